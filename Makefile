@@ -1,0 +1,51 @@
+# Duet's commands. `make setup` makes .venv/ from the lock file; every other target does so by itself when it must.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --custom-compile-command 'make lock'
+
+.PHONY: help setup quickstart test test-all lint format bench lock clean
+.DELETE_ON_ERROR:
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(STAMP) ## Make the environment in .venv/ (about 6 GB: the registry's torch brings CUDA along)
+
+# Remade when a lock file changes. The stamp comes last, so that an interrupted installation is taken up again.
+$(STAMP): requirements.lock requirements-dev.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "error: $(PYTHON) is older than Python 3.11; run: make PYTHON=/path/to/python3.11 $(or $(MAKECMDGOALS),setup)" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	@touch $@
+
+quickstart: $(STAMP) ## Pack the sample, train and evaluate both models, write runs/quickstart/report.html
+	$(BIN)/python quickstart.py
+
+test: $(STAMP) ## The fast tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP) ## All tests, the slow ones too
+	$(BIN)/python -m pytest
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Sort imports and apply ruff's safe fixes
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## Every benchmark; each prints its ratios as JSON
+	@set -e; for script in benchmarks/[a-z]*.py; do \
+		echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py) --json; done
+
+lock: $(STAMP) ## Resolve the dependencies of pyproject.toml anew and write the lock files
+	$(UV_COMPILE) --upgrade --output-file requirements.lock
+	$(UV_COMPILE) --upgrade --extra dev --constraint requirements.lock --output-file requirements-dev.lock
+
+clean: ## Remove caches and build outputs; runs/ and .venv/ stay
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

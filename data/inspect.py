@@ -1,0 +1,138 @@
+"""Show what a packed file holds: `python -m data.inspect X.lmdb [--verify] [--json] [--out grid.png]`.
+
+The picture grid goes beside the file as `X.grid.png`, or to `--out`; with `--json` or `--verify` it is drawn only if
+`--out` is given. With `--json` stdout is one document.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from data.pictures import fit
+from data.store import LMDBReader, Meta
+from data.verify import Damage, verify
+from utils.cli import Parser
+from utils.errors import UserError, run_cli
+
+COLUMNS = 10
+MAX_ROWS = 20
+CELL = 64  # px at least; smaller pictures are enlarged by a whole factor
+BAR = 40  # characters of the longest bar of the histogram
+
+
+def description(reader: LMDBReader) -> dict[str, object]:
+    """The metadata and the file as one flat document."""
+    return {"file": str(reader.path), "bytes": reader.path.stat().st_size, **asdict(reader.meta)}
+
+
+def lines(document: dict[str, object], meta: Meta) -> list[str]:
+    """The description for people, with a bar per class."""
+    skipped = ("classes", "histogram")
+    rows = [(key, value) for key, value in document.items() if key not in skipped]
+    width = max(len(key) for key, _ in rows)
+    text = [f"{key:<{width}}  {_text(value)}" for key, value in rows]
+    if not meta.classes:
+        return [*text, f"{'classes':<{width}}  none, unlabelled"]
+    text.append(f"{'classes':<{width}}  {len(meta.classes)}")
+    names = max(len(name) for name in meta.classes)
+    largest = max(1, *meta.histogram)
+    for label, (name, count) in enumerate(zip(meta.classes, meta.histogram, strict=True)):
+        text.append(f"  {label:>3} {name:<{names}} {count:>9,} {'#' * round(BAR * count / largest)}".rstrip())
+    return text
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(_text(item) for item in value)
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def grid(reader: LMDBReader) -> Image.Image:
+    """A row of pictures per class with its name (the first MAX_ROWS classes), or the first pictures if unlabelled."""
+    rows = _grid_rows(reader)
+    side = reader.resolution or 2 * CELL
+    cell = side * max(1, -(-CELL // side))
+    font = ImageFont.load_default(size=14)
+    margin = max([0, *(int(font.getlength(name)) + 12 for name, _ in rows if name)])
+    image = Image.new("RGB", (margin + COLUMNS * (cell + 2), len(rows) * (cell + 2)), "white")
+    draw = ImageDraw.Draw(image)
+    for row, (name, indices) in enumerate(rows):
+        draw.text((6, row * (cell + 2) + cell // 2), name, fill="black", font=font, anchor="lm")
+        for column, index in enumerate(indices):
+            pixels = fit(reader.picture(index)[0], side, "crop")
+            tile = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
+            tile = tile.resize((cell, cell), Image.Resampling.NEAREST)
+            image.paste(tile, (margin + column * (cell + 2), row * (cell + 2)))
+    return image
+
+
+def _grid_rows(reader: LMDBReader) -> list[tuple[str, list[int]]]:
+    """Names and records, spread evenly over each class."""
+    if not reader.classes:
+        chosen = list(range(min(len(reader), COLUMNS * 8)))
+        return [("", chosen[start : start + COLUMNS]) for start in range(0, len(chosen), COLUMNS)]
+    rows = []
+    for label, name in enumerate(reader.classes[:MAX_ROWS]):
+        members = np.flatnonzero(reader.labels() == label)
+        places = np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(np.int64))
+        rows.append((name, members[places].tolist()))
+    return rows
+
+
+def report(damage: Damage, reader: LMDBReader) -> None:
+    """Raise UserError if there is damage, naming the first record; list all of them on stderr."""
+    if not damage:
+        return
+    for record, reason in sorted(damage.records.items()):
+        print(f"record {record}: {reason}", file=sys.stderr)
+    if damage.records:
+        first = min(damage.records)
+        raise UserError(
+            f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first is"
+            f" record {first} ({damage.records[first]}): copy or pack the file again"
+        )
+    raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
+
+
+def make_parser() -> Parser:
+    """The options."""
+    parser = Parser(prog="python -m data.inspect", description="Show what a packed file holds.")
+    parser.add_argument("path", type=Path, metavar="X.lmdb")
+    parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="where the picture grid goes; default: X.grid.png")
+    return parser
+
+
+def main(argv: list[str]) -> None:
+    """The command line."""
+    args = make_parser().parse_args(argv)
+    if args.out and args.out.suffix.lower() != ".png":
+        raise UserError(f"--out {args.out}: its name must end in .png")
+    with LMDBReader(args.path) as reader:
+        damage = verify(reader) if args.verify else None
+        document = description(reader)
+        if damage is not None:
+            document["damaged"] = sorted(damage.records)
+        print(json.dumps(document, indent=2) if args.json else "\n".join(lines(document, reader.meta)))
+        if damage is not None:
+            report(damage, reader)
+        if args.out or not (args.json or args.verify):
+            out = args.out or args.path.with_name(f"{args.path.stem}.grid.png")
+            _save(grid(reader), out)
+            print(f"picture grid: {out}", file=sys.stderr if args.json else sys.stdout)
+
+
+def _save(image: Image.Image, path: Path) -> None:
+    try:
+        image.save(path, format="PNG")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; choose another place with --out") from None
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

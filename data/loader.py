@@ -1,0 +1,161 @@
+"""Batches to the device: an endless training loader whose position is state, and a plain pass for evaluation."""
+
+import contextlib
+import copy
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data.sampler import GlobalSampler
+from data.store import LMDBReader
+
+
+@dataclass
+class Batch:
+    """Pictures and labels of one rank."""
+
+    images: torch.Tensor  # uint8 [n, C, H, W]
+    labels: torch.Tensor  # int64 [n]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on `device`; asynchronous from pinned memory."""
+        return Batch(self.images.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+
+
+def read_batch(reader: LMDBReader, indices: np.ndarray, *, pin: bool = False) -> Batch:
+    """Gather records into new tensors on the CPU, pinned if asked to."""
+    shape = (len(indices), reader.meta.channels, reader.resolution, reader.resolution)
+    images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
+    _, labels = reader.read(indices, out=images.numpy())
+    on_cpu = torch.from_numpy(labels)
+    return Batch(images, on_cpu.pin_memory() if pin else on_cpu)
+
+
+class InfiniteLoader:
+    """Endless iterator over a rank's batches, on the device.
+
+    A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked for); for an
+    accelerator it reads into pinned memory and copies on a stream of its own. `sampler` always stands where the batches
+    handed out end, whatever has been read ahead, and is the loader's state. `wait_seconds` adds up the time that `next`
+    took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
+    """
+
+    def __init__(
+        self, reader: LMDBReader, sampler: GlobalSampler, *, device: torch.device | str, prefetch: int = 2
+    ) -> None:
+        self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
+        self.prefetch = prefetch
+        self.wait_seconds = 0.0
+        self._worker: _Worker | None = None
+
+    def __iter__(self) -> "InfiniteLoader":
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        if self.prefetch:
+            batch = self._prefetched()
+        else:
+            indices, _ = copy.copy(self.sampler).next_batch()
+            batch = read_batch(self.reader, indices, pin=self.device.type != "cpu").to(self.device)
+        # Advanced only now: a read that failed or was interrupted is not counted.
+        self.sampler.advance()
+        self.wait_seconds += time.perf_counter() - started
+        return batch
+
+    def _prefetched(self) -> Batch:
+        if self._worker is None:
+            self._worker = _Worker(self.reader, copy.copy(self.sampler), self.device, self.prefetch)
+            weakref.finalize(self, self._worker.stop)
+        try:
+            return self._worker.next()
+        except Exception:
+            self.close()
+            raise
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The sampler's position after the batches handed out."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Continue from `state`; what was read ahead is dropped. Raises UserError as the sampler does."""
+        self.close()
+        self.sampler.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop the thread. The loader can still be used: it starts again where the batches handed out end."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+class _Worker:
+    """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
+
+    def __init__(self, reader: LMDBReader, sampler: GlobalSampler, device: torch.device, prefetch: int) -> None:
+        self._reader, self._sampler, self._device = reader, sampler, device
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="data-loader", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.is_set():
+                indices, _ = self._sampler.next_batch()
+                self._ready.put(self._load(indices))
+        except Exception as error:  # handed to the consumer, who raises it
+            self._ready.put(error)
+
+    def _load(self, indices: np.ndarray) -> tuple[Batch, torch.Event | None]:
+        if self._stream is None:
+            return read_batch(self._reader, indices), None
+        with self._stream:
+            batch = read_batch(self._reader, indices, pin=True).to(self._device)
+            return batch, self._stream.record_event()
+
+    def next(self) -> Batch:
+        """The next batch; the consumer's stream waits for its copy, the consumer does not."""
+        item = self._ready.get()
+        if isinstance(item, Exception):
+            raise item
+        batch, copied = item
+        if copied is not None:
+            stream = torch.accelerator.current_stream(self._device)
+            stream.wait_event(copied)
+            for tensor in (batch.images, batch.labels):
+                tensor.record_stream(stream)
+        return batch
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopped.set()
+        with contextlib.suppress(queue.Empty):  # room for the batch it may be about to put, its last
+            while True:
+                self._ready.get_nowait()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def evaluation_batches(
+    reader: LMDBReader, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None = None
+) -> Iterator[Batch]:
+    """Every sample exactly once over the ranks, in order, on the CPU; the last batch may be smaller.
+
+    Rank r of N takes the contiguous share [count*r//N, count*(r+1)//N) of the first `limit` (default: all) samples, in
+    batches of at most `batch_size` per rank; a rank may get none.
+    """
+    count = len(reader) if limit is None else min(limit, len(reader))
+    end = count * (rank + 1) // world_size
+    for start in range(count * rank // world_size, end, batch_size):
+        yield read_batch(reader, np.arange(start, min(end, start + batch_size)))

@@ -1,0 +1,163 @@
+"""One picture: decode any file by a stated rule, bring it to size, encode it.
+
+The rules (docs/lmdb.md lists them): EXIF orientation is applied; transparency is composited on white; palettes are
+resolved; 16-bit values keep their high byte; CMYK and other colour models are converted to RGB without a colour
+profile; grey from RGB is ITU-R 601 luma. Animated and multi-page files, floating-point pictures, pictures with a side
+below MIN_SIDE px and those above Pillow's limit of pixels are refused.
+"""
+
+import io
+import struct
+import warnings
+import zlib
+
+import cv2
+import numpy as np
+from PIL import Image, ImageOps
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not pictures
+JPEG_QUALITY = 95  # without chroma subsampling
+
+RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
+
+
+class PictureError(ValueError):
+    """A picture that cannot be read or is refused; the message is the reason, without the file's name."""
+
+
+def decode_file(content: bytes, channels: int) -> np.ndarray:
+    """Decode a file of unknown origin: uint8 [H, W, channels]. Raises PictureError with the reason."""
+    if not content:
+        raise PictureError("is an empty file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Pillow's remarks about odd EXIF data
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            _check_chunks(content)
+            return decode(content, channels)
+    except PictureError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise PictureError(f"is not a picture (it begins with {content[:12]!r})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise PictureError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller first") from None
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise PictureError(f"is truncated or damaged ({error})") from None
+    except (struct.error, zlib.error, MemoryError) as error:
+        raise PictureError(f"is truncated or damaged ({error})") from None
+
+
+def decode(content: bytes | memoryview, channels: int) -> np.ndarray:
+    """Decode a file: uint8 [H, W, channels]. Raises PictureError for what is refused, else whatever Pillow raises."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the picture
+            raise PictureError(f"is animated or has several pages ({frames}); save one of them as a picture")
+        image.load()
+        pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
+    if min(pixels.shape[:2]) < MIN_SIDE:
+        raise PictureError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _check_chunks(content: bytes) -> None:
+    """Pillow checks the checksums of a PNG's chunks only when asked to."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        if image.format == "PNG":
+            image.verify()
+
+
+def _convert(image: Image.Image, channels: int) -> Image.Image:
+    """To mode L or RGB by the rules above."""
+    if image.mode == "F":
+        raise PictureError("has floating-point pixels; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise PictureError("has 32-bit pixels; save it with 8 or 16 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        coloured = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), coloured).convert("RGB")
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Grey to RGB or RGB to grey (ITU-R 601 luma): uint8 [H, W, 1 or 3] -> uint8 [H, W, channels]."""
+    if pixels.shape[2] == channels:
+        return pixels
+    if channels == 3:
+        return np.repeat(pixels, 3, axis=2)
+    return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+
+
+def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
+    """Bring a picture uint8 [H, W, C] to [size, size, C].
+
+    Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest square in the middle and scales it with
+    Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is larger than
+    `size`, never scaled up. Raises PictureError for a size that "exact" does not allow.
+    """
+    height, width, channels = pixels.shape
+    if (height, width) == (size, size):
+        return pixels
+    if mode == "exact":
+        raise PictureError(f"is {width}x{height} px where {size}x{size} was expected; pass --size N")
+    if mode == "crop":
+        side = min(height, width)
+        top, left = (height - side) // 2, (width - side) // 2
+        return _scale(pixels[top : top + side, left : left + side], size, size)
+    if mode != "pad":
+        raise ValueError(f"mode {mode!r}")
+    longest = max(height, width)
+    if longest > size:
+        pixels = _scale(pixels, max(1, round(height * size / longest)), max(1, round(width * size / longest)))
+    height, width = pixels.shape[:2]
+    padded = np.zeros((size, size, channels), np.uint8)
+    top, left = (size - height) // 2, (size - width) // 2
+    padded[top : top + height, left : left + width] = pixels
+    return padded
+
+
+def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    channels = pixels.shape[2]
+    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if channels == 1 else pixels))
+    scaled = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
+    return scaled.reshape(height, width, channels)
+
+
+def encode(pixels: np.ndarray, encoding: str) -> bytes:
+    """A "png" (lossless) or "jpeg" (quality JPEG_QUALITY, 4:4:4) file of a picture uint8 [H, W, 1 or 3]."""
+    ordered = np.ascontiguousarray(pixels[:, :, ::-1]) if pixels.shape[2] == 3 else pixels
+    options = {
+        "png": [cv2.IMWRITE_PNG_COMPRESSION, 6],
+        "jpeg": [
+            cv2.IMWRITE_JPEG_QUALITY,
+            JPEG_QUALITY,
+            cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
+            cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
+        ],
+    }[encoding]
+    done, content = cv2.imencode(".jpg" if encoding == "jpeg" else ".png", ordered, options)
+    if not done:
+        raise PictureError(f"cannot be encoded as {encoding}")
+    return content.tobytes()
+
+
+def decode_packed(payload: bytes | memoryview, encoding: str, channels: int) -> np.ndarray:
+    """Decode a payload that data.pack has written: uint8 [H, W, channels]. Raises PictureError if that fails.
+
+    OpenCV reads what `encode` made; a file kept as it came ("source") is read by the rules it was packed by.
+    """
+    if encoding == "source":
+        try:
+            return decode(payload, channels)
+        except (OSError, SyntaxError) as error:
+            raise PictureError(f"cannot be decoded: {error}") from None
+    flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR
+    pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
+    if pixels is None:
+        raise PictureError("cannot be decoded")
+    return pixels[:, :, None] if channels == 1 else pixels[:, :, ::-1]

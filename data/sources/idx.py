@@ -1,0 +1,74 @@
+"""Idx files (MNIST's format): read, write, and as a source.
+
+A file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian 32-bit number,
+then the values in C order.
+"""
+
+import gzip
+import io
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from data.sources.base import ArraySource
+from utils.errors import UserError
+
+PREFIX = {"train": "train", "test": "t10k"}
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a damaged one."""
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read ({error}); get it again") from None
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise UserError(f"{path} is not an idx file of bytes; get it again")
+    dimensions = content[3]
+    start = 4 + 4 * dimensions
+    shape = struct.unpack_from(f">{dimensions}I", content, 4) if len(content) >= start else ()
+    if not shape or len(content) != start + math.prod(shape):
+        raise UserError(f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it again")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def idx_gz(array: np.ndarray) -> bytes:
+    """A uint8 array as a gzipped idx file; the same array gives the same bytes (no name, no time)."""
+    head = b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=buffer, mtime=0) as file:
+        file.write(head + np.ascontiguousarray(array, np.uint8).tobytes())
+    return buffer.getvalue()
+
+
+def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
+    """The files of pictures and labels of a split in `folder`, gzipped or not, or None if one is missing."""
+    found = []
+    for kind in ("images-idx3", "labels-idx1"):
+        stem = f"{PREFIX[split]}-{kind}-ubyte"
+        names = (stem, f"{stem}.gz", stem.replace("-idx", ".idx"), stem.replace("-idx", ".idx") + ".gz")
+        found.append(next((folder / name for name in names if (folder / name).is_file()), None))
+    pictures, labels = found
+    return (pictures, labels) if pictures and labels else None
+
+
+def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = None) -> ArraySource:
+    """Pictures [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless given.
+
+    Raises UserError if a file is missing or damaged, or if they do not belong together.
+    """
+    paths = find_idx(folder, split)
+    if paths is None:
+        prefix = PREFIX[split]
+        raise UserError(f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them")
+    images, labels = read_idx(paths[0]), read_idx(paths[1])
+    if images.ndim != 3 or labels.shape != images.shape[:1] or not len(images):
+        raise UserError(f"{paths[0]} has shape {images.shape}, {paths[1]} {labels.shape}: they do not belong together")
+    if classes is None:
+        classes = [str(label) for label in range(int(labels.max()) + 1)]
+    if labels.max() >= len(classes):
+        raise UserError(f"{paths[1]} holds label {labels.max()}, but there are {len(classes)} classes; get it again")
+    return ArraySource(name, images[:, :, :, None], labels, classes)

@@ -1,0 +1,151 @@
+"""From the names of files to pictures and labels: the rules that folders and zip files share.
+
+- Names with a part that begins with "." and macOS's `__MACOSX` are left out; files without a picture's suffix are
+  ignored and listed.
+- A `dataset.json` at the top (StyleGAN's) names the labels: `{"labels": [["name", class], ...]}` or null.
+- Pictures at the top only: unlabelled, in order of name. Pictures in sub-folders only: a class per sub-folder, in order
+  of name (text order, as torchvision's ImageFolder), pictures at any depth. Both: refused.
+- Sub-folders called train, test, val, valid or validation and no others: the split's folder is entered; test stands for
+  val, valid and validation too. A single sub-folder that holds only sub-folders is entered. Without such folders
+  everything is taken, unless the split asked for is test.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from data.pictures import SUFFIXES
+from data.sources.base import Problem
+from utils.errors import UserError
+
+MANIFEST = "dataset.json"
+SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
+SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
+
+
+@dataclass
+class Listing:
+    """Pictures in order, their labels (zeros if unlabelled), class names."""
+
+    names: list[str]
+    labels: list[int]
+    classes: list[str]
+    problems: list[Problem] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def arrange(where: str, files: Iterable[str], folders: Iterable[str], split: str) -> Listing:
+    """Sort files (relative names with "/") into pictures and classes.
+
+    `where` names the source in errors. Raises UserError if there is no picture, if pictures lie both at the top and in
+    sub-folders, or if the split's folder is missing.
+    """
+    pictures, ignored = _pictures(where, files)
+    folders = [name.rstrip("/") for name in folders if not _hidden(name)]
+    prefix = _enter(where, pictures, folders, split)
+    pictures = [name for name in pictures if name.startswith(prefix)]
+    parts = {name: name[len(prefix) :].split("/") for name in pictures}
+    loose = [name for name in pictures if len(parts[name]) == 1]
+    if len(loose) == len(pictures):
+        return Listing(pictures, [0] * len(pictures), [], [], ignored)
+    if loose:
+        raise UserError(
+            f"{where} holds pictures both at the top ({loose[0]}) and in sub-folders;"
+            " move the loose ones into class folders or away"
+        )
+    filled = {path[0] for path in parts.values()}
+    empty = sorted(_tops(prefix, folders) - filled)
+    problems = [_empty_class(f"{where}/{prefix}{name}", f"{prefix}{name}/", ignored) for name in empty]
+    classes = sorted(filled)
+    labels = {name: label for label, name in enumerate(classes)}
+    return Listing(pictures, [labels[parts[name][0]] for name in pictures], classes, problems, ignored)
+
+
+def arrange_by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
+    """Pictures and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
+
+    Raises UserError if it is no such document, names a picture that is not there, leaves one out, or if its labels are
+    not whole numbers from 0.
+    """
+    pictures, ignored = _pictures(where, files)
+    ignored = [name for name in ignored if name != MANIFEST]
+    where = f"{where}: {MANIFEST}"
+    try:
+        pairs = json.loads(manifest)["labels"]
+        known = {str(name): label for name, label in pairs or []}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
+    if not known:
+        return Listing(pictures, [0] * len(pictures), [], [], ignored)
+    odd = sorted(set(known) ^ set(pictures))
+    if odd:
+        raise UserError(f"{where} and the pictures do not match: {odd[0]} is in one of them only")
+    for name, label in known.items():
+        if not isinstance(label, int) or isinstance(label, bool) or label < 0:
+            raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0")
+    if max(known.values()) >= len(known):
+        raise UserError(f"{where}: labels go up to {max(known.values())}, but there are only {len(known)} pictures")
+    classes = [str(label) for label in range(max(known.values()) + 1)]
+    return Listing(pictures, [known[name] for name in pictures], classes, [], ignored)
+
+
+def _pictures(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The visible files in order of name: pictures by their suffix, and the others."""
+    visible = sorted(name for name in files if not _hidden(name))
+    pictures = [name for name in visible if _is_picture(name)]
+    ignored = [name for name in visible if not _is_picture(name)]
+    if not pictures:
+        supported = " ".join(sorted(SUFFIXES))
+        raise UserError(f"{where} holds no pictures{_what_instead(ignored)}; supported are {supported}")
+    return pictures, ignored
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+
+
+def _is_picture(name: str) -> bool:
+    """By its suffix; a zip member's absolute name belongs to no class."""
+    return PurePosixPath(name).suffix.lower() in SUFFIXES and not name.startswith("/")
+
+
+def _empty_class(folder: str, prefix: str, ignored: list[str]) -> Problem:
+    instead = _what_instead([name for name in ignored if name.startswith(prefix)])
+    return Problem(folder, f"is a class folder without pictures{instead}")
+
+
+def _what_instead(ignored: list[str]) -> str:
+    if not ignored:
+        return " (it is empty)"
+    kinds = Counter(PurePosixPath(name).suffix or PurePosixPath(name).name for name in ignored)
+    return f" (only {', '.join(f'{count} {kind}' for kind, count in kinds.most_common(3))})"
+
+
+def _tops(prefix: str, names: Iterable[str]) -> set[str]:
+    """First parts of the names below `prefix`."""
+    return {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix) and name != prefix}
+
+
+def _enter(where: str, pictures: list[str], folders: list[str], split: str) -> str:
+    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end."""
+    prefix, entered = "", False
+    while True:
+        below = [name[len(prefix) :].split("/") for name in pictures if name.startswith(prefix)]
+        tops = {path[0] for path in below} | _tops(prefix, folders)
+        if tops <= SPLIT_NAMES and not entered and all(len(path) > 1 for path in below):
+            chosen = [name for name in SPLITS[split] if name in tops]
+            if not chosen:
+                found = ", ".join(sorted(tops))
+                raise UserError(f"{where} has no {split} split, its folders are {found}: pass another --split")
+            entered = True
+            prefix += chosen[0] + "/"
+            if not any(name.startswith(prefix) for name in pictures):
+                raise UserError(f"{where}: the folder {prefix} holds no pictures")
+        elif len(tops) == 1 and all(len(path) > 2 for path in below):
+            prefix += tops.pop() + "/"
+        elif split == "test" and not entered:
+            raise UserError(f"{where} has no split folders: leave --split out to take all of it")
+        else:
+            return prefix

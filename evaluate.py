@@ -1,0 +1,260 @@
+"""Evaluate a checkpoint by the protocol in docs/evaluation.md: figures into metrics.json, pictures beside it."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from data.store import LMDBReader
+from metrics.diversity import PICTURES
+from metrics.evaluate_classifier import evaluate_classifier
+from metrics.evaluate_gan import evaluate_generator
+from metrics.extractors import Extractor, Options, build
+from metrics.pictures import MistakeBoard, SampleBoard, save_confusion, save_rows
+from metrics.resnet50 import find_weights
+from metrics.tables import classifier_table, gan_table
+from models.resnet import Classifier
+from models.restore import classifier_from, generator_from
+from utils.arguments import add_model_options, positive
+from utils.checkpoint import load, resolve
+from utils.cli import Parser
+from utils.distributed import choose_device
+from utils.errors import UserError, run_cli
+from utils.images import write_atomic
+
+GAN_PICTURES = 5000  # n of a distance unless the real sets are smaller
+GAN_ONLY = ("classifier", "extractor", "weights", "per_class")
+
+
+class Bars:
+    """Progress bars on stderr, one for each thing that is done; none where stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is None or what != self._what:
+            self.close()
+            self._what, self._bar = what, tqdm(total=total, desc=what, unit="picture", file=sys.stderr, disable=None)
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the last bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One evaluation: what is evaluated on what, where the results go, and how."""
+
+    checkpoint: dict[str, Any]
+    reader: LMDBReader
+    out: Path
+    options: argparse.Namespace
+    device: torch.device
+    progress: Bars
+
+
+def parser() -> Parser:
+    """The options of this script."""
+    options = Parser(prog="evaluate.py", description=__doc__)
+    add = options.add_argument
+    add_model_options(options)
+    add("--data", metavar="X.lmdb", help="test pictures (default: data.val_path of the run's config)")
+    add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
+    add("--n", type=positive, help=f"pictures to evaluate on (default: all; for a GAN at most {GAN_PICTURES})")
+    add("--seed", type=int, default=0, help="of samples and draws (default: 0)")
+    add("--json", action="store_true", help="print metrics.json instead of a table; logs go to stderr")
+    add("--classifier", metavar="RUN_OR_FILE", help="GAN: independent judge of what the samples show")
+    extractors = "GAN: classifier, classifier:RUN_OR_FILE, resnet50, inception or pixels; repeat it or use commas "
+    default = "(default: classifier if one is given, resnet50 if its weights are there)"
+    add("--extractor", action="append", metavar="NAME", help=extractors + default)
+    add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
+    add("--per-class", type=positive, help=f"GAN: pictures of a class for the diversity (default: {PICTURES})")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Evaluate, write the results, print them."""
+    options = parser().parse_args(argv)
+    path = resolve(options.checkpoint, options.which)
+    checkpoint = load(path)
+    out = Path(options.out) if options.out else run_folder(path) / "eval"
+    data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
+    if not data:
+        raise UserError(f"{path}: its config names no data.val_path; give the test pictures with --data X.lmdb")
+    if checkpoint["task"] not in TASKS:
+        raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
+    evaluate, table = TASKS[checkpoint["task"]]
+    progress = Bars()
+    with LMDBReader(data) as reader:
+        job = Job(checkpoint, reader, out, options, choose_device(options.device), progress)
+        figures = evaluate(job)
+    progress.close()
+    head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
+    document = {**head, "seed": options.seed, **figures}
+    text = json.dumps(document, indent=1, allow_nan=False)
+    write_atomic(out / "metrics.json", f"{text}\n".encode())
+    print(text if options.json else table(document))
+    print(f"wrote metrics.json, {', '.join(document['pictures'])} into {out}", file=sys.stderr)
+    return 0
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The run that a checkpoint file belongs to; for a file outside a run the folder that it lies in."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+
+
+def evaluate_classifier_run(job: Job) -> dict[str, Any]:
+    """Figures and pictures of a classifier."""
+    for name in GAN_ONLY:
+        if getattr(job.options, name):
+            raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
+    classifier = classifier_from(job.checkpoint, job.device)
+    classes = job.reader.classes
+    if classes:
+        require_same_classes("the classifier", job.checkpoint["classes"], "the pictures", classes)
+    board = MistakeBoard(classes)
+    figures = evaluate_classifier(
+        classifier,
+        job.reader,
+        batch_size=job.options.batch_size,
+        limit=job.options.n,
+        progress=job.progress,
+        observe=board.observe,
+    )
+    save_confusion(figures["confusion"], classes, job.out / "confusion.png")
+    return {**figures, "pictures": ["confusion.png", *board.save(job.out)]}
+
+
+def evaluate_gan_run(job: Job) -> dict[str, Any]:
+    """Figures and pictures of a generator."""
+    options = job.options
+    generator = generator_from(job.checkpoint, job.device)
+    names = job.checkpoint["classes"] if generator.classes else []
+    if names:
+        require_same_classes("the generator", names, "the pictures", job.reader.classes)
+    judge = load_judge(options.classifier, job.checkpoint, names, job.device) if options.classifier else None
+    extractors = build_extractors(job, judge)
+    print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
+    train, why = training_pictures(job.checkpoint)
+    board = SampleBoard(names)
+    with train or nullcontext():
+        figures = evaluate_generator(
+            generator,
+            job.reader,
+            n=options.n or GAN_PICTURES,
+            seed=options.seed,
+            extractors=extractors,
+            classifier=judge,
+            train_reader=train,
+            per_class=options.per_class or PICTURES,
+            batch_size=options.batch_size,
+            progress=job.progress,
+            observe=board.observe,
+        )
+    if why:
+        figures["notes"]["floor"] = why
+    save_real(job.reader, names, board.columns, job.out / "real.png")
+    return {**figures, "pictures": [*board.save(job.out), "real.png"]}
+
+
+TASKS: dict[str, tuple[Callable[[Job], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
+    "gan": (evaluate_gan_run, gan_table),
+    "classifier": (evaluate_classifier_run, classifier_table),
+}
+
+
+def build_extractors(job: Job, judge: Classifier | None) -> list[Extractor]:
+    """The named extractors; the judge is not loaded a second time."""
+
+    def load_classifier(run: str) -> Classifier:
+        if judge is not None and run == job.options.classifier:
+            return judge
+        return classifier_from(load(resolve(run)), job.device)
+
+    options = Options(
+        device=job.device,
+        channels=job.reader.meta.channels,
+        weights=job.options.weights,
+        classifier=job.options.classifier,
+        load_classifier=load_classifier,
+    )
+    return build(named_extractors(job.options), options)
+
+
+def named_extractors(options: argparse.Namespace) -> list[str]:
+    """The extractors that were asked for, else those that can be had without asking."""
+    if options.extractor:
+        return [name.strip() for text in options.extractor for name in text.split(",")]
+    names = ["classifier"] if options.classifier else []
+    if find_weights(options.weights) is not None:
+        names.append("resnet50")
+    if not names:
+        raise UserError(
+            "no feature extractor at hand; give --classifier RUN, or a ResNet-50 weights file with --weights, "
+            "or --extractor pixels for a rough look"
+        )
+    return names
+
+
+def load_judge(run: str, checkpoint: dict[str, Any], names: list[str], device: torch.device) -> Classifier:
+    """The classifier that names the samples. UserError if it helped to train the generator or knows other classes."""
+    loss = checkpoint["config"].get("loss") or {}
+    helper = loss.get("classifier")
+    file = resolve(run)
+    if helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve()):
+        raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
+    judge = load(file)
+    classifier = classifier_from(judge, device)
+    if names:
+        require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
+    return classifier
+
+
+def require_same_classes(who: str, names: Sequence[str], other: str, others: Sequence[str]) -> None:
+    """Raise UserError unless two lists of classes are the same, order included."""
+    if list(names) == list(others):
+        return
+    pairs = [*zip(names, others, strict=False)]
+    place = next((i for i, (name, found) in enumerate(pairs) if name != found), len(pairs))
+    told = [repr(some[place]) if place < len(some) else "none" for some in (names, others)]
+    raise UserError(
+        f"{who} has {len(names)} classes and {other} {len(others)}; class {place} is {told[0]} and {told[1]}; "
+        "give a file or run with the same classes in the same order"
+    )
+
+
+def training_pictures(checkpoint: dict[str, Any]) -> tuple[LMDBReader | None, str]:
+    """The pictures the generator was trained on, the second real set of the floor; or None and the reason."""
+    path = checkpoint["config"].get("data", {}).get("path")
+    if not path:
+        return None, "the run's config names no data.path to be the second real set"
+    if not Path(path).is_file():
+        return None, f"the training pictures {path} are not there to be the second real set"
+    return LMDBReader(path), ""
+
+
+def save_real(reader: LMDBReader, names: Sequence[str], columns: int, path: Path) -> None:
+    """Write a grid of real test pictures, laid out like the grid of samples."""
+    labels = reader.labels() if names else np.zeros(len(reader), dtype=np.int64)
+    most = columns if names else columns * columns
+    rows = []
+    for label in range(max(1, len(names))):
+        images, _ = reader.read(np.flatnonzero(labels == label)[:most])
+        rows.append(list(torch.from_numpy(images)))
+    save_rows(rows, path, columns=columns)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

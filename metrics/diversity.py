@@ -1,0 +1,74 @@
+"""Do the samples differ from one another as much as real pictures do, and are they what was asked for?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PICTURES = 200  # of a class, by the protocol
+
+
+def mean_pairwise_distance(features: Tensor) -> float:
+    """Mean Euclidean distance over all pairs of features [n, F], computed in float64; n at least 2."""
+    if len(features) < 2:
+        raise ValueError(f"a pairwise distance needs at least 2 feature vectors, not {len(features)}")
+    return float(torch.pdist(features.detach().cpu().double()).mean())
+
+
+def diversity_ratio(samples: Tensor, real: Tensor) -> float | None:
+    """Mean pairwise distance of samples [n, F] over that of real pictures [m, F].
+
+    1 is as varied as the real ones, 0 is one picture over and over. None where it is undefined: fewer than two vectors
+    on a side, or real pictures that are all the same.
+    """
+    if len(samples) < 2 or len(real) < 2:
+        return None
+    reference = mean_pairwise_distance(real)
+    return mean_pairwise_distance(samples) / reference if reference > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diversity:
+    """The ratio of each class (None: undefined), and the smallest, which is the figure of the whole generator."""
+
+    smallest: float | None
+    by_class: list[float | None]
+    pictures: int  # the least number of pictures on either side that a ratio above rests on
+
+
+def diversity_by_class(
+    samples: Tensor,  # [n, F]
+    sample_labels: Tensor,  # int64 [n], 0 to classes - 1
+    real: Tensor,  # [m, F]
+    real_labels: Tensor,  # int64 [m]
+    *,
+    classes: int,
+    pictures: int = PICTURES,
+) -> Diversity:
+    """The diversity ratio of each class, over its first `pictures` samples and real pictures, as many of each."""
+    ratios: list[float | None] = []
+    least = pictures
+    for label in range(classes):
+        drawn = samples[sample_labels == label][:pictures]
+        shown = real[real_labels == label][:pictures]
+        size = min(len(drawn), len(shown))
+        ratio = diversity_ratio(drawn[:size], shown[:size])
+        ratios.append(ratio)
+        least = least if ratio is None else min(least, size)
+    defined = [ratio for ratio in ratios if ratio is not None]
+    return Diversity(smallest=min(defined, default=None), by_class=ratios, pictures=least if defined else 0)
+
+
+def recognised_share(
+    predictions: Tensor,  # int64 [n], the class that the judge names
+    labels: Tensor,  # int64 [n], the class that was asked for
+    *,
+    classes: int,
+) -> tuple[float, list[float | None]]:
+    """Share of samples that a classifier names as asked: over all, and of each class (None: none was asked for)."""
+    hits = predictions == labels
+    if len(hits) == 0:
+        raise ValueError("the recognised share of no samples is undefined")
+    by_class: Sequence[Tensor] = [hits[labels == label] for label in range(classes)]
+    return float(hits.double().mean()), [float(part.double().mean()) if len(part) else None for part in by_class]

@@ -1,0 +1,210 @@
+"""Evaluation of a generator by the protocol in docs/evaluation.md."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.store import LMDBReader
+from metrics.diversity import PICTURES, diversity_by_class, recognised_share
+from metrics.extractors import Extractor, classifier_input
+from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feature_sets, select
+from metrics.frechet import frechet_distance
+from metrics.kernel import kernel_distance
+from metrics.precision import device_of, evaluating, exact_float32
+from models.resnet import Classifier
+from models.sampling import generate
+from models.stylegan2 import Generator
+from utils.errors import UserError
+
+Observer = Callable[[Tensor, Tensor, Tensor | None], None]
+"""Called with each batch: samples uint8 [b, C, H, W], labels int64 [b], the judge's probabilities [b, K] or None."""
+
+
+def evaluate_generator(
+    generator: Generator,  # a models Generator
+    reader: LMDBReader,  # real test pictures
+    *,
+    n: int,  # pictures on each side of a distance
+    seed: int,
+    extractors: Sequence[Extractor],  # at least one; the first one's features give the diversity
+    classifier: Classifier | None = None,  # independent judge of conditional samples
+    train_reader: LMDBReader | None = None,  # the second real set, for the floor
+    real: RealFeatures | None = None,  # keeps real features between calls
+    per_class: int = PICTURES,  # pictures of a class for the diversity
+    batch_size: int = 64,
+    progress: Progress | None = None,
+    observe: Observer | None = None,
+) -> dict[str, Any]:
+    """Distances with their floors, recognised share and diversity, ready for JSON.
+
+    n falls to the size of the smallest real set. Sample i has the label of the i-th real picture drawn, so both sides
+    have the same mix of classes. What cannot be computed is None, and `notes` says why.
+
+    Returns:
+        `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`, `n`,
+        `diversity_ratio`), `recognised`, `recognised_by_class`, `diversity_ratio`, `diversity_by_class`,
+        `diversity_extractor`, `diversity_pictures`, `notes`.
+
+    Raises:
+        UserError: pictures or classes of a file or the judge do not fit the generator; fewer than two pictures.
+    """
+    if not extractors:
+        raise ValueError("at least one extractor is needed")
+    notes: dict[str, str] = {}
+    train_reader = _second_real_set(reader, train_reader, notes)
+    real = real or RealFeatures(batch_size=batch_size, progress=progress)
+    sides = _real_sides(generator, reader, train_reader, n=n, seed=seed, per_class=per_class)
+    real_sets = real.get(reader, sides[0], extractors)
+    floor_sets = real.get(train_reader, sides[1], extractors) if train_reader else [None] * len(extractors)
+    samples = Samples(generator, sides[0], seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
+    with evaluating(generator):
+        fake_sets = feature_sets(
+            samples, extractors, n=sides[0].n, total=len(sides[0].indices), what="samples", progress=progress
+        )
+    rows = []
+    for extractor, fake, test, train in zip(extractors, fake_sets, real_sets, floor_sets, strict=True):
+        row = _distances(extractor, fake, test, train, seed)
+        rows.append(row | _diversity(generator, sides[0], fake, test, reader.classes, per_class))
+    shown = ("extractor", "weights", "frechet", "kernel", "floor", "kernel_floor", "n", "diversity_ratio")
+    diversity = ("diversity_ratio", "diversity_by_class", "diversity_pictures")
+    return {
+        "n": sides[0].n,
+        "seed": seed,
+        "distances": [{key: row[key] for key in shown} for row in rows],
+        **_recognised(generator, samples, reader.classes, notes),
+        **{key: rows[0][key] for key in diversity},
+        "diversity_extractor": extractors[0].name,
+        "notes": notes,
+    }
+
+
+@dataclass
+class Samples:
+    """Batches of samples, uint8 on the CPU; keeps what the judge named them while it is read."""
+
+    generator: Generator
+    selection: Selection
+    seed: int
+    batch_size: int
+    judge: Classifier | None = None
+    observe: Observer | None = None
+    predictions: list[Tensor] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        total = len(self.selection.indices)
+        for start in range(0, total, self.batch_size):
+            indices = range(start, min(start + self.batch_size, total))
+            labels = torch.from_numpy(self.selection.labels[indices.start : indices.stop])
+            yield self._batch(labels, indices)
+
+    def _batch(self, labels: Tensor, indices: range) -> Tensor:
+        """Draw and judge samples `indices`; sample i depends on the seed, i and its label alone."""
+        with exact_float32(device_of(self.generator)):
+            images = generate(
+                self.generator,
+                labels=labels if self.generator.classes else None,
+                indices=indices,
+                seed=self.seed,
+                batch_size=self.batch_size,
+            )
+        probabilities = None if self.judge is None else judge_pictures(self.judge, images)
+        if probabilities is not None:
+            self.predictions.append(probabilities.argmax(1))
+        if self.observe is not None:
+            self.observe(images, labels, probabilities)
+        return images
+
+
+def judge_pictures(classifier: Classifier, images: Tensor) -> Tensor:
+    """A classifier's probabilities [n, K] for uint8 pictures [n, C, H, W]; float64 on the CPU."""
+    with evaluating(classifier), exact_float32(device_of(classifier)):
+        return classifier(classifier_input(classifier, images)).cpu().double().softmax(1)
+
+
+def _second_real_set(reader: LMDBReader, train: LMDBReader | None, notes: dict[str, str]) -> LMDBReader | None:
+    """The training pictures, if they can serve for the floor; otherwise a note says why not."""
+    if train is None:
+        notes["floor"] = "no training pictures were given as the second real set"
+    elif train.meta.content_hash == reader.meta.content_hash:
+        notes["floor"] = "training and test pictures are the same; the floor needs two disjoint real sets"
+        return None
+    return train
+
+
+def _real_sides(
+    generator: Generator, reader: LMDBReader, train: LMDBReader | None, *, n: int, seed: int, per_class: int
+) -> list[Selection]:
+    """The draw of test pictures and, if there is a second real set, that of training pictures; n of each."""
+    files = [reader] if train is None else [reader, train]
+    n = min(n, *(len(file) for file in files))
+    if n < 2:
+        raise UserError(f"an evaluation needs at least 2 pictures on each side, not {n}; raise --n or give more data")
+    sides = []
+    for file, role, fill in zip(files, ("test", "train"), (per_class, 0), strict=False):
+        _check_fit(generator, file, role)
+        labels = file.labels() if generator.classes else np.zeros(len(file), dtype=np.int64)
+        sides.append(select(labels, n=n, seed=seed, role=role, per_class=fill))
+    return sides
+
+
+def _check_fit(generator: Generator, reader: LMDBReader, role: str) -> None:
+    """Raise UserError unless a file's pictures and classes are those of the generator."""
+    channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
+    side = generator.resolution
+    if (channels, height, width) != (generator.channels, side, side):
+        raise UserError(
+            f"the {role} pictures are {width}x{height} with {channels} channels, the generator draws {side}x{side} "
+            f"with {generator.channels}; pack them with --size {side} --channels {generator.channels}"
+        )
+    if generator.classes and len(reader.classes) != generator.classes:
+        raise UserError(
+            f"the {role} pictures have {len(reader.classes)} classes, the generator {generator.classes}; "
+            "give the data it was trained on with --data"
+        )
+
+
+def _distances(
+    extractor: Extractor, fake: FeatureSet, test: FeatureSet, train: FeatureSet | None, seed: int
+) -> dict[str, Any]:
+    """Frechet and kernel distance of samples and test pictures, and of train and test pictures (the floor)."""
+    return {
+        "extractor": extractor.name,
+        "weights": extractor.source,
+        "frechet": frechet_distance(fake.moments, test.moments),
+        "kernel": kernel_distance(fake.counted, test.counted, seed=seed),
+        "floor": None if train is None else frechet_distance(train.moments, test.moments),
+        "kernel_floor": None if train is None else kernel_distance(train.counted, test.counted, seed=seed),
+        "n": fake.n,
+    }
+
+
+def _diversity(
+    generator: Generator, selection: Selection, fake: FeatureSet, test: FeatureSet, names: list[str], per_class: int
+) -> dict[str, Any]:
+    """The smallest diversity ratio and that of each class; an unconditional generator is one class without a name."""
+    labels = torch.from_numpy(selection.labels)
+    classes = max(1, generator.classes)
+    found = diversity_by_class(fake.features, labels, test.features, labels, classes=classes, pictures=per_class)
+    return {
+        "diversity_ratio": found.smallest,
+        "diversity_by_class": dict(zip(names, found.by_class, strict=True)) if generator.classes else None,
+        "diversity_pictures": found.pictures,
+    }
+
+
+def _recognised(generator: Generator, samples: Samples, names: list[str], notes: dict[str, str]) -> dict[str, Any]:
+    """Share of the samples that the judge names as asked, over all and by class."""
+    if not generator.classes:
+        notes["recognised"] = "the generator is unconditional: nothing was asked for that could be recognised"
+    elif samples.judge is None:
+        notes["recognised"] = "no classifier was given; --classifier RUN names one"
+    else:
+        n = samples.selection.n
+        labels = torch.from_numpy(samples.selection.labels[:n])
+        share, by_class = recognised_share(torch.cat(samples.predictions)[:n], labels, classes=len(names))
+        return {"recognised": share, "recognised_by_class": dict(zip(names, by_class, strict=True))}
+    return {"recognised": None, "recognised_by_class": None}

@@ -1,0 +1,112 @@
+"""From pictures to feature sets: which pictures are taken, and one pass over them for all extractors."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.store import LMDBReader
+from metrics.extractors import Extractor, extract
+from metrics.statistics import Moments
+from utils.seeding import numpy_generator
+
+Progress = Callable[[str, int, int], None]
+"""Called as progress(what is being done, pictures done, pictures in all)."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which pictures of a file are looked at. The first `n` make the distances; those after it fill up the classes."""
+
+    indices: np.ndarray  # int64 [m], m >= n
+    labels: np.ndarray  # int64 [m]
+    n: int
+    key: str  # tells this draw from every other one of the same file
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of one set of pictures under one extractor."""
+
+    features: Tensor  # float32 [m, F] on the CPU
+    moments: Moments  # of the first n
+    n: int
+
+    @property
+    def counted(self) -> Tensor:
+        """The features that distances are computed from, [n, F]."""
+        return self.features[: self.n]
+
+
+def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0) -> Selection:
+    """Draw n pictures without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
+
+    `labels` int64 [count] are those of the whole file. A class with fewer than `per_class` in it comes with all it has.
+    """
+    order = numpy_generator(seed, "eval", role).permutation(len(labels))
+    wanted = np.zeros(len(order), dtype=bool)
+    for label in np.unique(labels):
+        wanted[np.flatnonzero(labels[order] == label)[:per_class]] = True
+    order = np.concatenate([order[:n], order[n:][wanted[n:]]])
+    return Selection(order, labels[order], n, f"{role} {seed} {n} {per_class}")
+
+
+def read_pictures(reader: LMDBReader, indices: np.ndarray, batch_size: int) -> Iterator[Tensor]:
+    """Pictures uint8 [<= batch_size, C, H, W] on the CPU, in the order of `indices`."""
+    for start in range(0, len(indices), batch_size):
+        images, _ = reader.read(indices[start : start + batch_size])
+        yield torch.from_numpy(images)
+
+
+def feature_sets(
+    batches: Iterable[Tensor],  # uint8 [b, C, H, W] each
+    extractors: Sequence[Extractor],
+    *,
+    n: int,
+    total: int,
+    what: str,
+    progress: Progress | None = None,
+) -> list[FeatureSet]:
+    """One pass over the pictures for all extractors; returns a feature set for each of them."""
+    rows: list[list[Tensor]] = [[] for _ in extractors]
+    moments = [Moments(extractor.dim) for extractor in extractors]
+    done = 0
+    for images in batches:
+        for position, extractor in enumerate(extractors):
+            features = extract(extractor, images)
+            moments[position].update(features[: max(0, n - done)])
+            rows[position].append(features)
+        done += len(images)
+        if progress is not None:
+            progress(what, done, total)
+    return [FeatureSet(torch.cat(part), moment, n) for part, moment in zip(rows, moments, strict=True)]
+
+
+@dataclass
+class RealFeatures:
+    """Features of real pictures, kept between the evaluations of one training run.
+
+    Keyed by the file's content, the draw, and the extractor's name and weights, so that no stale entry is met.
+    """
+
+    batch_size: int = 64
+    progress: Progress | None = None
+    _sets: dict[tuple[str, ...], FeatureSet] = field(default_factory=dict)
+
+    def get(self, reader: LMDBReader, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
+        """The feature set of `selection` under each extractor; reads pictures only for those not kept yet."""
+        keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
+        missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
+        if missing:
+            found = feature_sets(
+                read_pictures(reader, selection.indices, self.batch_size),
+                list(missing.values()),
+                n=selection.n,
+                total=len(selection.indices),
+                what=f"real {selection.key.split()[0]} pictures",
+                progress=self.progress,
+            )
+            self._sets.update(zip(missing, found, strict=True))
+        return [self._sets[key] for key in keys]

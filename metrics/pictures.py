@@ -1,0 +1,171 @@
+"""Pictures that go with the figures: confusion matrix, captioned pictures, and the picking of those worth a look."""
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from utils.images import grid, save_grid, write_atomic
+
+MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
+
+
+@dataclass
+class Best:
+    """The `size` pictures with the highest scores out of any number of batches, best first; ties go to the earlier."""
+
+    size: int
+    images: list[Tensor] = field(default_factory=list)  # uint8 [C, H, W] each
+    captions: list[str] = field(default_factory=list)
+    _scores: list[float] = field(default_factory=list)
+
+    def add(self, images: Tensor, scores: Tensor, captions: Sequence[str]) -> None:
+        """Offer a batch: uint8 [n, C, H, W], scores [n] and a caption for each."""
+        pictures = self.images + list(images)
+        texts = self.captions + list(captions)
+        values = torch.cat([torch.tensor(self._scores, dtype=torch.float64), scores.double()])
+        order = values.sort(descending=True, stable=True).indices[: self.size].tolist()
+        self.images = [pictures[i].clone() for i in order]  # a view would keep the whole batch in memory
+        self.captions = [texts[i] for i in order]
+        self._scores = values[order].tolist()
+
+
+class SampleBoard:
+    """Picks pictures out of a generator's evaluation; `observe` is an `Observer` of `evaluate_generator`."""
+
+    def __init__(self, classes: Sequence[str], *, columns: int = 10) -> None:
+        """Args: `classes` names by label, empty for an unconditional generator; `columns` samples of each class."""
+        self.classes = list(classes)
+        self.columns = columns
+        self.rows: list[list[Tensor]] = [[] for _ in range(max(1, len(classes)))]
+        self.capacity = columns if classes else columns * columns
+        self.best, self.worst = Best(24), Best(24)
+
+    def observe(self, images: Tensor, labels: Tensor, probabilities: Tensor | None) -> None:
+        """Keep the first samples of each class, and those that the judge is surest and least sure of."""
+        for image, label in zip(images, labels.tolist(), strict=True):
+            if len(self.rows[label]) < self.capacity:
+                self.rows[label].append(image.clone())
+        if probabilities is not None and self.classes:
+            asked = probabilities.gather(1, labels[:, None])[:, 0]
+            named = probabilities.argmax(1).tolist()
+            texts = [
+                f"{self.classes[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.classes[other]}")
+                for label, other, share in zip(labels.tolist(), named, asked.tolist(), strict=True)
+            ]
+            self.best.add(images, asked, texts)
+            self.worst.add(images, 1 - asked, texts)
+
+    def save(self, folder: Path) -> list[str]:
+        """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
+        names = ["samples.png"]
+        save_rows(self.rows, folder / names[0], columns=self.columns)
+        for name, kept in (("recognised_best.png", self.best), ("recognised_worst.png", self.worst)):
+            if kept.images:
+                save_captioned(kept.images, kept.captions, folder / name)
+                names.append(name)
+        return names
+
+
+class MistakeBoard:
+    """Picks the most confident mistakes of a classifier; `observe` is an `Observer` of `evaluate_classifier`."""
+
+    def __init__(self, classes: Sequence[str], *, size: int = 24) -> None:
+        self.classes = list(classes)
+        self.mistakes = Best(size)
+        self._seen = 0
+
+    def observe(self, images: Tensor, labels: Tensor, probabilities: Tensor) -> None:
+        """Keep the wrongly named pictures of highest confidence, with their place in the file."""
+        confidence, named = probabilities.max(1)
+        wrong = (named != labels).nonzero()[:, 0].tolist()
+        texts = [
+            f"{self._seen + i}: {self.classes[int(labels[i])]}\nnamed {self.classes[int(named[i])]} {confidence[i]:.2f}"
+            for i in wrong
+        ]
+        self.mistakes.add(images[wrong], confidence[wrong], texts)
+        self._seen += len(labels)
+
+    def save(self, folder: Path) -> list[str]:
+        """Write mistakes.png unless there was none; returns the names written."""
+        if not self.mistakes.images:
+            return []
+        save_captioned(self.mistakes.images, self.mistakes.captions, folder / "mistakes.png")
+        return ["mistakes.png"]
+
+
+def save_rows(rows: Sequence[Sequence[Tensor]], path: str | Path, *, columns: int, most_rows: int = 50) -> None:
+    """Write pictures uint8 [C, H, W] as a grid with a row for each class; a single row is broken into several.
+
+    A class with fewer than `columns` pictures leaves white places; of too many classes the first are shown.
+    """
+    if len(rows) == 1:
+        save_grid(torch.stack(list(rows[0])), path, columns=columns, scale=grid_scale(rows[0][0].shape[-1]))
+        return
+    blank = torch.full_like(next(picture for row in rows for picture in row), 255)
+    shown = [[*row[:columns], *[blank] * (columns - len(row))] for row in rows[:most_rows]]
+    pictures = torch.stack([picture for row in shown for picture in row])
+    save_grid(pictures, path, columns=columns, scale=grid_scale(pictures.shape[-1]))
+
+
+def grid_scale(side: int) -> int:
+    """How much pictures of so many pixels are enlarged to be seen: to about 64 px, large ones not at all."""
+    return max(1, 64 // side)
+
+
+def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], path: str | Path) -> None:
+    """Draw a confusion matrix, counts [true][named]; the shade is the share of the true class."""
+    counts = np.asarray(confusion, dtype=np.float64)
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    count = len(classes)
+    side = min(12.0, 3.0 + 0.55 * count)
+    figure = Figure(figsize=(side, side), layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    axes.set_xlabel("named by the classifier")
+    axes.set_ylabel("true class")
+    if count <= MANY_CLASSES:
+        axes.set_xticks(range(count), list(classes), rotation=45, ha="right", parse_math=False)
+        axes.set_yticks(range(count), list(classes), parse_math=False)
+        for row, column in zip(*np.nonzero(counts), strict=True):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    _save(figure, path)
+
+
+def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
+    """Draw pictures uint8 [C, H, W], each with its caption of at most two lines below; at least one."""
+    pictures = torch.stack(list(images))
+    side = pictures.shape[-1]
+    scale = max(1, 96 // side)
+    width, height = side * scale + 34, side * scale + 42  # of a cell, in pixels, with room for the caption
+    rows = math.ceil(len(pictures) / columns)
+    figure = Figure(figsize=(columns * width / 100, rows * height / 100))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_axis_off()
+    canvas = np.full((rows * height, columns * width, 3), 255, np.uint8)
+    for index, caption in enumerate(captions):
+        top, left = index // columns * height + 4, index % columns * width + 4
+        canvas[top : top + side * scale, left : left + side * scale] = grid(pictures[index : index + 1], scale=scale)
+        lines = [shorten(line, width // 5) for line in caption.splitlines()]  # a character is about 5 pixels wide
+        axes.text(left, top + side * scale + 2, "\n".join(lines), fontsize=7, va="top", parse_math=False)
+    axes.imshow(canvas, aspect="auto")
+    _save(figure, path)
+
+
+def shorten(text: str, most: int) -> str:
+    """Text of at most so many characters, its middle left out where it is longer."""
+    keep = most // 2
+    return text if len(text) <= most else f"{text[: most - keep - 1]}…{text[-keep:]}"
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    write_atomic(path, buffer.getvalue())

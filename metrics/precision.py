@@ -1,0 +1,42 @@
+"""Full float32 for evaluation, so that figures mean the same on every day and machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def exact_float32(device: torch.device | str) -> Iterator[None]:
+    """No autocast, no TF32 and deterministic convolutions inside the block; the settings come back afterwards."""
+    cudnn = torch.backends.cudnn
+    precision = torch.get_float32_matmul_precision()
+    flags = cudnn.flags(enabled=cudnn.enabled, benchmark=False, deterministic=True, allow_tf32=False)
+    with flags, torch.autocast(torch.device(device).type, enabled=False):
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """The modules in evaluation mode, without a graph; each is put back into the mode it came in."""
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in zip(modules, modes, strict=True):
+            module.train(mode)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of a module's first parameter or buffer."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,76 @@
+"""BatchNorm over the batches of all processes, also on CPUs, where torch's own SyncBatchNorm does not train."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over the ranks; the gradient of a sum over ranks is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class CPUSyncBatchNorm2d(nn.BatchNorm2d):
+    """`BatchNorm2d` whose training statistics (sum, sum of squares, count) are those of all ranks' samples.
+
+    Same state-dict keys as BatchNorm2d; in evaluation, or with one process, it is exactly that. Ranks may hold
+    different
+    numbers of samples.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        synchronised = self.training and dist.is_initialized() and dist.get_world_size() > 1
+        if not synchronised:
+            return super().forward(input)
+        # float64 for float64 inputs, else float32: the sums of squares must not be taken in half precision
+        x = input if input.dtype == torch.float64 else input.float()
+        count = x.new_full([1], x.numel() // x.shape[1])
+        totals = _AllReduceSum.apply(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))
+        channels = x.shape[1]
+        n = totals[-1]
+        mean = totals[:channels] / n
+        variance = (totals[channels : 2 * channels] / n - mean.square()).clamp_min(0)
+        self._update_running(mean.detach(), variance.detach(), n.detach())
+        weight = self.weight if self.weight is not None else torch.ones_like(mean)
+        bias = self.bias if self.bias is not None else torch.zeros_like(mean)
+        scale = weight * torch.rsqrt(variance + self.eps)
+        shift = bias - mean * scale
+        return (x * scale[:, None, None] + shift[:, None, None]).to(input.dtype)
+
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, variance: Tensor, n: Tensor) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_((variance * n / (n - 1)).to(self.running_var.dtype), momentum)
+
+
+def synchronise_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+    """Replace every BatchNorm of `model` by one that synchronises: torch's on accelerators, ours on CPUs."""
+    if device.type != "cpu":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for name, child in model.named_children():
+        if type(child) is nn.BatchNorm2d:
+            synced = CPUSyncBatchNorm2d(
+                child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
+            )
+            synced.load_state_dict(child.state_dict())
+            setattr(model, name, synced.to(dtype=next(iter(child.state_dict().values())).dtype))
+        else:
+            synchronise_batchnorm(child, device)
+    return model

@@ -1,0 +1,50 @@
+"""Pictures from a generator, sample by sample reproducible: sample i depends on (seed, i), its label and nothing
+else.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from models.stylegan2 import Generator, NoiseMode
+from utils.seeding import generator as keyed_generator
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """[-1, 1] floats to uint8, rounded; values outside are clipped."""
+    return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def draw(model: Generator, indices: Sequence[int], seed: int) -> tuple[Tensor, list[Tensor]]:
+    """z [N, z_dim] and the noise maps [N, 1, H, W] of each layer, drawn on the CPU with the key (seed, "eval",
+    index).
+    """
+    shapes = model.noise_shapes()
+    sizes = [model.z_dim, *(h * w for _, h, w in shapes)]
+    rows = torch.stack([torch.randn(sum(sizes), generator=keyed_generator(seed, "eval", int(i))) for i in indices])
+    z, *maps = rows.split(sizes, dim=1)
+    return z, [m.reshape(-1, *shape) for m, shape in zip(maps, shapes, strict=True)]
+
+
+@torch.no_grad()
+def generate(
+    model: Generator,
+    *,
+    labels: Tensor | None,
+    indices: Sequence[int],
+    seed: int,
+    truncation_psi: float = 1.0,
+    noise_mode: NoiseMode = "random",
+    batch_size: int = 64,
+) -> Tensor:
+    """uint8 [N, channels, H, W] on the CPU for labels [N] (None when unconditional) and sample indices (N of them)."""
+    device = next(model.parameters()).device
+    pictures = []
+    for start in range(0, len(indices), batch_size):
+        z, maps = draw(model, indices[start : start + batch_size], seed)
+        batch_labels = None if labels is None else labels[start : start + batch_size].to(device)
+        noise = [m.to(device) for m in maps] if noise_mode == "random" else noise_mode
+        images = model(z.to(device), batch_labels, noise=noise, truncation_psi=truncation_psi)
+        pictures.append(to_uint8(images).cpu())
+    return torch.cat(pictures)

@@ -1,0 +1,129 @@
+"""`python -m data.inspect`: metadata, grid, and a check of every record."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import format as record_format
+from data.inspect import grid, main
+from data.pack import main as pack_main
+from data.store import LMDBReader
+from data.verify import verify
+from data.writer import pack_arrays
+from tests.data.conftest import CLASSES, pictures
+from tests.data.test_store import change, flip
+from utils.errors import EXIT_USER, UserError, run_cli
+
+
+def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(packed)])
+    lines = capsys.readouterr().out.splitlines()
+    words = [line.split() for line in lines]
+    for expected in (["count", "20"], ["channels", "3"], ["resolutions", "8"], ["encoding", "raw"]):
+        assert expected in words
+    assert ["0", "cat", "7", "#" * 40] in words
+    assert ["2", "emu", "6", "#" * 34] in words
+    with Image.open(packed.parent / "packed.grid.png") as file:
+        image = np.asarray(file.convert("RGB"))
+    first = pictures(20)[0].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)
+    left = image.shape[1] - 10 * 66
+    np.testing.assert_array_equal(image[:64, left : left + 64], first)
+    assert (image[:64, :left] == 0).any()  # the class name
+
+
+def test_json_is_one_document(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(packed), "--json"])
+    document = json.loads(capsys.readouterr().out)
+    meta = LMDBReader(packed).meta
+    assert document["count"] == 20
+    for key in ("classes", "channels", "resolutions", "encoding", "histogram", "content_hash", "mean"):
+        assert document[key] == getattr(meta, key)
+    assert document["bytes"] == packed.stat().st_size
+    assert not (packed.parent / "packed.grid.png").exists()
+
+
+def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(packed), "--json", "--verify", "--out", str(tmp_path / "g.png")])
+    assert json.loads(capsys.readouterr().out)["damaged"] == []
+    with Image.open(tmp_path / "g.png") as image:
+        assert image.size[0] > 640
+    with pytest.raises(UserError, match=r"end in \.png"):
+        main([str(packed), "--out", str(tmp_path / "g.txt")])
+    with pytest.raises(UserError, match="choose another place"):
+        main([str(packed), "--out", str(tmp_path / "no" / "g.png")])
+
+
+def test_grid_of_unlabelled_and_of_own_sizes(tmp_path: Path, photos: Path) -> None:
+    pack_arrays(tmp_path / "x.lmdb", pictures(25, 1))
+    assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (660, 3 * 66)
+    pack_main([str(photos), str(tmp_path / "s.lmdb"), "--encoding", "source"])
+    assert grid(LMDBReader(tmp_path / "s.lmdb")).size[1] == 2 * 130
+
+
+def test_many_classes(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "x.lmdb", pictures(50, 1), np.arange(50), [f"class {number}" for number in range(50)])
+    assert grid(LMDBReader(tmp_path / "x.lmdb")).size[1] == 20 * 66
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])
+def test_verify_of_a_whole_file(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    pack_arrays(tmp_path / "x.lmdb", pictures(10), np.arange(10) % 3, CLASSES, encoding=encoding)
+    assert not verify(LMDBReader(tmp_path / "x.lmdb"))
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+def test_verify_names_every_damaged_record(
+    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    path, images = tmp_path / "x.lmdb", pictures(10)
+    pack_arrays(path, images, np.arange(10) % 3, CLASSES, encoding=encoding)
+    with LMDBReader(path) as reader:
+        for record in (2, 9):
+            if encoding == "raw":
+                needle = images[record].tobytes()
+            else:
+                with reader.handle().environment.begin(buffers=True) as transaction:
+                    needle = bytes(reader.encoded_record(transaction, record)[1])
+            flip(path, needle, offset=50)
+    assert run_cli(main, [str(path), "--verify", "--json"]) == EXIT_USER
+    output = capsys.readouterr()
+    assert json.loads(output.out)["damaged"] == [2, 9]
+    lines = output.err.splitlines()
+    assert lines[0].startswith("record 2: ")
+    assert lines[1].startswith("record 9: ")
+    assert lines[2].startswith("error: ")
+    assert "2 of 10 records are damaged, the first is record 2" in lines[2]
+
+
+def test_verify_names_a_lost_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, pictures(10))
+    change(path, b"index/00000001/00008", None)
+    damage = verify(LMDBReader(path))
+    assert sorted(damage.records) == [4, 5, 6, 7]
+    change(path, b"pixels/00000002/00008", None)
+    assert sorted(verify(LMDBReader(path)).records) == [4, 5, 6, 7, 8, 9]
+
+
+def test_verify_compares_with_the_metadata(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
+    pack_arrays(first, pictures(4), [0, 1, 2, 2], CLASSES)
+    pack_arrays(second, pictures(4, seed=1), [0, 1, 2, 2], CLASSES)
+    with LMDBReader(second) as reader, reader.handle().environment.begin() as transaction:
+        pixels, index = (transaction.get(key) for key in (b"pixels/00000000/00008", b"index/00000000/00008"))
+    change(first, b"pixels/00000000/00008", pixels)
+    change(first, b"index/00000000/00008", index)
+    assert "content hash" in verify(LMDBReader(first)).content
+    with pytest.raises(UserError, match="content hash does not match"):
+        main([str(first), "--verify"])
+
+
+def test_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(main, [str(tmp_path / "x.lmdb")]) == EXIT_USER
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,250 @@
+"""`python -m data.pack`: what goes in comes out; what cannot go in is named and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import pack as pack_module
+from data.pack import main, pack
+from data.sources import open_source
+from data.sources.fashion_mnist import DEBIAN
+from data.store import LMDBReader
+from data.writer import LMDBWriter
+from tests.data.conftest import save
+from utils.errors import UserError, run_cli
+
+
+def packed(path: Path, *options: str) -> LMDBReader:
+    """Pack into a file beside the source."""
+    dest = path.parent / "packed.lmdb"
+    main([str(path), str(dest), "--overwrite", *options])
+    return LMDBReader(dest)
+
+
+def refused(path: Path, message: str, *options: str) -> None:
+    """Packing fails with `message`, and nothing new lies around."""
+    before = sorted(path.parent.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        main([str(path), str(path.parent / "new" / "packed.lmdb"), *options])
+    assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png", "source"])
+def test_folder_round_trip_is_exact(photos: Path, encoding: str) -> None:
+    reader = packed(photos, "--encoding", encoding)
+    assert reader.classes == ["cat", "dog"]
+    assert reader.meta.histogram == [2, 2]
+    assert reader.meta.resolutions == ([0] if encoding == "source" else [8])
+    assert (reader.meta.encoding, reader.meta.channels, reader.meta.resize_filter) == (encoding, 3, "none")
+    for index, name in enumerate(("cat/a.png", "cat/b.png", "dog/a.png", "dog/b.png")):
+        picture, label = reader.picture(index)
+        np.testing.assert_array_equal(picture, np.asarray(Image.open(photos / name)))
+        assert label == index // 2
+
+
+def test_jpeg_is_close(photos: Path) -> None:
+    reader = packed(photos, "--encoding", "jpeg")
+    expected = np.asarray(Image.open(photos / "cat" / "b.png")).astype(int)
+    assert np.abs(reader.picture(1)[0] - expected).max() <= 3
+
+
+def test_sizes_of_their_own(tmp_path: Path) -> None:
+    for side in (8, 20):
+        save(tmp_path / "photos" / f"{side}.jpg", side=side)
+    reader = packed(tmp_path / "photos", "--encoding", "source")
+    assert reader.picture(0)[0].shape == (20, 20, 3)
+    assert reader.picture(1)[0].shape == (8, 8, 3)
+    with pytest.raises(UserError, match="sizes of their own; pack with --size"):
+        reader.read([0])
+    refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
+
+
+def test_size_crops_and_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    image = Image.new("RGB", (48, 16), "red")
+    image.paste("blue", (16, 0, 32, 16))
+    image.save(tmp_path / "photos" / "wide.png")
+    save(tmp_path / "photos" / "small.png", side=4)
+    reader = packed(tmp_path / "photos", "--size", "8")
+    assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
+    assert reader.meta.resize_filter == "centre-crop+lanczos"
+    assert ["enlarged", "1"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_pad_option(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
+    reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
+    assert reader.read([0])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]
+    assert reader.meta.resize_filter == "zero-pad"
+
+
+def test_sample_is_padded_to_32(tmp_path: Path) -> None:
+    dest = tmp_path / "test.lmdb"
+    main(["sample", str(dest), "--size", "32", "--split", "test"])
+    reader, source = LMDBReader(dest), open_source("sample", split="test")
+    images, labels = reader.read(range(2000))
+    full = np.stack([source.item(index).content for index in range(2000)])[:, :, :, 0]
+    np.testing.assert_array_equal(images[:, 0, 2:30, 2:30], full)
+    assert images.sum(dtype=int) == full.sum(dtype=int)  # zeros around
+    np.testing.assert_array_equal(labels, source.labels())
+    assert (reader.meta.resize_filter, reader.meta.channels, reader.meta.histogram) == ("zero-pad", 1, [200] * 10)
+    assert reader.classes[0] == "T-shirt/top"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(None, "none"), (28, "none"), (32, "zero-pad"), (64, "centre-crop+lanczos"), (16, "centre-crop+lanczos")],
+)
+def test_auto_pads_only_what_is_near(tmp_path: Path, size: int | None, expected: str) -> None:
+    source = open_source("sample", split="test")
+    plan = pack_module.make_plan(source, size=size, encoding="raw", channels=None, resize="auto")
+    assert plan.resize_filter == expected
+
+
+def test_channels(photos: Path) -> None:
+    reader = packed(photos, "--channels", "1")
+    assert reader.read([0])[0].shape == (1, 1, 8, 8)
+    expected = np.asarray(Image.open(photos / "cat" / "a.png").convert("L"))
+    np.testing.assert_array_equal(reader.read([0])[0][0, 0], expected)
+
+
+def test_same_source_same_hash(photos: Path, tmp_path: Path) -> None:
+    first = pack(open_source(str(photos)), tmp_path / "a.lmdb").meta
+    assert pack(open_source(str(photos)), tmp_path / "b.lmdb").meta == first
+    assert pack(open_source(str(photos)), tmp_path / "c.lmdb", size=16).meta.content_hash != first.content_hash
+
+
+def test_existing_file_is_kept(photos: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed.lmdb"
+    dest.write_bytes(b"precious")
+    with pytest.raises(UserError, match="packed.lmdb exists"):
+        main([str(photos), str(dest)])
+    (photos / "cat" / "bad.jpg").write_text("text")
+    with pytest.raises(UserError, match=r"bad\.jpg"):
+        main([str(photos), str(dest), "--overwrite"])
+    assert dest.read_bytes() == b"precious"
+    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == []
+
+
+def test_folder_as_target(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder: DEST is one file"):
+        main([str(photos), str(tmp_path)])
+
+
+def test_text_named_jpg(photos: Path) -> None:
+    (photos / "cat" / "c.jpg").write_text("this is not a picture")
+    refused(photos, r"cat/c\.jpg is not a picture \(it begins with b'this is not '\): .*--on-error skip")
+
+
+def test_truncated_picture(photos: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(photos / "dog" / "cut.jpg")
+    whole = (photos / "dog" / "cut.jpg").read_bytes()
+    (photos / "dog" / "cut.jpg").write_bytes(whole[: len(whole) - 60])
+    refused(photos, r"dog/cut\.jpg is truncated or damaged")
+
+
+def test_empty_class(photos: Path) -> None:
+    (photos / "emu").mkdir()
+    refused(photos, r"photos/emu is a class folder without pictures \(it is empty\): .*--on-error skip")
+    reader = packed(photos, "--on-error", "skip")
+    assert reader.classes == ["cat", "dog"]
+
+
+def test_missing_and_empty_sources(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such folder or zip file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "holds no pictures .it is empty.")
+    (tmp_path / "empty" / "a.txt").write_text("text")
+    refused(tmp_path / "empty", "only 1 .txt")
+
+
+def test_skipped_pictures_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "cat" / "aa.jpg").write_text("text")
+    (photos / "dog" / "empty.png").write_bytes(b"")
+    (photos / "dog" / "notes.txt").write_text("text")
+    reader = packed(photos, "--on-error", "skip")
+    assert len(reader) == 4
+    np.testing.assert_array_equal(reader.picture(1)[0], np.asarray(Image.open(photos / "cat" / "b.png")))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.startswith("skipped")] == [["skipped", "2"]]
+    assert any(line.strip().endswith("cat/aa.jpg is not a picture (it begins with b'text')") for line in lines)
+    assert any("dog/empty.png is an empty file" in line for line in lines)
+    assert [line.split() for line in lines if line.startswith("ignored")] == [["ignored", "1"]]
+    assert any(line.strip() == "dog/notes.txt" for line in lines)
+    assert ["cat", "2"] in [line.split() for line in lines]
+
+
+def test_nothing_left_after_skipping(photos: Path) -> None:
+    for name in ("a.png", "b.png"):
+        (photos / "cat" / name).write_text("text")
+    refused(photos, r"no picture of class cat could be used, 2 skipped; the first: .*a\.png", "--on-error", "skip")
+    for name in ("a.png", "b.png"):
+        (photos / "dog" / name).write_text("text")
+    refused(photos, "none of 4 pictures can be read", "--on-error", "skip")
+    refused(photos, "no picture could be used, 4 skipped", "--on-error", "skip", "--size", "8")
+
+
+def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
+    refused(photos, "drop --size", "--encoding", "source", "--size", "8")
+    refused(photos, "--size 2: must be at least 4", "--size", "2")
+    with pytest.raises(UserError, match="has no files to keep"):
+        main(["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
+    save(tmp_path / "tall" / "a.png")
+    Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")
+    refused(tmp_path / "tall", "8x12 px, not square: pass --size N")
+
+
+def test_interrupt_leaves_nothing(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LMDBWriter, "finish", interrupt)
+    before = sorted(tmp_path.rglob("*"))
+    assert run_cli(main, [str(photos), str(tmp_path / "new" / "x.lmdb")]) == 130
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def run(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "data.pack", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+
+
+def test_command_line(photos: Path, tmp_path: Path) -> None:
+    done = run(photos, tmp_path / "x.lmdb", "--on_error", "skip")
+    assert done.returncode == 0, done.stderr
+    assert ["pictures", "4,", "8x8,", "RGB"] in [line.split() for line in done.stdout.splitlines()]
+    again = run(photos, tmp_path / "x.lmdb")
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "--overwrite" in again.stderr
+    typo = run(photos, tmp_path / "y.lmdb", "--siez", "8")
+    assert (typo.returncode, typo.stderr.count("\n")) == (2, 1)
+    assert "did you mean '--size'" in typo.stderr
+
+
+def test_full_disk_is_one_line(photos: Path, tmp_path: Path) -> None:
+    limit = f"ulimit -f 8; exec {sys.executable} -m data.pack {photos} {tmp_path / 'x.lmdb'} --size 128"
+    done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "x.lmdb: cannot write" in done.stderr
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["photos"]
+
+
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
+def test_full_fashion_mnist(tmp_path: Path) -> None:
+    dest = tmp_path / "test.lmdb"
+    summary = pack(open_source("fashion-mnist", split="test"), dest)
+    source = open_source("fashion-mnist", split="test")
+    images, labels = LMDBReader(dest).read(range(10_000))
+    np.testing.assert_array_equal(images[:, 0], np.stack([source.item(i).content[:, :, 0] for i in range(10_000)]))
+    np.testing.assert_array_equal(labels, source.labels())
+    assert summary.meta.histogram == [1000] * 10
+    np.testing.assert_allclose((summary.meta.mean[0], summary.meta.std[0]), (0.2868, 0.3524), atol=5e-4)

@@ -1,0 +1,113 @@
+"""Small packed files and untrained runs that the evaluation is tried on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data.store import LMDBReader
+from data.writer import LMDBWriter
+from models.resnet import Classifier, ResNetConfig
+from models.stylegan2 import Generator, GeneratorConfig
+from utils.checkpoint import point, save
+from utils.seeding import forked
+
+CLASSES = ["dark", "grey", "light"]
+SIDE = 8
+TINY = {"z_dim": 8, "w_dim": 8, "mapping_layers": 1, "channel_base": 64, "channel_max": 8}
+
+
+def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resize_filter="none"):
+    """Pictures whose brightness tells their class, packed in the order of classes; returns the path."""
+    draw = np.random.default_rng(seed)
+    kinds = max(1, len(classes))
+    writer = LMDBWriter(path, classes=classes, channels=channels, resolution=side, resize_filter=resize_filter)
+    with writer:
+        for label in np.sort(np.arange(count) % kinds).tolist():
+            noise = draw.integers(0, 40, (side, side, channels))
+            writer.add((noise + label * 200 // kinds).astype(np.uint8), label)
+        writer.finish()
+    return Path(path)
+
+
+def make_run(folder, *, task, config, shape, state, classes=CLASSES, step=7):
+    """A run folder with one checkpoint; returns the folder."""
+    content = {"schema": 1, "task": task, "step": step, "config": config, "classes": classes}
+    path = save(folder / "checkpoints", {**content, "shape": shape, "state": state})
+    for which in ("last", "best"):
+        point(folder / "checkpoints", which, path)
+    return folder
+
+
+def gan_run(folder, *, classes=CLASSES, channels=1, data=None, loss=None):
+    """A run of an untrained generator with strong noise, so that its samples differ."""
+    shape = {"channels": channels, "classes": len(classes), "resolution": SIDE}
+    with forked(0, "init", "test generator"):
+        generator = Generator(GeneratorConfig(**TINY), **shape)
+    config = {"generator": TINY, "data": data or {}, "loss": loss or {}}
+    state = {"generator_ema": generator.state_dict()}
+    return make_run(folder, task="gan", config=config, shape=shape, state=state, classes=classes)
+
+
+def classifier_run(folder, *, classes=CLASSES, channels=1, data=None, seed=0):
+    """A run of an untrained ResNet-18."""
+    shape = {"channels": channels, "classes": len(classes), "resolution": SIDE}
+    with forked(seed, "init", "test classifier"):
+        classifier = Classifier(ResNetConfig(stem="small-stride2"), **shape)
+    config = {"model": {"stem": "small-stride2"}, "data": data or {}}
+    state = {"model_ema": classifier.state_dict()}
+    return make_run(folder, task="classifier", config=config, shape=shape, state=state, classes=classes)
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Packed training and test pictures: {"path", "val_path"} as in a run's config."""
+    folder = tmp_path_factory.mktemp("packed")
+    train, test = pack(folder / "train.lmdb", seed=1, count=90), pack(folder / "test.lmdb", seed=2)
+    return {"path": str(train), "val_path": str(test)}
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory, files):
+    """Run folders {"gan", "classifier"} over `files`."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {"gan": gan_run(folder / "gan", data=files), "classifier": classifier_run(folder / "classifier", data=files)}
+
+
+@pytest.fixture
+def test_reader(files):
+    with LMDBReader(files["val_path"]) as reader:
+        yield reader
+
+
+@pytest.fixture
+def train_reader(files):
+    with LMDBReader(files["path"]) as reader:
+        yield reader
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """No ResNet-50 weights are found on this machine."""
+    monkeypatch.setattr("metrics.resnet50.PLACES", ())
+    monkeypatch.delenv("DUET_WEIGHTS", raising=False)
+
+
+class Ranks:
+    """Stands in for an all-reduce: `keep` is what each rank calls, `total` gives the sum of what was kept."""
+
+    def __init__(self):
+        self.kept: list[torch.Tensor] = []
+
+    def keep(self, vector: torch.Tensor) -> torch.Tensor:
+        self.kept.append(vector)
+        return vector
+
+    def total(self, _vector: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.kept).sum(0)
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text(), parse_constant=lambda word: pytest.fail(f"{word} in {path}"))

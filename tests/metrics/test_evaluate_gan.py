@@ -1,0 +1,240 @@
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.store import LMDBReader
+from metrics.diversity import diversity_ratio
+from metrics.evaluate_gan import evaluate_generator
+from metrics.extractors import ClassifierFeatures, PixelFeatures, extract
+from metrics.features import RealFeatures, feature_sets, select
+from metrics.frechet import frechet_distance
+from metrics.kernel import kernel_distance
+from metrics.statistics import Moments
+from models.resnet import Classifier, ResNetConfig
+from models.restore import classifier_from, generator_from
+from models.sampling import generate
+from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
+from utils.checkpoint import load, resolve
+from utils.errors import UserError
+
+PIXELS = PixelFeatures(1)
+
+
+@pytest.fixture(scope="module")
+def generator(runs):
+    return generator_from(load(resolve(runs["gan"])))
+
+
+@pytest.fixture(scope="module")
+def judge(runs):
+    return classifier_from(load(resolve(runs["classifier"])))
+
+
+class Counting(PixelFeatures):
+    """Counts the pictures that it is shown."""
+
+    def __init__(self, name="counting"):
+        super().__init__(1)
+        self.name, self.seen = name, 0
+
+    def __call__(self, images):
+        self.seen += len(images)
+        return super().__call__(images)
+
+
+def moments_of(features):
+    moments = Moments(features.shape[1])
+    moments.update(features)
+    return moments
+
+
+def evaluate(generator, reader, **options):
+    settings: dict[str, Any] = {"n": 30, "seed": 3, "extractors": [PIXELS], "per_class": 8}
+    return evaluate_generator(generator, reader, **settings | options)
+
+
+def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader, judge):
+    """Everything computed a second time, the plain way, from one list of samples."""
+    found = evaluate(generator, test_reader, train_reader=train_reader, classifier=judge)
+    test, train = (
+        select(file.labels(), n=30, seed=3, role=role, per_class=fill)
+        for file, role, fill in ((test_reader, "test", 8), (train_reader, "train", 0))
+    )
+    labels = torch.from_numpy(test.labels)
+    samples = generate(generator, labels=labels, indices=range(len(labels)), seed=3)
+    fake = extract(PIXELS, samples)
+    real = extract(PIXELS, torch.from_numpy(test_reader.read(test.indices)[0]))
+    other = extract(PIXELS, torch.from_numpy(train_reader.read(train.indices)[0]))
+    (row,) = found["distances"]
+    assert (row["extractor"], row["n"], found["n"], found["seed"]) == ("pixels", 30, 30, 3)
+    assert row["frechet"] == pytest.approx(frechet_distance(moments_of(fake[:30]), moments_of(real[:30])), rel=1e-6)
+    assert row["floor"] == pytest.approx(frechet_distance(moments_of(other), moments_of(real[:30])), rel=1e-6)
+    assert row["kernel"] == pytest.approx(kernel_distance(fake[:30], real[:30], seed=3), rel=1e-6)
+    assert row["kernel_floor"] == pytest.approx(kernel_distance(other, real[:30], seed=3), rel=1e-6)
+    for label, name in enumerate(CLASSES):
+        ratio = diversity_ratio(fake[labels == label][:8], real[labels == label][:8])
+        assert found["diversity_by_class"][name] == pytest.approx(ratio, rel=1e-6)
+    assert found["diversity_ratio"] == row["diversity_ratio"] == min(found["diversity_by_class"].values())
+    assert (found["diversity_extractor"], found["diversity_pictures"]) == ("pixels", 8)
+    with torch.no_grad():
+        hits = judge(samples[:30].float() / 127.5 - 1).argmax(1) == labels[:30]
+    assert found["recognised"] == pytest.approx(hits.double().mean().item())
+    assert found["recognised_by_class"]["dark"] == pytest.approx(hits[labels[:30] == 0].double().mean().item())
+    assert found["notes"] == {}
+    json.dumps(found, allow_nan=False)
+
+
+def test_same_seed_same_figures_and_another_seed_others(generator, test_reader):
+    first, again = evaluate(generator, test_reader), evaluate(generator, test_reader)
+    assert first == again
+    other = evaluate(generator, test_reader, seed=4)["distances"][0]
+    assert other["frechet"] != first["distances"][0]["frechet"]
+
+
+def test_batch_size_changes_nothing_but_rounding(generator, test_reader):
+    first, second = (evaluate(generator, test_reader, batch_size=size) for size in (7, 64))
+    assert first["distances"][0]["frechet"] == pytest.approx(second["distances"][0]["frechet"], rel=0.01)
+
+
+def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, tmp_path):
+    found = evaluate(generator, test_reader, n=5000, train_reader=train_reader)
+    assert found["n"] == found["distances"][0]["n"] == len(test_reader) == 60
+    with LMDBReader(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
+        assert evaluate(generator, test_reader, n=5000, train_reader=small)["n"] == 12
+    with pytest.raises(UserError, match="at least 2 pictures"):
+        evaluate(generator, test_reader, n=1)
+
+
+def test_what_cannot_be_computed_is_none_and_said(generator, test_reader):
+    found = evaluate(generator, test_reader)
+    assert found["recognised"] is found["recognised_by_class"] is found["distances"][0]["floor"] is None
+    assert "--classifier" in found["notes"]["recognised"]
+    assert "no training pictures" in found["notes"]["floor"]
+    same = evaluate(generator, test_reader, train_reader=test_reader)
+    assert same["distances"][0]["floor"] is None
+    assert "the same" in same["notes"]["floor"]
+
+
+def test_unconditional_generator(test_reader, tmp_path, judge):
+    generator = generator_from(load(resolve(gan_run(tmp_path / "gan", classes=[]))))
+    found = evaluate(generator, test_reader, classifier=judge)
+    assert found["diversity_ratio"] > 0
+    assert found["diversity_by_class"] is found["recognised"] is None
+    assert "unconditional" in found["notes"]["recognised"]
+
+
+class Collapsed(torch.nn.Module):
+    """Draws one and the same picture of each class."""
+
+    resolution, channels, classes, z_dim = SIDE, 1, 3, 4
+
+    def __init__(self):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(()))
+
+    def noise_shapes(self):
+        return []
+
+    def forward(self, z, labels, noise, truncation_psi):
+        return (labels.float()[:, None, None, None] * 0.5 - 0.7).expand(-1, 1, SIDE, SIDE) * self.gain
+
+
+def test_a_collapsed_generator_fails_diversity(test_reader):
+    found = evaluate(Collapsed(), test_reader)
+    assert found["diversity_ratio"] == 0
+    assert found["diversity_by_class"] == dict.fromkeys(CLASSES, 0)
+
+
+def test_modes_and_gradients_are_left_as_they_were(generator, test_reader, judge):
+    generator.train()
+    judge.train()
+    try:
+        evaluate(generator, test_reader, classifier=judge)
+        assert generator.training
+        assert judge.training
+        assert torch.is_grad_enabled()
+    finally:
+        generator.eval()
+        judge.eval()
+
+
+def test_real_features_are_kept_between_calls(generator, test_reader, train_reader):
+    counting, real = Counting(), RealFeatures()
+    first = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
+    fresh = counting.seen
+    again = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
+    samples = counting.seen - fresh
+    assert samples == fresh - samples - 30 > 0  # once the real test pictures (as many as samples) and 30 for the floor
+    assert first == again
+    before = counting.seen
+    evaluate(generator, test_reader, extractors=[counting], real=real, seed=9)
+    assert counting.seen - before > samples  # another seed draws other real pictures
+    other = Counting("other")
+    evaluate(generator, test_reader, extractors=[counting, other], real=real, seed=9)
+    assert other.seen > 30
+
+
+def test_several_extractors_share_the_samples(generator, test_reader, judge):
+    features = ClassifierFeatures(judge, name="classifier:x")
+    both = evaluate(generator, test_reader, extractors=[features, PIXELS])
+    assert [row["extractor"] for row in both["distances"]] == ["classifier:x", "pixels"]
+    assert both["distances"][1] == evaluate(generator, test_reader)["distances"][0]
+    assert both["diversity_extractor"] == "classifier:x"
+    assert both["distances"][0]["weights"] == features.source
+
+
+def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tmp_path):
+    for name, options, told in (
+        ("large", {"side": 16}, "--size 8"),
+        ("colour", {"channels": 3}, "--channels 1"),
+        ("two", {"classes": ["a", "b"]}, "2 classes, the generator 3"),
+        ("unlabelled", {"classes": []}, "0 classes"),
+    ):
+        with LMDBReader(pack(tmp_path / f"{name}.lmdb", **options)) as reader, pytest.raises(UserError, match=told):
+            evaluate(generator, reader)
+    with (
+        LMDBReader(pack(tmp_path / "train.lmdb", side=16)) as train,
+        pytest.raises(UserError, match="the train pictures"),
+    ):
+        evaluate(generator, test_reader, train_reader=train)
+
+
+def test_observer_sees_every_sample_with_its_label(generator, test_reader, judge):
+    seen = []
+    evaluate(generator, test_reader, classifier=judge, batch_size=16, observe=lambda *batch: seen.append(batch))
+    images, labels, probabilities = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    assert images.dtype == torch.uint8
+    assert len(images) == len(labels) == len(probabilities) >= 30
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(len(images)).double())
+    expected = select(test_reader.labels(), n=30, seed=3, role="test", per_class=8).labels
+    np.testing.assert_array_equal(labels.numpy(), expected)
+
+
+def test_selection_draws_n_and_fills_up_classes():
+    labels = np.repeat([0, 1, 2], [50, 5, 45])
+    drawn = select(labels, n=20, seed=0, role="test", per_class=10)
+    assert len(set(drawn.indices.tolist())) == len(drawn.indices) >= 20
+    np.testing.assert_array_equal(labels[drawn.indices], drawn.labels)
+    counts = np.bincount(drawn.labels)
+    assert counts[0] >= 10
+    assert counts[1] == 5  # all there are
+    assert counts[2] >= 10
+    alone = select(labels, n=20, seed=0, role="test")
+    np.testing.assert_array_equal(alone.indices, drawn.indices[:20])  # filling up does not change the n
+    assert set(select(labels, n=20, seed=0, role="train").indices) != set(alone.indices)
+
+
+def test_moments_hold_the_first_n_only(test_reader):
+    images = torch.from_numpy(test_reader.read(np.arange(20))[0])
+    (found,) = feature_sets(images.split(6), [PIXELS], n=9, total=20, what="x")
+    assert len(found.features) == 20
+    assert found.moments.count == len(found.counted) == 9
+    torch.testing.assert_close(found.moments.mean, found.features[:9].double().mean(0))
+
+
+def test_a_judge_of_another_size_sees_scaled_pictures(generator, test_reader):
+    judge = Classifier(ResNetConfig(), channels=3, classes=3, resolution=32).eval()
+    assert 0 <= evaluate(generator, test_reader, classifier=judge)["recognised"] <= 1

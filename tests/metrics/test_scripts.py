@@ -1,0 +1,259 @@
+"""evaluate.py, predict.py and generate.py through their command lines, on untrained runs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import evaluate
+import generate
+import predict
+from data.store import LMDBReader
+from metrics.evaluate_gan import judge_pictures
+from models.restore import classifier_from
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
+from utils.checkpoint import load, resolve
+from utils.errors import run_cli
+
+
+def call(script, *argv):
+    return run_cli(script.main, [str(part) for part in argv])
+
+
+def refused(capsys, script, *argv):
+    """The one line of a refusal."""
+    assert call(script, *argv) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert told[-1].startswith("error: ")
+    return told[-1]
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+class TestEvaluate:
+    def test_classifier_by_default_into_the_run(self, runs, files, capsys):
+        assert call(evaluate, "--checkpoint", runs["classifier"]) == 0
+        found = read_json(runs["classifier"] / "eval" / "metrics.json")
+        assert (found["task"], found["step"], found["n"], found["data"]) == ("classifier", 7, 60, files["val_path"])
+        assert found["checkpoint"].endswith("checkpoints/step-00000007.pt")
+        assert {"accuracy", "top5_accuracy", "ece", "per_class", "confusion", "seed"} < found.keys()
+        assert np.sum(found["confusion"]) == 60
+        for name in found["pictures"]:
+            assert pixels(runs["classifier"] / "eval" / name).size
+        assert {"confusion.png", "mistakes.png"} == set(found["pictures"])
+        printed = capsys.readouterr()
+        assert f"{found['accuracy']:.4f}" in printed.out
+        assert "wrote" in printed.err
+
+    def test_gan_with_judge_and_json(self, runs, tmp_path, capsys):
+        options = ["--checkpoint", runs["gan"], "--classifier", runs["classifier"], "--out", tmp_path, "--json"]
+        specs = ["--extractor", "pixels,classifier", "--extractor", f"classifier:{resolve(runs['classifier'])}"]
+        assert call(evaluate, *options, *specs, "--n", 40, "--per-class", 5, "--seed", 3) == 0
+        printed = capsys.readouterr()
+        found = json.loads(printed.out)
+        assert found == read_json(tmp_path / "metrics.json")
+        names = [row["extractor"] for row in found["distances"]]
+        assert names == ["pixels", f"classifier:{runs['classifier']}", f"classifier:{resolve(runs['classifier'])}"]
+        assert all(row["n"] == 40 and row["floor"] is not None for row in found["distances"])
+        assert found["distances"][1]["frechet"] == found["distances"][2]["frechet"]
+        assert set(found["diversity_by_class"]) == set(found["recognised_by_class"]) == set(CLASSES)
+        assert 0 <= found["recognised"] <= 1
+        assert {"samples.png", "real.png", "recognised_best.png", "recognised_worst.png"} == set(found["pictures"])
+        assert pixels(tmp_path / "samples.png").shape == pixels(tmp_path / "real.png").shape == (3 * 64, 10 * 64)
+
+    def test_same_seed_same_document(self, runs, tmp_path, capsys):
+        documents = []
+        for name in ("a", "b"):
+            options = ["--checkpoint", runs["gan"], "--extractor", "pixels", "--n", 20, "--out", tmp_path / name]
+            assert call(evaluate, *options) == 0
+            documents.append((tmp_path / name / "metrics.json").read_bytes())
+            documents.append((tmp_path / name / "samples.png").read_bytes())
+        assert documents[:2] == documents[2:]
+        assert "frechet" in capsys.readouterr().out
+
+    def test_checkpoint_file_and_missing_training_pictures(self, files, tmp_path):
+        run = gan_run(tmp_path / "run", data={"path": "absent.lmdb", "val_path": None})
+        file = resolve(run)
+        data = ["--data", files["val_path"], "--extractor", "pixels", "--n", "20"]
+        assert call(evaluate, "--checkpoint", file, *data) == 0
+        found = read_json(run / "eval" / "metrics.json")
+        assert found["distances"][0]["floor"] is None
+        assert "absent.lmdb" in found["notes"]["floor"]
+
+    def test_unconditional_generator(self, files, tmp_path):
+        run = gan_run(tmp_path / "run", classes=[], data=files)
+        assert call(evaluate, "--checkpoint", run, "--extractor", "pixels", "--n", "20") == 0
+        assert pixels(run / "eval" / "samples.png").shape == (6 * 64, 10 * 64)  # filled up to all 60 pictures
+
+    def test_default_extractors_are_what_is_there(self, runs, tmp_path, capsys, no_weights):
+        options = ["--checkpoint", runs["gan"], "--n", "20", "--out", tmp_path]
+        assert "--extractor pixels" in refused(capsys, evaluate, *options)
+        assert call(evaluate, *options, "--classifier", runs["classifier"]) == 0
+        found = read_json(tmp_path / "metrics.json")
+        assert [row["extractor"] for row in found["distances"]] == [f"classifier:{runs['classifier']}"]
+
+    def test_a_classifier_that_supplied_a_loss_cannot_judge(self, runs, files, tmp_path, capsys):
+        for helper in (runs["classifier"], resolve(runs["classifier"])):
+            run = gan_run(tmp_path / helper.name, data=files, loss={"classifier": str(helper)})
+            for judge in (runs["classifier"], resolve(runs["classifier"])):
+                options = ["--checkpoint", run, "--classifier", judge, "--extractor", "pixels"]
+                assert "supplied a loss" in refused(capsys, evaluate, *options)
+
+    def test_refusals(self, runs, files, tmp_path, capsys):
+        gan, classifier = ["--checkpoint", runs["gan"]], ["--checkpoint", runs["classifier"]]
+        other = classifier_run(tmp_path / "other", classes=["dark", "light", "grey"])
+        two = pack(tmp_path / "two.lmdb", classes=["dark", "light"])
+        pixel = ["--extractor", "pixels"]
+        for argv, told in (
+            ([*gan, "--classifier", other, *pixel], "class 1 is 'grey' and 'light'"),
+            ([*gan, "--classifier", runs["gan"], *pixel], "'gan'"),
+            ([*gan, "--data", two, *pixel], "3 classes and the pictures 2; class 1"),
+            ([*gan, "--data", tmp_path / "absent.lmdb", *pixel], "absent.lmdb"),
+            ([*gan, "--extractor", "incepton"], "did you mean 'inception'"),
+            ([*gan, "--extractor", "classifier"], "--classifier RUN"),
+            ([*gan, "--n", "0"], "at least 1"),
+            ([*gan, "--device", "gpu"], "--device gpu"),
+            ([*gan, *pixel, "--seeds", "1"], "did you mean '--seed'"),
+            ([*classifier, "--classifier", runs["classifier"]], "--classifier is for a GAN"),
+            ([*classifier, "--per-class", "3"], "--per-class is for a GAN"),
+            ([*classifier, "--data", two], "class 1 is 'grey' and 'light'"),
+            (["--checkpoint", tmp_path / "absent"], "no such run"),
+            (["--checkpoint", other], "--data X.lmdb"),
+        ):
+            assert told in refused(capsys, evaluate, *argv)
+
+
+class TestPredict:
+    @pytest.fixture
+    def pictures(self, tmp_path, test_reader):
+        """Two test pictures as files, one of them in colour and larger."""
+        paths = [tmp_path / "first.png", tmp_path / "second.png"]
+        for path, index in zip(paths, (0, 59), strict=True):
+            Image.fromarray(test_reader.picture(index)[0][:, :, 0]).save(path)
+        with Image.open(paths[1]) as image:
+            image.convert("RGB").resize((SIDE * 2, SIDE * 2), Image.Resampling.NEAREST).save(paths[1])
+        return paths
+
+    def test_probabilities_are_the_classifiers_own(self, runs, pictures, test_reader, capsys):
+        assert call(predict, "--checkpoint", runs["classifier"], *pictures, "--json") == 0
+        first, second = json.loads(capsys.readouterr().out)
+        assert first["file"] == str(pictures[0])
+        assert list(first) == ["file", "label", "probabilities"]
+        assert sum(first["probabilities"].values()) == pytest.approx(1)
+        assert first["label"] == max(first["probabilities"], key=first["probabilities"].get)
+        assert set(second["probabilities"]) == set(CLASSES)
+        model = classifier_from(load(resolve(runs["classifier"])))
+        images = np.stack([test_reader.picture(0)[0].transpose(2, 0, 1)])
+        expected = judge_pictures(model, torch.from_numpy(images))[0]
+        assert [first["probabilities"][name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=1e-6)
+
+    def test_top_and_table(self, runs, pictures, capsys):
+        assert call(predict, "--checkpoint", runs["classifier"], pictures[0], "--json", "--top", 2) == 0
+        (only,) = json.loads(capsys.readouterr().out)
+        assert len(only["probabilities"]) == 2
+        assert next(iter(only["probabilities"])) == only["label"]
+        assert call(predict, "--checkpoint", runs["classifier"], pictures[0], "--top", 1) == 0
+        assert capsys.readouterr().out.startswith(f"{pictures[0]}: {only['label']} 0.")
+
+    def test_unreadable_pictures_stand_in_their_place_and_exit_is_2(self, runs, pictures, tmp_path, capsys):
+        (tmp_path / "text.jpg").write_text("not a picture")
+        files = [tmp_path / "absent.png", pictures[0], tmp_path / "text.jpg", tmp_path]
+        assert call(predict, "--checkpoint", runs["classifier"], *files, "--json", "--batch-size", 2) == 2
+        printed = capsys.readouterr()
+        found = json.loads(printed.out)
+        assert [row["file"] for row in found] == [str(file) for file in files]
+        assert ["error" in row for row in found] == [True, False, True, True]
+        assert list(found[0]) == ["file", "error"]
+        assert "No such file" in found[0]["error"]
+        assert "not a picture" in found[2]["error"]
+        assert "3 of 4 pictures" in printed.err
+
+    def test_pictures_are_brought_to_size_as_the_training_data_was(self, files, tmp_path, capsys):
+        """A wide picture: cropped to its middle, or shrunk whole onto black, as the packed file says."""
+        wide = np.zeros((SIDE, SIDE * 2), np.uint8)
+        wide[:, SIDE // 2 : SIDE + SIDE // 2] = 255
+        Image.fromarray(wide).save(tmp_path / "wide.png")
+        padded = pack(tmp_path / "padded.lmdb", resize_filter="zero-pad")
+        by_data = {}
+        for name, path in (("crop", files["path"]), ("pad", padded), ("absent", "absent.lmdb")):
+            run = classifier_run(tmp_path / name, data={"path": str(path)})
+            assert call(predict, "--checkpoint", run, tmp_path / "wide.png", "--json") == 0
+            printed = capsys.readouterr()
+            by_data[name] = json.loads(printed.out)[0]["probabilities"]
+            assert ("absent.lmdb" in printed.err) == (name == "absent")
+        assert by_data["crop"] == by_data["absent"] != by_data["pad"]
+        options = ["--checkpoint", tmp_path / "absent", tmp_path / "wide.png", "--json", "--resize", "pad"]
+        assert call(predict, *options) == 0
+        assert json.loads(capsys.readouterr().out)[0]["probabilities"] == by_data["pad"]
+
+    def test_refusals(self, runs, capsys):
+        assert "'classifier' checkpoint is needed" in refused(capsys, predict, "--checkpoint", runs["gan"], "x.png")
+        assert "required: PICTURE" in refused(capsys, predict, "--checkpoint", runs["classifier"])
+
+
+class TestGenerate:
+    def grid(self, run, out, *options):
+        assert call(generate, "grid", "--checkpoint", run, "--out", out, *options) == 0
+        return pixels(out) if out.exists() else None
+
+    def test_a_row_for_each_class_and_the_same_every_time(self, runs, tmp_path, capsys):
+        found = self.grid(runs["gan"], tmp_path / "new" / "a.png")
+        assert found.shape == (3 * 64, 8 * 64)
+        assert "24 pictures" in capsys.readouterr().out
+        np.testing.assert_array_equal(found, self.grid(runs["gan"], tmp_path / "b.png"))
+        assert (found != self.grid(runs["gan"], tmp_path / "c.png", "--seed", 1)).any()
+
+    def test_a_class_alone_is_its_row_of_the_whole(self, runs, tmp_path):
+        whole = self.grid(runs["gan"], tmp_path / "a.png")
+        alone = self.grid(runs["gan"], tmp_path / "b.png", "--classes", "light,dark", "--n", 10)
+        assert np.abs(alone[:64].astype(int) - whole[128:, : 5 * 64]).max() <= 1  # rounding of another batch
+        assert np.abs(alone[64:].astype(int) - whole[:64, : 5 * 64]).max() <= 1
+
+    def test_n_is_the_number_of_pictures(self, runs, tmp_path):
+        found = self.grid(runs["gan"], tmp_path / "a.png", "--n", 7)  # 3, 2 and 2
+        assert found.shape == (3 * 64, 3 * 64)
+        assert (found[64:, 128:] == 255).all()
+        assert self.grid(runs["gan"], tmp_path / "b.png", "--n", 2).shape == (2 * 64, 64)
+
+    def test_truncation_and_noise_change_the_pictures(self, runs, tmp_path):
+        plain = self.grid(runs["gan"], tmp_path / "a.png")
+        for number, options in enumerate((["--truncation-psi", "0.3"], ["--truncation_psi=0.3"])):
+            found = self.grid(runs["gan"], tmp_path / f"{number}.png", *options)
+            assert (found != plain).any()
+        assert self.grid(runs["gan"], tmp_path / "n.png", "--noise-mode", "none").shape == plain.shape
+
+    def test_without_classes(self, tmp_path, capsys):
+        run = gan_run(tmp_path / "run", classes=[])
+        assert self.grid(run, tmp_path / "a.png", "--n", 11).shape == (2 * 64, 8 * 64)
+        options = ["grid", "--checkpoint", run, "--out", tmp_path / "b.png", "--classes", "dark"]
+        assert "unconditional" in refused(capsys, generate, *options)
+
+    def test_refusals(self, runs, tmp_path, capsys):
+        base = ["grid", "--checkpoint", runs["gan"], "--out", tmp_path / "x.png"]
+        for argv, told in (
+            ([*base, "--classes", "drak"], "did you mean 'dark'"),
+            ([*base, "--classes", "dark,dark"], "named twice"),
+            ([*base, "--noise-mode", "some"], "noise_mode"),
+            ([*base, "--sed", "1"], "unknown argument --sed"),
+            (["grid", "--checkpoint", runs["gan"], "--out", tmp_path / "x.jpg"], ".png"),
+            (["grid", "--checkpoint", runs["classifier"], "--out", tmp_path / "x.png"], "'gan' checkpoint is needed"),
+            (["frid"], "invalid choice"),
+            ([], "COMMAND"),
+        ):
+            assert told in refused(capsys, generate, *argv)
+        assert not (tmp_path / "x.png").exists()
+
+
+def test_a_file_with_a_damaged_record_is_told(runs, tmp_path, capsys):
+    path = pack(tmp_path / "damaged.lmdb")
+    with LMDBReader(path) as reader:
+        needle = reader.picture(30)[0].tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(needle)] ^= 255
+    path.write_bytes(content)
+    assert "record 30" in refused(capsys, evaluate, "--checkpoint", runs["classifier"], "--data", path)

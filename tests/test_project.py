@@ -1,0 +1,255 @@
+"""The project's own files: the locks, the import rule, make, CI and the container build."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCKS = {"requirements.lock": PROJECT["dependencies"], "requirements-dev.lock": PROJECT["optional-dependencies"]["dev"]}
+# entry scripts -> training, metrics -> models, data -> utils: what each package may import of ours
+MAY_IMPORT = {
+    "utils": {"utils"},
+    "data": {"data", "utils"},
+    "models": {"models", "utils"},
+    "metrics": {"metrics", "models", "data", "utils"},
+    "training": {"training", "metrics", "models", "data", "utils"},
+}
+HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")
+TASKS = ("gan", "classifier")
+
+
+def pins(name: str) -> list[Requirement]:
+    """The pinned requirements of a lock file."""
+    lines = (ROOT / name).read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.lstrip().startswith("#")]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def project_files() -> list[Path]:
+    """Every file that is in git or would be."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    files = [ROOT / name for name in listed if name and (ROOT / name).is_file()]
+    assert len(files) > 20
+    return files
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_pins_exact_versions_and_names_no_place(lock):
+    text = (ROOT / lock).read_text()
+    assert "://" not in text
+    assert "index-url" not in text
+    assert str(ROOT) not in text
+    for pin in pins(lock):
+        assert pin.url is None
+        assert re.fullmatch(r"==[^*,]+", str(pin.specifier)), pin
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_lock_satisfies_the_lower_bounds(lock):
+    versions: dict[str, set[str]] = {}
+    for pin in pins(lock):
+        versions.setdefault(canonical(pin.name), set()).add(str(pin.specifier).removeprefix("=="))
+    for wanted in map(Requirement, LOCKS[lock]):
+        found = versions.get(canonical(wanted.name), set())
+        assert found, f"{lock} lacks {wanted.name}"
+        assert all(wanted.specifier.contains(Version(version)) for version in found), wanted
+
+
+def test_dev_lock_contains_the_runtime_lock():
+    missing = {str(pin) for pin in pins("requirements.lock")} - {str(pin) for pin in pins("requirements-dev.lock")}
+    assert missing == set()
+
+
+def test_accelerator_packages_are_pinned_for_linux_only():
+    for pin in pins("requirements.lock"):
+        if pin.name.startswith(("nvidia-", "cuda-", "triton")):
+            assert pin.marker is not None, pin
+            assert not pin.marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"}), pin
+
+
+def test_project_is_not_importable_from_site_packages():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert setuptools["py-modules"] == []
+    assert "packages" not in setuptools
+
+
+def imported(source: str) -> set[str]:
+    """First names of all absolute imports in a source, those inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names}
+
+
+def test_imported_sees_every_way_to_import():
+    assert imported("import a.b as c\ndef f():\n    from d.e import g\nfrom . import h") == {"a", "d"}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_one_way(package):
+    scripts = {path.stem for path in ROOT.glob("*.py")}
+    ours = set(MAY_IMPORT) | scripts | {"tests", "benchmarks"}
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    wrong = {
+        str(path.relative_to(ROOT)): forbidden
+        for path in files
+        if (forbidden := imported(path.read_text()) & ours - MAY_IMPORT[package])
+    }
+    assert wrong == {}
+
+
+def config_files() -> list[Path]:
+    return sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", config_files(), ids=lambda path: path.stem)
+def test_config_is_a_mapping_that_names_its_task(path):
+    config = yaml.safe_load(path.read_text())
+    assert isinstance(config, dict)
+    assert config["task"] in TASKS
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_quickstart_has_its_configs(task):
+    assert yaml.safe_load((ROOT / f"configs/quickstart_{task}.yaml").read_text())["task"] == task
+
+
+def test_no_registry_and_no_path_of_this_machine_in_any_file():
+    found = []
+    for path in project_files():
+        content = path.read_bytes().decode(errors="replace")
+        found += [f"{path.relative_to(ROOT)}: {host}" for host in HOSTS if host in content]
+        found += [f"{path.relative_to(ROOT)}: {ROOT}"] if f"{ROOT}/" in content else []
+    assert found == []
+
+
+def test_no_file_is_too_large_for_git():
+    assert [path for path in project_files() if path.stat().st_size > 6 * 2**20] == []
+
+
+def planned(target: str, folder: Path) -> str:
+    """What `make target` would run in a folder that holds only the Makefile and the locks."""
+    for name in ("Makefile", "requirements.lock", "requirements-dev.lock"):
+        shutil.copy(ROOT / name, folder)
+    environ = {key: value for key, value in os.environ.items() if key not in ("VENV", "MAKEFLAGS", "MAKELEVEL")}
+    command = ["make", "--dry-run", "--no-print-directory", target]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "command"),
+    [
+        ("setup", ".venv/bin/python -m pip install"),
+        ("quickstart", ".venv/bin/python quickstart.py"),
+        ("test", '.venv/bin/python -m pytest -m "not slow"'),
+        ("test-all", ".venv/bin/python -m pytest"),
+        ("lint", ".venv/bin/mypy"),
+        ("bench", "benchmarks/"),
+    ],
+)
+def test_make_target_makes_the_environment_first(tmp_path, target, command):
+    plan = planned(target, tmp_path)
+    assert command in plan
+    assert "-m venv .venv" in plan
+    assert plan.index("-r requirements-dev.lock") <= plan.index(command) or target == "setup"
+
+
+def test_environment_is_made_once_and_again_when_a_lock_changes(tmp_path):
+    planned("test", tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").touch()
+    os.utime(tmp_path / "requirements.lock", (1, 1))
+    os.utime(tmp_path / "requirements-dev.lock", (1, 1))
+    command = ["make", "--dry-run", "VENV=.venv", "test"]
+    unchanged = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "pip install" not in unchanged
+    future = (tmp_path / ".venv" / ".installed").stat().st_mtime + 10
+    os.utime(tmp_path / "requirements.lock", (future, future))
+    changed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "pip install" in changed
+
+
+@pytest.mark.parametrize("failing", ["none", "setup", "lint", "test"])
+def test_ci_runs_all_targets_and_fails_with_any(tmp_path, failing):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    stub = tmp_path / "bin" / "make"
+    stub.parent.mkdir()
+    stub.write_text(f'#!/bin/sh\necho "$1 $CI $VENV" >>calls\n[ "$1" != {failing} ]\n')
+    stub.chmod(0o755)
+    environ = {"PATH": f"{stub.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, env=environ, check=False)
+    assert (done.returncode == 0) is (failing == "none")
+    targets = ["setup", "lint", "test"]
+    expected = targets if failing == "none" else targets[: targets.index(failing) + 1]
+    assert (tmp_path / "calls").read_text().split("\n")[:-1] == [f"{target} true .venv-ci" for target in expected]
+
+
+def test_dockerfile_takes_its_choices_as_build_arguments():
+    text = (ROOT / "Dockerfile").read_text()
+    before, _, after = text.partition("\nFROM ${BASE}\n")
+    assert "ARG BASE=" in before
+    for name in ("VARIANT=cpu", "TORCH_INDEX_URL=", "PIP_INDEX_URL=", "PIP_EXTRA_INDEX_URL="):
+        assert f"\nARG {name}\n" in after
+    assert "://" not in text
+    assert after.index("COPY requirements.lock") < after.index("COPY . .")  # packages first: their layer is kept
+    user = re.findall(r"^USER (\w+)$", text, re.MULTILINE)
+    assert user
+    assert user[-1] not in ("root", "0")
+
+
+def test_docker_context_leaves_out_weights_runs_and_history():
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in (".git", ".venv*", "runs", "**/*.lmdb", "**/*.pt", "**/*.pth", "**/*.safetensors"):
+        assert name in lines
+
+
+@pytest.fixture
+def image(tmp_path):
+    """A folder like the image's, with scripts that print how they were called."""
+    (tmp_path / "docker").mkdir()
+    shutil.copy(ROOT / "docker" / "entrypoint.sh", tmp_path / "docker")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "pack.py").touch()
+    stub = tmp_path / "bin" / "python"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 7\n')
+    stub.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "shown"),
+    [
+        (["train", "--name", "two words"], 7, "<train.py><--name><two words>"),
+        (["data.pack", "sample", "x"], 7, "<-m><data.pack><sample><x>"),
+        (["echo", "any", "tool"], 0, "any tool"),
+        ([], 0, "one of: train data.pack"),
+        (["trian"], 2, "no command trian; take one of: train data.pack"),
+    ],
+)
+def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, shown):
+    environ = {"PATH": f"{image / 'bin'}:{os.environ['PATH']}"}
+    command = ["sh", str(image / "docker" / "entrypoint.sh"), *arguments]
+    done = subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert shown in done.stdout + done.stderr

@@ -1,0 +1,55 @@
+"""Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
+
+import os
+import sys
+from pathlib import Path
+
+from utils.cli import Parser
+from utils.errors import UserError, run_cli
+from utils.launch import launch, parse_gpus, under_launcher
+
+
+def parser() -> Parser:
+    parse = Parser(
+        prog="train.py", description=__doc__, epilog="Any key of the config is overridden by --section.key value."
+    )
+    parse.add_argument("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
+    parse.add_argument("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
+    parse.add_argument("--gpus", metavar="0,1", help="GPUs to use, one process each")
+    parse.add_argument("--procs", type=int, default=1, metavar="N", help="processes on the CPU (gloo)")
+    parse.add_argument("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    parse.add_argument(
+        "--max-steps", type=int, metavar="N", help="stop after saving at step N; schedules keep the config's length"
+    )
+    parse.add_argument("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
+    return parse
+
+
+def main(argv: list[str]) -> int:
+    options, overrides = parser().parse_known(argv)
+    if options.config is None:
+        raise UserError("--config FILE is missing; recipes are in configs/, e.g. --config configs/quickstart_gan.yaml")
+    gpus = parse_gpus(options.gpus) if options.gpus else []
+    if options.procs < 1 or (options.max_steps is not None and options.max_steps < 1):
+        raise UserError("--procs and --max-steps must be 1 or more")
+    if gpus and not under_launcher():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before CUDA starts, here and in the processes below
+    processes = max(options.procs, len(gpus))
+    if processes > 1 and not under_launcher():
+        return launch([str(Path(__file__).resolve()), *argv], processes)
+
+    from training.run import train  # imports torch, which must not happen before --gpus is applied
+
+    device = "cpu" if options.procs > 1 and options.device is None else options.device
+    return train(
+        options.config,
+        overrides,
+        run_dir=options.run_dir,
+        device=device,
+        max_steps=options.max_steps,
+        dry_run=options.dry_run,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,201 @@
+"""The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.loader import Batch, read_batch
+from data.store import LMDBReader
+from data.transforms import Augment, draw_and_apply, to_float
+from metrics.evaluate_classifier import evaluate_classifier
+from models.batchnorm import synchronise_batchnorm
+from models.resnet import Classifier, ResNetConfig
+from models.sampling import to_uint8
+from training.config import RunConfig
+from training.ema import EMA
+from training.optim import Mixed, OptimizerConfig, Updater
+from utils import distributed
+from utils.errors import UserError
+from utils.images import grid
+from utils.seeding import forked
+
+
+@dataclass(kw_only=True)
+class ClassifierLossConfig:
+    """Cross entropy."""
+
+    label_smoothing: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"loss.label_smoothing {self.label_smoothing} must lie in [0, 1)")
+
+
+@dataclass(kw_only=True)
+class ClassifierEmaConfig:
+    """The moving average of the classifier: the network that is evaluated and used."""
+
+    decay: float = 0.999  # per step; ramps up as (1 + step) / (10 + step)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise UserError(f"ema.decay {self.decay} must lie in [0, 1)")
+
+
+def _sgd() -> OptimizerConfig:
+    return OptimizerConfig(name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine")
+
+
+@dataclass(kw_only=True)
+class ClassifierConfig(RunConfig):
+    """Everything a classifier's training can be told."""
+
+    task: Literal["classifier"] = "classifier"
+    sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
+    model: ResNetConfig = field(default_factory=ResNetConfig)
+    loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
+    optimizer: OptimizerConfig = field(default_factory=_sgd)
+    ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
+    augment: Augment = field(default_factory=Augment)
+
+
+def check_classes(config: ClassifierConfig, reader: LMDBReader, val_reader: LMDBReader | None) -> None:
+    """Raise UserError unless labels, class lists and head fit one another."""
+    classes, path = reader.classes, config.data.path
+    if len(classes) < 2:
+        raise UserError(
+            f"{path}: a classifier needs two classes or more, this file has {len(classes)}; pack a folder of class "
+            "folders"
+        )
+    if config.model.classes is not None and config.model.classes != len(classes):
+        raise UserError(
+            f"{path}: has {len(classes)} classes, labels 0 to {len(classes) - 1}, but the head has model.classes "
+            f"{config.model.classes}; make it {len(classes)} or leave it out"
+        )
+    empty = [name for name, count in zip(classes, reader.meta.histogram, strict=True) if count == 0]
+    if empty:
+        raise UserError(f"{path}: class {empty[0]!r} has no picture; remove it or add pictures, and pack again")
+    for file, name in ((reader, path), (val_reader, config.data.val_path)):
+        if (
+            file is not None
+            and len(file)
+            and not 0 <= int(file.labels().min()) <= int(file.labels().max()) < len(classes)
+        ):
+            record = int(np.argmax((file.labels() < 0) | (file.labels() >= len(classes))))
+            raise UserError(
+                f"{name}: record {record} has label {int(file.labels()[record])}, the head has {len(classes)} "
+                "classes; pack again"
+            )
+    if val_reader is not None and val_reader.classes != classes:
+        extra = sorted(set(val_reader.classes) ^ set(classes)) or ["the order"]
+        raise UserError(
+            f"{config.data.val_path}: its classes differ from those of {path} ({', '.join(extra[:5])}); pack both "
+            "from the same class folders"
+        )
+
+
+class ClassifierTask:
+    """A ResNet, its optimizer and average, and one step."""
+
+    best_metric, best_is_lower = "accuracy", False
+
+    def __init__(
+        self, config: ClassifierConfig, reader: LMDBReader, val_reader: LMDBReader | None, device: torch.device
+    ) -> None:
+        world = distributed.world_size()
+        check_classes(config, reader, val_reader)
+        self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
+        self.share, self.micro = config.share(world), config.micro(world)
+        self.first = distributed.rank() * self.share
+        meta = reader.meta
+        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": meta.resolutions[0]}
+        with forked(config.seed, "init", "classifier"):
+            model = Classifier(config.model, **self.shape)
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        self.ema = EMA(model, buffers="average")
+        synced = world > 1 and config.sync_bn == "auto"
+        self.model = synchronise_batchnorm(model, device) if synced else model
+        self.mixed = Mixed(config.precision, device)
+        self.updater = Updater(self.model, config.optimizer, self.mixed, config.steps)
+
+    def registry(self) -> dict[str, Any]:
+        """Name -> object with a state dict: all that a checkpoint must hold."""
+        return {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.mixed}
+
+    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
+        size = self.shape["resolution"]
+        return {
+            "classifier": (self.ema.model, (torch.zeros(1, self.shape["channels"], size, size, device=self.device),))
+        }
+
+    def step(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """One update at the global batch; the returned values add up over the ranks."""
+        self.model.train()
+        self.updater.zero_grad()
+        loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        for start in range(0, self.share, self.micro):
+            images = self._augmented(batch.images[start : start + self.micro], step, start)
+            labels = batch.labels[start : start + self.micro]
+            with self.mixed.autocast():
+                logits = self.model(images)
+            logits = logits.to(loss_sum.dtype)
+            loss = F.cross_entropy(logits, labels, label_smoothing=self.config.loss.label_smoothing, reduction="sum")
+            loss = loss / self.config.batch_size
+            self.mixed.backward(loss)
+            loss_sum += loss.detach()
+            correct += (logits.detach().argmax(1) == labels).sum()
+        norm, skipped = self.updater.step(step)
+        self.mixed.update_scale()
+        self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), skipped)
+        world = distributed.world_size()
+        return {
+            "loss/classifier": loss_sum,
+            "accuracy/train": correct / self.config.batch_size,
+            "gradient_norm/classifier": norm / world,
+            "skipped_updates": skipped / world,
+        }
+
+    def _augmented(self, images: Tensor, step: int, start: int) -> Tensor:
+        return draw_and_apply(
+            to_float(images, channels_last=self.config.channels_last),
+            self.config.augment,
+            seed=self.config.seed,
+            step=step,
+            start=self.first + start,
+            global_batch=self.config.batch_size,
+        )
+
+    def sample_grid(self, step: int) -> np.ndarray | None:
+        """At the start, the first training pictures as the network will see them; later there is nothing new to
+        show.
+        """
+        if step:
+            return None
+        count = min(64, len(self.reader), self.config.batch_size)
+        images = to_float(read_batch(self.reader, np.arange(count)).images.to(self.device))
+        shown = draw_and_apply(
+            images, self.config.augment, seed=self.config.seed, step=0, start=0, global_batch=self.config.batch_size
+        )
+        return grid(to_uint8(shown))
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the average model on the held-out pictures; every rank takes its share. Empty without a
+        val_path.
+        """
+        if self.val_reader is None:
+            return {}
+        found = evaluate_classifier(
+            self.ema.model,
+            self.val_reader,
+            batch_size=self.config.evaluation.batch_size,
+            rank=distributed.rank(),
+            world_size=distributed.world_size(),
+            reduce=distributed.all_reduce_sum_,
+        )
+        return {"accuracy": found["accuracy"], "ece": found["ece"]}

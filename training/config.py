@@ -1,0 +1,104 @@
+"""What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from utils.errors import UserError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where the pictures are."""
+
+    path: str = ""  # LMDB made by `python -m data.pack`
+    val_path: str | None = None  # LMDB of held-out pictures, for evaluation
+    prefetch: int = 2  # batches prepared ahead on accelerators
+
+
+@dataclass(kw_only=True)
+class LogConfig:
+    """What is written while training, and how often (in steps)."""
+
+    every: int = 50  # rows of metrics.jsonl
+    samples_every: int = 500  # picture grids; 0 switches them off
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.samples_every < 0:
+            raise UserError("log.every must be 1 or more and log.samples_every 0 or more")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving; the last step is always saved."""
+
+    every: int = 500  # steps
+    keep: int = 2  # newest checkpoints kept; the best one is kept besides
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise UserError("checkpoint.every and checkpoint.keep must be 1 or more")
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """Evaluation during training; it chooses the best checkpoint."""
+
+    every: int = 1000  # steps; 0: only at the end
+    n: int = 1000  # GAN: generated pictures; fewer than for a final figure
+    extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
+    weights: str | None = None  # weights file of the extractor
+    batch_size: int = 100
+
+    def __post_init__(self) -> None:
+        if self.every < 0 or self.n < 2 or self.batch_size < 1:
+            raise UserError(
+                "evaluation.every must be 0 or more, evaluation.n 2 or more, evaluation.batch_size 1 or more"
+            )
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The keys every task has."""
+
+    task: str
+    seed: int = 0
+    steps: int = 10_000  # length of the training and of its schedules; a step is one update of each network
+    batch_size: int = 64  # global: over all processes and micro-batches
+    micro_batch: int | None = None  # samples a forward pass per process; None: this process's whole share
+    precision: Precision = "fp32"
+    channels_last: bool = True
+    nonfinite_cap: int = 20  # updates skipped for non-finite gradients before training stops itself
+    data: DataConfig = field(default_factory=DataConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_size < 1 or self.nonfinite_cap < 0:
+            raise UserError("steps and batch_size must be 1 or more, nonfinite_cap 0 or more")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise UserError("micro_batch must be 1 or more, or null for the whole share of a process")
+
+    def share(self, world_size: int) -> int:
+        """Samples of the global batch that each process holds; raises UserError when they cannot be shared out
+        evenly.
+        """
+        if self.batch_size % world_size:
+            raise UserError(
+                f"batch_size {self.batch_size} cannot be shared by {world_size} processes; make it a multiple of "
+                f"{world_size}"
+            )
+        return self.batch_size // world_size
+
+    def micro(self, world_size: int) -> int:
+        """Samples per forward pass; raises UserError unless they divide a process's share."""
+        share = self.share(world_size)
+        micro = min(self.micro_batch or share, share)
+        if share % micro:
+            raise UserError(
+                f"micro_batch {micro} does not divide the {share} samples a process holds; make it a divisor of {share}"
+            )
+        return micro

@@ -1,0 +1,71 @@
+"""The GAN's random draws of a training step: global batches, keyed by (seed, purpose, step, phase), sliced by the
+ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from models.stylegan2 import Generator
+from utils.seeding import generator as keyed_generator
+
+
+@dataclass
+class Latents:
+    """One phase's draws for the global batch of B samples."""
+
+    z: Tensor  # [B, z_dim]
+    z_mixed: Tensor | None  # [B, z_dim], the second style
+    crossover: Tensor | None  # [B] int64: the first layer that takes the second style; num_ws where nothing is mixed
+    labels: Tensor  # [B] int64
+
+
+class GanDraws:
+    """Draws on the device, outside compiled and checkpointed regions; equal for every split over ranks and
+    micro-batches.
+    """
+
+    def __init__(
+        self, seed: int, batch_size: int, model: Generator, device: torch.device, histogram: list[int]
+    ) -> None:
+        self.seed, self.batch_size, self.device = seed, batch_size, device
+        self.z_dim, self.num_ws, self.shapes = model.z_dim, model.num_ws, model.noise_shapes()
+        # labels as frequent as in the data; one class of weight 1 when there are no labels
+        self.class_weights = torch.tensor([float(count) for count in histogram] or [1.0], device=device)
+
+    def latents(self, step: int, phase: str, mixing: float) -> Latents:
+        """z, labels and (with probability `mixing` a sample) a second z with a uniform crossover layer."""
+        keyed = keyed_generator(self.seed, "latent", step, phase, device=self.device)
+        shape = (self.batch_size, self.z_dim)
+        labels = torch.multinomial(self.class_weights, self.batch_size, replacement=True, generator=keyed)
+        z = torch.randn(shape, generator=keyed, device=self.device)
+        if mixing == 0:
+            return Latents(z, None, None, labels)
+        z_mixed = torch.randn(shape, generator=keyed, device=self.device)
+        crossover = torch.randint(1, self.num_ws, [self.batch_size], generator=keyed, device=self.device)
+        mixed = torch.rand([self.batch_size], generator=keyed, device=self.device) < mixing
+        return Latents(z, z_mixed, torch.where(mixed, crossover, self.num_ws), labels)
+
+    def noise(self, step: int, phase: str) -> list[Tensor]:
+        """One map of N(0, 1) per layer: [B, 1, h, w]."""
+        return [
+            torch.randn(
+                (self.batch_size, *shape),
+                generator=keyed_generator(self.seed, "noise", step, phase, layer, device=self.device),
+                device=self.device,
+            )
+            for layer, shape in enumerate(self.shapes)
+        ]
+
+
+def mix_styles(model: Generator, latents: Latents, rows: slice) -> tuple[Tensor, Tensor]:
+    """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim]."""
+    labels = latents.labels[rows] if model.classes else None
+    w = model.mapping(latents.z[rows], labels)
+    ws = w[:, None].expand(-1, model.num_ws, -1)
+    if latents.z_mixed is None or latents.crossover is None:
+        return ws, w
+    other = model.mapping(latents.z_mixed[rows], labels)
+    first = torch.arange(model.num_ws, device=w.device)[None, :, None] < latents.crossover[rows][:, None, None]
+    return torch.where(first, ws, other[:, None]), w

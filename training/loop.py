@@ -1,0 +1,328 @@
+"""The training loop: steps, cadence, signals, checkpoints and logging. It knows no model.
+
+A task owns its networks, optimizers, losses and evaluation; see `Task`.
+"""
+
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor
+
+from data.loader import Batch, InfiniteLoader
+from training.config import RunConfig
+from utils import checkpoint as checkpoints
+from utils import distributed
+from utils.config import to_tree
+from utils.errors import StoppedBySignal, TrainingHalted, UserError
+from utils.images import save_png
+from utils.logging import Metrics, RunLog, say
+from utils.run_folder import RunFolder
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Task(Protocol):
+    """What the loop asks of a task."""
+
+    shape: dict[str, int]  # channels, classes, resolution: what a checkpoint's models are built from
+    best_metric: str  # key of `evaluate()` that chooses the best checkpoint
+    best_is_lower: bool
+
+    def registry(self) -> dict[str, Any]:
+        """Name -> object with state_dict and load_state_dict."""
+
+    def step(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        """One update; 0-d values on the device that add up over the ranks."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures on held-out data, the same on all ranks."""
+
+    def sample_grid(self, step: int) -> np.ndarray | None:
+        """A uint8 picture to save, if there is something to show."""
+
+    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+        """Name -> network and example inputs."""
+
+
+class MetricWindow:
+    """Means of the steps' metrics since the last log tick; they stay on the device until `fold` collects them at
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._pending: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            self._pending.setdefault(name, []).append(value)
+
+    def fold(self) -> None:
+        """Add the pending values up over steps and ranks: one transfer and one collective."""
+        if not self._pending:
+            return
+        names = sorted(self._pending)
+        totals = distributed.all_reduce_sum_(
+            torch.stack([torch.stack(self._pending[name]).double().sum() for name in names])
+        )
+        for name, total in zip(names, totals.tolist(), strict=True):
+            self._sums[name] = self._sums.get(name, 0.0) + total
+            self._counts[name] = self._counts.get(name, 0) + len(self._pending[name])
+        self._pending.clear()
+
+    def total(self, name: str) -> float:
+        """Sum of a folded metric so far."""
+        return self._sums.get(name, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """The means, and start anew."""
+        self.fold()
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._sums, self._counts = {}, {}
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "counts": dict(self._counts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
+
+
+class Loop:
+    """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best figure and the log
+    window.
+    """
+
+    def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
+        self.config, self.task, self.loader, self.folder = config, task, loader, folder
+        self.step = 0  # updates done
+        self.best: dict[str, float | int] = {}
+        self.skipped = 0.0  # updates skipped for non-finite gradients, in all
+        self.window = MetricWindow()
+        self.log = RunLog(
+            folder.path, active=distributed.is_main(), tensorboard=config.log.tensorboard, total_steps=config.steps
+        )
+        self._signal: int | None = None
+        self._saved_step = -1
+        self._tick_started, self._tick_step = 0.0, 0
+        self._pauses = 0.0  # seconds since the last log tick that were not training
+
+    def registry(self) -> dict[str, Any]:
+        """Everything that changes during training."""
+        return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "best": dict(self.best), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.best, self.skipped = state["step"], dict(state["best"]), state["skipped"]
+
+    # --- saving and resuming
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this step and point `last.json` at it; a full disk is a warning, the old one stays."""
+        if self._saved_step == self.step:
+            return None
+        self.window.fold()
+        self._saved_step = self.step
+        if not distributed.is_main():
+            return None
+        meta = self.loader.reader.meta
+        content = {
+            "schema": checkpoints.SCHEMA,
+            "task": self.config.task,
+            "step": self.step,
+            "config": to_tree(self.config),
+            "classes": list(meta.classes),
+            "shape": dict(self.task.shape),
+            "data": {"content_hash": meta.content_hash, "count": meta.count},
+            "versions": versions(),
+            "state": {name: part.state_dict() for name, part in self.registry().items()},
+        }
+        try:
+            path = checkpoints.save(self.folder.checkpoints, content)
+            checkpoints.point(self.folder.checkpoints, "last", path)
+            checkpoints.rotate(self.folder.checkpoints, self.config.checkpoint.keep)
+            return path
+        except OSError as error:
+            say(
+                f"warning: checkpoint of step {self.step} was not written ({error.strerror}); the one before is "
+                "kept, training goes on"
+            )
+            return None
+
+    def resume(self) -> bool:
+        """Take the newest checkpoint of the run folder that can be read; False when there is none.
+
+        Raises UserError when it does not fit the data or the task.
+        """
+        path = distributed.on_main(self._find_latest)
+        if path is None:
+            return False
+        content = checkpoints.load(Path(path), verify=False)
+        data = content.get("data", {})
+        meta = self.loader.reader.meta
+        if data.get("content_hash") != meta.content_hash:
+            raise UserError(
+                f"{self.folder.path}: was trained on other pictures ({data.get('count')} then, {meta.count} in "
+                f"{self.config.data.path} now); "
+                "choose another --run-dir or give its own data"
+            )
+        for name, part in self.registry().items():
+            if name not in content["state"]:
+                raise UserError(
+                    f"{path}: lacks the state of {name!r}; it was written by another version, start in another "
+                    "--run-dir"
+                )
+            part.load_state_dict(content["state"][name])
+        self._saved_step = self.step
+        return True
+
+    def _find_latest(self) -> str | None:
+        found = checkpoints.load_latest(self.folder.checkpoints, warn=say)
+        return None if found is None else str(found[0])
+
+    # --- the run
+
+    def run(self, max_steps: int | None = None) -> None:
+        """Train up to step `max_steps` (default: the config's), evaluating, saving and logging on the way.
+
+        Raises StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
+        """
+        target = min(self.config.steps, max_steps or self.config.steps)
+        self.log.open(self.step)
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in STOP_SIGNALS}
+        try:
+            self._show_start()
+            self._run_until(target)
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            self.log.close()
+            self.loader.close()
+
+    def _show_start(self) -> None:
+        if self.step == 0:
+            self._samples()
+            if self.config.log.tensorboard and distributed.is_main():
+                for name, (network, inputs) in self.task.networks().items():
+                    self.log.graph(name, network, inputs)
+
+    def _run_until(self, target: int) -> None:
+        config = self.config
+        self._tick_started, self._tick_step = time.perf_counter(), self.step
+        while self.step < target:
+            batch = next(self.loader)
+            self.window.add(self.task.step(batch, self.step))
+            self.step += 1
+            self.log.advance()
+            if self.step % config.log.every == 0 or self.step == target:
+                self._log_tick()
+            if config.log.samples_every and self.step % config.log.samples_every == 0:
+                self._pause(self._samples)
+            if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
+                self._pause(self._evaluate)
+            elif self.step % config.checkpoint.every == 0:
+                self._pause(self.save)
+            self._obey_signal()
+        self._pause(self.save)
+
+    def _pause(self, action: Any) -> None:
+        """Do something that is not training; its time does not count in images per second."""
+        started = time.perf_counter()
+        action()
+        self._pauses += time.perf_counter() - started
+
+    def _log_tick(self) -> None:
+        self.window.fold()
+        self.skipped += self.window.total("skipped_updates")
+        means = self.window.take()
+        now = time.perf_counter()
+        seconds = max(1e-9, now - self._tick_started - self._pauses)
+        images = (self.step - self._tick_step) * self.config.batch_size
+        row: Metrics = {"images": self.step * self.config.batch_size, "images_per_second": images / seconds}
+        row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
+        row |= means | {"skipped_updates": round(self.skipped)}
+        self.log.metrics(self.step, row)
+        self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
+        self._tick_step = self.step
+        if self.skipped > self.config.nonfinite_cap:
+            self.folder_status("failed", "non-finite gradients", TrainingHalted.exit_code)
+            raise TrainingHalted(
+                f"{round(self.skipped)} updates had non-finite gradients, more than nonfinite_cap "
+                f"{self.config.nonfinite_cap}; "
+                "lower the learning rate or use --precision fp32, then start again from the last checkpoint"
+            )
+
+    def _samples(self) -> None:
+        if not distributed.is_main():
+            return
+        picture = self.task.sample_grid(self.step)
+        if picture is not None:
+            self.folder.samples.mkdir(exist_ok=True)
+            save_png(picture, self.folder.samples / f"step-{self.step:08d}.png")
+            self.log.image(self.step, "samples", picture)
+
+    def _evaluate(self) -> None:
+        """Evaluate, note the figures, save, and keep this checkpoint as the best if it is."""
+        figures = self.task.evaluate()
+        if figures:
+            self.log.metrics(self.step, {f"val/{name}": value for name, value in figures.items()})
+            say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        value = figures.get(self.task.best_metric)
+        previous = self.best.get(self.task.best_metric)
+        better = False
+        if value is not None:
+            better = previous is None or (value < previous if self.task.best_is_lower else value > previous)
+        if better and value is not None:
+            self.best = {self.task.best_metric: value, "step": self.step}
+        path = self.save()
+        if better and value is not None and path is not None:
+            checkpoints.point(self.folder.checkpoints, "best", path, metric=self.task.best_metric, value=value)
+            checkpoints.rotate(self.folder.checkpoints, self.config.checkpoint.keep)
+
+    # --- signals
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self._signal is not None:
+            os._exit(128 + signum)  # asked twice: leave at once
+        self._signal = signum
+
+    def _obey_signal(self) -> None:
+        """If any rank was told to stop, all of them save after this same step and leave."""
+        signum = distributed.agree(self._signal or 0)
+        if not signum:
+            return
+        self.save()
+        name = signal.Signals(signum).name
+        self.folder_status("stopped", name, StoppedBySignal.exit_code)
+        raise StoppedBySignal(f"{name} at step {self.step}; saved. The same command goes on from there.")
+
+    def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
+        """Write status.json (rank 0)."""
+        if distributed.is_main():
+            self.folder.write_status(state, self.step, reason, exit_code)
+
+
+def say_main(message: str) -> None:
+    """`say` on rank 0 only."""
+    if distributed.is_main():
+        say(message)
+
+
+def versions() -> dict[str, str]:
+    """What the numbers of a run may depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+    }

@@ -1,0 +1,163 @@
+"""Optimizers, schedules, and the one place that turns gradients into an update."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from training.config import Precision
+from utils import distributed
+from utils.errors import UserError
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adam", "adamw", "sgd"] = "adam"
+    lr: float = 0.001  # peak rate
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
+    eps: float = 1e-8
+    momentum: float = 0.9  # SGD's (Nesterov)
+    weight_decay: float = 0.0  # decoupled for adamw; not applied to norms and biases
+    clip_norm: float | None = None  # largest total gradient norm
+    warmup_steps: int = 0  # linear from 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    final_lr: float = 0.0  # end of the cosine, as a share of lr
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
+            raise UserError("optimizer: lr must be positive, weight_decay and warmup_steps 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optimizer: betas {self.betas} must be two numbers in [0, 1)")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise UserError("optimizer: clip_norm must be positive, or null for no clipping")
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
+        save.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        return self.lr * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the parameters that train: matrices and filters with decay; norms and biases (1-D) without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The fused optimizer of `config` over the model's trained parameters; fused ones can be masked on the device."""
+    groups = parameter_groups(model, config.weight_decay)
+    betas = (float(config.betas[0]), float(config.betas[1]))
+    if config.name == "sgd":
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
+        if config.momentum > 0:
+            # the fused kernel makes its momentum on the first step, and leaves it uninitialised where that step is
+            # masked
+            for group in sgd.param_groups:
+                for parameter in group["params"]:
+                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
+    optimizer_class = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return optimizer_class(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+class Mixed:
+    """Precision of a run: the autocast context and, for fp16, the one loss scaler that all networks share."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision = precision
+        self.device = device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    def autocast(self) -> torch.autocast:
+        """Reduced precision inside the block (none for fp32)."""
+        dtype = AUTOCAST_DTYPES.get(self.precision, torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradients of the (scaled) loss."""
+        self.scaler.scale(loss).backward()
+
+    def update_scale(self) -> None:
+        """Adapt the loss scale: once a step, after every network's update."""
+        if self.scaler.is_enabled():
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # a run may be resumed at another precision: without a scaler there is nothing to restore
+        if state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)
+
+
+class Updater:
+    """One network's optimizer: reduces gradients over the ranks, unscales, clips, and steps unless they are not finite.
+
+    Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimizerConfig, mixed: Mixed, steps: int) -> None:
+        self.config = config
+        self.mixed = mixed
+        self.steps = steps
+        self.optimizer = build_optimizer(model, config)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Apply update number `step` (from 0). Returns the gradient norm before clipping and a flag (1.0: skipped),
+        both 0-d.
+        """
+        distributed.all_reduce_gradients(self.parameters)
+        scaler = self.mixed.scaler
+        scaler.unscale_(self.optimizer) if scaler.is_enabled() else None
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if self.config.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.lr_at(step, self.steps)
+        skipped = (~torch.isfinite(norm)).float()
+        if scaler.is_enabled():
+            scaler.step(self.optimizer)
+        else:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
+        return norm, skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:
+    """targets += weight * (sources - targets) for a 0-d `weight` on the device, without waiting for its value."""
+    targets, sources = list(targets), list(sources)
+    if not targets:
+        return
+    delta = torch._foreach_sub(sources, targets)
+    torch._foreach_mul_(delta, weight)
+    torch._foreach_add_(targets, delta)

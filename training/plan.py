@@ -1,0 +1,146 @@
+"""What is checked and shown before the first step: the preflight's table and `--dry-run`'s plan."""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchinfo
+
+from data.store import LMDBReader
+from training.config import RunConfig
+from training.loop import Task
+from training.optim import OptimizerConfig
+from utils import distributed
+from utils.errors import UserError
+
+GIB = 2**30
+MIB = 2**20
+
+
+def open_reader(path: str | None, key: str) -> LMDBReader:
+    """The packed file that a config key names; raises UserError naming the key when none is given."""
+    if not path:
+        raise UserError(
+            f"{key} is not set; pack pictures with `python -m data.pack SOURCE {key.split('.')[1]}.lmdb` and give "
+            f"--{key} FILE"
+        )
+    return LMDBReader(path)
+
+
+def check_data(config: RunConfig, reader: LMDBReader, val_reader: LMDBReader | None) -> None:
+    """Raise UserError unless the files hold square pictures of one size and fit each other."""
+    for file, path in ((reader, config.data.path), (val_reader, config.data.val_path)):
+        if file is None:
+            continue
+        if len(file) == 0:
+            raise UserError(f"{path}: holds no picture; pack it again")
+        if file.meta.resolutions[0] == 0:
+            raise UserError(f"{path}: its pictures have many sizes; pack again with --size N")
+        if (file.meta.channels, file.meta.resolutions[0]) != (reader.meta.channels, reader.meta.resolutions[0]):
+            raise UserError(
+                f"{path}: pictures of {file.meta.resolutions[0]} px with {file.meta.channels} channels, those of "
+                f"{config.data.path} have "
+                f"{reader.meta.resolutions[0]} px and {reader.meta.channels}; pack both alike"
+            )
+
+
+def state_bytes(task: Task) -> int:
+    """Bytes of all tensors that a checkpoint will hold (Adam's two moments counted before they exist)."""
+    networks = [part for part in task.registry().values() if isinstance(part, torch.nn.Module)]
+    return sum(4 * p.numel() * p.element_size() for network in networks for p in network.parameters())
+
+
+def check_disk(folder: Path, task: Task, keep: int) -> None:
+    """Raise UserError when the disk cannot hold the checkpoints that will be kept."""
+    existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+    needed, free = state_bytes(task) * (keep + 2), shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{existing}: {free / MIB:.0f} MiB free, checkpoints need {needed / MIB:.0f} MiB; free some space or "
+            "choose another --run-dir"
+        )
+
+
+def data_rows(name: str, reader: LMDBReader) -> dict[str, str]:
+    """What the plan says of a packed file."""
+    meta = reader.meta
+    size = meta.resolutions[0]
+    classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
+    channels = "grey" if meta.channels == 1 else "RGB"
+    return {name: f"{meta.count:,} pictures, {size} px, {channels}, {classes}, {meta.encoding}"}
+
+
+def plan_rows(
+    config: RunConfig, task: Task, reader: LMDBReader, val_reader: LMDBReader | None, device: torch.device
+) -> dict[str, str]:
+    """The preflight's table: label -> value."""
+    world = distributed.world_size()
+    epochs = config.steps * config.batch_size / len(reader)
+    rows = {
+        "task": config.task,
+        "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads, "
+        "{config.precision}",
+    }
+    rows |= data_rows("training data", reader)
+    rows |= (
+        data_rows("held-out data", val_reader) if val_reader else {"held-out data": "none (data.val_path is not set)"}
+    )
+    rows["batch"] = (
+        f"{config.batch_size} global = {world} x {config.share(world)}, in micro-batches of {config.micro(world)}"
+    )
+    rows["length"] = f"{config.steps:,} steps = {config.steps * config.batch_size:,} pictures = {epochs:.1f} epochs"
+    for name, section in vars(config).items():
+        if isinstance(section, OptimizerConfig):
+            rows[name.replace("_", " ")] = schedule_text(section, config.steps)
+    for name, (network, _) in task.networks().items():
+        rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
+    rows["checkpoint"] = (
+        f"about {state_bytes(task) / MIB:.1f} MiB, every {config.checkpoint.every} steps, {config.checkpoint.keep} "
+        "kept and the best"
+    )
+    return rows
+
+
+def schedule_text(config: OptimizerConfig, steps: int) -> str:
+    """An optimizer's rates at a glance."""
+    text = f"{config.name}, lr {config.lr:g}"
+    if config.warmup_steps:
+        text += f" after {config.warmup_steps} warm-up steps"
+    if config.schedule != "constant":
+        marks = ", ".join(
+            f"{config.lr_at(step, steps):.2g} at {step}" for step in (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
+        )
+        text += f", {config.schedule}: {marks}"
+    return text + (f", clipped at norm {config.clip_norm:g}" if config.clip_norm else "")
+
+
+def table(rows: Mapping[str, str]) -> str:
+    """Two aligned columns."""
+    width = max(map(len, rows))
+    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items())
+
+
+def model_summary(name: str, network: torch.nn.Module, inputs: tuple[Any, ...], micro: int) -> str:
+    """Layers with output shapes and parameters (torchinfo), and the memory of a training step at this micro-batch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchinfo counts multiply-adds with deprecated calls
+        info = torchinfo.summary(
+            network,
+            input_data=list(inputs),
+            depth=4,
+            verbose=0,
+            col_names=("output_size", "num_params"),
+            row_settings=("var_names",),
+        )
+    samples = inputs[0].shape[0]
+    activations = info.total_output_bytes / samples * micro
+    weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    total = activations + 5 * weights
+    memory = (
+        f"memory of a training step: about {total / GIB:.2f} GiB (activations {activations / MIB:.0f} MiB in fp32 at "
+        f"{micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
+    )
+    return f"{name}\n{info}\n{memory}"

@@ -1,0 +1,104 @@
+"""One training run from a config file to a finished run folder; what `train.py` calls in every process."""
+
+from pathlib import Path
+
+import torch
+
+from data.loader import InfiniteLoader
+from data.sampler import GlobalSampler
+from training import plan
+from training.config import RunConfig
+from training.loop import Loop, Task
+from training.tasks import TASKS, build_run_config
+from utils import distributed
+from utils.config import read_yaml, to_tree
+from utils.errors import StoppedBySignal, TrainingHalted
+from utils.logging import say
+from utils.run_folder import RunFolder
+
+
+def train(
+    config_file: str,
+    overrides: list[str],
+    *,
+    run_dir: str | None = None,
+    device: str | None = None,
+    max_steps: int | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Train, or resume, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints."""
+    config = build_run_config(read_yaml(config_file), overrides, config_file)
+    torch_device = distributed.choose_device(device)
+    distributed.start(torch_device)
+    folder = RunFolder(run_dir or Path("runs") / Path(config_file).stem)
+    try:
+        loop = prepare(config, folder, torch_device)
+        if dry_run:
+            distributed.on_main(lambda: _print_plan(loop))
+            return 0
+        return _run(loop, max_steps)
+    finally:
+        folder.close()
+        distributed.stop()
+
+
+def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
+    """Check everything that can be checked before the first step and build the loop. Nothing is written.
+
+    Raises UserError with the remedy.
+    """
+    distributed.on_main(lambda: folder.accept_config(to_tree(config)) and None)
+    reader = plan.open_reader(config.data.path, "data.path")
+    val_reader = plan.open_reader(config.data.val_path, "data.val_path") if config.data.val_path else None
+    plan.check_data(config, reader, val_reader)
+    task: Task = TASKS[config.task].task(config, reader, val_reader, device)
+    plan.check_disk(folder.path, task, config.checkpoint.keep)
+    sampler = GlobalSampler(
+        len(reader),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+    )
+    # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
+    prefetch = config.data.prefetch if device.type != "cpu" else 0
+    loader = InfiniteLoader(reader, sampler, device=device, prefetch=prefetch)
+    rows = plan.plan_rows(config, task, reader, val_reader, device)
+    if distributed.is_main():
+        say(plan.table(rows | {"run folder": str(folder.path)}))
+    return Loop(config, task, loader, folder)
+
+
+def _print_plan(loop: Loop) -> None:
+    for name, (network, inputs) in loop.task.networks().items():
+        print(plan.model_summary(name, network, inputs, loop.config.micro(distributed.world_size())))
+    print("dry run: everything up to the first step is in order; nothing was written")
+
+
+def _open_folder(loop: Loop) -> None:
+    loop.folder.open()
+    for notice in loop.folder.accept_config(to_tree(loop.config)):
+        say(notice)
+    loop.folder.save_config(to_tree(loop.config))
+
+
+def _run(loop: Loop, max_steps: int | None) -> int:
+    distributed.on_main(lambda: _open_folder(loop))
+    try:
+        if loop.resume() and distributed.is_main():
+            say(f"resumed at step {loop.step} of {loop.config.steps}")
+        loop.folder_status("running")
+        loop.run(max_steps)
+    except (StoppedBySignal, TrainingHalted):
+        raise  # the loop has written the status
+    except BaseException as error:
+        loop.folder_status("failed", f"{type(error).__name__}: {error}".split("\n")[0], getattr(error, "exit_code", 1))
+        raise
+    loop.folder_status(
+        "finished" if loop.step >= loop.config.steps else "stopped",
+        "" if loop.step >= loop.config.steps else "max_steps",
+        0,
+    )
+    if distributed.is_main():
+        say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
+    return 0

@@ -1,0 +1,148 @@
+"""Configuration: a YAML file, then dotted command-line overrides, into keyword-only dataclasses.
+
+The types, defaults and checks live in the dataclasses; jsonargparse does the conversion. Unknown keys are refused and
+the
+near match is named.
+"""
+
+import dataclasses
+import os
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jsonargparse
+import yaml
+
+from utils.cli import did_you_mean, normalise
+from utils.errors import UserError
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """The mapping in a YAML file. Raises UserError naming the file, and the line of a syntax error."""
+    path = Path(path)
+    if not path.is_file():
+        others = [str(p) for p in sorted(path.parent.glob("*.yaml"))] if path.parent.is_dir() else []
+        raise UserError(f"{path}: no such configuration file{did_you_mean(str(path), others)}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        hint = " (YAML is indented with spaces, not tabs)" if "'\\t'" in str(problem) else ""
+        raise UserError(f"{path}: not valid YAML: {where}{problem}{hint}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path}: a configuration is a mapping of keys to values, but this file holds {type(tree).__name__}"
+        )
+    return tree
+
+
+def keys_of(config_class: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a config dataclass, sections included."""
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        yield prefix + field.name
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from keys_of(hints[field.name], prefix + field.name + ".")
+
+
+def _flatten(tree: Tree, prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+
+
+def _refuse_unknown(names: Sequence[str], config_class: type, source: str) -> None:
+    known = list(keys_of(config_class))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{source}: unknown key {name!r}{_suggestion(name, known)}")
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    whole = did_you_mean(name, known)
+    if whole or "." in name:
+        return whole or did_you_mean(name.rsplit(".", 1)[1], [key.rsplit(".", 1)[-1] for key in known])
+    return did_you_mean(name, [key.rsplit(".", 1)[-1] for key in known])
+
+
+def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, source: str = "configuration") -> T:
+    """An instance of `config_class` from a nested mapping and command-line tokens (`--section.key value`).
+
+    Raises UserError for an unknown key, a value of the wrong type, or whatever a `__post_init__` refuses.
+    """
+    tokens = normalise(overrides)
+    for position, token in enumerate(tokens):
+        if not token.startswith("--") and (position == 0 or not tokens[position - 1].startswith("--")):
+            raise UserError(f"command line: {token!r} belongs to no option; overrides are written --section.key value")
+    _refuse_unknown(list(_flatten(_leaves_only(tree, config_class))), config_class, source)
+    _refuse_unknown([t[2:].partition("=")[0] for t in tokens if t.startswith("--")], config_class, "command line")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(config_class)
+    try:
+        namespace = parser.parse_args(tokens, namespace=parser.parse_object(tree))
+        return config_class(**vars(parser.instantiate(namespace)))
+    except UserError:
+        raise
+    except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
+        message = " ".join(str(error).replace("Parser key", "key").split())
+        raise UserError(f"{source}: {message}") from error
+
+
+def _leaves_only(tree: Tree, config_class: type) -> Tree:
+    """`tree` without the inner keys of values that are plain mappings rather than sections."""
+    hints = typing.get_type_hints(config_class)
+    kept: Tree = {}
+    for key, value in tree.items():
+        section = hints.get(key)
+        if isinstance(value, dict) and dataclasses.is_dataclass(section):
+            kept[key] = _leaves_only(value, section)  # type: ignore[arg-type]
+        elif section is not None and dataclasses.is_dataclass(section):
+            raise UserError(f"configuration: {key!r} is a section with keys of its own, but holds {value!r}")
+        else:
+            kept[key] = None
+    return kept
+
+
+def to_tree(config: object) -> Tree:
+    """The nested mapping of a config dataclass: primitives, lists and dicts only."""
+    return dataclasses.asdict(config)  # type: ignore[call-overload]
+
+
+def save_yaml(tree: Tree, path: Path) -> None:
+    """Write a mapping as YAML, atomically."""
+    write_text_atomically(path, yaml.safe_dump(tree, sort_keys=False, default_flow_style=False))
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write beside `path`, flush to the disk, rename: a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def differences(before: Tree, after: Tree, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values; a key that one side lacks counts as None there."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(before.keys() | after.keys()):
+        a, b = before.get(key), after.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found[prefix + key] = (a, b)
+    return found

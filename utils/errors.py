@@ -1,0 +1,57 @@
+"""Errors a user can act on, the exit codes of the command line, and the one place that prints them."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+EXIT_OK = 0
+EXIT_FAULT = 1  # a fault of ours
+EXIT_USER = 2  # the user's input or environment
+EXIT_SIGNAL = 3  # stopped by a signal, after saving
+EXIT_HALTED = 4  # training stopped itself
+
+
+class UserError(ValueError):
+    """Bad input or environment. The message is one line: the file, key or rank at fault, then the remedy."""
+
+    exit_code = EXIT_USER
+
+    def __init__(self, message: str, *, rank_specific: bool = False) -> None:
+        super().__init__(message)
+        self.rank_specific = rank_specific  # other ranks do not raise the same: print it whatever the rank
+
+
+class StoppedBySignal(Exception):
+    """Training was asked to stop and has saved its state."""
+
+    exit_code = EXIT_SIGNAL
+
+
+class TrainingHalted(RuntimeError):
+    """Training cannot go on (non-finite cap, lost rank, memory, disk); the last checkpoint is intact."""
+
+    exit_code = EXIT_HALTED
+
+
+def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
+    """Call `main(argv)` and turn what it raises into one line on stderr and an exit code.
+
+    `--debug` anywhere in `argv` prints the traceback as well.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv
+    try:
+        return main(argv) or EXIT_OK
+    except (UserError, StoppedBySignal, TrainingHalted) as error:
+        if debug:
+            traceback.print_exc()
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or getattr(error, "rank_specific", False):
+            label = "stopped" if isinstance(error, StoppedBySignal) else "error"
+            where = f" on rank {rank}" if rank != "0" else ""
+            print(f"{label}{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped: interrupted from the keyboard", file=sys.stderr, flush=True)
+        return 130

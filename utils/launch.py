@@ -1,0 +1,103 @@
+"""Start one process per GPU, or N on the CPU, on this machine: what `train.py --gpus 0,1` and `--procs N` do.
+
+Imports no torch: `--gpus` must be applied before CUDA starts. The exit code is the processes' own, which torchrun's is
+not;
+torchrun itself works as well, for several machines or restarts.
+"""
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from utils.errors import UserError
+
+GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def parse_gpus(text: str) -> list[str]:
+    """`"0,1"` -> `["0", "1"]`; raises UserError for anything but distinct device numbers."""
+    gpus = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in gpus) or len(set(gpus)) != len(gpus):
+        raise UserError(f"--gpus {text}: write distinct device numbers separated by commas, e.g. --gpus 0,1")
+    return gpus
+
+
+def under_launcher() -> bool:
+    """Whether this process is one of several already (torchrun's or ours)."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _die_with_parent() -> None:
+    """In the child, before exec: the kernel ends it when the launcher is gone, so that kill -9 leaves no orphan."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def launch(command: Sequence[str], processes: int) -> int:
+    """Run `python command...` as `processes` ranks; forwards signals; returns the first failing rank's exit code,
+    else 0.
+    """
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }
+    if "OMP_NUM_THREADS" not in os.environ:
+        common["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    children = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | common | {"RANK": str(index), "LOCAL_RANK": str(index)},
+            start_new_session=True,  # a terminal's Ctrl-C reaches the children once, through us
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        for index in range(processes)
+    ]
+
+    def forward(signum: int, _frame: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signum)
+
+    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    try:
+        return _wait(children)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _wait(children: list[subprocess.Popen[bytes]]) -> int:
+    failed_at: float | None = None
+    code = 0
+    while any(child.poll() is None for child in children):
+        for index, child in enumerate(children):
+            if code == 0 and child.returncode not in (None, 0):
+                failed_at = time.monotonic()
+                code = child.returncode if child.returncode > 0 else 4
+                if child.returncode < 0:
+                    print(
+                        f"error: rank {index} was ended by {signal.Signals(-child.returncode).name}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    codes = [child.returncode for child in children]
+    return code or next((c if c > 0 else 4 for c in codes if c), 0)

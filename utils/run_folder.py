@@ -1,0 +1,103 @@
+"""The run folder: who may write into it, its status file, its config, its metrics."""
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from utils.config import Tree, differences, read_yaml, save_yaml, write_text_atomically
+from utils.errors import UserError
+
+HARMLESS_FILES = {".lock"}
+# a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
+BREAKING = ("task", "seed", "generator.", "discriminator.", "model.", "optimizer.name")
+
+
+class RunFolder:
+    """A run's folder, locked for this process while open.
+
+    Raises UserError when it cannot be written, belongs to a running process, or holds something that is not a run.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.samples = self.path / "samples"
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Create the folder where it is missing and take its lock; a lock left by a killed process is not in the
+        way.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"{self.path}: cannot be written ({error.strerror}); choose another --run-dir") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.read(lock, 32).decode(errors="replace").strip()
+            os.close(lock)
+            raise UserError(
+                f"{self.path}: another run (process {owner}) is writing here; choose another --run-dir"
+            ) from error
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock = lock
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def saved_config(self) -> Tree | None:
+        """The config of the run that is here, None in an empty folder.
+
+        Raises UserError for a folder that holds other things than a run.
+        """
+        config = self.path / "config.yaml"
+        if config.is_file():
+            return read_yaml(config)
+        strangers = (
+            sorted(p.name for p in self.path.iterdir() if p.name not in HARMLESS_FILES) if self.path.is_dir() else []
+        )
+        if strangers:
+            raise UserError(
+                f"{self.path}: is not empty and holds no run (found {', '.join(strangers[:3])}); choose another "
+                "--run-dir"
+            )
+        return None
+
+    def accept_config(self, config: Tree) -> list[str]:
+        """Compare with the config of the run that is here; one line per harmless difference.
+
+        Raises UserError when a difference would break the saved state (another task, model or seed).
+        """
+        saved = self.saved_config()
+        if saved is None:
+            return []
+        changed = differences(saved, config)
+        breaking = {key: pair for key, pair in changed.items() if key.startswith(BREAKING)}
+        if breaking:
+            told = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
+            rest = f" and {len(breaking) - 4} more" if len(breaking) > 4 else ""
+            raise UserError(
+                f"{self.path}: holds another run ({told}{rest}); choose another --run-dir, or give the run's own config"
+            )
+        return [
+            f"config changed since the last start: {key} was {old!r}, is {new!r}" for key, (old, new) in changed.items()
+        ]
+
+    def save_config(self, config: Tree) -> None:
+        """Write the resolved config: it can be given to train.py again."""
+        save_yaml(config, self.path / "config.yaml")
+
+    def write_status(self, state: str, step: int, reason: str = "", exit_code: int | None = None) -> None:
+        """`status.json`: state is running, finished, stopped or failed."""
+        status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
+        status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        write_text_atomically(self.path / "status.json", json.dumps(status, indent=1) + "\n")
