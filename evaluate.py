@@ -28,7 +28,7 @@ from utils.checkpoint import load, resolve
 from utils.cli import Parser
 from utils.distributed import choose_device
 from utils.errors import UserError, run_cli
-from utils.images import write_atomic
+from utils.files import write_atomic
 
 GAN_PICTURES = 5000  # n of a distance unless the real sets are smaller
 GAN_ONLY = ("classifier", "extractor", "weights", "per_class")

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit
-from data.store import LMDBReader
 from metrics.evaluate_gan import judge_pictures
 from models.resnet import Classifier
 from models.restore import classifier_from
@@ -53,17 +52,8 @@ def main(argv: list[str]) -> int:
 
 
 def training_mode(checkpoint: dict[str, Any]) -> str:
-    """How the training data was brought to size, `crop` or `pad`: what its packed file says, or `crop` and a note."""
-    path = (checkpoint["config"].get("data") or {}).get("path")
-    if not path or not Path(path).is_file():
-        print(
-            f"note: the training data {path} is not there to say how it was brought to size; pictures are cropped to "
-            "the square in their middle (--resize pad: filled up with black)",
-            file=sys.stderr,
-        )
-        return "crop"
-    with LMDBReader(path) as reader:
-        return "pad" if reader.meta.resize_filter == RESIZE_FILTERS["pad"] else "crop"
+    """How the training data was brought to size, `crop` or `pad`, as the checkpoint tells."""
+    return "pad" if checkpoint["data"]["resize_filter"] == RESIZE_FILTERS["pad"] else "crop"
 
 
 def predict(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from data.store import LMDBReader
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
-from utils.images import write_atomic
+from utils.files import write_atomic
 from utils.provenance import environment
 from utils.report import write_quickstart_report
 

@@ -20,7 +20,7 @@ from utils.errors import UserError, run_cli
 
 COLUMNS = 10
 MAX_ROWS = 20
-CELL = 64  # px at least; smaller pictures are enlarged by a whole factor
+CELL = 64  # px; smaller pictures are enlarged by a whole factor, those above twice this are scaled down to it
 BAR = 40  # characters of the longest bar of the histogram
 
 
@@ -54,7 +54,7 @@ def _text(value: object) -> str:
 def grid(reader: LMDBReader) -> Image.Image:
     """A row of pictures per class with its name (the first MAX_ROWS classes), or the first pictures if unlabelled."""
     rows = _grid_rows(reader)
-    side = reader.resolution or 2 * CELL
+    side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
     font = ImageFont.load_default(size=14)
     margin = max([0, *(int(font.getlength(name)) + 12 for name, _ in rows if name)])

@@ -11,7 +11,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from utils.images import grid, save_grid, write_atomic
+from utils.files import write_atomic
+from utils.images import grid, save_grid
 
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 

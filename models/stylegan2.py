@@ -365,7 +365,8 @@ class Discriminator(nn.Module):
             )
         )
 
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+    def features(self, images: Tensor) -> Tensor:
+        """What the output is made from, [N, F]: the label is not looked at yet (F = 1 without classes)."""
         x = self.from_rgb(images.contiguous(memory_format=torch.channels_last))
         for block in self.blocks:
             x = block(x)
@@ -373,9 +374,16 @@ class Discriminator(nn.Module):
             x = x.to(self.output.weight.dtype)
             if self.config.minibatch_std_group > 1:
                 x = minibatch_std(x, self.config.minibatch_std_group)
-            features = self.output(self.last_linear(self.last_conv(x).flatten(1)))
-            if self.embed is None:
-                return features.squeeze(1)
+            return self.output(self.last_linear(self.last_conv(x).flatten(1)))
+
+    def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits [N] from features [N, F]: <features, mapped label> / sqrt(F), the features themselves without classes."""
+        if self.embed is None:
+            return features.squeeze(1)
+        with torch.autocast(features.device.type, enabled=False):
             one_hot = F.one_hot(_required(labels), self.classes).to(features.dtype)
             mapped = self.label_mapping(normalize_second_moment(self.embed(one_hot)))
             return (features * mapped).sum(dim=1) / math.sqrt(features.shape[1])
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.project(self.features(images), labels)

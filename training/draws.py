@@ -47,6 +47,12 @@ class GanDraws:
         mixed = torch.rand([self.batch_size], generator=keyed, device=self.device) < mixing
         return Latents(z, z_mixed, torch.where(mixed, crossover, self.num_ws), labels)
 
+    def label_offsets(self, step: int) -> Tensor:
+        """[B] int64 in 1..classes-1: added to the true labels (modulo the classes) they give wrong ones."""
+        keyed = keyed_generator(self.seed, "latent", step, "mismatch", device=self.device)
+        classes = len(self.class_weights)
+        return torch.randint(1, classes, [self.batch_size], generator=keyed, device=self.device)
+
     def noise(self, step: int, phase: str) -> list[Tensor]:
         """One map of N(0, 1) per layer: [B, 1, h, w]."""
         return [

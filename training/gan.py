@@ -35,10 +35,13 @@ class GanLossConfig:
     r1_gamma: float = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
     r1_interval: int = 16  # steps between penalties, each with gain `r1_interval`; 0: no R1
     style_mixing: float = 0.9  # probability
+    mismatch_weight: float = 0.0  # conditional: weight of real pictures with a wrong label as fakes (1605.05396)
 
     def __post_init__(self) -> None:
-        if self.r1_gamma < 0 or self.r1_interval < 0 or not 0 <= self.style_mixing <= 1:
-            raise UserError("loss: r1_gamma and r1_interval must be 0 or more, style_mixing a probability")
+        if self.r1_gamma < 0 or self.r1_interval < 0 or self.mismatch_weight < 0:
+            raise UserError("loss: r1_gamma, r1_interval and mismatch_weight must be 0 or more")
+        if not 0 <= self.style_mixing <= 1:
+            raise UserError(f"loss.style_mixing {self.style_mixing} is a probability: it must lie in [0, 1]")
 
 
 @dataclass(kw_only=True)
@@ -197,10 +200,18 @@ class GanTask:
                 global_batch=self.config.batch_size,
             )
             self._judge_fakes(fake, fake_labels, sums)
-            self._judge_reals(real, batch.labels[piece], penalise, sums)
+            labels = batch.labels[piece]
+            rows = slice(self.first + piece.start, self.first + piece.stop)
+            self._judge_reals(real, labels, self._wrong(labels, step, rows), penalise, sums)
         norm, skipped = updater.step(step)
         metrics.update(sums)
         self._note_update(metrics, "discriminator", norm, skipped)
+
+    def _wrong(self, labels: Tensor, step: int, rows: slice) -> Tensor | None:
+        """Uniform labels other than the true ones, or None where mismatched pairs are not part of the loss."""
+        if self.config.loss.mismatch_weight == 0 or self.shape["classes"] < 2:
+            return None
+        return (labels + self.draws.label_offsets(step)[rows]) % self.shape["classes"]
 
     def _judge_fakes(self, images: Tensor, labels: Tensor, sums: dict[str, Tensor]) -> None:
         with self.mixed.autocast():
@@ -210,11 +221,17 @@ class GanTask:
         sums["loss/discriminator"] += loss.detach()
         sums["logits/fake"] += logits.detach().sum() / self.config.batch_size
 
-    def _judge_reals(self, images: Tensor, labels: Tensor, penalise: bool, sums: dict[str, Tensor]) -> None:
+    def _judge_reals(
+        self, images: Tensor, labels: Tensor, wrong_labels: Tensor | None, penalise: bool, sums: dict[str, Tensor]
+    ) -> None:
         config, batch_size = self.config.loss, self.config.batch_size
         with self.mixed.autocast():
-            logits = self.discriminator(images.requires_grad_(penalise), labels)
+            features = self.discriminator.features(images.requires_grad_(penalise))
+        logits = self.discriminator.project(features, labels)
         loss = losses.discriminator_real(logits).sum() / batch_size
+        if wrong_labels is not None:
+            mismatched = losses.discriminator_fake(self.discriminator.project(features, wrong_labels))
+            loss = loss + mismatched.sum() * (config.mismatch_weight / batch_size)
         sums["loss/discriminator"] += loss.detach()
         sums["logits/real"] += logits.detach().sum() / batch_size
         sums["logits/real_sign"] += logits.detach().sign().sum() / batch_size

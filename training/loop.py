@@ -144,7 +144,7 @@ class Loop:
             "config": to_tree(self.config),
             "classes": list(meta.classes),
             "shape": dict(self.task.shape),
-            "data": {"content_hash": meta.content_hash, "count": meta.count},
+            "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
             "versions": versions(),
             "state": {name: part.state_dict() for name, part in self.registry().items()},
         }

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from utils.cli import did_you_mean
-from utils.config import write_text_atomically
 from utils.errors import UserError
+from utils.files import replace_file
 
 SCHEMA = 1
 NAME = re.compile(r"step-(\d{8,})\.pt$")
@@ -53,7 +53,7 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        write_text_atomically(_checksum_file(path), f"{file_sha256(temporary)}  {path.name}\n")
+        replace_file(_checksum_file(path), f"{file_sha256(temporary)}  {path.name}\n".encode())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
     """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever else is given."""
     sha256 = _checksum_file(path).read_text().split()[0]
     entry = {"file": path.name, "step": step_of(path), "sha256": sha256, **more}
-    write_text_atomically(folder / f"{which}.json", json.dumps(entry, indent=1) + "\n")
+    replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
     _fsync_folder(folder)
 
 

@@ -6,7 +6,6 @@ near match is named.
 """
 
 import dataclasses
-import os
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import yaml
 
 from utils.cli import did_you_mean, normalise
 from utils.errors import UserError
+from utils.files import replace_file
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -120,20 +120,7 @@ def to_tree(config: object) -> Tree:
 
 def save_yaml(tree: Tree, path: Path) -> None:
     """Write a mapping as YAML, atomically."""
-    write_text_atomically(path, yaml.safe_dump(tree, sort_keys=False, default_flow_style=False))
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write beside `path`, flush to the disk, rename: a reader sees the old file or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(path, yaml.safe_dump(tree, sort_keys=False, default_flow_style=False).encode())
 
 
 def differences(before: Tree, after: Tree, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -2,15 +2,13 @@
 
 import io
 import math
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
 
-from utils.errors import UserError
+from utils.files import write_atomic
 
 Pictures = torch.Tensor | np.ndarray
 
@@ -55,30 +53,6 @@ def grid(
         left = index % columns * (width + padding)
         canvas[top : top + height, left : left + width] = picture.repeat(scale, axis=0).repeat(scale, axis=1)
     return canvas
-
-
-def write_atomic(path: str | Path, content: bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part; makes missing folders.
-
-    Raises:
-        UserError: the folder cannot be made or the file cannot be written (no permission, disk full, ...).
-    """
-    path = Path(path)
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place or make room") from error
 
 
 def save_png(picture: np.ndarray, path: str | Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
 if TYPE_CHECKING:
@@ -86,6 +87,8 @@ class RunLog:
         with warnings.catch_warnings():
             # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants
             warnings.simplefilter("ignore")
+            with torch.no_grad():
+                model(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
             writer.add_graph(model, inputs, use_strict_trace=False)
         writer.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from utils.charts import line_chart, number
-from utils.images import write_atomic
+from utils.files import write_atomic
 from utils.provenance import environment
 from utils.run_files import Run, read_run
 

@@ -58,6 +58,9 @@ def read_run(folder: str | Path) -> Run:
     run.evaluation = _read_object(folder / "eval" / "metrics.json", run.notes)
     run.samples = sorted(path for path in (folder / "samples").glob("step-*.png") if path.stem[5:].isdecimal())
     run.pictures = sorted((folder / "eval").glob("*.png"))
+    order = run.evaluation.get("pictures")  # as the evaluation lists them; another evaluation's leftovers are not shown
+    if isinstance(order, list):
+        run.pictures = sorted((p for p in run.pictures if p.name in order), key=lambda path: order.index(path.name))
     return run
 
 

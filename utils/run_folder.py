@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.config import Tree, differences, read_yaml, save_yaml, write_text_atomically
+from utils.config import Tree, differences, read_yaml, save_yaml
 from utils.errors import UserError
+from utils.files import replace_file
 
 HARMLESS_FILES = {".lock"}
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
@@ -100,4 +101,4 @@ class RunFolder:
         """`status.json`: state is running, finished, stopped or failed."""
         status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        write_text_atomically(self.path / "status.json", json.dumps(status, indent=1) + "\n")
+        replace_file(self.path / "status.json", f"{json.dumps(status, indent=1)}\n".encode())

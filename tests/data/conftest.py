@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 from PIL import Image
@@ -20,6 +21,24 @@ def save(path: Path, side: int = 8, shade: int = 100, mode: str = "RGB") -> None
     """A picture file of one colour."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (side, side), (shade, shade // 2, 255 - shade)).convert(mode).save(path)
+
+
+def flip(path: Path, needle: bytes, offset: int = 0) -> None:
+    """Flip one bit wherever `needle` stands in the file (LMDB leaves old copies of small records in freed pages)."""
+    content = path.read_bytes()
+    assert needle in content
+    damaged = bytearray(needle)
+    damaged[offset] ^= 1
+    path.write_bytes(content.replace(needle, bytes(damaged)))
+
+
+def change(path: Path, key: bytes, value: bytes | None) -> None:
+    """Replace or delete a record, as another program would."""
+    with lmdb.open(str(path), subdir=False, lock=False) as environment, environment.begin(write=True) as transaction:
+        if value is None:
+            transaction.delete(key)
+        else:
+            transaction.put(key, value)
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from data.pack import main as pack_main
 from data.store import LMDBReader
 from data.verify import verify
 from data.writer import pack_arrays
-from tests.data.conftest import CLASSES, pictures
-from tests.data.test_store import change, flip
+from tests.data.conftest import CLASSES, change, flip, pictures
 from utils.errors import EXIT_USER, UserError, run_cli
 
 
@@ -61,6 +60,11 @@ def test_grid_of_unlabelled_and_of_own_sizes(tmp_path: Path, photos: Path) -> No
     assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (660, 3 * 66)
     pack_main([str(photos), str(tmp_path / "s.lmdb"), "--encoding", "source"])
     assert grid(LMDBReader(tmp_path / "s.lmdb")).size[1] == 2 * 130
+
+
+def test_grid_of_large_pictures_stays_small(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "x.lmdb", pictures(2, 1, side=200))
+    assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (1300, 130)
 
 
 def test_many_classes(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import torch
 from data.loader import Batch, InfiniteLoader, evaluation_batches
 from data.sampler import GlobalSampler
 from data.store import DamageError, LMDBReader
-from tests.data.conftest import pictures
-from tests.data.test_store import flip
+from tests.data.conftest import flip, pictures
 
 
 def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, device: str = "cpu") -> InfiniteLoader:
@@ -101,9 +100,9 @@ def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> N
     loader = make(packed, 0)
     read = loader.reader.read
 
-    def slow(*args: object, **kwargs: object) -> object:
+    def slow(indices: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         time.sleep(0.05)
-        return read(*args, **kwargs)
+        return read(indices, out)
 
     monkeypatch.setattr(loader.reader, "read", slow)
     next(loader)

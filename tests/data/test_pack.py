@@ -123,7 +123,7 @@ def test_same_source_same_hash(photos: Path, tmp_path: Path) -> None:
 def test_existing_file_is_kept(photos: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed.lmdb"
     dest.write_bytes(b"precious")
-    with pytest.raises(UserError, match="packed.lmdb exists"):
+    with pytest.raises(UserError, match=r"packed\.lmdb exists"):
         main([str(photos), str(dest)])
     (photos / "cat" / "bad.jpg").write_text("text")
     with pytest.raises(UserError, match=r"bad\.jpg"):
@@ -244,7 +244,8 @@ def test_full_fashion_mnist(tmp_path: Path) -> None:
     summary = pack(open_source("fashion-mnist", split="test"), dest)
     source = open_source("fashion-mnist", split="test")
     images, labels = LMDBReader(dest).read(range(10_000))
-    np.testing.assert_array_equal(images[:, 0], np.stack([source.item(i).content[:, :, 0] for i in range(10_000)]))
+    full = np.stack([source.item(index).content for index in range(10_000)])
+    np.testing.assert_array_equal(images, full.transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(labels, source.labels())
     assert summary.meta.histogram == [1000] * 10
     np.testing.assert_allclose((summary.meta.mean[0], summary.meta.std[0]), (0.2868, 0.3524), atol=5e-4)

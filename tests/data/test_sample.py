@@ -10,7 +10,7 @@ import pytest
 from data.make_sample import choose, main, sample_files
 from data.sources import open_source
 from data.sources.fashion_mnist import DEBIAN, SAMPLE
-from tests.data.test_sources import IMAGES, LABELS, write_idx
+from tests.data.test_datasets import IMAGES, LABELS, write_idx
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 10_000), ("test", 2_000)])

@@ -55,6 +55,10 @@ def test_calibration_error_by_hand():
     assert counts.expected_calibration_error() == pytest.approx((0.7 + 0.76) / 4, abs=1e-7)
 
 
+def test_a_confidence_on_an_edge_belongs_to_the_bin_below():
+    assert counted(torch.zeros(1, 2), torch.tensor([0]), bins=2).bin_counts.tolist() == [1, 0]
+
+
 def test_certain_and_right_is_calibrated():
     logits = torch.eye(6) * 1000
     counts = counted(logits, torch.arange(6))

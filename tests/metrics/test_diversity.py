@@ -43,6 +43,7 @@ def test_only_the_first_pictures_count_and_as_many_on_both_sides():
     found = by_class(samples, [0] * 50, real, [0] * 30, 1, pictures=40)
     assert found.pictures == 30
     assert found.smallest == diversity_ratio(samples[:30], real)
+    assert by_class(real, [0] * 30, samples, [0] * 50, 1).smallest == diversity_ratio(real, samples[:30])
     fewer = by_class(samples, [0] * 50, real, [0] * 30, 1, pictures=10)
     assert fewer.smallest == diversity_ratio(samples[:10], real[:10])
 

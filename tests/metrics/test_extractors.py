@@ -58,6 +58,8 @@ def test_fingerprint_tells_weights_apart():
 def test_pictures_are_fitted_to_the_classifier():
     grey, colour = pictures(side=16), pictures(channels=3, side=8)
     assert classifier_input(classifier(), grey).shape == (4, 1, 8, 8)
+    stripes = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).repeat(1, 1, 32, 8)
+    assert classifier_input(classifier(), stripes).abs().max() < 0.2  # their mean, not every fourth of them
     repeated = classifier_input(classifier(channels=3, resolution=16), grey)
     assert torch.equal(repeated, to_float(grey).expand(-1, 3, -1, -1))
     white = torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)

@@ -214,6 +214,16 @@ class TestGenerate:
         assert np.abs(alone[:64].astype(int) - whole[128:, : 5 * 64]).max() <= 1  # rounding of another batch
         assert np.abs(alone[64:].astype(int) - whole[:64, : 5 * 64]).max() <= 1
 
+    def test_no_two_pictures_share_their_latent(self, runs, tmp_path, monkeypatch):
+        plain = generate.generate
+
+        def checked(*arguments, indices, **named):
+            assert len(set(indices)) == len(indices) == 24
+            return plain(*arguments, indices=indices, **named)
+
+        monkeypatch.setattr(generate, "generate", checked)
+        self.grid(runs["gan"], tmp_path / "a.png")
+
     def test_n_is_the_number_of_pictures(self, runs, tmp_path):
         found = self.grid(runs["gan"], tmp_path / "a.png", "--n", 7)  # 3, 2 and 2
         assert found.shape == (3 * 64, 3 * 64)

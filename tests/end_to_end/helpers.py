@@ -1,0 +1,72 @@
+"""Tiny runs of both tasks through the command line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import REPOSITORY
+
+GAN = """
+task: gan
+steps: 8
+batch_size: 16
+generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 128, channel_max: 16}
+discriminator: {channel_base: 128, channel_max: 16}
+loss: {r1_interval: 3}
+"""
+CLASSIFIER = """
+task: classifier
+steps: 8
+batch_size: 20
+model: {stem: small-stride2}
+optimizer: {lr: 0.02, warmup_steps: 2}
+augment: {flip: true, shift: 1}
+"""
+COMMON = """
+log: {{every: 3, samples_every: 4, tensorboard: {tensorboard}}}
+checkpoint: {{every: 2}}
+evaluation: {{every: 4, n: 40}}
+data: {{path: {folder}/train.lmdb, val_path: {folder}/test.lmdb}}
+"""
+TASKS = {"gan": GAN, "classifier": CLASSIFIER}
+
+
+def write_config(path: Path, task: str, packed: Path, *, tensorboard: bool = False) -> Path:
+    """A recipe that takes seconds."""
+    path.write_text(TASKS[task] + COMMON.format(folder=packed, tensorboard=str(tensorboard).lower()))
+    return path
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """`python ARGUMENTS...` in the repository."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def state_of(run: Path, step: int) -> dict[str, Any]:
+    """Everything that a run's checkpoint of `step` restores."""
+    return torch.load(run / "checkpoints" / f"step-{step:08d}.pt", weights_only=True)["state"]
+
+
+def differing(a: Any, b: Any, where: str = "") -> list[str]:
+    """Names of what is not equal to the bit in two states."""
+    if isinstance(a, dict):
+        if a.keys() != b.keys():
+            return [f"{where}: other keys"]
+        return [found for key in a for found in differing(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, (list, tuple)):
+        if len(a) != len(b):
+            return [f"{where}: other length"]
+        return [found for i, (x, y) in enumerate(zip(a, b, strict=True)) for found in differing(x, y, f"{where}[{i}]")]
+    same = torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    return [] if same else [where]

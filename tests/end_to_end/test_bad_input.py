@@ -1,0 +1,162 @@
+"""What a user gets wrong: one line with the remedy, exit code 2, nothing lost or written."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import evaluate
+import predict
+import train
+from data import pack
+from data.writer import pack_arrays
+from tests.end_to_end.helpers import write_config
+from utils.errors import run_cli
+
+
+def refused(capsys: pytest.CaptureFixture[str], main, *arguments: str | Path) -> str:  # type: ignore[no-untyped-def]
+    """The one error line of a refused command."""
+    capsys.readouterr()
+    assert run_cli(main, [str(a) for a in arguments]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1, errors
+    assert "Traceback" not in errors[0]
+    return errors[0]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, packed: Path) -> Path:
+    return write_config(tmp_path / "recipe.yaml", "classifier", packed)
+
+
+@pytest.fixture(scope="module")
+def gan_run(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+    folder = tmp_path_factory.mktemp("gan")
+    config = write_config(folder / "gan.yaml", "gan", packed)
+    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(folder / "run"), "--max-steps", "1"]) == 0
+    return folder / "run"
+
+
+def test_typo_in_a_key_of_the_file(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.write_text(recipe.read_text() + "optimiser: {lr: 0.1}\n")
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run")
+    assert "recipe.yaml" in line
+    assert "did you mean 'optimizer'" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_typo_on_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", "--optimizer.lrr", "1")
+    assert "did you mean 'optimizer.lr'" in line
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (["--batch-size", "many"], "batch_size"),
+        (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),
+        (["--data.path="], "data.path"),
+        (["--model.classes", "5"], "model.classes"),
+        (["--micro-batch", "7"], "micro_batch 7"),
+        (["--device", "cuda:99"], "cuda:99"),
+        (["--device", "gpu"], "gpu"),
+        (["--procs", "0"], "--procs"),
+        (["--gpus", "0,x"], "--gpus"),
+    ],
+)
+def test_bad_values(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: list[str], told: str
+) -> None:
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *override)
+    assert told in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_and_malformed_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "quickstart_gan.yaml" in refused(capsys, train.main, "--config", "configs/quickstart_gn.yaml")
+    (tmp_path / "tabs.yaml").write_text("task: gan\ndata:\n\tpath: x\n")
+    assert "tabs" in refused(capsys, train.main, "--config", tmp_path / "tabs.yaml")
+    (tmp_path / "task.yaml").write_text("task: gans\n")
+    assert "did you mean 'gan'" in refused(capsys, train.main, "--config", tmp_path / "task.yaml")
+    assert "--config" in refused(capsys, train.main)
+
+
+def test_folder_of_another_run_keeps_everything(
+    recipe: Path, gan_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file()}
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", gan_run)
+    assert str(gan_run) in line
+    assert "--run-dir" in line
+    assert {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file()} == before
+
+
+def test_folder_that_is_no_run(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "thesis")
+    assert "chapter1.txt" in line
+    assert (tmp_path / "thesis" / "chapter1.txt").read_text() == "years of work"
+
+
+def test_gan_checkpoint_given_to_the_classifier(
+    gan_run: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "a.png"
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(picture)
+    assert "'gan'" in refused(capsys, predict.main, "--checkpoint", gan_run, picture)
+    line = refused(capsys, evaluate.main, "--checkpoint", gan_run, "--classifier", gan_run, "--out", tmp_path / "eval")
+    assert "'gan'" in line
+    assert not (tmp_path / "eval").exists()
+
+
+def test_missing_and_damaged_checkpoints(gan_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing-here" in refused(capsys, evaluate.main, "--checkpoint", tmp_path / "nothing-here")
+    copy = tmp_path / "copy.pt"
+    shutil.copy(next((gan_run / "checkpoints").glob("*.pt")), copy)
+    with open(copy, "r+b") as file:
+        file.truncate(copy.stat().st_size // 2)
+    assert "copy.pt" in refused(capsys, evaluate.main, "--checkpoint", copy)
+
+
+def test_labels_beyond_the_classes_are_refused_before_the_first_step(
+    recipe: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures = np.zeros((12, 1, 16, 16), np.uint8)
+    pack_arrays(tmp_path / "three.lmdb", pictures, labels=np.arange(12) % 3, classes=["a", "b", "c"])
+    line = refused(
+        capsys,
+        train.main,
+        "--config",
+        recipe,
+        "--run-dir",
+        tmp_path / "run",
+        "--data.val-path",
+        tmp_path / "three.lmdb",
+    )
+    assert "classes differ" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_sources_that_hold_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.lmdb"
+    (tmp_path / "empty").mkdir()
+    assert "empty" in refused(capsys, pack.main, tmp_path / "empty", out)
+    (tmp_path / "texts" / "a").mkdir(parents=True)
+    (tmp_path / "texts" / "a" / "notes.txt").write_text("x")
+    assert "texts" in refused(capsys, pack.main, tmp_path / "texts", out)
+    (tmp_path / "liar" / "a").mkdir(parents=True)
+    (tmp_path / "liar" / "a" / "fake.jpg").write_text("not a picture")
+    assert "fake.jpg" in refused(capsys, pack.main, tmp_path / "liar", out, "--size", "16")
+    assert not out.exists()
+
+
+def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(train.main, ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
+    out = capsys.readouterr()
+    assert "conv1" in out.out
+    assert "memory of a training step" in out.out
+    assert "200 pictures" in out.err
+    assert not (tmp_path / "run").exists()

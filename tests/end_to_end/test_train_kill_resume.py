@@ -1,0 +1,130 @@
+"""Both tasks through the command line: train, kill, resume, evaluate, predict, generate."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import cv2
+import pytest
+from PIL import Image
+
+import evaluate
+import generate
+import predict
+import train
+from data.store import LMDBReader
+from tests.end_to_end.helpers import differing, start, state_of, write_config
+from utils.errors import run_cli
+
+
+def rows(run: Path) -> list[dict]:
+    timing = ("images_per_second", "data_wait")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in timing} for line in lines]
+
+
+def train_in_process(config: Path, run: Path, *more: str) -> int:
+    return run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more])
+
+
+def kill_at_checkpoint(config: Path, run: Path, step: int, *more: str) -> None:
+    """Start training, kill -9 it as soon as the checkpoint of `step` is there."""
+    process = start("train.py", "--config", config, "--run-dir", run, *more)
+    wanted = run / "checkpoints" / f"step-{step:08d}.pt"
+    deadline = time.monotonic() + 200
+    while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    _, errors = process.communicate()
+    assert wanted.exists(), errors
+
+
+@pytest.mark.parametrize(
+    ("task", "precision", "processes"),
+    [("gan", "bf16", 1), ("classifier", "bf16", 1), ("gan", "fp16", 1), ("gan", "fp32", 2), ("classifier", "fp32", 2)],
+)
+def test_killed_and_resumed_equals_straight(
+    tmp_path: Path, packed: Path, task: str, precision: str, processes: int
+) -> None:
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    more = ["--precision", precision] + (["--procs", str(processes)] if processes > 1 else [])
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert train_in_process(config, straight, *more) == 0
+    kill_at_checkpoint(config, killed, 2, *more)
+    time.sleep(1.0 if processes > 1 else 0.0)  # the ranks of a killed launcher die with it
+    assert train_in_process(config, killed, *more) == 0
+    assert differing(state_of(straight, 8), state_of(killed, 8)) == []
+    assert rows(straight) == rows(killed)
+    assert [row["step"] for row in rows(straight) if "images" in row] == [3, 6, 8]
+
+
+def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path, packed: Path) -> None:
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    process = start("train.py", "--config", config, "--run-dir", run, "--steps", "100000")
+    while not (run / "checkpoints" / "last.json").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 3, errors
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["reason"], status["exit_code"]) == ("stopped", "SIGTERM", 3)
+    last = json.loads((run / "checkpoints" / "last.json").read_text())
+    assert last["step"] == status["step"] > 0
+    target = status["step"] + 1
+    assert train_in_process(config, run, "--steps", "100000", "--max-steps", str(target)) == 0
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == target
+
+
+def test_classifier_evaluate_and_predict(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True), tmp_path / "run"
+    assert train_in_process(config, run, "--steps", "60", "--evaluation.every", "20") == 0
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    assert (run / "checkpoints" / best["file"]).exists()
+    assert best["metric"] == "accuracy"
+    assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
+    capsys.readouterr()
+    assert run_cli(evaluate.main, ["--checkpoint", str(run), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures == json.loads((run / "eval" / "metrics.json").read_text())
+    # 60 steps on 200 pictures learn far more than the 0.1 of guessing
+    assert figures["accuracy"] > 0.3
+    assert sum(map(sum, figures["confusion"])) == 100
+
+    with LMDBReader(packed / "test.lmdb") as reader:
+        pixels, label = reader.picture(0)
+    cv2.imwrite(str(tmp_path / "a.png"), pixels)
+    (tmp_path / "b.jpg").write_text("not a picture")
+    code = run_cli(predict.main, ["--checkpoint", str(run), str(tmp_path / "a.png"), str(tmp_path / "b.jpg"), "--json"])
+    first, second = json.loads(capsys.readouterr().out)
+    assert code == 2
+    assert first["label"] in figures["per_class"] or first["label"] in first["probabilities"]
+    assert sum(first["probabilities"].values()) == pytest.approx(1, abs=1e-4)
+    assert set(second) == {"file", "error"}
+    assert 0 <= label < 10
+
+
+def test_gan_evaluate_and_generate(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed, tensorboard=True), tmp_path / "run"
+    judge_config, judge = write_config(tmp_path / "judge.yaml", "classifier", packed), tmp_path / "judge"
+    assert train_in_process(config, run) == 0
+    assert train_in_process(judge_config, judge) == 0
+    assert sorted(p.name for p in (run / "samples").iterdir()) == [f"step-{s:08d}.png" for s in (0, 4, 8)]
+    assert list((run / "tensorboard" / "generator").iterdir())
+    capsys.readouterr()
+    arguments = ["--checkpoint", str(run), "--classifier", str(judge), "--extractor", "classifier,pixels", "--n", "60"]
+    assert run_cli(evaluate.main, [*arguments, "--per-class", "10", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [d["extractor"] for d in figures["distances"]] == [f"classifier:{judge}", "pixels"]
+    assert all(d["frechet"] > d["floor"] > 0 for d in figures["distances"])
+    assert 0 <= figures["recognised"] <= 1
+    assert figures["diversity_ratio"] == pytest.approx(min(figures["diversity_by_class"].values()))
+
+    for name in ("one", "two"):
+        out = ["--out", str(tmp_path / f"{name}.png"), "--seed", "5", "--n", "20"]
+        assert run_cli(generate.main, ["grid", "--checkpoint", str(run), *out]) == 0
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    with Image.open(tmp_path / "one.png") as picture:
+        assert picture.size[0] >= 16
+        assert picture.getextrema() != (0, 0)

@@ -1,0 +1,186 @@
+from typing import Any
+
+import pytest
+import torch
+
+from models.stylegan2 import Discriminator, DiscriminatorConfig, minibatch_std
+from tests.models import reference
+from tests.models.test_layers import close, draw, randomised
+from training.losses import squared_gradient_norm
+from utils.errors import UserError
+from utils.seeding import forked
+
+TINY: dict[str, Any] = {"channel_base": 64, "channel_max": 5, "minibatch_std_group": 2}
+
+
+def build(resolution=8, channels=1, classes=0, **more):
+    """A discriminator in float64 whose parameters are all away from their start."""
+    with forked(0, "init", "test discriminator"):
+        config = DiscriminatorConfig(**{**TINY, **more})
+        return randomised(Discriminator(config, resolution=resolution, channels=channels, classes=classes))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 6])
+def test_minibatch_std_over_consecutive_samples(group):
+    x = draw(6, 3, 2, 4)
+    found = minibatch_std(x, group)
+    assert found.shape == (6, 4, 2, 4)
+    close(found, reference.minibatch_std(x.numpy(), group))
+
+
+def test_minibatch_std_of_equal_samples_is_the_epsilon():
+    x = draw(1, 2, 2, 2).expand(4, 2, 2, 2)
+    close(minibatch_std(x, 4)[:, 2], torch.full((4, 2, 2), 1e-4).numpy(), 1e-6)
+
+
+@pytest.mark.parametrize(("count", "group"), [(3, 2), (2, 4), (6, 4)])
+def test_minibatch_std_refuses_parts_of_groups(count, group):
+    with pytest.raises(ValueError, match=f"a batch of {count} does not hold whole groups of {group}"):
+        minibatch_std(draw(count, 1, 2, 2), group)
+
+
+def test_minibatch_std_can_be_differentiated_twice():
+    x = draw(4, 2, 2, 2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: minibatch_std(x, 2), (x,))
+    assert torch.autograd.gradgradcheck(lambda x: minibatch_std(x, 2), (x,))
+
+
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+@pytest.mark.parametrize(
+    ("resolution", "channels", "classes", "group", "mapping"), [(8, 1, 0, 2, 0), (16, 3, 3, 4, 0), (32, 1, 4, 1, 2)]
+)
+def test_logits_equal_the_reference(architecture, resolution, channels, classes, group, mapping):
+    network = build(
+        resolution, channels, classes, architecture=architecture, minibatch_std_group=group, mapping_layers=mapping
+    )
+    assert len(network.label_mapping) == mapping
+    images, labels = draw(4, channels, resolution, resolution), torch.tensor([1, 0, 2, 2]) if classes else None
+    found = network(images, labels)
+    assert found.shape == (4,)
+    residual = architecture == "residual"
+    expected = reference.discriminator(network, images.numpy(), labels, residual=residual, group=group)
+    close(found, expected, 1e-9)
+
+
+def test_projection_is_linear_in_the_mapped_label():
+    network = build(8, 1, 3)
+    images = draw(2, 1, 8, 8)
+    labels = torch.tensor([0, 1])
+    first = network(images, labels)
+    with torch.no_grad():
+        network.output.weight.mul_(3)
+        network.output.bias.mul_(3)
+    torch.testing.assert_close(network(images, labels), 3 * first, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(network(images, torch.tensor([2, 2])), 3 * first)
+
+
+def test_one_pass_can_be_projected_onto_several_labels():
+    images, labels, others = draw(2, 1, 8, 8), torch.tensor([0, 2]), torch.tensor([1, 1])
+    network = build(8, 1, 3)
+    features = network.features(images)
+    assert features.shape == (2, 5)
+    torch.testing.assert_close(network.project(features, labels), network(images, labels), rtol=0, atol=0)
+    torch.testing.assert_close(network.project(features, others), network(images, others), rtol=0, atol=0)
+    assert build().features(images).shape == (2, 1)
+
+
+def test_labels_are_ignored_without_classes_and_needed_with_them():
+    images = draw(2, 1, 8, 8)
+    network = build()
+    torch.testing.assert_close(network(images, torch.tensor([5, 7])), network(images), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="needs labels"):
+        build(classes=2)(images)
+
+
+def test_label_mapping_needs_classes():
+    assert len(build(mapping_layers=2).label_mapping) == 0
+
+
+def test_samples_of_another_group_do_not_matter():
+    network = build()
+    images = draw(4, 1, 8, 8)
+    torch.testing.assert_close(network(images)[:2], network(images[:2]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(network(images)[2:], network(images[2:]), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="whole groups"):
+        network(images[:3])
+
+
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+def test_logits_can_be_differentiated_twice(architecture):
+    network = build(8, 1, 2, channel_max=2, architecture=architecture)
+    labels = torch.tensor([0, 1])
+    images = draw(2, 1, 8, 8).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: network(x, labels), (images,))
+    assert torch.autograd.gradgradcheck(lambda x: network(x, labels), (images,))
+
+
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+def test_the_gradient_of_r1_reaches_the_parameters(architecture):
+    network = build(8, 1, 2, architecture=architecture)
+    labels, images = torch.tensor([0, 1, 1, 0]), draw(4, 1, 8, 8)
+
+    def penalty():
+        x = images.clone().requires_grad_()
+        return squared_gradient_norm(network(x, labels), x).sum()
+
+    penalty().backward()
+    blind = []  # parameters that R1 does not see, if only through leaky ReLU's kinks
+    for name, parameter in network.named_parameters():
+        direction = draw(*parameter.shape, key=name)
+        step = 1e-6
+        with torch.no_grad():
+            parameter.add_(step * direction)
+        above = penalty().item()
+        with torch.no_grad():
+            parameter.sub_(2 * step * direction)
+        below = penalty().item()
+        with torch.no_grad():
+            parameter.add_(step * direction)
+        slope = (above - below) / (2 * step)
+        if parameter.grad is None or parameter.grad.eq(0).all():
+            assert abs(slope) < 1e-6, name
+            blind.append(name)
+            continue
+        found = (parameter.grad * direction).sum().item()
+        assert found == pytest.approx(slope, rel=1e-5, abs=1e-6), name
+    # D is piecewise linear in the picture up to the standard deviation, so biases of convolutions act only through it
+    assert [name for name in blind if name.endswith("weight")] == []
+
+
+def test_every_parameter_gets_a_gradient():
+    network = build(16, 3, 3, mapping_layers=1)
+    network(draw(2, 3, 16, 16), torch.tensor([0, 2])).sum().backward()
+    assert [name for name, p in network.named_parameters() if p.grad is None or p.grad.eq(0).all()] == []
+
+
+def test_channels_last_gives_the_same_numbers():
+    network = build(16, 3)
+    images = draw(2, 3, 16, 16)
+    expected = network(images)
+    network = network.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(network(images), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_is_close_to_fp32_and_the_last_block_stays_in_fp32():
+    with forked(0, "init", "bf16"):
+        config = DiscriminatorConfig(channel_base=512, channel_max=32, minibatch_std_group=4)
+        network = Discriminator(config, resolution=16, channels=3, classes=0)
+    images = draw(8, 3, 16, 16).float()
+    expected = network(images)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = network(images)
+    assert found.dtype == torch.float32
+    assert (found - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("resolution", [4, 12, 0])
+def test_resolutions_that_do_not_work(resolution):
+    with pytest.raises(UserError, match=f"resolution {resolution} is not a power of two"):
+        Discriminator(DiscriminatorConfig(**TINY), resolution=resolution, channels=1, classes=0)
+
+
+def test_state_dict_names_stay():
+    names = set(build(8, 1, 2, architecture="residual").state_dict())
+    assert {"from_rgb.weight", "blocks.0.first.weight", "blocks.0.skip.weight", "last_conv.bias"} <= names
+    assert not any(name.startswith("blocks.1") for name in names)
+    assert not any("skip" in name for name in build(architecture="plain").state_dict())

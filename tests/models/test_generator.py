@@ -1,0 +1,206 @@
+import numpy as np
+import pytest
+import torch
+
+from models.stylegan2 import (
+    DiscriminatorConfig,
+    Generator,
+    GeneratorConfig,
+    MappingNetwork,
+    channels_at,
+    check_resolution,
+)
+from tests.models import reference
+from tests.models.test_layers import close, draw, randomised
+from utils.errors import UserError
+from utils.seeding import forked
+
+TINY = {"z_dim": 5, "w_dim": 6, "mapping_layers": 2, "channel_base": 64, "channel_max": 5}
+FORMS = [(8, 1, 0), (16, 3, 3), (32, 1, 4)]  # resolution, channels, classes
+
+
+def build(resolution=8, channels=1, classes=0, **more):
+    """A generator in float64 whose parameters are all away from their start, and a w_avg that is not zero."""
+    with forked(0, "init", "test generator"):
+        config = GeneratorConfig(**(TINY | more))
+        generator = Generator(config, resolution=resolution, channels=channels, classes=classes)
+    generator = randomised(generator)
+    generator.w_avg.copy_(draw(generator.w_dim, key="w_avg"))
+    return generator
+
+
+def maps(generator, count):
+    return [draw(count, *shape, key=f"noise{i}") for i, shape in enumerate(generator.noise_shapes())]
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+@pytest.mark.parametrize("lr_multiplier", [0.01, 1.0])
+def test_mapping(classes, lr_multiplier):
+    network = randomised(MappingNetwork(5, 6, classes, 3, lr_multiplier))
+    z, labels = 10 * draw(4, 5, key="z"), torch.tensor([0, 2, 1, 1]) if classes else None
+    expected = reference.mapping(network, z.numpy(), labels, lr_multiplier=lr_multiplier)
+    assert expected.shape == (4, 6)
+    close(network(z, labels), expected, 1e-10)
+
+
+def test_mapping_stays_in_single_precision_under_autocast():
+    with forked(0, "init", "mapping"):
+        network = MappingNetwork(5, 6, 3, 2, 0.01)
+    z, labels = draw(4, 5).float(), torch.tensor([0, 1, 2, 0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = network(z, labels)
+    torch.testing.assert_close(found, network(z, labels), rtol=0, atol=0)
+
+
+def test_mapping_layers_multiplier_is_used():
+    layers = build(mapping_lr_multiplier=0.02).mapping.layers
+    assert [layer.bias_gain for layer in layers] == [0.02, 0.02]
+
+
+def test_conditional_networks_need_labels():
+    with pytest.raises(ValueError, match="needs labels"):
+        build(classes=3)(draw(1, 5))
+
+
+@pytest.mark.parametrize(("resolution", "channels", "classes"), FORMS)
+@pytest.mark.parametrize("noise", ["given", "const", "none"])
+def test_images_equal_the_reference(resolution, channels, classes, noise):
+    generator = build(resolution, channels, classes)
+    z, labels = draw(2, 5, key="z"), torch.tensor([1, 0]) if classes else None
+    given = maps(generator, 2)
+    found = generator(z, labels, noise=given if noise == "given" else noise)
+    assert found.shape == (2, channels, resolution, resolution)
+    w = reference.mapping(generator.mapping, z.numpy(), labels, lr_multiplier=0.01)
+    layers = [
+        {"given": m.numpy(), "const": layer.noise_const.numpy(), "none": None}[noise]
+        for m, layer in zip(given, generator.styled_layers(), strict=True)
+    ]
+    ws = np.repeat(w[:, None], generator.num_ws, axis=1)
+    close(found, reference.synthesis(generator, ws, layers), 1e-9)
+
+
+def test_each_layer_takes_its_own_style():
+    generator = build(16)
+    ws = draw(2, generator.num_ws, generator.w_dim, key="ws")
+    assert generator.num_ws == 6
+    expected = reference.synthesis(generator, ws.numpy(), [None] * 5)
+    close(generator.synthesis(ws, "none"), expected, 1e-9)
+
+
+def test_noise_modes():
+    generator = build(16)
+    z = draw(2, 5)
+    const = generator(z, noise="const")
+    torch.testing.assert_close(const, generator(z), rtol=0, atol=0)
+    assert not torch.allclose(const, generator(z, noise="none"))
+    stored = [layer.noise_const.expand(2, -1, -1, -1) for layer in generator.styled_layers()]
+    torch.testing.assert_close(const, generator(z, noise=stored), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="draws happen outside"):
+        generator(z, noise="random")
+
+
+def test_noise_shapes_run_from_4_px_up():
+    assert build(16).noise_shapes() == [(1, 4, 4), (1, 8, 8), (1, 8, 8), (1, 16, 16), (1, 16, 16)]
+
+
+@pytest.mark.parametrize("psi", [0.0, 0.5, 1.0, 1.5])
+@pytest.mark.parametrize("cutoff", [None, 0, 3, 6])
+def test_truncation(psi, cutoff):
+    generator = build(16)
+    ws = draw(2, 6, generator.w_dim, key="ws")
+    expected = ws.numpy().copy()
+    for layer in range(6 if cutoff is None else cutoff):
+        for sample in range(2):
+            average = generator.w_avg.numpy()
+            expected[sample, layer] = average + psi * (expected[sample, layer] - average)
+    close(generator.truncate(ws, psi, cutoff), expected)
+
+
+def test_truncation_reaches_the_images():
+    generator = build()
+    z = draw(3, 5)
+    same = generator(z, truncation_psi=0.0)
+    torch.testing.assert_close(same[0], same[1], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(same, generator(z))
+    untouched = generator(z, truncation_psi=0.0, truncation_cutoff=0)
+    torch.testing.assert_close(untouched, generator(z), rtol=1e-12, atol=1e-12)
+
+
+def test_w_avg_moves_with_beta_and_carries_no_graph():
+    generator = build(w_avg_beta=0.9)
+    before = generator.w_avg.clone()
+    mean = draw(6, key="mean").requires_grad_()
+    generator.update_w_avg(mean)
+    close(generator.w_avg, (0.9 * before + 0.1 * mean).detach().numpy())
+    assert not generator.w_avg.requires_grad
+    assert "w_avg" in generator.state_dict()
+
+
+def test_w_avg_starts_at_zero():
+    assert Generator(GeneratorConfig(**TINY), resolution=8, channels=1, classes=0).w_avg.eq(0).all()
+
+
+def test_channels_last_gives_the_same_numbers():
+    generator = build(16, 3)
+    z = draw(2, 5)
+    expected = generator(z)
+    found = generator.to(memory_format=torch.channels_last)(z)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_is_close_to_fp32():
+    with forked(0, "init", "bf16"):
+        config = GeneratorConfig(z_dim=16, w_dim=16, mapping_layers=2, channel_base=512, channel_max=32)
+        generator = Generator(config, resolution=16, channels=3, classes=0)
+    z = draw(4, 16).float()
+    expected = generator(z)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = generator(z)
+    assert found.dtype == torch.float32  # the image is summed up in the parameters' precision
+    assert (found - expected).norm() / expected.norm() < 0.02
+
+
+def test_every_parameter_gets_a_gradient():
+    generator = build(16, 3, 3)
+    generator(draw(2, 5), torch.tensor([0, 2]), noise=maps(generator, 2)).square().sum().backward()
+    missing = [name for name, p in generator.named_parameters() if p.grad is None or p.grad.eq(0).all()]
+    # ToRGB of the last block has a bias, every layer a noise strength: nothing is left out
+    assert missing == []
+
+
+@pytest.mark.parametrize("resolution", [-8, 0, 1, 4, 12, 24, 100])
+def test_resolutions_that_do_not_work(resolution):
+    with pytest.raises(UserError, match=rf"resolution {resolution} is not a power of two"):
+        check_resolution(resolution)
+    with pytest.raises(UserError, match="power of two"):
+        Generator(GeneratorConfig(**TINY), resolution=resolution, channels=1, classes=0)
+
+
+@pytest.mark.parametrize("resolution", [8, 16, 1024])
+def test_resolutions_that_work(resolution):
+    check_resolution(resolution)
+
+
+def test_channels():
+    assert [channels_at(r, 16384, 512) for r in (4, 32, 64, 256)] == [512, 512, 256, 64]
+    assert channels_at(64, 32, 512) == 1
+    assert build(16).constant.shape == (1, 5, 4, 4)
+    assert [block.second.bias.numel() for block in build(32).blocks] == [5, 5, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "bad"),
+    [
+        (GeneratorConfig, {"z_dim": 0}),
+        (GeneratorConfig, {"mapping_layers": 0}),
+        (GeneratorConfig, {"channel_max": 0}),
+        (GeneratorConfig, {"w_avg_beta": 1.0}),
+        (GeneratorConfig, {"w_avg_beta": -0.1}),
+        (DiscriminatorConfig, {"channel_base": 0}),
+        (DiscriminatorConfig, {"minibatch_std_group": 0}),
+        (DiscriminatorConfig, {"mapping_layers": -1}),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused_by_name(config, bad):
+    with pytest.raises(UserError, match=next(iter(bad))):
+        config(**bad)

@@ -1,0 +1,124 @@
+import pytest
+import torch
+
+from models.layers import upsample_fir
+from models.stylegan2 import ModulatedConv2d, StyledLayer, ToRGB
+from tests.models import reference
+from tests.models.test_layers import close, draw, randomised
+from utils.seeding import forked
+
+FORMS = [(3, True, False), (3, True, True), (1, True, False), (1, False, False), (3, False, False), (3, False, True)]
+
+
+def whole(layer, x, w, gain=1.0):
+    """The layer's output with the demodulation applied."""
+    out, scale = layer(x, w, gain)
+    return out if scale is None else out * scale
+
+
+@pytest.mark.parametrize(("size", "demodulate", "upsample"), FORMS)
+def test_modulated_convolution_equals_the_fused_form_sample_by_sample(size, demodulate, upsample):
+    layer = randomised(ModulatedConv2d(3, 5, size, 6, demodulate=demodulate, upsample=upsample))
+    x, w = draw(4, 3, 5, 4), draw(4, 6, key="w")
+    expected = reference.modulated(layer, x.numpy(), w.numpy(), demodulate=demodulate, upsample=upsample)
+    close(whole(layer, x, w), expected, 1e-10)
+
+
+def test_the_gain_scales_the_demodulated_output():
+    layer = randomised(ModulatedConv2d(3, 5, 3, 6))
+    x, w = draw(2, 3, 4, 4), draw(2, 6, key="w")
+    torch.testing.assert_close(whole(layer, x, w, 1.7), 1.7 * whole(layer, x, w), rtol=1e-12, atol=1e-12)
+
+
+def test_the_demodulation_epsilon_is_that_of_the_equalised_weights():
+    # styles so small that 1e-8 decides: an epsilon on unscaled weights would be seen
+    layer = randomised(ModulatedConv2d(3, 5, 3, 6))
+    with torch.no_grad():
+        layer.affine.weight.mul_(1e-4)
+        layer.affine.bias.mul_(1e-4)
+    x, w = draw(2, 3, 4, 4), draw(2, 6, key="w")
+    close(whole(layer, x, w), reference.modulated(layer, x.numpy(), w.numpy()), 1e-10)
+
+
+def test_style_starts_at_one():
+    layer = ModulatedConv2d(3, 5, 3, 6)
+    assert layer.affine(torch.zeros(1, 6)).eq(1).all()
+
+
+def test_demodulated_output_has_unit_scale_whatever_the_style():
+    with forked(0, "init", "modulated"):
+        layer = ModulatedConv2d(64, 64, 3, 16).double()
+    x = draw(2, 64, 16, 16)
+    for factor in (1.0, 50.0):
+        out = whole(layer, x, factor * draw(2, 16, key="w"))
+        assert out[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1.0, rel=0.05)
+
+
+def test_upsampling_with_a_kernel_of_one_centre_tap_is_the_fir_alone():
+    layer = ModulatedConv2d(2, 2, 3, 4, upsample=True, demodulate=False).double()
+    with torch.no_grad():
+        layer.affine.weight.zero_()
+        layer.weight.zero_()
+        layer.weight[0, 0, 1, 1] = layer.weight[1, 1, 1, 1] = 1 / layer.weight_gain
+    x = draw(2, 2, 4, 5)
+    close(whole(layer, x, draw(2, 4, key="w")), upsample_fir(x).numpy())
+
+
+@pytest.mark.parametrize(("size", "demodulate", "upsample"), [FORMS[0], FORMS[1], FORMS[3]])
+def test_modulated_convolution_can_be_differentiated_twice(size, demodulate, upsample):
+    layer = randomised(ModulatedConv2d(2, 2, size, 2, demodulate=demodulate, upsample=upsample))
+    names = [name for name, _ in layer.named_parameters()]
+
+    def output(x, w, *parameters):
+        out, scale = torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x, w))
+        return (out if scale is None else out * scale).tanh()
+
+    inputs = (draw(2, 2, 2, 2).requires_grad_(), draw(2, 2, key="w").requires_grad_(), *layer.parameters())
+    assert torch.autograd.gradcheck(output, inputs)
+    assert torch.autograd.gradgradcheck(output, inputs)
+
+
+@pytest.mark.parametrize("upsample", [False, True])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_styled_layer(upsample, noisy):
+    layer = randomised(StyledLayer(3, 4, 5, 8, upsample=upsample))
+    x, w = draw(2, 3, 4, 4) if upsample else draw(2, 3, 8, 8), draw(2, 5, key="w")
+    noise = draw(2, 1, 8, 8, key="noise") if noisy else None
+    drawn = None if noise is None else noise.numpy()
+    expected = reference.styled(layer, x.numpy(), w.numpy(), drawn, upsample=upsample)
+    close(layer(x, w, noise), expected, 1e-10)
+
+
+def test_noise_has_no_effect_at_the_start_but_a_gradient():
+    layer = StyledLayer(3, 4, 5, 8).double()
+    x, w, noise = draw(2, 3, 8, 8), draw(2, 5, key="w"), draw(2, 1, 8, 8, key="noise")
+    torch.testing.assert_close(layer(x, w, noise), layer(x, w, None), rtol=0, atol=0)
+    layer(x, w, noise).sum().backward()
+    assert layer.noise_strength.grad is not None
+    assert layer.noise_strength.grad != 0
+
+
+def test_to_rgb_is_not_demodulated():
+    layer = randomised(ToRGB(6, 3, 5))
+    x, w = draw(2, 6, 4, 4), draw(2, 5, key="w")
+    found = layer(x, w)
+    assert found.shape == (2, 3, 4, 4)
+    close(found, reference.to_rgb(layer, x.numpy(), w.numpy()), 1e-10)
+
+
+def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():
+    with forked(0, "init", "autocast"):
+        layer = StyledLayer(16, 16, 8, 8)
+    x, w = draw(2, 16, 8, 8).float(), draw(2, 8, key="w").float()
+    expected = layer(x, w, None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = layer(x, w, None)
+    assert found.dtype == torch.bfloat16
+    error = (found.float() - expected).norm() / expected.norm()
+    assert error < 0.01
+    # a huge style overflows no square: energies are not summed in reduced precision
+    with torch.autocast("cpu", dtype=torch.float16):
+        big = layer.conv(x, w * 1e3)
+    assert big[1] is not None
+    assert torch.isfinite(big[1]).all()
+    assert big[1].min() > 0

@@ -1,0 +1,65 @@
+from typing import Any
+
+import pytest
+import torch
+
+from models.resnet import Classifier, ResNetConfig
+from models.restore import classifier_from, generator_from
+from models.stylegan2 import Generator, GeneratorConfig
+from tests.models.test_layers import draw
+from utils.errors import UserError
+from utils.seeding import forked
+
+SIZES = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
+SHAPE = {"channels": 1, "classes": 3, "resolution": 8}
+
+
+def checkpoint(task):
+    """What a training run saves, with weights that differ between the live network and its average."""
+    with forked(0, "init", task):
+        networks: list[Any]
+        config: dict[str, Any]
+        if task == "gan":
+            networks = [Generator(GeneratorConfig(**SIZES), **SHAPE) for _ in range(2)]
+            config, names = {"generator": SIZES}, ("generator", "generator_ema")
+        else:
+            networks = [Classifier(ResNetConfig(stem="small-stride2"), **SHAPE) for _ in range(2)]
+            config, names = {"model": {"stem": "small-stride2"}}, ("model", "model_ema")
+    state = {name: network.state_dict() for name, network in zip(names, networks, strict=True)}
+    content = {"schema": 1, "task": task, "step": 3, "config": config, "classes": ["a", "b", "c"]}
+    return {**content, "shape": SHAPE, "state": state}, networks[1].eval()
+
+
+def test_generator_is_the_average_one():
+    content, expected = checkpoint("gan")
+    found = generator_from(content)
+    assert (found.resolution, found.channels, found.classes, found.z_dim) == (8, 1, 3, 4)
+    assert not found.training
+    assert not any(p.requires_grad for p in found.parameters())
+    z, labels = draw(2, 4).float(), torch.tensor([0, 2])
+    torch.testing.assert_close(found(z, labels), expected(z, labels).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_classifier_is_the_average_one():
+    content, expected = checkpoint("classifier")
+    found = classifier_from(content)
+    assert (found.resolution, found.channels, found.classes) == (8, 1, 3)
+    assert not found.training
+    assert not any(p.requires_grad for p in found.parameters())
+    x = draw(2, 1, 8, 8).float()
+    torch.testing.assert_close(found(x), expected(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("task", "restore", "needed"), [("gan", classifier_from, "classifier"), ("classifier", generator_from, "gan")]
+)
+def test_another_tasks_checkpoint_is_refused(task, restore, needed):
+    with pytest.raises(UserError, match=f"of task '{task}', but a '{needed}' checkpoint is needed"):
+        restore({"task": task})
+
+
+def test_a_config_that_this_version_does_not_know_is_refused():
+    content, _ = checkpoint("gan")
+    content["config"] = {"generator": SIZES | {"z_dims": 4}}
+    with pytest.raises(UserError, match=r"checkpoint's generator: unknown key 'z_dims' \(did you mean 'z_dim'\?\)"):
+        generator_from(content)

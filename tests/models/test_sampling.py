@@ -1,0 +1,98 @@
+from typing import Any
+
+import pytest
+import torch
+
+from models.sampling import draw, generate, to_uint8
+from models.stylegan2 import Generator, GeneratorConfig
+from utils.seeding import forked, seed_of
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A conditional generator with loud noise."""
+    config = GeneratorConfig(z_dim=6, w_dim=6, mapping_layers=1, channel_base=64, channel_max=8)
+    with forked(0, "init", "test sampling"):
+        model = Generator(config, resolution=8, channels=3, classes=3).eval()
+    with torch.no_grad():
+        for layer in model.styled_layers():
+            layer.noise_strength.fill_(0.5)
+    return model
+
+
+def same(found, expected):
+    """Equal pictures; a rounding of the last bit may differ, since kernels depend on the batch's size."""
+    assert found.shape == expected.shape
+    difference = (found.int() - expected.int()).abs()
+    assert difference.max() <= 1
+    assert (difference == 0).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(-1, 0), (1, 255), (0, 128), (-5, 0), (5, 255), (1 / 127.5, 128), (0.49 / 127.5, 128), (-0.6 / 127.5, 127)],
+)
+def test_rounding_to_uint8(value, expected):
+    found = to_uint8(torch.full((1, 1, 1, 1), float(value)))
+    assert found.dtype == torch.uint8
+    assert found.item() == expected
+
+
+def test_uint8_is_inverted_exactly():
+    levels = torch.arange(256, dtype=torch.uint8)
+    assert to_uint8(levels.double() / 127.5 - 1).equal(levels)
+    assert to_uint8(levels.float() / 127.5 - 1).equal(levels)
+    assert to_uint8(levels.float() / 127.5 - 1 + 0.45 / 127.5).equal(levels)  # to the nearest, not down
+    assert to_uint8(levels.float() / 127.5 - 1 - 0.45 / 127.5).equal(levels)
+
+
+def test_draws_belong_to_their_index_alone(model):
+    z, maps = draw(model, range(6), 3)
+    assert z.shape == (6, 6)
+    assert [m.shape for m in maps] == [(6, *shape) for shape in model.noise_shapes()]
+    order = [4, 0, 5]
+    some, some_maps = draw(model, order, 3)
+    assert some.equal(z[order])
+    assert all(a.equal(b[order]) for a, b in zip(some_maps, maps, strict=True))
+    assert not draw(model, [0], 4)[0].equal(z[:1])
+    assert len({row.numpy().tobytes() for row in z}) == 6
+    # the key of docs/randomness.md: a changed one would change everybody's figures
+    keyed = torch.Generator().manual_seed(seed_of(3, "eval", 4))
+    assert torch.randn(sum(m[0].numel() for m in maps) + 6, generator=keyed)[:6].equal(z[4])
+
+
+@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_pictures_are_equal_for_every_split_and_order(model, batch_size, noise_mode):
+    labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
+    whole = generate(model, labels=labels, indices=range(7), seed=1, noise_mode=noise_mode, batch_size=7)
+    assert whole.dtype == torch.uint8
+    assert whole.shape == (7, 3, 8, 8)
+    options = {"seed": 1, "noise_mode": noise_mode, "batch_size": batch_size}
+    same(generate(model, labels=labels, indices=range(7), **options), whole)
+    order = [6, 2, 2, 0]
+    same(generate(model, labels=labels[order], indices=order, **options), whole[order])
+
+
+def test_labels_seeds_and_settings_reach_the_pictures(model):
+    zeros = torch.zeros(3, dtype=torch.int64)
+    options: dict[str, Any] = {"labels": zeros, "indices": range(3), "seed": 1}
+    first = generate(model, **options)
+    assert generate(model, **options).equal(first)
+    for change in ({"labels": zeros + 1}, {"seed": 2}, {"truncation_psi": 0.5}, {"noise_mode": "const"}):
+        other = generate(model, **(options | change))
+        assert (other != first).float().mean() > 0.1, change
+
+
+def test_no_gradient_is_kept_and_the_global_generator_is_untouched(model):
+    before = torch.random.get_rng_state()
+    generate(model, labels=torch.tensor([0]), indices=[0], seed=0)
+    assert torch.random.get_rng_state().equal(before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_unconditional():
+    config = GeneratorConfig(z_dim=4, w_dim=4, mapping_layers=1, channel_base=64, channel_max=4)
+    with forked(0, "init", "unconditional"):
+        model = Generator(config, resolution=8, channels=1, classes=0).eval()
+    assert generate(model, labels=None, indices=[5, 9], seed=0).shape == (2, 1, 8, 8)

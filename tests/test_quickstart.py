@@ -1,0 +1,163 @@
+"""The quickstart's steps: what is run, what is not run again, and what a failing step leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import quickstart
+from quickstart import ROOT, Quickstart, call, main
+from tests.utils.test_report import make_classifier, make_gan, write
+
+STEPS = ["data.pack", "data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
+
+
+class Commands:
+    """Stands for the commands: notes each call, leaves what the real one would, or fails at a given call."""
+
+    def __init__(self, folder: Path, fail_at: int | None = None, code: int = 4) -> None:
+        self.folder, self.fail_at, self.code = folder, fail_at, code
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str]) -> int:
+        assert command[0] == sys.executable
+        self.calls.append(command[1:])
+        if len(self.calls) == self.fail_at:
+            return self.code
+        if "data.pack" in command:
+            (self.folder / "data").mkdir(parents=True, exist_ok=True)
+            Path(command[4]).touch()
+        elif "evaluate.py" in command:
+            make_classifier(self.folder / "classifier")
+            make_gan(self.folder / "gan")
+        return 0
+
+    @property
+    def names(self) -> list[str]:
+        return [arguments[1] if arguments[0] == "-m" else arguments[0] for arguments in self.calls]
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    stub = Commands(tmp_path)
+    monkeypatch.setattr(quickstart, "call", stub)
+    monkeypatch.setattr(quickstart, "complete", lambda file: True)
+    return stub
+
+
+def test_all_steps_in_order_then_summary_and_report(commands, tmp_path, capsys):
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert commands.names == STEPS
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["classifier"] == {"accuracy": 0.8975}
+    gan = {"recognised": 0.8725, "diversity_ratio": 0.4375, "distance": 1869.25, "floor": 60.875}
+    assert summary["gan"] == {**gan, "extractor": "resnet50", "n": 2000}
+    assert summary["seconds"] >= 0
+    shown = capsys.readouterr().out
+    for arguments in commands.calls:
+        assert " ".join(["$ python", *arguments]) in shown
+        assert " ".join(["python", *arguments]).replace("&", "&amp;") in (tmp_path / "report.html").read_text()
+    assert str(tmp_path / "report.html") in shown
+    assert str(tmp_path / "summary.json") in shown
+
+
+def test_training_and_evaluation_use_the_packed_sample_and_the_judge(commands, tmp_path):
+    main(["--dir", str(tmp_path)])
+    test = str(tmp_path / "data" / "test.lmdb")
+    for arguments in commands.calls[2:4]:
+        assert arguments[arguments.index("--data.val-path") + 1] == test
+    gan = commands.calls[-1]
+    assert gan[gan.index("--classifier") + 1] == str(tmp_path / "classifier")
+    assert gan[gan.index("--data") + 1] == test
+    assert "--max-steps" not in commands.calls[2]
+
+
+def test_quick_trains_a_few_steps_only(commands, tmp_path):
+    main(["--dir", str(tmp_path), "--quick"])
+    assert [arguments[-2:] for arguments in commands.calls[2:4]] == [["--max-steps", str(quickstart.QUICK_STEPS)]] * 2
+
+
+@pytest.mark.parametrize("failing", [1, 3, 6])
+def test_failing_step_ends_with_its_exit_code_and_no_later_step_runs(commands, tmp_path, capsys, failing):
+    commands.fail_at = failing
+    assert main(["--dir", str(tmp_path)]) == 4
+    assert commands.names == STEPS[:failing]
+    assert "exit code 4" in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_second_start_keeps_packs_and_finished_runs(commands, tmp_path):
+    main(["--dir", str(tmp_path)])
+    write(tmp_path / "classifier" / "status.json", {"state": "finished"})
+    write(tmp_path / "gan" / "status.json", {"state": "stopped"})
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert commands.names == ["train.py", "evaluate.py", "evaluate.py"]
+    assert "configs/quickstart_gan.yaml" in commands.calls[0]
+
+
+def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
+    main(["--dir", str(tmp_path)])
+    monkeypatch.undo()
+    monkeypatch.setattr(quickstart, "call", commands)
+    commands.calls.clear()
+    main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
+    assert commands.names[:2] == ["data.pack", "data.pack"]
+    assert "--overwrite" in commands.calls[0]
+
+
+def test_time_of_an_interrupted_step_is_added_up_and_of_a_repeated_one_replaced(tmp_path, monkeypatch):
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    codes = iter([3, 0, 0])
+    monkeypatch.setattr(quickstart, "call", lambda command: next(codes))
+    steps = Quickstart(tmp_path)
+    seconds = []
+    for _ in range(3):
+        steps.timed(quickstart.Step("train gan", ["train.py"], done=False))
+        seconds.append(steps.timings["train gan"]["seconds"])
+    assert seconds == [10.0, 20.0, 10.0]
+    assert json.loads((tmp_path / "timings.json").read_text()) == steps.timings
+
+
+@pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_call_returns_the_exit_code(code, expected):
+    assert call([sys.executable, "-c", f"import os, sys; {code}"]) == expected
+
+
+def test_sigterm_is_passed_on_and_waited_for(tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1], 'saved').touch(), sys.exit(3)))\n"
+        "pathlib.Path(sys.argv[1], 'ready').touch()\n"
+        "time.sleep(60)\n"
+    )
+    parent = f"import quickstart, sys; sys.exit(quickstart.call([sys.executable, {str(child)!r}, {str(tmp_path)!r}]))"
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 3
+    assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_quick_form_runs_for_real_and_again(tmp_path):
+    command = [sys.executable, str(ROOT / "quickstart.py"), "--quick", "--dir", str(tmp_path)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for _ in range(2):
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert 0 <= summary["classifier"]["accuracy"] <= 1
+        assert 0 <= summary["gan"]["recognised"] <= 1
+        assert (tmp_path / "report.html").stat().st_size > 50_000
+    assert done.stdout.count("already done") == 2  # the packs; training is at its last step and goes straight on

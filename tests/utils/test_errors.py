@@ -1,0 +1,74 @@
+import pytest
+
+from utils.errors import StoppedBySignal, TrainingHalted, UserError, run_cli
+
+
+def raising(error):
+    def main(_argv):
+        raise error
+
+    return main
+
+
+@pytest.fixture(autouse=True)
+def _rank_zero(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (0, 0), (2, 2)])
+def test_what_main_returns_is_the_exit_code(returned, code):
+    seen = []
+
+    def main(argv):
+        seen.append(argv)
+        return returned
+
+    assert run_cli(main, ["--x"]) == code
+    assert seen == [["--x"]]
+
+
+def test_the_command_line_is_the_default(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["tool", "a", "--b"])
+    seen: list[list[str]] = []
+    run_cli(seen.append)
+    assert seen == [["a", "--b"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("x.yaml: bad\n  key; fix it"), 2, "error: x.yaml: bad key; fix it\n"),
+        (StoppedBySignal("SIGTERM at step 3"), 3, "stopped: SIGTERM at step 3\n"),
+        (TrainingHalted("too many"), 4, "error: too many\n"),
+        (KeyboardInterrupt(), 130, "stopped: interrupted from the keyboard\n"),
+    ],
+)
+def test_an_error_is_one_line_on_stderr_and_its_code(capsys, error, code, line):
+    assert run_cli(raising(error), []) == code
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", line)
+
+
+def test_debug_prints_the_traceback_as_well(capsys):
+    assert run_cli(raising(UserError("bad")), ["--debug"]) == 2
+    found = capsys.readouterr().err
+    assert "Traceback" in found
+    assert found.endswith("error: bad\n")
+
+
+def test_faults_of_ours_are_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        run_cli(raising(ZeroDivisionError()), [])
+
+
+def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert run_cli(raising(UserError("all say so")), []) == 2
+    assert capsys.readouterr().err == ""
+    assert run_cli(raising(UserError("only here", rank_specific=True)), []) == 2
+    assert capsys.readouterr().err == "error on rank 1: only here\n"
+
+
+def test_a_user_error_is_a_value_error():
+    assert issubclass(UserError, ValueError)
+    assert not UserError("x").rank_specific

@@ -1,0 +1,41 @@
+import stat
+
+import pytest
+
+from utils.errors import UserError
+from utils.files import replace_file, write_atomic
+
+
+@pytest.mark.parametrize("cut_short", ["fsync", "replace"])
+@pytest.mark.parametrize("before", [b"old", None])
+def test_a_write_cut_short_leaves_what_was_there(tmp_path, monkeypatch, cut_short, before):
+    path = tmp_path / "status.json"
+    if before is not None:
+        replace_file(path, before)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"os.{cut_short}", full)
+        with pytest.raises(OSError, match="No space left"):
+            replace_file(path, b"new")
+        with pytest.raises(
+            UserError, match=r"cannot write .*status.json: No space left on device; choose another place"
+        ):
+            write_atomic(path, b"new")
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == ([] if before is None else [before])
+    replace_file(path, b"new")
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"new"]
+
+
+def test_others_may_read_the_file(tmp_path):
+    replace_file(tmp_path / "x", b"")
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o644
+
+
+def test_missing_folders_are_an_error_or_made(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        replace_file(tmp_path / "a" / "x", b"1")
+    write_atomic(str(tmp_path / "a" / "b" / "x"), b"1")
+    assert (tmp_path / "a" / "b" / "x").read_bytes() == b"1"
