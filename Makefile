@@ -40,7 +40,7 @@ format: $(STAMP) ## Sort imports and apply ruff's safe fixes
 
 bench: $(STAMP) ## Every benchmark; each prints its ratios as JSON
 	@set -e; for script in benchmarks/[a-z]*.py; do \
-		echo "== $$script"; $(BIN)/python -m benchmarks.$$(basename $$script .py) --json; done
+		echo "== $$script"; $(BIN)/python $$script --json; done
 
 lock: $(STAMP) ## Resolve the dependencies of pyproject.toml anew and write the lock files
 	$(UV_COMPILE) --upgrade --output-file requirements.lock

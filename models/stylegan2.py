@@ -280,7 +280,7 @@ class Generator(nn.Module):
             raise ValueError("pass the noise maps themselves: draws happen outside the model")
         else:
             maps = noise
-        x = self.constant.expand(len(ws), -1, -1, -1).contiguous(memory_format=torch.channels_last)
+        x = self.constant.expand(len(ws), -1, -1, -1)
         image, index = None, 0
         for block in self.blocks:
             count = len(block.layers)  # type: ignore[arg-type]
@@ -367,7 +367,7 @@ class Discriminator(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """What the output is made from, [N, F]: the label is not looked at yet (F = 1 without classes)."""
-        x = self.from_rgb(images.contiguous(memory_format=torch.channels_last))
+        x = self.from_rgb(images)
         for block in self.blocks:
             x = block(x)
         with torch.autocast(x.device.type, enabled=False):

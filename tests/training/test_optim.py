@@ -222,39 +222,37 @@ def test_zero_grad_removes_the_gradients():
 # --- precision
 
 
-def run_scaled(bad_step=None):
-    """Three updates with fp16's scaler; at `bad_step` the loss is infinite. Returns model, scale and flags."""
+def run_scaled(bad_step=None, precision="fp16", **config):
+    """Three updates; at `bad_step` the loss is infinite. Returns the model, its Mixed, the norms and the flags."""
     with forked(0, "init", "test optim"):
         model = nn.Linear(3, 1)
-    mixed = Mixed("fp16", CPU)
-    updater = Updater(model, OptimizerConfig(lr=0.1, name="sgd"), mixed, 100)
-    x, flags = torch.ones(2, 3), []
+    mixed = Mixed(precision, CPU)
+    updater = Updater(model, OptimizerConfig(lr=0.1, name="sgd", **config), mixed, 100)
+    x, norms, flags = torch.ones(2, 3), [], []
     for step in range(3):
         updater.zero_grad()
         loss = model(x).mean() * (math.inf if step == bad_step else 1.0)
         mixed.backward(loss)
-        flags.append(updater.step(step)[1].item())
+        norm, skipped = updater.step(step)
+        norms.append(norm.item())
+        flags.append(skipped.item())
         mixed.update_scale()
-    return model, mixed, flags
+    return model, mixed, norms, flags
 
 
-def test_the_scaler_unscales_and_backs_off():
-    model, mixed, flags = run_scaled()
-    assert flags == [0, 0, 0]
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_with_the_scaler_norms_and_updates_are_those_without(clip_norm):
+    model, mixed, norms, flags = run_scaled(clip_norm=clip_norm)
+    plain, _, plain_norms, _ = run_scaled(precision="fp32", clip_norm=clip_norm)
     assert mixed.scaler.get_scale() == 2.0**16
-    with forked(0, "init", "test optim"):
-        plain = nn.Linear(3, 1)
-    updater = Updater(plain, OptimizerConfig(lr=0.1, name="sgd"), Mixed("fp32", CPU), 100)
-    for step in range(3):
-        updater.zero_grad()
-        plain(torch.ones(2, 3)).mean().backward()
-        updater.step(step)
+    assert flags == [0, 0, 0]
+    assert norms == pytest.approx(plain_norms, rel=1e-5)
     torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad_step", [0, 1])
 def test_an_overflow_is_skipped_and_halves_the_scale(bad_step):
-    model, mixed, flags = run_scaled(bad_step)
+    model, mixed, _, flags = run_scaled(bad_step)
     assert flags == [float(step == bad_step) for step in range(3)]
     assert mixed.scaler.get_scale() == 2.0**15
     assert torch.isfinite(model.weight).all()

@@ -211,11 +211,12 @@ def test_a_saved_config_builds_the_equal_config(tmp_path, config):
 
 def test_differences():
     before = {"a": 1, "b": {"c": 2, "d": [1]}, "gone": 5, "e": {"f": 1}}
-    after = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "new": None, "e": 7}
+    after = {"a": 1, "b": {"c": 3, "d": [1, 2]}, "new": None, "more": 4, "e": 7}
     assert differences(before, after) == {
         "b.c": (2, 3),
         "b.d": ([1], [1, 2]),
         "e": ({"f": 1}, 7),
         "gone": (5, None),
+        "more": (None, 4),
     }
     assert differences(before, before) == {}
