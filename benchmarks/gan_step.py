@@ -1,6 +1,6 @@
 """Images per second of a GAN's training step: the recipe's own setting against the same nets in plain fp32 NCHW.
 
-`python benchmarks/gan_step.py [--json] [--config configs/quickstart_gan.yaml]`. One run measures both, alternating; medians.
+`python benchmarks/gan_step.py [--json] [--config FILE]`. One run measures both, alternating; medians of the repeats.
 Pictures are random: the time of a step does not depend on them.
 """
 

@@ -27,8 +27,7 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
     """`BatchNorm2d` whose training statistics (sum, sum of squares, count) are those of all ranks' samples.
 
     Same state-dict keys as BatchNorm2d; in evaluation, or with one process, it is exactly that. Ranks may hold
-    different
-    numbers of samples.
+    different numbers of samples.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -70,7 +69,10 @@ def synchronise_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
                 child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
             )
             synced.load_state_dict(child.state_dict())
-            setattr(model, name, synced.to(dtype=next(iter(child.state_dict().values())).dtype))
+            synced.to(dtype=child.weight.dtype if child.affine else None).train(child.training)
+            for mine, theirs in zip(synced.parameters(), child.parameters(), strict=True):
+                mine.requires_grad_(theirs.requires_grad)
+            setattr(model, name, synced)
         else:
             synchronise_batchnorm(child, device)
     return model

@@ -28,8 +28,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 class EqualizedLinear(nn.Module):
     """Fully connected layer with equalised learning rate.
 
-    w ~ N(0, 1) / lr_multiplier; at run time w * lr_multiplier / sqrt(fan_in) and b * lr_multiplier.
-    Input [N, in_features], output [N, out_features]; with `activation` the output is leaky_relu * sqrt(2).
+    w ~ N(0, 1) / lr_multiplier; at run time w * lr_multiplier / sqrt(fan_in) and b * lr_multiplier. Input [N,
+    in_features], output [N, out_features]; with `activation` the output is leaky_relu * sqrt(2).
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class EqualizedLinear(nn.Module):
 class EqualizedConv2d(nn.Module):
     """Convolution with equalised learning rate, bias, and optional FIR downsampling by 2 before it.
 
-    Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2].
-    `gain` scales the output (sqrt(0.5) on residual branches); it folds into the weights like the activation's.
+    Input [N, in_channels, H, W]; output [N, out_channels, H, W] or [N, out_channels, H/2, W/2]. `gain` scales the
+    output (sqrt(0.5) on residual branches); it folds into the weights like the activation's.
     """
 
     def __init__(

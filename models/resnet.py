@@ -28,17 +28,16 @@ def build_torchvision(name: str, *, he_strides: bool = False) -> torchvision.mod
     """torchvision's ResNet without weights; `he_strides` moves each stage's stride of 2 from conv2 to conv1.
 
     He's original bottlenecks stride in the first 1x1 convolution, torchvision's in the 3x3. Raises UserError for an
-    unknown
-    name.
+    unknown name.
     """
     if name not in NAMES:
         raise UserError(f"model {name!r} is unknown; choose one of {', '.join(NAMES)}")
     network = getattr(torchvision.models, name)(weights=None)
     if he_strides:
+        if not hasattr(network.layer2[0], "conv3"):
+            raise UserError(f"model.he_strides is for bottlenecks (resnet50, resnet101); {name} has none")
         for stage in (network.layer2, network.layer3, network.layer4):
-            block = stage[0]
-            if hasattr(block, "conv3"):
-                block.conv1.stride, block.conv2.stride = (2, 2), (1, 1)
+            stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
     return network
 
 

@@ -113,10 +113,8 @@ class ModulatedConv2d(nn.Module):
     """Style-modulated convolution, training form.
 
     x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine layer (bias 1 at the
-    start)
-    gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2) + 1e-8). `demodulate=False` is ToRGB's form,
-    whose
-    style is scaled by 1/sqrt(fan_in).
+    start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2) + 1e-8). `demodulate=False` is ToRGB's
+    form, whose style is scaled by 1/sqrt(fan_in).
     """
 
     def __init__(
@@ -322,8 +320,8 @@ class DiscriminatorBlock(nn.Module):
 
 
 def minibatch_std(x: Tensor, group: int) -> Tensor:
-    """Append one feature map: the standard deviation over groups of `group` consecutive samples; [N, C, H, W] -> [N, C
-    + 1, H, W].
+    """Append one feature map: the standard deviation over groups of `group` consecutive samples; [N, C, H, W] -> [N,
+    C + 1, H, W].
 
     sqrt(var + 1e-8), averaged over channels and pixels. Raises ValueError unless N is a multiple of `group`.
     """
@@ -338,8 +336,8 @@ def minibatch_std(x: Tensor, group: int) -> Tensor:
 class Discriminator(nn.Module):
     """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
 
-    Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and the
-    output run without autocast.
+    Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and
+    the output run without autocast.
     """
 
     def __init__(self, config: DiscriminatorConfig, *, resolution: int, channels: int, classes: int) -> None:
@@ -377,7 +375,9 @@ class Discriminator(nn.Module):
             return self.output(self.last_linear(self.last_conv(x).flatten(1)))
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [N] from features [N, F]: <features, mapped label> / sqrt(F), the features themselves without classes."""
+        """Logits [N] from features [N, F]: <features, mapped label> / sqrt(F), the features themselves without
+        classes.
+        """
         if self.embed is None:
             return features.squeeze(1)
         with torch.autocast(features.device.type, enabled=False):

@@ -17,7 +17,7 @@ from models.resnet import Classifier, ResNetConfig
 from models.sampling import to_uint8
 from training.config import RunConfig
 from training.ema import EMA
-from training.optim import Mixed, OptimizerConfig, Updater
+from training.optim import Mixed, OptimizerConfig, Updater, restore_where_
 from utils import distributed
 from utils.errors import UserError
 from utils.images import grid
@@ -138,6 +138,8 @@ class ClassifierTask:
         """One update at the global batch; the returned values add up over the ranks."""
         self.model.train()
         self.updater.zero_grad()
+        statistics = [b for b in self.model.buffers() if b.is_floating_point()]  # BatchNorm's running ones
+        before = [b.clone() for b in statistics]
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
             images = self._augmented(batch.images[start : start + self.micro], step, start)
@@ -151,6 +153,7 @@ class ClassifierTask:
             loss_sum += loss.detach()
             correct += (logits.detach().argmax(1) == labels).sum()
         norm, skipped = self.updater.step(step)
+        restore_where_(statistics, before, skipped)
         self.mixed.update_scale()
         self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), skipped)
         world = distributed.world_size()
@@ -172,8 +175,7 @@ class ClassifierTask:
         )
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """At the start, the first training pictures as the network will see them; later there is nothing new to
-        show.
+        """At the start, the first training pictures as the network will see them; later there is nothing new to show.
         """
         if step:
             return None

@@ -15,8 +15,7 @@ class EMA(Generic[Network]):
     """A copy of `model` whose parameters follow it: ema = beta ema + (1 - beta) model.
 
     Buffers are averaged too (`"average"`: right for BatchNorm's statistics) or copied (`"copy"`: right for a
-    generator's
-    `w_avg`). Integer buffers are always copied.
+    generator's `w_avg`). Integer buffers are always copied.
     """
 
     model: Network

@@ -133,7 +133,6 @@ class Loop:
         if self._saved_step == self.step:
             return None
         self.window.fold()
-        self._saved_step = self.step
         if not distributed.is_main():
             return None
         meta = self.loader.reader.meta
@@ -152,6 +151,7 @@ class Loop:
             path = checkpoints.save(self.folder.checkpoints, content)
             checkpoints.point(self.folder.checkpoints, "last", path)
             checkpoints.rotate(self.folder.checkpoints, self.config.checkpoint.keep)
+            self._saved_step = self.step
             return path
         except OSError as error:
             say(
@@ -304,8 +304,11 @@ class Loop:
             return
         self.save()
         name = signal.Signals(signum).name
+        saved = distributed.broadcast_object(self._saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)
-        raise StoppedBySignal(f"{name} at step {self.step}; saved. The same command goes on from there.")
+        raise StoppedBySignal(
+            f"{name} at step {self.step}; saved at step {saved}. The same command goes on from there."
+        )
 
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
         """Write status.json (rank 0)."""

@@ -26,10 +26,8 @@ def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float 
     """R1's ||grad_x D(x)||^2 for each sample [N] (Mescheder et al. 1801.04406), with a graph for the double backward.
 
     logits [N], images [N, C, H, W] that require gradients; no sample's logit may depend on another's picture but
-    through the
-    minibatch statistics, whose cross terms are part of the gradient as in the reference. Under fp16 the inner gradient
-    is
-    taken of `scale` times the logits and unscaled before it is squared.
+    through the minibatch statistics, whose cross terms are part of the gradient as in the reference. Under fp16 the
+    inner gradient is taken of `scale` times the logits and unscaled before it is squared.
     """
     (gradient,) = torch.autograd.grad(outputs=(logits * scale).sum(), inputs=images, create_graph=True)
     gradient = gradient.to(logits.dtype) / scale

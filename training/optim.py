@@ -27,27 +27,31 @@ class OptimizerConfig:
     weight_decay: float = 0.0  # decoupled for adamw; not applied to norms and biases
     clip_norm: float | None = None  # largest total gradient norm
     warmup_steps: int = 0  # linear from 0
-    schedule: Literal["constant", "cosine"] = "constant"
-    final_lr: float = 0.0  # end of the cosine, as a share of lr
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    hold: float = 0.0  # share of the training at the peak rate before cosine or linear decay begins
+    final_lr: float = 0.0  # where the decay ends, as a share of lr
 
     def __post_init__(self) -> None:
         if self.lr <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
             raise UserError("optimizer: lr must be positive, weight_decay and warmup_steps 0 or more")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optimizer: betas {self.betas} must be two numbers in [0, 1)")
+        if not 0 <= self.hold < 1 or not 0 <= self.final_lr <= 1:
+            raise UserError("optimizer: hold must lie in [0, 1), final_lr in [0, 1]: both are shares")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise UserError("optimizer: clip_norm must be positive, or null for no clipping")
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
-        save.
+        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to save.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
-        return self.lr * (self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+        start = max(self.warmup_steps, self.hold * steps)
+        progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
+        left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.lr * (self.final_lr + (1 - self.final_lr) * left)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -109,7 +113,8 @@ class Mixed:
 
 
 class Updater:
-    """One network's optimizer: reduces gradients over the ranks, unscales, clips, and steps unless they are not finite.
+    """One network's optimizer: reduces gradients over the ranks, unscales, clips, and steps unless they are not
+    finite.
 
     Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
     """
@@ -151,6 +156,15 @@ class Updater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state)
+
+
+@torch.no_grad()
+def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped: Tensor) -> None:
+    """Put `before` back where the 0-d flag `skipped` is 1: a masked step must not leave its NaN in running
+    statistics.
+    """
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(skipped > 0, old, tensor))
 
 
 def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:

@@ -28,7 +28,7 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
     Raises UserError for a missing or unknown task and for whatever the config refuses.
     """
     name = tree.get("task")
-    if name not in TASKS:
+    if not isinstance(name, str) or name not in TASKS:
         hint = did_you_mean(str(name), list(TASKS)) if name else ""
         told = "has no key 'task'" if name is None else f"unknown task {name!r}{hint}"
         raise UserError(f"{source}: {told}; tasks are {', '.join(TASKS)}")

@@ -4,24 +4,25 @@ Folder: `step-00001234.pt`, `step-00001234.pt.sha256`, `last.json`, `best.json`.
 docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, list or dict.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import pickle
 import re
-import zipfile
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from utils.cli import did_you_mean
+from utils.config import near_file
 from utils.errors import UserError
 from utils.files import replace_file
 
 SCHEMA = 1
 NAME = re.compile(r"step-(\d{8,})\.pt$")
-KEYS = ("schema", "task", "step", "config", "classes", "state")
+KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
 Checkpoint = dict[str, Any]
 
@@ -40,9 +41,8 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     """Write `checkpoint` as `folder/step-XXXXXXXX.pt`: temporary file, flush, fsync, checksum, rename, fsync of the
     folder.
 
-    The checksum file is in place before the checkpoint is, so a complete name always has one. Raises OSError when the
-    disk
-    refuses (full, read-only); what was there before stays.
+    A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
+    (full, read-only); what was there before stays.
     """
     _check_plain(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,15 +50,31 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
     temporary = folder / f".{path.name}.tmp"
     try:
         with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
+            _torch_save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
-        replace_file(_checksum_file(path), f"{file_sha256(temporary)}  {path.name}\n".encode())
+        sha256 = file_sha256(temporary)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
         os.replace(temporary, path)
+        replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
     finally:
         temporary.unlink(missing_ok=True)
     _fsync_folder(folder)
     return path
+
+
+def _torch_save(checkpoint: Checkpoint, file: BinaryIO) -> None:
+    """`torch.save`, whose zip writer hides the disk's OSError behind a RuntimeError: here it gets out."""
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise cause from error
 
 
 def _check_plain(value: Any, where: str = "checkpoint") -> None:
@@ -66,7 +82,7 @@ def _check_plain(value: Any, where: str = "checkpoint") -> None:
     if type(value) in (list, tuple):
         for index, item in enumerate(value):
             _check_plain(item, f"{where}[{index}]")
-    elif isinstance(value, dict):
+    elif type(value) in (dict, OrderedDict):
         for key, item in value.items():
             _check_plain(key, f"key of {where}")
             _check_plain(item, f"{where}[{key!r}]")
@@ -135,8 +151,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     """Read a checkpoint onto the CPU with `weights_only=True`, after its checksum.
 
     Raises UserError when it is missing and CorruptCheckpoint when it is damaged, holds more than plain data, lacks
-    keys or
-    comes from a newer version; nothing in the file is executed.
+    keys or comes from a newer version; nothing in the file is executed.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
@@ -152,7 +167,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
         raise CorruptCheckpoint(
             f"{path}: refused, it is not plain data or not a checkpoint; nothing in it was executed"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
         reason = str(error).split("\n")[0][:200]
         raise CorruptCheckpoint(f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one") from error
     if not isinstance(checkpoint, dict) or any(key not in checkpoint for key in KEYS):
@@ -191,8 +206,7 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     if path.is_file():
         return path
     if not path.exists():
-        siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such run folder or checkpoint{did_you_mean(str(path), siblings)}")
+        raise UserError(f"{path}: no such run folder or checkpoint{near_file(path)}")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     entry = pointer(folder, which)
     if entry and (folder / entry["file"]).is_file():

@@ -1,11 +1,11 @@
 """Configuration: a YAML file, then dotted command-line overrides, into keyword-only dataclasses.
 
 The types, defaults and checks live in the dataclasses; jsonargparse does the conversion. Unknown keys are refused and
-the
-near match is named.
+the near match is named.
 """
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,8 +26,7 @@ def read_yaml(path: str | Path) -> Tree:
     """The mapping in a YAML file. Raises UserError naming the file, and the line of a syntax error."""
     path = Path(path)
     if not path.is_file():
-        others = [str(p) for p in sorted(path.parent.glob("*.yaml"))] if path.parent.is_dir() else []
-        raise UserError(f"{path}: no such configuration file{did_you_mean(str(path), others)}")
+        raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -43,6 +42,13 @@ def read_yaml(path: str | Path) -> Tree:
             f"{path}: a configuration is a mapping of keys to values, but this file holds {type(tree).__name__}"
         )
     return tree
+
+
+def near_file(path: Path, pattern: str = "*") -> str:
+    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string."""
+    names = sorted(p.name for p in path.parent.glob(pattern)) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
 
 
 def keys_of(config_class: type, prefix: str = "") -> Iterator[str]:
@@ -69,10 +75,13 @@ def _refuse_unknown(names: Sequence[str], config_class: type, source: str) -> No
 
 
 def _suggestion(name: str, known: list[str]) -> str:
+    """The near known key; one that was given without its section is looked for in all of them."""
     whole = did_you_mean(name, known)
-    if whole or "." in name:
-        return whole or did_you_mean(name.rsplit(".", 1)[1], [key.rsplit(".", 1)[-1] for key in known])
-    return did_you_mean(name, [key.rsplit(".", 1)[-1] for key in known])
+    if whole:
+        return whole
+    leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(leaves), n=1, cutoff=0.6)
+    return f" (did you mean {leaves[near[0]]!r}?)" if near else ""
 
 
 def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, source: str = "configuration") -> T:
@@ -84,31 +93,40 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
     for position, token in enumerate(tokens):
         if not token.startswith("--") and (position == 0 or not tokens[position - 1].startswith("--")):
             raise UserError(f"command line: {token!r} belongs to no option; overrides are written --section.key value")
-    _refuse_unknown(list(_flatten(_leaves_only(tree, config_class))), config_class, source)
+    _refuse_unknown(list(_flatten(_sections_only(tree, config_class, source))), config_class, source)
     _refuse_unknown([t[2:].partition("=")[0] for t in tokens if t.startswith("--")], config_class, "command line")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(config_class)
+    where = source
     try:
-        namespace = parser.parse_args(tokens, namespace=parser.parse_object(tree))
+        namespace = parser.parse_object(tree)
+        if tokens:
+            where = "command line"
+            namespace = parser.parse_args(tokens, namespace=namespace)
         return config_class(**vars(parser.instantiate(namespace)))
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
         message = " ".join(str(error).replace("Parser key", "key").split())
-        raise UserError(f"{source}: {message}") from error
+        raise UserError(f"{where}: {message}") from error
 
 
-def _leaves_only(tree: Tree, config_class: type) -> Tree:
-    """`tree` without the inner keys of values that are plain mappings rather than sections."""
+def _sections_only(tree: Tree, config_class: type, source: str, prefix: str = "") -> Tree:
+    """`tree` without the inner keys of values that are plain mappings rather than sections.
+
+    Raises UserError for a section without keys, and for null where a value is needed.
+    """
     hints = typing.get_type_hints(config_class)
     kept: Tree = {}
     for key, value in tree.items():
-        section = hints.get(key)
-        if isinstance(value, dict) and dataclasses.is_dataclass(section):
-            kept[key] = _leaves_only(value, section)  # type: ignore[arg-type]
-        elif section is not None and dataclasses.is_dataclass(section):
-            raise UserError(f"configuration: {key!r} is a section with keys of its own, but holds {value!r}")
+        hint = hints.get(key)
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{source}: {prefix + key!r} is a section with keys of its own, but holds {value!r}")
+            kept[key] = _sections_only(value, hint, source, f"{prefix}{key}.")  # type: ignore[arg-type]
         else:
+            if value is None and hint is not None and type(None) not in typing.get_args(hint):
+                raise UserError(f"{source}: {prefix + key!r} needs a value, but holds null")
             kept[key] = None
     return kept
 

@@ -1,8 +1,7 @@
 """Process groups, ranks and the few collectives the program uses. With one process everything here is a no-op.
 
 Gradients are added up by `all_reduce_gradients` after the backward passes, outside DDP's hooks: that is right for any
-number
-of losses, graphs and micro-batches (docs/distributed.md says what goes wrong otherwise).
+number of losses, graphs and micro-batches (docs/distributed.md says what goes wrong otherwise).
 """
 
 import os
@@ -37,8 +36,8 @@ def is_main() -> bool:
 def choose_device(requested: str | None) -> torch.device:
     """The device of this process: `requested` ("cpu", "cuda", "cuda:1"), else the accelerator where there is one.
 
-    Under several processes an accelerator without an index becomes this process's own. Raises UserError when the device
-    does not exist.
+    Under several processes an accelerator without an index becomes this process's own. Raises UserError when the
+    device does not exist.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
@@ -61,7 +60,8 @@ def choose_device(requested: str | None) -> torch.device:
 
 
 def start(device: torch.device, timeout_seconds: float = 600) -> None:
-    """Join the process group that the environment describes (torchrun's variables, or `utils.launch`); alone: nothing.
+    """Join the process group that the environment describes (torchrun's variables, or `utils.launch`); alone:
+    nothing.
 
     Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); a gloo group carries control
     messages.
@@ -145,8 +145,7 @@ def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
     """Add up the `.grad` of `parameters` over the ranks, in place, in flat buckets.
 
     Each rank's loss must already carry its share of the global mean (sum over the local samples / global batch). A
-    parameter
-    without a gradient on this rank contributes zeros, so that ranks cannot fall out of step.
+    parameter without a gradient on this rank contributes zeros, so that ranks cannot fall out of step.
     """
     if world_size() == 1:
         return

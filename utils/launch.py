@@ -1,8 +1,7 @@
 """Start one process per GPU, or N on the CPU, on this machine: what `train.py --gpus 0,1` and `--procs N` do.
 
-Imports no torch: `--gpus` must be applied before CUDA starts. The exit code is the processes' own, which torchrun's is
-not;
-torchrun itself works as well, for several machines or restarts.
+Imports no torch: `--gpus` must be applied before CUDA starts. The exit code is the processes' own, which torchrun's
+is not; torchrun itself works as well, for several machines or restarts.
 """
 
 import ctypes
@@ -24,7 +23,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def parse_gpus(text: str) -> list[str]:
     """`"0,1"` -> `["0", "1"]`; raises UserError for anything but distinct device numbers."""
     gpus = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in gpus) or len(set(gpus)) != len(gpus):
+    if not all(part.isascii() and part.isdigit() for part in gpus) or len(set(map(int, gpus))) != len(gpus):
         raise UserError(f"--gpus {text}: write distinct device numbers separated by commas, e.g. --gpus 0,1")
     return gpus
 
@@ -84,7 +83,9 @@ def launch(command: Sequence[str], processes: int) -> int:
 def _wait(children: list[subprocess.Popen[bytes]]) -> int:
     failed_at: float | None = None
     code = 0
-    while any(child.poll() is None for child in children):
+    running = True
+    while running:
+        running = None in [child.poll() for child in children]
         for index, child in enumerate(children):
             if code == 0 and child.returncode not in (None, 0):
                 failed_at = time.monotonic()
@@ -99,5 +100,4 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
             for child in children:
                 child.kill()
         time.sleep(0.05)
-    codes = [child.returncode for child in children]
-    return code or next((c if c > 0 else 4 for c in codes if c), 0)
+    return code

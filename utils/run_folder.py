@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,8 @@ from utils.config import Tree, differences, read_yaml, save_yaml
 from utils.errors import UserError
 from utils.files import replace_file
 
-HARMLESS_FILES = {".lock"}
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
-BREAKING = ("task", "seed", "generator.", "discriminator.", "model.", "optimizer.name")
+BREAKING = re.compile(r"(task|seed)$|(generator|discriminator|model)\.|(\w+_)?optimizer\.name$")
 
 
 class RunFolder:
@@ -29,8 +29,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Create the folder where it is missing and take its lock; a lock left by a killed process is not in the
-        way.
+        """Create the folder where it is missing and take its lock; a lock left by a killed process is not in the way.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +63,7 @@ class RunFolder:
         if config.is_file():
             return read_yaml(config)
         strangers = (
-            sorted(p.name for p in self.path.iterdir() if p.name not in HARMLESS_FILES) if self.path.is_dir() else []
+            sorted(p.name for p in self.path.iterdir() if not p.name.startswith(".")) if self.path.is_dir() else []
         )
         if strangers:
             raise UserError(
@@ -82,7 +81,7 @@ class RunFolder:
         if saved is None:
             return []
         changed = differences(saved, config)
-        breaking = {key: pair for key, pair in changed.items() if key.startswith(BREAKING)}
+        breaking = {key: pair for key, pair in changed.items() if BREAKING.match(key)}
         if breaking:
             told = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
             rest = f" and {len(breaking) - 4} more" if len(breaking) > 4 else ""

@@ -1,7 +1,6 @@
 """N ranks equal one process on the same global batch: losses, gradients, weights and averages, in float64."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np

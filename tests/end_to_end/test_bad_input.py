@@ -16,7 +16,7 @@ from tests.end_to_end.helpers import write_config
 from utils.errors import run_cli
 
 
-def refused(capsys: pytest.CaptureFixture[str], main, *arguments: str | Path) -> str:  # type: ignore[no-untyped-def]
+def refused(capsys: pytest.CaptureFixture[str], main, *arguments: str | Path) -> str:
     """The one error line of a refused command."""
     capsys.readouterr()
     assert run_cli(main, [str(a) for a in arguments]) == 2

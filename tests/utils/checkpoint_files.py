@@ -6,7 +6,8 @@ import torch
 def content(step=5, value=1.0, **more):
     weights = torch.full((300,), value)
     state = {"model": {"w": weights, "n": 3}, "list": {"x": [1, 2.5, "s", None, True, (1, 2)]}}
-    base = {"schema": 1, "task": "gan", "step": step, "config": {"lr": 0.1}, "classes": ["a"], "state": state}
+    base = {"schema": 1, "task": "gan", "step": step, "config": {"lr": 0.1}, "classes": ["a"]}
+    base |= {"shape": {"channels": 1, "classes": 1, "resolution": 8}, "state": state}
     return base | more
 
 

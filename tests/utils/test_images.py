@@ -4,7 +4,8 @@ import torch
 from PIL import Image
 
 from utils.errors import UserError
-from utils.images import grid, save_grid, write_atomic
+from utils.files import write_atomic
+from utils.images import grid, save_grid
 
 
 def pictures(n, channels=1, height=2, width=3):

@@ -93,25 +93,19 @@ def test_the_failing_ranks_exit_code_is_ours(script, code, rank, capfd):
     assert capfd.readouterr().err == ""
 
 
-HIGHER_RANKS = pytest.mark.xfail(
-    strict=True, reason="BUG: any() stops polling at the first rank that lives: the end of a higher one goes unnoticed"
-)
-
-
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=HIGHER_RANKS)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_told_and_gives_4(script, capfd, rank):
     text = f"rank == {rank} and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)\n"
     assert launch(script(text), 2) == 4
     assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL\n"
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the loop ends with the last process and tells nothing of it")
 def test_the_last_rank_to_be_killed_is_told_too(script, capfd):
     assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1) == 4
     assert capfd.readouterr().err == "error: rank 0 was ended by SIGKILL\n"
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=HIGHER_RANKS)])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, monkeypatch, rank):
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
     text = f"if rank == {rank}: sys.exit(2)\ntime.sleep(3)\n(folder / 'survived').write_text('x')\n"

@@ -101,9 +101,6 @@ def test_a_folder_of_other_things_is_refused_and_not_touched(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: killed while it first writes config.yaml, a run is refused for its own leftover"
-)
 def test_the_leftover_of_a_first_start_that_was_killed_is_not_in_the_way(tmp_path):
     (tmp_path / ".lock").write_text("1")
     (tmp_path / ".config.yaml.123.tmp").write_text("task: g")
@@ -150,7 +147,6 @@ def test_changes_that_break_the_state_are_refused(tmp_path, config_class, key, v
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: only the classifier's optimizer.name is on the list of breaking keys")
 @pytest.mark.parametrize("key", ["generator_optimizer.name", "discriminator_optimizer.name"])
 def test_another_optimizer_of_the_gan_is_refused(tmp_path, key):
     folder, tree = differing(tmp_path, GanConfig, key, "sgd")
