@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from utils.cli import Parser
 from utils.distributed import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import write_atomic
+from utils.report import write_report
 
 GAN_PICTURES = 5000  # n of a distance unless the real sets are smaller
 GAN_ONLY = ("classifier", "extractor", "weights", "per_class")
@@ -107,6 +109,9 @@ def main(argv: list[str]) -> int:
     write_atomic(out / "metrics.json", f"{text}\n".encode())
     print(text if options.json else table(document))
     print(f"wrote metrics.json, {', '.join(document['pictures'])} into {out}", file=sys.stderr)
+    if options.out is None and (run_folder(path) / "config.yaml").is_file():
+        command = shlex.join(["python", "evaluate.py", *argv])
+        print(f"report: {write_report(run_folder(path), commands=[command])}", file=sys.stderr)
     return 0
 
 

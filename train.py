@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
 
     from training.run import train  # imports torch, which must not happen before --gpus is applied
 
-    device = "cpu" if options.procs > 1 and options.device is None else options.device
+    wanted = "cuda" if gpus else "cpu" if options.procs > 1 else None  # asked for, so not to be replaced in silence
+    device = options.device or wanted
     return train(
         options.config,
         overrides,

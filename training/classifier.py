@@ -152,17 +152,12 @@ class ClassifierTask:
             self.mixed.backward(loss)
             loss_sum += loss.detach()
             correct += (logits.detach().argmax(1) == labels).sum()
-        norm, skipped = self.updater.step(step)
-        restore_where_(statistics, before, skipped)
+        update = self.updater.step(step)
+        restore_where_(statistics, before, update.skipped)
         self.mixed.update_scale()
-        self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), skipped)
-        world = distributed.world_size()
-        return {
-            "loss/classifier": loss_sum,
-            "accuracy/train": correct / self.config.batch_size,
-            "gradient_norm/classifier": norm / world,
-            "skipped_updates": skipped / world,
-        }
+        self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), update.skipped)
+        figures = {"loss/classifier": loss_sum, "accuracy/train": correct / self.config.batch_size}
+        return figures | update.metrics("classifier")
 
     def _augmented(self, images: Tensor, step: int, start: int) -> Tensor:
         return draw_and_apply(
@@ -175,7 +170,8 @@ class ClassifierTask:
         )
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """At the start, the first training pictures as the network will see them; later there is nothing new to show.
+        """At the start, the first training pictures as the network will see them; later there is nothing new to
+        show.
         """
         if step:
             return None

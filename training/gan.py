@@ -163,22 +163,16 @@ class GanTask:
             w_sum += w.detach().sum(dim=0)
             fakes.append((images.detach(), latents.labels[rows]))
         self.discriminator.requires_grad_(True)
-        norm, skipped = updater.step(step)
+        update = updater.step(step)
         generator.update_w_avg(distributed.all_reduce_sum_(w_sum) / self.config.batch_size)
-        self.ema.update(generator, self._ema_beta(step), skipped)
-        metrics["loss/generator"] = loss_sum
-        self._note_update(metrics, "generator", norm, skipped)
+        self.ema.update(generator, self._ema_beta(step), update.skipped)
+        metrics.update({"loss/generator": loss_sum} | update.metrics("generator"))
         return fakes
 
     def _ema_beta(self, step: int) -> float:
         ema, batch = self.config.ema, self.config.batch_size
         kimg = ema.half_life_kimg if ema.half_life_kimg is not None else batch * 10 / 32
         return half_life_beta(batch, (step + 1) * batch, kimg * 1000, ema.ramp)
-
-    def _note_update(self, metrics: dict[str, Tensor], name: str, norm: Tensor, skipped: Tensor) -> None:
-        world = distributed.world_size()  # the same on all ranks, so each contributes its part of the sum
-        metrics[f"gradient_norm/{name}"] = norm / world
-        metrics["skipped_updates"] = metrics.get("skipped_updates", torch.zeros_like(skipped)) + skipped / world
 
     def _discriminator_phase(
         self, step: int, batch: Batch, fakes: list[tuple[Tensor, Tensor]], metrics: dict[str, Tensor]
@@ -203,9 +197,7 @@ class GanTask:
             labels = batch.labels[piece]
             rows = slice(self.first + piece.start, self.first + piece.stop)
             self._judge_reals(real, labels, self._wrong(labels, step, rows), penalise, sums)
-        norm, skipped = updater.step(step)
-        metrics.update(sums)
-        self._note_update(metrics, "discriminator", norm, skipped)
+        metrics.update(sums | updater.step(step).metrics("discriminator"))
 
     def _wrong(self, labels: Tensor, step: int, rows: slice) -> Tensor | None:
         """Uniform labels other than the true ones, or None where mismatched pairs are not part of the loss."""
@@ -236,8 +228,7 @@ class GanTask:
         sums["logits/real"] += logits.detach().sum() / batch_size
         sums["logits/real_sign"] += logits.detach().sign().sum() / batch_size
         if penalise:
-            scale = self.mixed.scaler.get_scale() if self.mixed.scaler.is_enabled() else 1.0
-            r1 = losses.squared_gradient_norm(logits, images, scale).sum() / batch_size
+            r1 = losses.squared_gradient_norm(logits, images, self.mixed.scale()).sum() / batch_size
             # one update serves both terms, so the gain alone makes up for the interval (no change of Adam's lr and
             # betas)
             loss = loss + r1 * (config.r1_gamma / 2 * config.r1_interval)

@@ -79,9 +79,9 @@ class MetricWindow:
             self._counts[name] = self._counts.get(name, 0) + len(self._pending[name])
         self._pending.clear()
 
-    def total(self, name: str) -> float:
-        """Sum of a folded metric so far."""
-        return self._sums.get(name, 0.0)
+    def total(self, prefix: str) -> float:
+        """Sum of the folded metrics `prefix/...` so far."""
+        return sum(total for name, total in self._sums.items() if name.startswith(f"{prefix}/"))
 
     def take(self) -> dict[str, float]:
         """The means, and start anew."""
@@ -106,7 +106,7 @@ class Loop:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
         self.step = 0  # updates done
         self.best: dict[str, float | int] = {}
-        self.skipped = 0.0  # updates skipped for non-finite gradients, in all
+        self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
         self.window = MetricWindow()
         self.log = RunLog(
             folder.path, active=distributed.is_main(), tensorboard=config.log.tensorboard, total_steps=config.steps
@@ -121,10 +121,10 @@ class Loop:
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": dict(self.best), "skipped": self.skipped}
+        return {"step": self.step, "best": dict(self.best), "updates": dict(self.updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.best, self.skipped = state["step"], dict(state["best"]), state["skipped"]
+        self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
 
     # --- saving and resuming
 
@@ -244,23 +244,26 @@ class Loop:
 
     def _log_tick(self) -> None:
         self.window.fold()
-        self.skipped += self.window.total("skipped_updates")
+        for name in self.updates:
+            self.updates[name] += self.window.total(name)
         means = self.window.take()
         now = time.perf_counter()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
         images = (self.step - self._tick_step) * self.config.batch_size
         row: Metrics = {"images": self.step * self.config.batch_size, "images_per_second": images / seconds}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
-        row |= means | {"skipped_updates": round(self.skipped)}
+        row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
+        row |= {name: round(count) for name, count in self.updates.items()}
         self.log.metrics(self.step, row)
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
-        if self.skipped > self.config.nonfinite_cap:
+        if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
             self.folder_status("failed", "non-finite gradients", TrainingHalted.exit_code)
             raise TrainingHalted(
-                f"{round(self.skipped)} updates had non-finite gradients, more than nonfinite_cap "
-                f"{self.config.nonfinite_cap}; "
-                "lower the learning rate or use --precision fp32, then start again from the last checkpoint"
+                f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
+                f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again "
+                "from the "
+                "last checkpoint"
             )
 
     def _samples(self) -> None:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,8 @@ class OptimizerConfig:
             raise UserError("optimizer: clip_norm must be positive, or null for no clipping")
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to save.
+        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
+        save.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
@@ -98,6 +99,11 @@ class Mixed:
         """Accumulate the gradients of the (scaled) loss."""
         self.scaler.scale(loss).backward()
 
+    def scale(self) -> Tensor:
+        """The loss scale as a 0-d tensor on the device, 1 without a scaler: nobody waits for its value."""
+        one = torch.ones((), device=self.device)
+        return self.scaler.scale(one) if self.scaler.is_enabled() else one
+
     def update_scale(self) -> None:
         """Adapt the loss scale: once a step, after every network's update."""
         if self.scaler.is_enabled():
@@ -110,6 +116,23 @@ class Mixed:
         # a run may be resumed at another precision: without a scaler there is nothing to restore
         if state and self.scaler.is_enabled():
             self.scaler.load_state_dict(state)
+
+
+class Update(NamedTuple):
+    """What became of an update; 0-d tensors on the device, the same on all ranks."""
+
+    norm: Tensor  # total gradient norm before clipping
+    skipped: Tensor  # 1.0: masked, because the norm is not finite
+    nonfinite: Tensor  # 1.0: masked, and fp16's loss scale is not the reason
+
+    def metrics(self, name: str) -> dict[str, Tensor]:
+        """For the log; every rank contributes its part of the sum."""
+        world = distributed.world_size()
+        return {
+            f"gradient_norm/{name}": self.norm / world,
+            f"skipped_updates/{name}": self.skipped / world,
+            f"nonfinite_updates/{name}": self.nonfinite / world,
+        }
 
 
 class Updater:
@@ -129,15 +152,13 @@ class Updater:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Apply update number `step` (from 0). Returns the gradient norm before clipping and a flag (1.0: skipped),
-        both 0-d.
-        """
+    def step(self, step: int) -> Update:
+        """Apply update number `step` (from 0), unless the gradients are not finite."""
         distributed.all_reduce_gradients(self.parameters)
         scaler = self.mixed.scaler
-        scaler.unscale_(self.optimizer) if scaler.is_enabled() else None
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        if scaler.is_enabled():
+            scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.config.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
         for group in self.optimizer.param_groups:
@@ -149,7 +170,8 @@ class Updater:
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
-        return norm, skipped
+        # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
+        return Update(norm, skipped, skipped * (self.mixed.scale() <= 1))
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

@@ -82,7 +82,7 @@ def plan_rows(
     rows = {
         "task": config.task,
         "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads, "
-        "{config.precision}",
+        f"{config.precision}",
     }
     rows |= data_rows("training data", reader)
     rows |= (

@@ -1,5 +1,6 @@
 """One training run from a config file to a finished run folder; what `train.py` calls in every process."""
 
+import shlex
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from utils import distributed
 from utils.config import read_yaml, to_tree
 from utils.errors import StoppedBySignal, TrainingHalted
 from utils.logging import say
+from utils.report import write_report
 from utils.run_folder import RunFolder
 
 
@@ -69,6 +71,11 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     return Loop(config, task, loader, folder)
 
 
+def again(run: Path) -> str:
+    """The command that trains a run once more from its own config."""
+    return shlex.join(["python", "train.py", "--config", str(run / "config.yaml"), "--run-dir", f"{run}-again"])
+
+
 def _print_plan(loop: Loop) -> None:
     for name, (network, inputs) in loop.task.networks().items():
         print(plan.model_summary(name, network, inputs, loop.config.micro(distributed.world_size())))
@@ -100,5 +107,7 @@ def _run(loop: Loop, max_steps: int | None) -> int:
         0,
     )
     if distributed.is_main():
+        report = write_report(loop.folder.path, commands=[again(loop.folder.path)])
+        say(f"report: {report}")
         say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
     return 0

@@ -121,7 +121,7 @@ def test_updates_follow_the_papers(options):
     for step in range(4):
         set_gradients(model, step)
         grads = [p.grad.clone() for p in model.parameters()]
-        norm, skipped = updater.step(step)
+        norm, skipped, _ = updater.step(step)
         reference_step(values, state, grads, updater.config, step + 1)
         assert norm.item() == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)))
         assert skipped.item() == 0.0
@@ -146,7 +146,7 @@ def test_clipping_by_the_total_norm(clip, scale):
     before = [p.detach().clone() for p in model.parameters()]
     grads = [p.grad.clone() for p in model.parameters()]
     total = math.sqrt(sum(g.square().sum().item() for g in grads))
-    norm, _ = updater.step(0)
+    norm, _, _ = updater.step(0)
     assert norm.item() == pytest.approx(total)  # what is reported is the norm before clipping
     factor = min(1.0, clip / total)
     for parameter, old, grad in zip(model.parameters(), before, grads, strict=True):
@@ -169,9 +169,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_step
             u.step(step)
     set_gradients(model, 50)
     model.weight.grad[0, 0] = value
-    norm, skipped = updater.step(good_steps)
+    norm, skipped, nonfinite = updater.step(good_steps)
     assert not torch.isfinite(norm)
-    assert skipped.item() == 1.0
+    assert (skipped.item(), nonfinite.item()) == (1.0, 1.0)
     for parameter, expected in zip(model.parameters(), untouched.parameters(), strict=True):
         assert torch.equal(parameter, expected)
     # moments and step counters too: the next update is the one that would have come without the bad one
@@ -233,7 +233,8 @@ def run_scaled(bad_step=None, precision="fp16", **config):
         updater.zero_grad()
         loss = model(x).mean() * (math.inf if step == bad_step else 1.0)
         mixed.backward(loss)
-        norm, skipped = updater.step(step)
+        norm, skipped, nonfinite = updater.step(step)
+        assert nonfinite == 0  # the loss scale of 2^16 is the likely reason
         norms.append(norm.item())
         flags.append(skipped.item())
         mixed.update_scale()
@@ -286,3 +287,19 @@ def test_foreach_lerp(weight):
     foreach_lerp_(targets, iter(sources), torch.tensor(weight))
     torch.testing.assert_close(targets, expected)
     foreach_lerp_([], [], torch.tensor(weight))
+
+
+def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
+    """fp16's own skips must not stop a run, but a NaN that no scale can cure must."""
+    model = nn.Linear(3, 1)
+    mixed = Mixed("fp16", CPU)
+    updater = Updater(model, OptimizerConfig(lr=0.1, name="sgd"), mixed, 100)
+    flags = []
+    for step in range(20):
+        updater.zero_grad()
+        mixed.backward(model(torch.ones(2, 3)).mean() * math.nan)
+        update = updater.step(step)
+        assert update.skipped == 1
+        flags.append(update.nonfinite.item())
+        mixed.update_scale()
+    assert flags == [0.0] * 16 + [1.0] * 4
