@@ -79,7 +79,7 @@ def test_training_and_evaluation_use_the_packed_sample_and_the_judge(commands, t
 
 def test_quick_trains_a_few_steps_only(commands, tmp_path):
     main(["--dir", str(tmp_path), "--quick"])
-    assert [arguments[-2:] for arguments in commands.calls[2:4]] == [["--max-steps", str(quickstart.QUICK_STEPS)]] * 2
+    assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(quickstart.QUICK_STEPS)]] * 2
 
 
 @pytest.mark.parametrize("failing", [1, 3, 6])

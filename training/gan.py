@@ -11,7 +11,7 @@ from data.loader import Batch
 from data.store import LMDBReader
 from data.transforms import Augment, draw_and_apply, to_float
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import Options, build
+from metrics.extractors import Extractor, Options, build
 from metrics.features import RealFeatures
 from models.restore import classifier_from
 from models.sampling import generate
@@ -82,7 +82,7 @@ class GanConfig(RunConfig):
 class GanTask:
     """Generator, discriminator, their optimizers, and one step of both."""
 
-    best_metric, best_is_lower = "frechet", True
+    best_is_lower = True
 
     def __init__(
         self, config: GanConfig, reader: LMDBReader, val_reader: LMDBReader | None, device: torch.device
@@ -108,7 +108,10 @@ class GanTask:
             self.discriminator, config.discriminator_optimizer, self.mixed, config.steps
         )
         self.draws = GanDraws(config.seed, config.batch_size, self.generator, device, meta.histogram)
-        self._real: RealFeatures | None = None
+        self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
+        self._real = RealFeatures(batch_size=config.evaluation.batch_size)
+        self._extractors: list[Extractor] = []
+        distributed.on_main(self._build_extractors)  # now, not at the first evaluation: it may be refused
 
     def registry(self) -> dict[str, Any]:
         """Name -> object with a state dict: all that a checkpoint must hold."""
@@ -236,43 +239,41 @@ class GanTask:
         self.mixed.backward(loss)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """uint8 picture [H, W, C]: the average generator's samples at the fixed seed, one row a class."""
-        rows, columns = (self.shape["classes"], 10) if self.shape["classes"] else (8, 8)
+        """uint8 picture [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
+        rows, columns = (min(20, self.shape["classes"]), 10) if self.shape["classes"] else (8, 8)
         count = rows * columns
         labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
         return grid(
             generate(self.ema.model, labels=labels, indices=range(count), seed=self.config.seed), columns=columns
         )
 
+    def _build_extractors(self) -> None:
+        config = self.config.evaluation
+        options = Options(
+            weights=config.weights,
+            device=self.device,
+            channels=self.shape["channels"],
+            load_classifier=lambda run: classifier_from(load(resolve(run)), self.device),
+        )
+        self._extractors = build([config.extractor], options)
+
     def evaluate(self) -> dict[str, float]:
         """Distance of the average generator's samples to held-out pictures (training pictures where there are none).
 
         Rank 0 computes, the others wait.
         """
-        result: dict[str, float] = {}
-        if distributed.is_main():
-            config = self.config.evaluation
-            real_reader = self.val_reader or self.reader
-            options = Options(
-                weights=config.weights,
-                device=self.device,
-                channels=self.shape["channels"],
-                load_classifier=lambda run: classifier_from(load(resolve(run)), self.device),
-            )
-            self._real = self._real or RealFeatures(batch_size=config.batch_size)
-            found = evaluate_generator(
-                self.ema.model,
-                real_reader,
-                n=config.n,
-                seed=self.config.seed,
-                extractors=build([config.extractor], options),
-                real=self._real,
-                batch_size=config.batch_size,
-            )
-            distance = found["distances"][0]
-            result = {
-                "frechet": distance["frechet"],
-                "kernel": distance["kernel"],
-                "diversity_ratio": found["diversity_ratio"],
-            }
-        return distributed.broadcast_object(result)
+        return distributed.on_main(self._evaluate_here)
+
+    def _evaluate_here(self) -> dict[str, float]:
+        config = self.config.evaluation
+        found = evaluate_generator(
+            self.ema.model,
+            self.val_reader or self.reader,
+            n=config.n,
+            seed=self.config.seed,
+            extractors=self._extractors,
+            real=self._real,
+            batch_size=config.batch_size,
+        )
+        names = ("frechet", "kernel", "diversity_ratio")
+        return {f"{name}/{config.extractor}": found["distances"][0][name] for name in names}

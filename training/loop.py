@@ -174,14 +174,12 @@ class Loop:
         if data.get("content_hash") != meta.content_hash:
             raise UserError(
                 f"{self.folder.path}: was trained on other pictures ({data.get('count')} then, {meta.count} in "
-                f"{self.config.data.path} now); "
-                "choose another --run-dir or give its own data"
+                f"{self.config.data.path} now); choose another --run-dir or give its own data"
             )
         for name, part in self.registry().items():
             if name not in content["state"]:
                 raise UserError(
-                    f"{path}: lacks the state of {name!r}; it was written by another version, start in another "
-                    "--run-dir"
+                    f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
                 )
             part.load_state_dict(content["state"][name])
         self._saved_step = self.step
@@ -225,7 +223,8 @@ class Loop:
             self.window.add(self.task.step(batch, self.step))
             self.step += 1
             self.log.advance()
-            if self.step % config.log.every == 0 or self.step == target:
+            # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
+            if self.step % config.log.every == 0 or self.step == config.steps:
                 self._log_tick()
             if config.log.samples_every and self.step % config.log.samples_every == 0:
                 self._pause(self._samples)
@@ -261,9 +260,8 @@ class Loop:
             self.folder_status("failed", "non-finite gradients", TrainingHalted.exit_code)
             raise TrainingHalted(
                 f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
-                f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again "
-                "from the "
-                "last checkpoint"
+                f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again from "
+                "the last checkpoint"
             )
 
     def _samples(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
 WIDTH, HEIGHT = 440, 230
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 8, 36  # margins around the plotting area
+LEFT, RIGHT, TOP, BOTTOM = 54, 22, 8, 36  # margins around the plotting area
 MOST_POINTS = 300  # more than a chart this wide can show
 LOG_FROM = 100.0  # a chart whose largest value is this many times its smallest gets a logarithmic axis
 

@@ -153,6 +153,24 @@ def test_sources_that_hold_no_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     assert not out.exists()
 
 
+def test_the_extractor_is_checked_before_the_first_step(
+    tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "gan.yaml", "gan", packed)
+    run = ["--config", str(config), "--run-dir", str(tmp_path / "run")]
+    assert "did you mean 'pixels'" in refused(capsys, train.main, *run, "--evaluation.extractor", "pixel")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # train.py sets it; this puts it back
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", "--gpus", "0")
+    assert "no usable cuda device" in line
+
+
 def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(train.main, ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
     out = capsys.readouterr()
