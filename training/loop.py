@@ -9,7 +9,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -257,12 +257,16 @@ class Loop:
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
-            self.folder_status("failed", "non-finite gradients", TrainingHalted.exit_code)
-            raise TrainingHalted(
+            self._halt(
                 f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
                 f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again from "
                 "the last checkpoint"
             )
+
+    def _halt(self, reason: str) -> NoReturn:
+        """Training stops itself: the reason goes into status.json and to the user; exit code 4."""
+        self.folder_status("failed", reason, TrainingHalted.exit_code)
+        raise TrainingHalted(reason)
 
     def _samples(self) -> None:
         if not distributed.is_main():
@@ -275,7 +279,10 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Evaluate, note the figures, save, and keep this checkpoint as the best if it is."""
-        figures = self.task.evaluate()
+        try:
+            figures = self.task.evaluate()
+        except UserError as error:  # the data was checked before the first step: what is left are broken networks
+            self._halt(f"the evaluation at step {self.step} failed: {error}")
         if figures:
             self.log.metrics(self.step, {f"val/{name}": value for name, value in figures.items()})
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
