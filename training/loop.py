@@ -226,7 +226,7 @@ class Loop:
             # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
             if self.step % config.log.every == 0 or self.step == config.steps:
                 self._log_tick()
-            if config.log.samples_every and self.step % config.log.samples_every == 0:
+            if config.log.samples_every and (self.step % config.log.samples_every == 0 or self.step == config.steps):
                 self._pause(self._samples)
             if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
                 self._pause(self._evaluate)

@@ -1,5 +1,6 @@
 """What is checked and shown before the first step: the preflight's table and `--dry-run`'s plan."""
 
+import copy
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -78,11 +79,12 @@ def plan_rows(
 ) -> dict[str, str]:
     """The preflight's table: label -> value."""
     world = distributed.world_size()
+    slow = config.precision == "fp16" and device.type == "cpu"
     epochs = config.steps * config.batch_size / len(reader)
     rows = {
         "task": config.task,
         "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads, "
-        f"{config.precision}",
+        f"{config.precision}" + (" (slow on CPUs: bf16 is faster)" if slow else ""),
     }
     rows |= data_rows("training data", reader)
     rows |= (
@@ -123,8 +125,26 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items())
 
 
+def saved_bytes(network: torch.nn.Module, inputs: tuple[Any, ...]) -> int:
+    """Bytes that autograd keeps for the backward pass of `network(*inputs)`, its parameters not counted."""
+    parameters = {p.data_ptr() for p in network.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = network(*inputs)
+    del output
+    return sum(kept.values())
+
+
 def model_summary(name: str, network: torch.nn.Module, inputs: tuple[Any, ...], micro: int) -> str:
     """Layers with output shapes and parameters (torchinfo), and the memory of a training step at this micro-batch."""
+    network = copy.deepcopy(network).requires_grad_(True)  # a forward pass in training mode would change statistics
+    activations = saved_bytes(network, inputs) / inputs[0].shape[0] * micro
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchinfo counts multiply-adds with deprecated calls
         info = torchinfo.summary(
@@ -135,12 +155,11 @@ def model_summary(name: str, network: torch.nn.Module, inputs: tuple[Any, ...], 
             col_names=("output_size", "num_params"),
             row_settings=("var_names",),
         )
-    samples = inputs[0].shape[0]
-    activations = info.total_output_bytes / samples * micro
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    layers = str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers
     total = activations + 5 * weights
     memory = (
-        f"memory of a training step: about {total / GIB:.2f} GiB (activations {activations / MIB:.0f} MiB in fp32 at "
-        f"{micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
+        f"memory of its training step: about {total / GIB:.2f} GiB (kept for the backward pass {activations / MIB:.0f} "
+        f"MiB in fp32 at {micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
     )
-    return f"{name}\n{info}\n{memory}"
+    return f"{name}\n{layers}\n{memory}"

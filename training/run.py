@@ -32,7 +32,7 @@ def train(
     config = build_run_config(read_yaml(config_file), overrides, config_file)
     torch_device = distributed.choose_device(device)
     distributed.start(torch_device)
-    folder = RunFolder(run_dir or Path("runs") / Path(config_file).stem)
+    folder = RunFolder(run_dir or default_folder(Path(config_file)))
     try:
         loop = prepare(config, folder, torch_device)
         if dry_run:
@@ -42,6 +42,13 @@ def train(
     finally:
         folder.close()
         distributed.stop()
+
+
+def default_folder(config_file: Path) -> Path:
+    """runs/<name of the config>; for a run's own config.yaml that run."""
+    if config_file.name == "config.yaml" and (config_file.parent / "checkpoints").is_dir():
+        return config_file.parent
+    return Path("runs") / config_file.stem
 
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
@@ -86,14 +93,14 @@ def _open_folder(loop: Loop) -> None:
     loop.folder.open()
     for notice in loop.folder.accept_config(to_tree(loop.config)):
         say(notice)
-    loop.folder.save_config(to_tree(loop.config))
 
 
 def _run(loop: Loop, max_steps: int | None) -> int:
     distributed.on_main(lambda: _open_folder(loop))
+    if loop.resume() and distributed.is_main():  # refused here, the folder is left as it was
+        say(f"resumed at step {loop.step} of {loop.config.steps}")
+    distributed.on_main(lambda: loop.folder.save_config(to_tree(loop.config)))
     try:
-        if loop.resume() and distributed.is_main():
-            say(f"resumed at step {loop.step} of {loop.config.steps}")
         loop.folder_status("running")
         loop.run(max_steps)
     except (StoppedBySignal, TrainingHalted):

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
 
+SECONDS_BETWEEN_LINES = 30.0
 Metrics = dict[str, float | int]
 
 
@@ -35,6 +37,7 @@ class RunLog:
         self._total = total_steps
         self._writer: SummaryWriter | None = None
         self._bar: tqdm[Any] | None = None
+        self._said = time.monotonic()
 
     def open(self, step: int) -> None:
         """Begin at `step`: rows of later steps, written by a run that died after its last checkpoint, are cut off."""
@@ -65,11 +68,20 @@ class RunLog:
                 self._writer.add_scalar(key, value, step)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+        self._progress_line(step, metrics)
         losses = {
             key.removeprefix("loss/"): f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")
         }
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
+
+    def _progress_line(self, step: int, metrics: Metrics) -> None:
+        """Where no bar can be drawn (a log file, CI): a line about twice a minute."""
+        if self._bar is None or not self._bar.disable or time.monotonic() - self._said < SECONDS_BETWEEN_LINES:
+            return
+        self._said = time.monotonic()
+        shown = {k: v for k, v in metrics.items() if k.startswith("loss/") or k == "images_per_second"}
+        say(f"step {step} of {self._total}: " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items()))
 
     def image(self, step: int, name: str, picture: np.ndarray) -> None:
         """A uint8 [H, W] or [H, W, 3] picture for TensorBoard."""

@@ -93,6 +93,22 @@ def test_folder_of_another_run_keeps_everything(
     assert {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file()} == before
 
 
+def test_other_pictures_in_a_runs_folder_keep_everything(
+    gan_run: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Found by a new user: the refused start had rewritten config.yaml and status.json."""
+    pack_arrays(
+        tmp_path / "other.lmdb",
+        np.zeros((20, 1, 16, 16), np.uint8),
+        labels=np.arange(20) % 10,
+        classes=list("abcdefghij"),
+    )
+    before = {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file() and path.name != ".lock"}
+    line = refused(capsys, train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")
+    assert "was trained on other pictures" in line
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_folder_that_is_no_run(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").write_text("years of work")
@@ -175,6 +191,7 @@ def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path, capsys: pytest.Cap
     assert run_cli(train.main, ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
     out = capsys.readouterr()
     assert "conv1" in out.out
-    assert "memory of a training step" in out.out
+    assert "memory of its training step" in out.out
+    assert "Non-trainable params: 0" in out.out
     assert "200 pictures" in out.err
     assert not (tmp_path / "run").exists()
