@@ -120,6 +120,8 @@ class ClassifierTask:
         self.ema = EMA(model, buffers="average")
         synced = world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
+        self.model.train()  # and it stays so: only the average is evaluated
+        self.statistics = [b for b in self.model.buffers() if b.is_floating_point()]  # BatchNorm's running ones
         self.mixed = Mixed(config.precision, device)
         self.updater = Updater(self.model, config.optimizer, self.mixed, config.steps)
 
@@ -136,10 +138,8 @@ class ClassifierTask:
 
     def step(self, batch: Batch, step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
-        self.model.train()
         self.updater.zero_grad()
-        statistics = [b for b in self.model.buffers() if b.is_floating_point()]  # BatchNorm's running ones
-        before = [b.clone() for b in statistics]
+        before = [b.clone() for b in self.statistics]
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
             images = self._augmented(batch.images[start : start + self.micro], step, start)
@@ -153,7 +153,7 @@ class ClassifierTask:
             loss_sum += loss.detach()
             correct += (logits.detach().argmax(1) == labels).sum()
         update = self.updater.step(step)
-        restore_where_(statistics, before, update.skipped)
+        restore_where_(self.statistics, before, update.skipped)
         self.mixed.update_scale()
         self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), update.skipped)
         figures = {"loss/classifier": loss_sum, "accuracy/train": correct / self.config.batch_size}

@@ -125,15 +125,6 @@ def on_main(action: Callable[[], T]) -> T:
     return value  # type: ignore[return-value]
 
 
-def gather_objects(value: T) -> list[T]:
-    """Every rank's object (plain data), in the order of ranks, on every rank."""
-    if world_size() == 1:
-        return [value]
-    box: list[T | None] = [None] * world_size()
-    dist.all_gather_object(box, value, group=_control)
-    return box  # type: ignore[return-value]
-
-
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
     """Add up `tensor` over the ranks, in place; no gradient flows."""
     if world_size() > 1:
