@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.store import LMDBReader
+from data.dataset import Dataset, dataset_for_model
 from metrics.diversity import PICTURES
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator
@@ -29,7 +29,7 @@ from utils.checkpoint import load, resolve
 from utils.cli import Parser
 from utils.distributed import choose_device
 from utils.errors import UserError, run_cli
-from utils.files import write_atomic
+from utils.files import check_writable, write_atomic
 from utils.report import write_report
 
 GAN_PICTURES = 5000  # n of a distance unless the real sets are smaller
@@ -60,7 +60,7 @@ class Job:
     """One evaluation: what is evaluated on what, where the results go, and how."""
 
     checkpoint: dict[str, Any]
-    reader: LMDBReader
+    reader: Dataset
     out: Path
     options: argparse.Namespace
     device: torch.device
@@ -98,8 +98,9 @@ def main(argv: list[str]) -> int:
     if checkpoint["task"] not in TASKS:
         raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
     evaluate, table = TASKS[checkpoint["task"]]
+    check_writable(out)
     progress = Bars()
-    with LMDBReader(data) as reader:
+    with pictures_for(checkpoint, data) as reader:
         job = Job(checkpoint, reader, out, options, choose_device(options.device), progress)
         figures = evaluate(job)
     progress.close()
@@ -240,17 +241,24 @@ def require_same_classes(who: str, names: Sequence[str], other: str, others: Seq
     )
 
 
-def training_pictures(checkpoint: dict[str, Any]) -> tuple[LMDBReader | None, str]:
+def pictures_for(checkpoint: dict[str, Any], path: str) -> Dataset:
+    """A packed file, read as the run of this checkpoint reads it."""
+    trained = (checkpoint["config"].get("data") or {}).get("resolution")
+    return dataset_for_model(path, trained, checkpoint["shape"]["resolution"])
+
+
+def training_pictures(checkpoint: dict[str, Any]) -> tuple[Dataset | None, str]:
     """The pictures the generator was trained on, the second real set of the floor; or None and the reason."""
     path = checkpoint["config"].get("data", {}).get("path")
     if not path:
         return None, "the run's config names no data.path to be the second real set"
-    if not Path(path).is_file():
-        return None, f"the training pictures {path} are not there to be the second real set"
-    return LMDBReader(path), ""
+    try:
+        return pictures_for(checkpoint, path), ""
+    except UserError as error:
+        return None, f"the training pictures cannot be the second real set: {error}"
 
 
-def save_real(reader: LMDBReader, names: Sequence[str], columns: int, path: Path) -> None:
+def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
     """Write a grid of real test pictures, laid out like the grid of samples."""
     labels = reader.labels() if names else np.zeros(len(reader), dtype=np.int64)
     most = columns if names else columns * columns

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 def training_mode(checkpoint: dict[str, Any]) -> str:
     """How the training data was brought to size, `crop` or `pad`, as the checkpoint tells."""
-    return "pad" if checkpoint["data"]["resize_filter"] == RESIZE_FILTERS["pad"] else "crop"
+    return "pad" if checkpoint["data"]["resize_filter"].startswith(RESIZE_FILTERS["pad"]) else "crop"
 
 
 def predict(

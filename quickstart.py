@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from data.store import LMDBReader
+from data.dataset import Dataset
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import write_atomic
@@ -133,7 +133,7 @@ def shown(path: Path) -> str:
 def complete(file: Path) -> bool:
     """Whether a packed file is whole, as its completion record says."""
     try:
-        LMDBReader(file).close()
+        Dataset(file).close()
     except UserError as error:
         print(f"packing again: {error}", flush=True)
         return False

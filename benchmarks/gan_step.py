@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from data.dataset import Dataset
 from data.loader import InfiniteLoader
 from data.sampler import GlobalSampler
-from data.store import LMDBReader
 from data.writer import pack_arrays
 from training.gan import GanConfig, GanTask
 from training.tasks import build_run_config
@@ -33,7 +33,7 @@ from utils.errors import UserError, run_cli
 class Timed:
     """A task with its loader; `run(n)` takes n steps and returns images per second."""
 
-    def __init__(self, config: GanConfig, reader: LMDBReader, device: torch.device) -> None:
+    def __init__(self, config: GanConfig, reader: Dataset, device: torch.device) -> None:
         self.config, self.device, self.step = config, device, 0
         self.task = GanTask(config, reader, None, device)
         sampler = GlobalSampler(len(reader), batch_size=config.batch_size, seed=0)
@@ -60,7 +60,7 @@ def measure(config: GanConfig, device: torch.device, repeats: int, steps: int) -
         pictures = np.random.default_rng(0).integers(0, 256, (1024, 1, 32, 32), dtype=np.uint8)
         path = Path(folder) / "random.lmdb"
         pack_arrays(path, pictures, labels=np.arange(1024) % 10, classes=[str(c) for c in range(10)])
-        with contextlib.closing(LMDBReader(path)) as reader:
+        with contextlib.closing(Dataset(path)) as reader:
             ours, baseline = Timed(config, reader, device), Timed(plain, reader, device)
             ours.run(4), baseline.run(4)
             pairs = [(ours.run(steps), baseline.run(steps)) for _ in range(repeats)]

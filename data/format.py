@@ -1,6 +1,7 @@
 """The record format of a packed data set, version 1: keys, entries, metadata. docs/lmdb.md is its description."""
 
 import hashlib
+import itertools
 import json
 import zlib
 from dataclasses import asdict, dataclass, fields
@@ -10,14 +11,20 @@ import numpy as np
 FORMAT = "duet-lmdb"
 VERSION = 1
 FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
+SIGNATURES = 4096  # per record
 ENCODINGS = ("raw", "jpeg", "png", "source")
 
 BLOCK_PICTURES = 4096  # pictures per block at most
 BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (a picture larger than this has a block of its own)
 
+# How a payload is decoded: by the rules of data/pictures.py, or faster because nothing in the file needs them.
+CODEC_RULES, CODEC_JPEG, CODEC_PNG = 0, 1, 2
+
 # One picture's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of the entry's other
-# 20 bytes followed by the payload. Entries stand in the index of their block and in front of an encoded picture.
-ENTRY = np.dtype([("checksum", "<u4"), ("size", "<u4"), ("label", "<i8"), ("height", "<u4"), ("width", "<u4")])
+# 24 bytes followed by the payload. Entries stand in the index of their block and in front of an encoded picture.
+ENTRY = np.dtype(
+    [("checksum", "<u4"), ("size", "<u4"), ("label", "<i8"), ("height", "<u4"), ("width", "<u4"), ("codec", "<u4")]
+)
 # In front of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block beside it (0: no raw block).
 INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
 
@@ -26,9 +33,11 @@ INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
 class Meta:
     """What a packed data set says about itself.
 
-    `mean` and `std` are per channel in units of [0, 1], over all pixels of all pictures. `resolutions` holds the side
-    of the square pictures, or 0 where the pictures have sizes of their own (encoding "source"). `content_hash` is the
-    SHA-256 of classes, labels, shapes and payloads: the same pictures packed the same way give the same hash.
+    `mean` and `std` are per channel in units of [0, 1], over all pixels of all pictures at the largest resolution.
+    `resolutions` holds the sides of the square pictures in ascending order (several: a pyramid), or 0 where the
+    pictures have sizes of their own (encoding "source"). `content_hash` is the SHA-256 of classes, labels, shapes and
+    payloads: the same pictures packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
+    own bytes and labels in order, whatever was made of them; empty if the source was not asked.
     """
 
     version: int = VERSION
@@ -42,8 +51,9 @@ class Meta:
     std: list[float]
     resize_filter: str  # how pictures were brought to size: "none", "zero-pad", "centre-crop+lanczos"
     source: str  # what was packed, for people
+    fingerprint: str
     content_hash: str
-    block: int = 1  # pictures per block
+    blocks: list[int]  # pictures per block, one number for each resolution
 
     def to_json(self) -> bytes:
         """The metadata record."""
@@ -63,10 +73,24 @@ def block_length(channels: int, resolution: int, encoding: str) -> int:
     return max(1, min(BLOCK_PICTURES, BLOCK_BYTES // (channels * resolution * resolution)))
 
 
-def content_hasher(classes: list[str], channels: int, encoding: str, resolution: int) -> "hashlib._Hash":
-    """The content hash at its start; then each record's entry and payload are added in order."""
-    head = {"channels": channels, "classes": classes, "encoding": encoding, "resolution": resolution}
-    return hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+class ContentHash:
+    """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
+
+    A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
+    """
+
+    def __init__(self, classes: list[str], channels: int, encoding: str, resolutions: list[int]) -> None:
+        head = {"channels": channels, "classes": classes, "encoding": encoding, "resolutions": resolutions}
+        self._head = json.dumps(head, sort_keys=True).encode()
+        self._digests: list[list[bytes]] = [[] for _ in resolutions]
+
+    def add(self, level: int, digest: bytes) -> None:
+        """The digest of the next block of resolution number `level`."""
+        self._digests[level].append(digest)
+
+    def hexdigest(self) -> str:
+        """The hash of what was added."""
+        return hashlib.sha256(self._head + b"".join(itertools.chain.from_iterable(self._digests))).hexdigest()
 
 
 def pixels_key(block: int, resolution: int) -> bytes:
@@ -84,14 +108,19 @@ def index_key(block: int, resolution: int) -> bytes:
     return b"index/%08d/%05d" % (block, resolution)
 
 
-def make_entry(payload: bytes, label: int, height: int, width: int) -> np.ndarray:
+def signature_key(record: int) -> bytes:
+    """Key of SIGNATURES signatures: their CRC-32 (u32), then the array of data.signature.SIGNATURE."""
+    return b"hash/%08d" % record
+
+
+def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:
     """The entry of a picture, as an array of shape [1] and type ENTRY."""
     entry = np.zeros(1, ENTRY)
-    entry[0] = (0, len(payload), label, height, width)
+    entry[0] = (0, len(payload), label, height, width, codec)
     entry["checksum"] = entry_checksum(entry[0], payload)
     return entry
 
 
 def entry_checksum(entry: np.void, payload: bytes | memoryview) -> int:
-    """CRC-32 of label, shape and size, then the payload."""
+    """CRC-32 of label, shape, size and codec, then the payload."""
     return zlib.crc32(payload, zlib.crc32(entry.tobytes()[4:]))

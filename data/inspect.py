@@ -47,7 +47,7 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 def _text(value: object) -> str:
     if isinstance(value, list):
-        return " ".join(_text(item) for item in value)
+        return "none" if not value else " ".join(_text(item) for item in value)
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 

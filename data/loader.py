@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.sampler import GlobalSampler
-from data.store import LMDBReader
+from data.dataset import Dataset
+from data.sampler import GlobalSampler, SampleKeys
 
 
 @dataclass
@@ -31,13 +31,28 @@ class Batch:
         return Batch(self.images.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
-def read_batch(reader: LMDBReader, indices: np.ndarray, *, pin: bool = False) -> Batch:
-    """Gather records into new tensors on the CPU, pinned if asked to."""
-    shape = (len(indices), reader.meta.channels, reader.resolution, reader.resolution)
-    images = torch.empty(shape, dtype=torch.uint8, pin_memory=pin)
-    _, labels = reader.read(indices, out=images.numpy())
+def read_batch(
+    reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
+) -> Batch:
+    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded pictures lie in
+    memory as the decoder gives them, channels last.
+    """
+    n, channels, side = len(indices), reader.meta.channels, reader.resolution
+    shape = (n, channels, side, side) if reader.gathers else (n, side, side, channels)
+    if pin:
+        memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+    else:  # NumPy reuses freed memory where torch maps new pages for every batch
+        memory = torch.from_numpy(np.empty(shape, np.uint8))
+    images = memory if reader.gathers else memory.permute(0, 3, 1, 2)
+    _, labels = reader.read(indices, out=images.numpy(), keys=keys)
     on_cpu = torch.from_numpy(labels)
     return Batch(images, on_cpu.pin_memory() if pin else on_cpu)
+
+
+def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool) -> Batch:
+    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch."""
+    indices, start = sampler.next_batch()
+    return read_batch(reader, indices, pin=pin, keys=sampler.batch_keys(start) if reader.crop else None)
 
 
 class InfiniteLoader:
@@ -50,7 +65,7 @@ class InfiniteLoader:
     """
 
     def __init__(
-        self, reader: LMDBReader, sampler: GlobalSampler, *, device: torch.device | str, prefetch: int = 2
+        self, reader: Dataset, sampler: GlobalSampler, *, device: torch.device | str, prefetch: int = 2
     ) -> None:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
         self.prefetch = prefetch
@@ -65,8 +80,7 @@ class InfiniteLoader:
         if self.prefetch:
             batch = self._prefetched()
         else:
-            indices, _ = copy.copy(self.sampler).next_batch()
-            batch = read_batch(self.reader, indices, pin=self.device.type != "cpu").to(self.device)
+            batch = _next_batch(self.reader, copy.copy(self.sampler), pin=self.device.type != "cpu").to(self.device)
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
         self.wait_seconds += time.perf_counter() - started
@@ -101,7 +115,7 @@ class InfiniteLoader:
 class _Worker:
     """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
 
-    def __init__(self, reader: LMDBReader, sampler: GlobalSampler, device: torch.device, prefetch: int) -> None:
+    def __init__(self, reader: Dataset, sampler: GlobalSampler, device: torch.device, prefetch: int) -> None:
         self._reader, self._sampler, self._device = reader, sampler, device
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
@@ -112,16 +126,15 @@ class _Worker:
     def _run(self) -> None:
         try:
             while not self._stopped.is_set():
-                indices, _ = self._sampler.next_batch()
-                self._ready.put(self._load(indices))
+                self._ready.put(self._load())
         except Exception as error:  # handed to the consumer, who raises it
             self._ready.put(error)
 
-    def _load(self, indices: np.ndarray) -> tuple[Batch, torch.Event | None]:
+    def _load(self) -> tuple[Batch, torch.Event | None]:
         if self._stream is None:
-            return read_batch(self._reader, indices), None
+            return _next_batch(self._reader, self._sampler, pin=False), None
         with self._stream:
-            batch = read_batch(self._reader, indices, pin=True).to(self._device)
+            batch = _next_batch(self._reader, self._sampler, pin=True).to(self._device)
             return batch, self._stream.record_event()
 
     def next(self) -> Batch:
@@ -148,7 +161,7 @@ class _Worker:
 
 
 def evaluation_batches(
-    reader: LMDBReader, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None = None
+    reader: Dataset, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
     """Every sample exactly once over the ranks, in order, on the CPU; the last batch may be smaller.
 

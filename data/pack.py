@@ -1,9 +1,16 @@
 """Pack pictures into one file for training: `python -m data.pack SOURCE DEST.lmdb`. The rules are in docs/lmdb.md."""
 
-import itertools
 import sys
+
+if __name__ == "__main__" and not __package__:  # the modules beside this file would then hide the standard library's
+    print("error: start it as a module, in the folder that holds data/: python -m data.pack ...", file=sys.stderr)
+    sys.exit(2)
+
+import argparse
+import contextlib
+import hashlib
+import itertools
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,32 +18,20 @@ import numpy as np
 from tqdm import tqdm
 
 from data.format import ENCODINGS, Meta
-from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit, to_channels
-from data.sources import NAMED, Item, Problem, Source, open_source
+from data.packing import make_plan
+from data.packing_processes import Conversion
+from data.packing_worker import keep_freed_memory
+from data.sources import NAMED, SPLITS, Problem, Source, open_source
+from data.store import LMDBReader
 from data.writer import LMDBWriter, check_target
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 
-PAD_SHARE = 8  # resize "auto" pads data sets whose pictures are smaller than N by at most N / PAD_SHARE
-LISTED = 10  # skipped and ignored names in the summary
+LISTED = 10  # names in the summary and in errors
+SKIPPED_PICTURES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How every picture is brought into the file."""
-
-    size: int  # px; 0: as it is
-    channels: int
-    encoding: str
-    mode: str  # data.pictures.fit's
-
-    @property
-    def resize_filter(self) -> str:
-        """Its name in the metadata."""
-        return RESIZE_FILTERS[self.mode]
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Summary:
     """What was packed."""
 
@@ -44,71 +39,74 @@ class Summary:
     problems: list[Problem] = field(default_factory=list)  # skipped
     ignored: list[str] = field(default_factory=list)  # no pictures by their name
     enlarged: int = 0  # pictures that were smaller than --size and scaled up
-    seconds: float = 0.0
+    workers: int = 0  # processes that converted pictures besides this one
+    seconds: float = 0.0  # until the file was complete
+    duplicates: list[str] | None = None  # the report's lines; None: not searched
+    search_seconds: float = 0.0  # for them, afterwards
 
 
-def make_plan(
-    source: Source,
-    *,
-    size: int | None,
-    encoding: str,
-    channels: int | None,
-    resize: str,  # "auto", "crop" or "pad"
-) -> Plan:
-    """Decide what the user has left open.
+class _Skipped:
+    """What is left out: nothing, or up to a cap."""
 
-    Channels: the source's own, else 3. Size: the source's own, else the first readable picture's, and then all must
-    have it. Resize "auto": "pad" where all pictures have one known size that lies at most N/8 below N, else "crop".
-    Raises UserError for options that do not fit together.
-    """
-    if encoding == "source":
-        if size is not None:
-            raise UserError("--encoding source keeps the files as they are: drop --size or choose raw, jpeg or png")
-        if source.shape is not None:
-            raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
-        return Plan(size=0, channels=channels or 3, encoding=encoding, mode="exact")
-    channels = channels or source.channels or 3
-    if size is None:
-        height, width = source.shape or _first_shape(source, channels)
-        if height != width:
-            raise UserError(f"{source.name}: pictures are {width}x{height} px, not square: pass --size N")
-        return Plan(size=height, channels=channels, encoding=encoding, mode="exact")
-    if source.shape == (size, size):
-        return Plan(size=size, channels=channels, encoding=encoding, mode="exact")
-    if resize == "auto":
-        near = source.shape is not None and 0 < size - max(source.shape) <= size // PAD_SHARE
-        resize = "pad" if near else "crop"
-    return Plan(size=size, channels=channels, encoding=encoding, mode=resize)
+    def __init__(self, source: Source, on_error: str, cap: int | None) -> None:
+        if cap is not None and on_error == "stop":
+            raise UserError("--max-skipped is for --on-error skip: add it or drop --max-skipped")
+        self._source, self._stop = source, on_error == "stop"
+        self.cap = max(SKIPPED_PICTURES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
+        self.problems: list[Problem] = []
+        listed = len(source.problems)
+        for problem in source.problems:
+            self.add(problem, listed)
 
+    def add(self, problem: Problem, known: int = 1) -> None:
+        """Count a problem. Raises UserError if it must not be skipped; so many are `known` of already."""
+        self.problems.append(problem)
+        if self._stop:
+            more = f" (and {known - 1} more)" if known > 1 else ""
+            raise UserError(f"{problem}{more}: put it right, or pass --on-error skip to leave it out")
+        if max(known, len(self.problems)) > self.cap:
+            raise UserError(
+                f"{self._source.name}: {max(known, len(self.problems)):,} pictures or folders cannot be used,"
+                f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: put them right or raise --max-skipped"
+            )
 
-def _first_shape(source: Source, channels: int) -> tuple[int, int]:
-    """Height and width of the first picture that can be read."""
-    problems = []
-    for index in range(len(source)):
-        try:
-            shape = _pixels(source.item(index), channels).shape
-            return shape[0], shape[1]
-        except PictureError as error:
-            problems.append(Problem(source.item_name(index), str(error)))
-    raise UserError(f"{source.name}: none of {len(source)} pictures can be read; the first: {problems[0]}")
+    def check_packed(self, histogram: np.ndarray, count: int) -> None:
+        """Raise UserError if so much was skipped that a class or everything is missing."""
+        name, classes = self._source.name, self._source.classes
+        what = f"could be used, {len(self.problems)} skipped"
+        what += f"; the first: {self.problems[0]}" if self.problems else ""
+        if not count:
+            raise UserError(f"{name}: no picture {what}")
+        if classes and not histogram.all():
+            raise UserError(f"{name}: no picture of class {classes[int(histogram.argmin())]} {what}")
 
 
-def _pixels(item: Item, channels: int) -> np.ndarray:
-    """A picture's pixels, uint8 [H, W, channels]. Raises PictureError."""
-    if isinstance(item.content, bytes):
-        return decode_file(item.content, channels)
-    return to_channels(item.content, channels)
-
-
-def _check_source(source: Source, on_error: str) -> None:
-    """Raise UserError for an empty class, and for what listing the source has found unless it is to be skipped."""
-    if source.problems and on_error == "stop":
-        more = f" (and {len(source.problems) - 1} more)" if len(source.problems) > 1 else ""
-        raise UserError(f"{source.problems[0]}{more}: put it right, or pass --on-error skip to leave it out")
+def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
+    """Raise UserError for an empty class, and for classes that differ from those of the file `against`."""
     if source.classes:
         counts = np.bincount(source.labels(), minlength=len(source.classes))
         if not counts.all():
             raise UserError(f"{source.name}: class {source.classes[int(counts.argmin())]} has no pictures; add some")
+    if against is None:
+        return
+    if against.exists() and dest.exists() and against.samefile(dest):
+        raise UserError(f"--against {against} is the file that is to be written: name another one")
+    with LMDBReader(against) as reader:
+        theirs = reader.classes
+    if source.classes == theirs or not (source.classes and theirs):  # unlabelled pictures contradict no classes
+        return
+    missing, extra = sorted(set(theirs) - set(source.classes)), sorted(set(source.classes) - set(theirs))
+    found = [f"{_some(names)} {where}" for names, where in ((missing, "missing here"), (extra, "only here")) if names]
+    raise UserError(
+        f"{source.name}: its classes are not those of {against}: {'; '.join(found) or 'their order differs'};"
+        " labels would not mean the same"
+    )
+
+
+def _some(names: list[str]) -> str:
+    """The first LISTED of them."""
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 def pack(
@@ -121,8 +119,13 @@ def pack(
     resize: str = "auto",
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
+    workers: int | None = None,  # processes besides this one; None: measured
+    smallest: int | None = None,  # px: also store the pictures at half their side, a quarter ... down to this
+    max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the pictures, whichever is more
+    against: Path | None = None,  # a packed file whose classes must be the same and whose pictures are looked for
+    duplicates: bool = True,  # search for them
 ) -> Summary:
-    """Pack a source into the file `dest`.
+    """Pack a source into the file `dest`; the file does not depend on `workers`.
 
     Raises UserError for anything that is wrong with source, pictures, options or target; then nothing is left behind
     and an existing file is as it was.
@@ -130,73 +133,93 @@ def pack(
     started = time.perf_counter()
     dest = Path(dest)
     check_target(dest, overwrite)
-    _check_source(source, on_error)
-    plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize)
-    problems = list(source.problems)
-    enlarged = 0
+    skipped = _Skipped(source, on_error, max_skipped)
+    _check_classes(source, against, dest)
+    plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize, smallest=smallest)
+    conversion = Conversion(source, plan, workers=workers, stop=on_error == "stop")
     with LMDBWriter(
         dest,
+        plan.layout,
         classes=source.classes,
-        channels=plan.channels,
-        resolution=plan.size,
-        encoding=plan.encoding,
         resize_filter=plan.resize_filter,
         source=source.name,
         overwrite=overwrite,
     ) as writer:
-        for label, pixels, payload, small in _converted(source, plan, on_error, problems):
-            writer.add(pixels, label, payload)
-            enlarged += small
-        _check_packed(source, writer.histogram, writer.count, problems)
-        meta = writer.finish()
-    return Summary(meta, problems, source.ignored, enlarged, time.perf_counter() - started)
+        fingerprint, enlarged = _write(source, conversion, writer, skipped)
+        skipped.check_packed(writer.histogram, writer.count)
+        meta = writer.finish(fingerprint)
+    packed = time.perf_counter()
+    lines = _find_duplicates(dest, against) if duplicates else None
+    return Summary(
+        meta=meta,
+        problems=skipped.problems,
+        ignored=source.ignored,
+        enlarged=enlarged,
+        workers=conversion.workers or 0,
+        seconds=packed - started,
+        duplicates=lines,
+        search_seconds=time.perf_counter() - packed,
+    )
 
 
-def _converted(
-    source: Source, plan: Plan, on_error: str, problems: list[Problem]
-) -> Iterator[tuple[int, np.ndarray, bytes | None, bool]]:
-    """Label, pixels, the file's own bytes where they are kept, and whether it was enlarged, of every usable picture."""
-    for index in tqdm(range(len(source)), desc="packing", unit="picture", disable=None):
-        try:
-            item = source.item(index)
-            found = _pixels(item, plan.channels)
-            if plan.encoding == "source" and isinstance(item.content, bytes):
-                yield item.label, found, item.content, False
-                continue
-            small = plan.mode == "crop" and min(found.shape[:2]) < plan.size
-            yield item.label, fit(found, plan.size, plan.mode), None, small
-        except PictureError as error:
-            problem = Problem(source.item_name(index), str(error))
-            if on_error == "stop":
-                raise UserError(f"{problem}: put it right, or pass --on-error skip to leave it out") from None
-            problems.append(problem)
+def _write(source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped) -> tuple[str, int]:
+    """Write every usable picture; returns the source's fingerprint and how many pictures were enlarged.
+
+    The fingerprint is the SHA-256 of label (int64, little-endian) and content digest of each picture in order.
+    """
+    fingerprint = hashlib.sha256()
+    enlarged = 0
+    bar = tqdm(total=len(source), desc="packing", unit="picture", disable=None)
+    with bar, contextlib.closing(iter(conversion)) as parts:
+        for found in parts:
+            for index, reason in found.problems:
+                skipped.add(Problem(source.item_name(index), reason))
+            for record, digest in zip(found.records, found.digests, strict=True):
+                writer.add_record(record)
+                fingerprint.update(record.label.to_bytes(8, "little") + digest)
+            enlarged += found.enlarged
+            bar.update(len(found.records) + len(found.problems))
+    return fingerprint.hexdigest(), enlarged
 
 
-def _check_packed(source: Source, histogram: np.ndarray, count: int, problems: list[Problem]) -> None:
-    """Raise UserError if so much was skipped that a class or everything is missing."""
-    first = f"; the first: {problems[0]}" if problems else ""
-    if not count:
-        raise UserError(f"{source.name}: no picture could be used, {len(problems)} skipped{first}")
-    if source.classes and not histogram.all():
-        name = source.classes[int(histogram.argmin())]
-        raise UserError(f"{source.name}: no picture of class {name} could be used, {len(problems)} skipped{first}")
+def _find_duplicates(dest: Path, against: Path | None) -> list[str]:
+    """The report on equal and similar pictures within the file, and between it and `against`."""
+    try:
+        from data import duplicates
+
+        with LMDBReader(dest) as reader:
+            lines = duplicates.lines(duplicates.find(reader, quick=True))
+            if against is not None:
+                with LMDBReader(against) as other:
+                    lines += duplicates.lines(duplicates.leaks(reader, other, quick=True))
+        return lines
+    except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
+        return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
 
 
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
     """The table at the end."""
     meta = summary.meta
-    side = f"{meta.resolutions[0]}x{meta.resolutions[0]}" if meta.resolutions[0] else "sizes of their own"
+    sides = meta.resolutions
+    search = "" if summary.duplicates is None else f"; search for duplicates {summary.search_seconds:.1f} s"
+    side = f"{sides[-1]}x{sides[-1]}" if sides[-1] else "sizes of their own"
     rows = [
-        ("packed", f"{dest} ({dest.stat().st_size:,} bytes, {summary.seconds:.1f} s)"),
+        ("packed", f"{dest} ({dest.stat().st_size:,} bytes)"),
         ("source", meta.source),
         ("pictures", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
+        ("time", f"{summary.seconds:.1f} s, {meta.count / summary.seconds:,.0f} pictures/s{search}"),
+        ("workers", str(summary.workers) if summary.workers else "0, this process alone"),
         ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
         ("mean, std", f"{_numbers(meta.mean)}, {_numbers(meta.std)}"),
         ("content", meta.content_hash[:16]),
+        ("fingerprint", meta.fingerprint[:16]),
     ]
+    rows += [("pyramid", f"also at {', '.join(map(str, reversed(sides[:-1])))} px")] if len(sides) > 1 else []
     rows += [("enlarged", f"{summary.enlarged:,} pictures were smaller than asked for")] if summary.enlarged else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     rows += [(f"  {name}", f"{count:,}") for name, count in zip(meta.classes, meta.histogram, strict=True)]
+    lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
+    rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
     for title, names in (("skipped", [str(problem) for problem in summary.problems]), ("ignored", summary.ignored)):
         if names:
             rows.append((title, f"{len(names):,}"))
@@ -210,19 +233,34 @@ def _numbers(values: list[float]) -> str:
     return " ".join(f"{value:.4f}" for value in values)
 
 
+def _workers(text: str) -> int | None:
+    """`--workers`: "auto" is None."""
+    if text == "auto":
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from 0")
+    return int(text)
+
+
 def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="python -m data.pack", description="Pack pictures into one file for training.")
-    parser.add_argument("source", help=f"folder, zip file or one of: {', '.join(NAMED)}")
-    parser.add_argument("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
-    parser.add_argument("--size", type=int, metavar="N", help="side of the square pictures in px; default: theirs")
-    parser.add_argument("--encoding", choices=ENCODINGS, default="raw", help="how pictures are stored (default: raw)")
-    parser.add_argument("--channels", type=int, choices=(1, 3), help="grey or RGB; default: as the data set, files 3")
-    parser.add_argument("--split", choices=("train", "test"), default="train", help="default: train")
-    parser.add_argument("--root", type=Path, metavar="DIR", help="where fashion-mnist, cifar10 or idx files lie")
-    parser.add_argument("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
-    parser.add_argument("--on-error", choices=("stop", "skip"), default="stop", help="for what cannot be read")
-    parser.add_argument("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
+    add = parser.add_argument
+    add("source", help=f"folder, .zip, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
+    add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
+    add("--size", type=int, metavar="N", help="side of the square pictures in px; default: theirs")
+    add("--pyramid", type=int, metavar="M", help="also store the pictures at N/2, N/4, ... down to M px")
+    add("--encoding", choices=ENCODINGS, default="raw", help="how pictures are stored (default: raw)")
+    add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: as the data set, files 3")
+    add("--split", choices=tuple(dict.fromkeys([*SPLITS, "val"])), default="train", help="default: train")
+    add("--root", type=Path, metavar="DIR", help="where fashion-mnist, cifar10 or idx files lie")
+    add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
+    add("--on-error", choices=("stop", "skip"), default="stop", help="for what cannot be read")
+    add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
+    add("--against", type=Path, metavar="OTHER.lmdb", help="its classes must be the same; its pictures are looked for")
+    add("--no-duplicates", action="store_true", help="do not search for equal and similar pictures")
+    add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
+    add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
 
 
@@ -231,8 +269,12 @@ def main(argv: list[str]) -> None:
     args = make_parser().parse_args(argv)
     if args.size is not None and args.size < 4:
         raise UserError(f"--size {args.size}: must be at least 4 px")
+    if args.max_skipped is not None and args.max_skipped < 0:
+        raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
     check_target(args.dest, args.overwrite)
-    with open_source(args.source, split=args.split, root=args.root) as source:
+    keep_freed_memory()
+    split = args.split if args.split in SPLITS else "test"
+    with open_source(args.source, split=split, root=args.root, size=args.size) as source:
         summary = pack(
             source,
             args.dest,
@@ -242,6 +284,11 @@ def main(argv: list[str]) -> None:
             resize=args.resize,
             on_error=args.on_error,
             overwrite=args.overwrite,
+            workers=args.workers,
+            smallest=args.pyramid,
+            max_skipped=args.max_skipped,
+            against=args.against,
+            duplicates=not args.no_duplicates,
         )
     print("\n".join(summary_lines(summary, args.dest)))
 

@@ -13,7 +13,9 @@ import zlib
 
 import cv2
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
+
+from data.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -146,18 +148,27 @@ def encode(pixels: np.ndarray, encoding: str) -> bytes:
     return content.tobytes()
 
 
-def decode_packed(payload: bytes | memoryview, encoding: str, channels: int) -> np.ndarray:
-    """Decode a payload that data.pack has written: uint8 [H, W, channels]. Raises PictureError if that fails.
+def decode_by_rules(payload: bytes | memoryview, channels: int) -> np.ndarray:
+    """Decode a file that was kept as it came, by the rules it was packed by: uint8 [H, W, channels].
 
-    OpenCV reads what `encode` made; a file kept as it came ("source") is read by the rules it was packed by.
+    Raises PictureError if that fails.
     """
-    if encoding == "source":
-        try:
-            return decode(payload, channels)
-        except (OSError, SyntaxError) as error:
-            raise PictureError(f"cannot be decoded: {error}") from None
-    flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR
-    pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
-    if pixels is None:
-        raise PictureError("cannot be decoded")
-    return pixels[:, :, None] if channels == 1 else pixels[:, :, ::-1]
+    try:
+        return decode(payload, channels)
+    except (OSError, SyntaxError) as error:
+        raise PictureError(f"cannot be decoded: {error}") from None
+
+
+def plain_codec(content: bytes, channels: int) -> int:
+    """The decoder that reads this file as `decode` does: CODEC_JPEG or CODEC_PNG where no rule applies to it (8 bits,
+    no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
+    """
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        if image.mode not in ("L", "RGB") or (image.mode == "RGB" and channels == 1):
+            return CODEC_RULES
+        if image.has_transparency_data or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            return CODEC_RULES
+        if image.format == "JPEG":
+            return CODEC_JPEG
+        depth = content[24]  # bits, in the header
+        return CODEC_PNG if image.format == "PNG" and depth == 8 else CODEC_RULES

@@ -3,18 +3,25 @@
 import numpy as np
 
 
+def pixel_sums(picture: np.ndarray) -> tuple[np.ndarray, int]:
+    """Sums of a picture's values and of their squares, int64 [2, C], and its number of pixels; uint8 [H, W, C]."""
+    values = np.arange(256)
+    channels = picture.shape[2]
+    counts = np.stack([np.bincount(picture[:, :, channel].reshape(-1), minlength=256) for channel in range(channels)])
+    return np.stack([counts @ values, counts @ (values * values)]), picture.shape[0] * picture.shape[1]
+
+
 class PixelStatistics:
-    """Adds up uint8 pictures; sums of values and squares stay exact in float64 up to 2**53."""
+    """Adds up pictures' sums; exact in int64 for up to 10**14 pixels."""
 
     def __init__(self, channels: int) -> None:
-        self._sums = np.zeros((2, channels), np.float64)
+        self._sums = np.zeros((2, channels), np.int64)
         self._pixels = 0
 
-    def add(self, picture: np.ndarray) -> None:
-        """Count the pixels of a picture uint8 [H, W, C]."""
-        values = picture.reshape(-1, picture.shape[2]).astype(np.int64)
-        self._sums += (values.sum(0), (values * values).sum(0))
-        self._pixels += len(values)
+    def add(self, sums: np.ndarray, pixels: int) -> None:
+        """Count what `pixel_sums` returned."""
+        self._sums += sums
+        self._pixels += pixels
 
     def mean_and_std(self) -> tuple[list[float], list[float]]:
         """Per channel, in units of [0, 1], over all pixels so far; the population's standard deviation."""

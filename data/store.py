@@ -1,6 +1,5 @@
 """Read a packed data set: `LMDBReader`. The format is in data/format.py and docs/lmdb.md, writing in data/writer.py."""
 
-import json
 import math
 import os
 import zlib
@@ -11,22 +10,21 @@ from types import TracebackType
 import lmdb
 import numpy as np
 
-from data.environment import Handle, acquire
+from data.decode import decode
+from data.environment import Handle, RawBlocks, acquire, read_meta
 from data.format import (
-    COMPLETE_KEY,
     ENTRY,
-    FORMAT,
-    FORMAT_KEY,
     INDEX_HEAD,
-    META_KEY,
-    VERSION,
+    SIGNATURES,
     Meta,
     entry_checksum,
     index_key,
     picture_key,
     pixels_key,
+    signature_key,
 )
-from data.pictures import PictureError, decode_packed
+from data.pictures import PictureError
+from data.signature import SIGNATURE
 from utils.errors import UserError
 
 __all__ = ["DamageError", "LMDBReader", "Meta"]
@@ -35,25 +33,41 @@ __all__ = ["DamageError", "LMDBReader", "Meta"]
 class DamageError(UserError):
     """Records whose bytes are not those that were written."""
 
-    def __init__(self, path: Path, records: range, reason: str) -> None:
+    def __init__(self, path: Path, records: Sequence[int], reason: str) -> None:
         self.records, self.reason = records, reason
-        name = f"record {records[0]}" + (f" to {records[-1]}" if len(records) > 1 else "")
-        super().__init__(f"{path}: {name} is damaged: {reason}; copy or pack the file again")
+        name = f"record {records[0]}"
+        if len(records) > 1:
+            whole = records[-1] - records[0] == len(records) - 1
+            name += f" to {records[-1]}" if whole else f" and {len(records) - 1} more"
+        # Other ranks may not meet the same record: every rank says it.
+        super().__init__(f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True)
+        self.path = path
+
+    def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str]]:
+        """So that it travels between processes."""
+        return type(self), (self.path, self.records, self.reason)
 
 
 class LMDBReader:
-    """Pictures and labels of a packed file by index.
+    """Pictures and labels of a packed file by index, at one of its resolutions (default: the largest).
+
+    `resolution` is the side of the square pictures in px, or 0 where they have sizes of their own. With `tolerant`
+    the whole pictures of a damaged raw block can still be read.
 
     Checked at opening: a missing, foreign, truncated, unfinished or newer file raises UserError. Checked at reading: a
     raw block's checksum when the process first touches it, an encoded picture's every time; damage raises DamageError
     naming the record. May be pickled, used after a fork and from several threads; each process opens the file itself.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False) -> None:
+        self.path, self.tolerant = Path(path), tolerant
         self._handle: Handle | None = acquire(self.path)
         self._labels: np.ndarray | None = None
         self.meta = read_meta(self.path, self._handle.environment)
+        if resolution not in (None, *self.meta.resolutions):
+            held = ", ".join(map(str, self.meta.resolutions))
+            raise UserError(f"{self.path} holds no pictures of {resolution} px but of {held}: choose one of them")
+        self.resolution: int = resolution or self.meta.resolutions[-1]
 
     @property
     def classes(self) -> list[str]:
@@ -61,9 +75,9 @@ class LMDBReader:
         return self.meta.classes
 
     @property
-    def resolution(self) -> int:
-        """Side of the square pictures in px, or 0 where they have sizes of their own."""
-        return self.meta.resolutions[0]
+    def block(self) -> int:
+        """Pictures per block at this resolution."""
+        return self.meta.blocks[self.meta.resolutions.index(self.resolution)]
 
     def __len__(self) -> int:
         return self.meta.count
@@ -74,19 +88,11 @@ class LMDBReader:
         `out`, if given, is filled and returned: uint8 [n, C, H, W], C-contiguous. Unlabelled pictures have label 0.
         Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError for pictures of different sizes.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"record {wanted.min()}..{wanted.max()} of {len(self)}")
-        if not self.resolution:
-            raise UserError(f"{self.path}: pictures have sizes of their own; pack with --size N to read batches")
-        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
-        pictures = np.empty(shape, np.uint8) if out is None else out
-        if pictures.shape != shape or pictures.dtype != np.uint8 or not pictures.flags.c_contiguous:
-            raise ValueError(f"out is {pictures.dtype} {pictures.shape}, expected contiguous uint8 {shape}")
+        wanted, pictures = checked_read(self.path, indices, len(self), self.meta.channels, self.resolution, out)
         if not len(wanted):
             return pictures, np.empty(0, np.int64)
         if self.meta.encoding == "raw":
-            self._read_raw(wanted, pictures)
+            self.gather(wanted, pictures)
         else:
             for row, index in enumerate(wanted.tolist()):
                 pictures[row] = self.picture(index)[0].transpose(2, 0, 1)
@@ -97,13 +103,12 @@ class LMDBReader:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         if self.meta.encoding == "raw":
-            pictures, labels = self.read([index])
-            return pictures[0].transpose(1, 2, 0), int(labels[0])
+            return self.raw_picture(index), int(self.labels()[index])
         handle = self.handle()
         with handle.environment.begin(buffers=True) as transaction:
             entry, payload = self.encoded_record(transaction, index)
             try:
-                return decode_packed(payload, self.meta.encoding, self.meta.channels), int(entry["label"])
+                return decode(payload, int(entry["codec"]), self.meta.channels), int(entry["label"])
             except PictureError as error:
                 raise self.damage(index, str(error)) from None
 
@@ -119,14 +124,35 @@ class LMDBReader:
             self._labels = labels
         return self._labels
 
+    def signatures(self) -> np.ndarray:
+        """What duplicates are found by: SIGNATURE [count], see data/signature.py. Raises DamageError."""
+        parts = []
+        with self.handle().environment.begin(buffers=True) as transaction:
+            for start in range(0, len(self), SIGNATURES):
+                records = range(start, min(len(self), start + SIGNATURES))
+                value = self._get(transaction, signature_key(start // SIGNATURES), records)
+                if len(value) != 4 + len(records) * SIGNATURE.itemsize or zlib.crc32(value[4:]) != int.from_bytes(
+                    value[:4], "little"
+                ):
+                    raise self.damage(records, "the checksum of its signatures does not match")
+                parts.append(np.frombuffer(value, SIGNATURE, offset=4).copy())
+        return np.concatenate(parts)
+
+    def decoded_bytes(self) -> int:
+        """Bytes of all pictures when they are decoded. Raises DamageError."""
+        with self.handle().environment.begin(buffers=True) as transaction:
+            entries = [self.index_record(transaction, block)[1] for block in range(self.blocks)]
+        areas = [(part["height"].astype(np.int64) * part["width"]).sum() for part in entries]
+        return self.meta.channels * int(sum(areas))
+
     @property
     def blocks(self) -> int:
         """Number of blocks (raw pictures) or index records (encoded ones)."""
-        return -(-len(self) // self.meta.block)
+        return -(-len(self) // self.block)
 
     def block_range(self, block: int) -> range:
         """The records of a block."""
-        return range(block * self.meta.block, min(len(self), (block + 1) * self.meta.block))
+        return range(block * self.block, min(len(self), (block + 1) * self.block))
 
     def index_record(self, transaction: lmdb.Transaction, block: int) -> tuple[np.void, np.ndarray]:
         """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises UserError if it is damaged."""
@@ -168,9 +194,9 @@ class LMDBReader:
             if entry_checksum(entry, picture.tobytes()) != entry["checksum"]:
                 yield record
 
-    def damage(self, record: int | range, reason: str) -> DamageError:
+    def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
         """The error for a damaged record or block."""
-        return DamageError(self.path, range(record, record + 1) if isinstance(record, int) else record, reason)
+        return DamageError(self.path, [record] if isinstance(record, int) else record, reason)
 
     def close(self) -> None:
         """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""
@@ -185,7 +211,8 @@ class LMDBReader:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "meta": self.meta}
+        names = ("path", "meta", "resolution", "tolerant")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -208,52 +235,79 @@ class LMDBReader:
         except lmdb.Error as error:
             raise self.damage(records, str(error)) from None
 
-    def _read_raw(self, wanted: np.ndarray, out: np.ndarray) -> None:
-        """Gather records into `out`, one NumPy gather per block that they lie in."""
-        handle = self.handle()
-        picture = np.dtype((np.void, out[0].nbytes))  # a picture as one item: NumPy copies it whole
-        target = out.reshape(len(out), -1).view(picture)[:, 0]
-        blocks, rows = np.divmod(wanted, self.meta.block)
-        order = np.argsort(blocks, kind="stable")
-        starts = np.flatnonzero(np.diff(blocks[order], prepend=-1)).tolist()
-        for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-            places = order[start:end]
-            pixels = self._verified_block(handle, int(blocks[places[0]]))
-            target[places] = pixels.view(picture)[rows[places]]
+    def gather(self, records: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
+        """Copy raw pictures into `out`, uint8 [n, C, H, W], at `places` (default: in order), by one NumPy gather.
 
-    def _verified_block(self, handle: Handle, block: int) -> np.ndarray:
-        """A raw block's pictures as a flat view into the file, uint8; its checksum is verified at the first touch."""
-        key = pixels_key(block, self.resolution)
-        pixels = handle.blocks.get(key)
-        if pixels is None:
+        Raises DamageError: for any damage in a block, or with `tolerant` for damaged `records` only.
+        """
+        blocks, rows = np.divmod(records, self.block)
+        handle = self.handle()  # kept until the copy is made: the file is unmapped with it
+        raw = self._verified(handle, blocks, rows)
+        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)
+
+    def raw_picture(self, record: int) -> np.ndarray:
+        """A raw picture: uint8 [H, W, C]. Raises DamageError as `gather` does."""
+        picture = np.empty((1, self.meta.channels, self.resolution, self.resolution), np.uint8)
+        self.gather(np.array([record]), picture)
+        return picture[0].transpose(1, 2, 0)
+
+    def _verified(self, handle: Handle, blocks: np.ndarray, rows: np.ndarray) -> RawBlocks:
+        """The raw blocks of this resolution, after a look at those at hand. Raises DamageError as `gather` does."""
+        raw = handle.raw.get(self.resolution)
+        if raw is None:
+            item = np.dtype((np.void, self.meta.channels * self.resolution**2))
+            raw = handle.raw.setdefault(self.resolution, RawBlocks(item, self.blocks))
+        if raw.damaged or (raw.addresses[blocks] < 0).any():
+            for block in np.unique(blocks).tolist():
+                self._verify(handle, raw, block, rows[blocks == block])
+        return raw
+
+    def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
+        """Compare a raw block's checksum at its first touch; raise DamageError if it does not match, with `tolerant`
+        only if one of `rows` is damaged.
+        """
+        if raw.addresses[block] < 0:
             with handle.lock:
                 pixels = self.raw_block(handle.transaction, block).reshape(-1)
                 head, _ = self.index_record(handle.transaction, block)
                 if zlib.crc32(pixels.data) != head["block_checksum"]:
-                    first = next(self.damaged_in_raw_block(handle.transaction, block), None)
-                    records = self.block_range(block) if first is None else first
-                    raise self.damage(records, "its checksum does not match")
-                handle.blocks[key] = pixels
-        return pixels
+                    bad = list(self.damaged_in_raw_block(handle.transaction, block))
+                    raw.damaged[block] = frozenset(bad or self.block_range(block))
+                raw.add(block, pixels)
+        damaged = raw.damaged.get(block, frozenset())
+        if self.tolerant:
+            damaged = damaged.intersection((rows + block * self.block).tolist())
+        if damaged:
+            raise self.damage(sorted(damaged), "its checksum does not match")
 
 
-def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
-    """The metadata of an open file. Raises UserError if it is not ours, newer, not finished or damaged."""
-    try:
-        with environment.begin() as transaction:
-            mark, complete, record = (transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY))
-    except lmdb.Error as error:
-        raise UserError(f"{path} is damaged ({error}); copy or pack it again") from None
-    name, _, version = (mark or b"").decode(errors="replace").partition(" ")
-    if name != FORMAT or not version.isdigit():
-        raise UserError(f"{path} is an LMDB file but not a packed data set of this program: pack the pictures again")
-    if int(version) != VERSION:
-        raise UserError(f"{path} has format version {version}, this program reads {VERSION}: update it or pack again")
-    if complete is None or record is None:
-        raise UserError(f"{path} was not finished: run data.pack again")
-    try:
-        if json.loads(complete)["meta_checksum"] != zlib.crc32(record):
-            raise ValueError("checksum does not match")
-        return Meta.from_json(record)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: its metadata record is damaged ({error}); copy or pack it again") from None
+def checked_read(
+    path: str | Path,
+    indices: Sequence[int] | np.ndarray,
+    count: int,
+    channels: int,
+    resolution: int,
+    out: np.ndarray | None,
+    *,
+    channels_last: bool = False,  # `out` may lie in memory as [n, R, R, C]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The records as int64 [n] and the array for their pictures, uint8 [n, C, R, R]: `out` or a new one.
+
+    Raises IndexError outside 0..count-1, UserError without a resolution, ValueError for an `out` that does not fit.
+    """
+    wanted = np.asarray(indices, dtype=np.int64)
+    if len(wanted) and (wanted.min() < 0 or wanted.max() >= count):
+        raise IndexError(f"record {wanted.min()}..{wanted.max()} of {count}")
+    if not resolution:
+        raise UserError(
+            f"{path}: its pictures have sizes of their own; set data.resolution to read them at one size, or pack with"
+            " --size N"
+        )
+    shape = (len(wanted), channels, resolution, resolution)
+    pictures = np.empty(shape, np.uint8) if out is None else out
+    fits = pictures.shape == shape and pictures.dtype == np.uint8
+    if not fits or not (
+        pictures.flags.c_contiguous or (channels_last and pictures.transpose(0, 2, 3, 1).flags.c_contiguous)
+    ):
+        raise ValueError(f"out is {pictures.dtype} {pictures.shape}, expected contiguous uint8 {shape}")
+    return wanted, pictures

@@ -42,7 +42,12 @@ def random_flip(
     flips: torch.Tensor,  # bool [n]
 ) -> torch.Tensor:
     """Mirror the pictures left-right where `flips` is true."""
-    return torch.where(flips[:, None, None, None], images.flip(3), images)
+    if images.device.type != "cpu":
+        return torch.where(flips[:, None, None, None], images.flip(3), images)  # never waits for the device
+    mirrored = images.clone()
+    for row in flips.nonzero()[:, 0].tolist():  # half of them are not touched again
+        mirrored[row] = images[row].flip(2)
+    return mirrored
 
 
 def random_shift(

@@ -1,6 +1,7 @@
 """Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is complete."""
 
 import fcntl
+import hashlib
 import json
 import os
 import zlib
@@ -15,27 +16,42 @@ import numpy as np
 from data.environment import partial_path
 from data.format import (
     COMPLETE_KEY,
-    ENCODINGS,
     FORMAT,
     FORMAT_KEY,
     INDEX_HEAD,
     META_KEY,
+    SIGNATURES,
     VERSION,
+    ContentHash,
     Meta,
     block_length,
-    content_hasher,
     index_key,
-    make_entry,
     picture_key,
     pixels_key,
+    signature_key,
 )
-from data.pictures import encode
+from data.record import Layout, Record, halvings, make_record
 from data.statistics import PixelStatistics
 from utils.errors import UserError
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
+LAST_KEYS = b"picture/"  # no key sorts after these
 FIRST_MAP = 64 << 20  # bytes; doubled whenever it is full
+
+
+class _Level:
+    """The block that is being filled at one resolution."""
+
+    def __init__(self, side: int, layout: Layout) -> None:
+        self.side, self.block = side, block_length(layout.channels, side, layout.encoding)
+        self.start()
+
+    def start(self) -> None:
+        """A new block."""
+        self.entries: list[bytes] = []
+        self.pixels: list[bytes] = []
+        self.payloads = hashlib.sha256()
 
 
 class LMDBWriter:
@@ -49,30 +65,25 @@ class LMDBWriter:
     def __init__(
         self,
         path: str | Path,
+        layout: Layout,
         *,
         classes: Sequence[str],  # names by label; empty: unlabelled
-        channels: int,  # 1 or 3
-        resolution: int,  # side of the square pictures in px; 0: sizes of their own
-        encoding: str = "raw",
         resize_filter: str = "none",
         source: str = "",
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
-        if encoding not in ENCODINGS or channels not in (1, 3) or (resolution == 0) != (encoding == "source"):
-            raise ValueError(f"encoding {encoding!r}, channels {channels}, resolution {resolution} do not fit together")
         self.path = Path(path)
-        self.classes, self.channels, self.resolution, self.encoding = list(classes), channels, resolution, encoding
+        self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source = resize_filter, source
-        self._block = block_length(channels, resolution, encoding)
-        self._entries: list[np.ndarray] = []  # of the block being filled
-        self._pixels: list[bytes] = []
+        self._content = ContentHash(self.classes, layout.channels, layout.encoding, list(layout.resolutions))
+        self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
         self.count = 0  # pictures so far
         self.histogram = np.zeros(len(self.classes), np.int64)  # pictures so far by label
-        self._statistics = PixelStatistics(channels)
-        self._hash = content_hasher(self.classes, channels, encoding, resolution)
+        self._statistics = PixelStatistics(layout.channels)
+        self._signatures: list[np.ndarray] = []  # since the last record of them
         self._new_folders = _make_folders(self.path, overwrite)
         self._partial = partial_path(self.path)
         self._lock: IO[bytes] | None = None
@@ -100,54 +111,53 @@ class LMDBWriter:
         self._commit()
 
     def add(self, picture: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
-        """Append a picture uint8 [H, W, C] with its label.
+        """Append a picture uint8 [H, W, C] of the largest resolution; see `make_record` and `add_record`."""
+        self.add_record(make_record(picture, label, self.layout, payload))
 
-        `payload` is the encoded file to store; it is required for encoding "source", made here for "jpeg" and "png" if
-        not given, and not allowed for "raw". Raises ValueError for a wrong shape, type or label.
-        """
-        self._check(picture, label, payload)
-        if self.encoding == "raw":
-            payload = np.ascontiguousarray(picture.transpose(2, 0, 1)).tobytes()
-            self._pixels.append(payload)
-        elif payload is None:
-            payload = encode(picture, self.encoding)
-        entry = make_entry(payload, label, picture.shape[0], picture.shape[1])
-        if self.encoding != "raw":
-            self._put(picture_key(self.count, self.resolution), entry.tobytes() + payload)
-        self._entries.append(entry)
-        self._hash.update(entry.tobytes())
-        self._hash.update(payload)
+    def add_record(self, record: Record) -> None:
+        """Append a picture. Raises ValueError for a label that has no class."""
+        if not 0 <= record.label < max(1, len(self.classes)):
+            raise ValueError(f"label {record.label} is outside 0..{max(1, len(self.classes)) - 1}")
+        for level, entry, payload in zip(self._levels, record.entries, record.payloads, strict=True):
+            level.entries.append(entry.tobytes())
+            level.payloads.update(payload)
+            if self.layout.encoding == "raw":
+                level.pixels.append(payload)
+            else:
+                self._put(picture_key(self.count, level.side), level.entries[-1] + payload)
+        self._signatures.append(record.signature)
+        self._statistics.add(record.sums, record.pixels)
         self.count += 1
         if self.classes:
-            self.histogram[label] += 1
-        self._statistics.add(picture)
-        if len(self._entries) == self._block:
-            self._flush_block()
+            self.histogram[record.label] += 1
+        for number, level in enumerate(self._levels):
+            if len(level.entries) == level.block:
+                self._flush_block(number)
+        if len(self._signatures) == SIGNATURES:
+            self._flush_signatures()
 
-    def _check(self, picture: np.ndarray, label: int, payload: bytes | None) -> None:
-        side = self.resolution
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != self.channels:
-            raise ValueError(f"picture {picture.dtype} {picture.shape}, expected uint8 [H, W, {self.channels}]")
-        if side and picture.shape[:2] != (side, side):
-            raise ValueError(f"picture of {picture.shape[1]}x{picture.shape[0]} px, expected {side}x{side}")
-        if not 0 <= label < max(1, len(self.classes)):
-            raise ValueError(f"label {label} is outside 0..{max(1, len(self.classes)) - 1}")
-        if (payload is None) == (self.encoding == "source") or (payload is not None and self.encoding == "raw"):
-            raise ValueError(f"encoding {self.encoding!r} and payload do not fit together")
-
-    def _flush_block(self) -> None:
-        """Put the block's pixels and its index."""
-        if not self._entries:
+    def _flush_block(self, number: int) -> None:
+        """Put a block's pixels and its index."""
+        level = self._levels[number]
+        if not level.entries:
             return
-        block = (self.count - 1) // self._block
-        entries, pixels = np.concatenate(self._entries), b"".join(self._pixels)
-        if self.encoding == "raw":
-            self._put(pixels_key(block, self.resolution), pixels)
+        block = (self.count - 1) // level.block
+        entries, pixels = b"".join(level.entries), b"".join(level.pixels)
+        if pixels:
+            self._put(pixels_key(block, level.side), pixels)
         head = np.zeros(1, INDEX_HEAD)
-        head["checksum"] = zlib.crc32(entries.tobytes())
-        head["block_checksum"] = zlib.crc32(pixels) if pixels else 0
-        self._put(index_key(block, self.resolution), head.tobytes() + entries.tobytes())
-        self._entries, self._pixels = [], []
+        head[0] = (zlib.crc32(entries), zlib.crc32(pixels) if pixels else 0)
+        self._put(index_key(block, level.side), head.tobytes() + entries)
+        level.payloads.update(entries)
+        self._content.add(number, level.payloads.digest())
+        level.start()
+
+    def _flush_signatures(self) -> None:
+        if self._signatures:
+            record = (self.count - 1) // SIGNATURES
+            signatures = np.concatenate(self._signatures).tobytes()
+            self._put(signature_key(record), zlib.crc32(signatures).to_bytes(4, "little") + signatures)
+            self._signatures = []
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._batch.append((key, value))
@@ -163,7 +173,8 @@ class LMDBWriter:
                 with environment.begin(write=True) as transaction:
                     for key, value in self._batch:
                         # Pictures have the last keys and come in order: appending keeps pages full. The rest is small.
-                        transaction.put(key, value, append=key.startswith(b"pi"))
+                        if not transaction.put(key, value, append=key.startswith(LAST_KEYS)):
+                            raise RuntimeError(f"{key!r} is not the last key")
                 break
             except lmdb.MapFullError:
                 environment.set_mapsize(environment.info()["map_size"] * 2)
@@ -171,12 +182,14 @@ class LMDBWriter:
                 raise UserError(f"{self.path}: cannot write ({error}); free some space or change the disk") from None
         self._batch, self._batch_bytes = [], 0
 
-    def finish(self) -> Meta:
+    def finish(self, fingerprint: str = "") -> Meta:
         """Write metadata and completion record, sync, rename. Raises ValueError if no picture was added."""
         if not self.count:
             raise ValueError("no pictures were added")
-        self._flush_block()
-        meta = self._meta()
+        for number in range(len(self._levels)):
+            self._flush_block(number)
+        self._flush_signatures()
+        meta = self._meta(fingerprint)
         record = meta.to_json()
         self._put(META_KEY, record)
         self._commit()
@@ -186,21 +199,22 @@ class LMDBWriter:
         self._publish()
         return meta
 
-    def _meta(self) -> Meta:
+    def _meta(self, fingerprint: str) -> Meta:
         mean, std = self._statistics.mean_and_std()
         return Meta(
             count=self.count,
             classes=self.classes,
-            channels=self.channels,
-            resolutions=[self.resolution],
-            encoding=self.encoding,
+            channels=self.layout.channels,
+            resolutions=list(self.layout.resolutions),
+            encoding=self.layout.encoding,
             histogram=self.histogram.tolist(),
             mean=mean,
             std=std,
             resize_filter=self._resize_filter,
             source=self._source,
-            content_hash=self._hash.hexdigest(),
-            block=self._block,
+            fingerprint=fingerprint,
+            content_hash=self._content.hexdigest(),
+            blocks=[level.block for level in self._levels],
         )
 
     def _publish(self) -> None:
@@ -282,18 +296,13 @@ def pack_arrays(
     *,
     encoding: str = "raw",
     source: str = "arrays",
+    smallest: int | None = None,  # px: also store the pictures at half their side, a quarter and so on down to this
     overwrite: bool = False,
 ) -> Meta:
     """Pack pictures that are in memory. Raises UserError and ValueError as LMDBWriter does."""
-    with LMDBWriter(
-        path,
-        classes=classes,
-        channels=images.shape[1],
-        resolution=images.shape[2],
-        encoding=encoding,
-        source=source,
-        overwrite=overwrite,
-    ) as writer:
+    resolutions = halvings(images.shape[2], smallest)
+    layout = Layout(channels=images.shape[1], resolutions=resolutions, encoding=encoding)
+    with LMDBWriter(path, layout, classes=classes, source=source, overwrite=overwrite) as writer:
         for index, image in enumerate(images):
             writer.add(image.transpose(1, 2, 0), 0 if labels is None else int(labels[index]))
         return writer.finish()

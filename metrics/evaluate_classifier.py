@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from data.dataset import Dataset
 from data.loader import evaluation_batches
-from data.store import LMDBReader
 from metrics.classification import ClassificationCounts
 from metrics.extractors import classifier_input
 from metrics.features import Progress
@@ -20,7 +20,7 @@ Observer = Callable[[Tensor, Tensor, Tensor], None]
 
 def evaluate_classifier(
     classifier: Classifier,  # a models Classifier
-    reader: LMDBReader,
+    reader: Dataset,
     *,
     batch_size: int = 256,
     limit: int | None = None,  # only the first so many pictures
@@ -58,7 +58,7 @@ def evaluate_classifier(
     return counts.figures(reader.classes)
 
 
-def _checked_classes(classifier: Classifier, reader: LMDBReader) -> int:
+def _checked_classes(classifier: Classifier, reader: Dataset) -> int:
     """Number of classes; UserError unless the file has as many as the classifier."""
     own = classifier.classes
     if not reader.classes:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.store import LMDBReader
+from data.dataset import Dataset
 from metrics.diversity import PICTURES, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feature_sets, select
@@ -26,13 +26,13 @@ Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 def evaluate_generator(
     generator: Generator,  # a models Generator
-    reader: LMDBReader,  # real test pictures
+    reader: Dataset,  # real test pictures
     *,
     n: int,  # pictures on each side of a distance
     seed: int,
     extractors: Sequence[Extractor],  # at least one; the first one's features give the diversity
     classifier: Classifier | None = None,  # independent judge of conditional samples
-    train_reader: LMDBReader | None = None,  # the second real set, for the floor
+    train_reader: Dataset | None = None,  # the second real set, for the floor
     real: RealFeatures | None = None,  # keeps real features between calls
     per_class: int = PICTURES,  # pictures of a class for the diversity
     batch_size: int = 64,
@@ -125,7 +125,7 @@ def judge_pictures(classifier: Classifier, images: Tensor) -> Tensor:
         return classifier(classifier_input(classifier, images)).cpu().double().softmax(1)
 
 
-def _second_real_set(reader: LMDBReader, train: LMDBReader | None, notes: dict[str, str]) -> LMDBReader | None:
+def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> Dataset | None:
     """The training pictures, if they can serve for the floor; otherwise a note says why not."""
     if train is None:
         notes["floor"] = "no training pictures were given as the second real set"
@@ -136,7 +136,7 @@ def _second_real_set(reader: LMDBReader, train: LMDBReader | None, notes: dict[s
 
 
 def _real_sides(
-    generator: Generator, reader: LMDBReader, train: LMDBReader | None, *, n: int, seed: int, per_class: int
+    generator: Generator, reader: Dataset, train: Dataset | None, *, n: int, seed: int, per_class: int
 ) -> list[Selection]:
     """The draw of test pictures and, if there is a second real set, that of training pictures; n of each."""
     files = [reader] if train is None else [reader, train]
@@ -151,7 +151,7 @@ def _real_sides(
     return sides
 
 
-def _check_fit(generator: Generator, reader: LMDBReader, role: str) -> None:
+def _check_fit(generator: Generator, reader: Dataset, role: str) -> None:
     """Raise UserError unless a file's pictures and classes are those of the generator."""
     channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
     side = generator.resolution

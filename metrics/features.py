@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.store import LMDBReader
+from data.dataset import Dataset
 from metrics.extractors import Extractor, extract
 from metrics.statistics import Moments
 from utils.seeding import numpy_generator
@@ -53,7 +53,7 @@ def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int =
     return Selection(order, labels[order], n, f"{role} {seed} {n} {per_class}")
 
 
-def read_pictures(reader: LMDBReader, indices: np.ndarray, batch_size: int) -> Iterator[Tensor]:
+def read_pictures(reader: Dataset, indices: np.ndarray, batch_size: int) -> Iterator[Tensor]:
     """Pictures uint8 [<= batch_size, C, H, W] on the CPU, in the order of `indices`."""
     for start in range(0, len(indices), batch_size):
         images, _ = reader.read(indices[start : start + batch_size])
@@ -95,7 +95,7 @@ class RealFeatures:
     progress: Progress | None = None
     _sets: dict[tuple[str, ...], FeatureSet] = field(default_factory=dict)
 
-    def get(self, reader: LMDBReader, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
+    def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
         """The feature set of `selection` under each extractor; reads pictures only for those not kept yet."""
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}

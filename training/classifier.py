@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from data.dataset import Dataset
 from data.loader import Batch, read_batch
-from data.store import LMDBReader
 from data.transforms import Augment, draw_and_apply, to_float
 from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
 from models.resnet import Classifier, ResNetConfig
-from models.sampling import to_uint8
 from training.config import RunConfig
 from training.ema import EMA
 from training.optim import Mixed, OptimizerConfig, Updater, restore_where_
@@ -63,7 +62,7 @@ class ClassifierConfig(RunConfig):
     augment: Augment = field(default_factory=Augment)
 
 
-def check_classes(config: ClassifierConfig, reader: LMDBReader, val_reader: LMDBReader | None) -> None:
+def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
     """Raise UserError unless labels, class lists and head fit one another."""
     classes, path = reader.classes, config.data.path
     if len(classes) < 2:
@@ -104,7 +103,7 @@ class ClassifierTask:
     best_metric, best_is_lower = "accuracy", False
 
     def __init__(
-        self, config: ClassifierConfig, reader: LMDBReader, val_reader: LMDBReader | None, device: torch.device
+        self, config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
     ) -> None:
         world = distributed.world_size()
         check_classes(config, reader, val_reader)
@@ -112,7 +111,7 @@ class ClassifierTask:
         self.share, self.micro = config.share(world), config.micro(world)
         self.first = distributed.rank() * self.share
         meta = reader.meta
-        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": meta.resolutions[0]}
+        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
@@ -160,14 +159,15 @@ class ClassifierTask:
         return figures | update.metrics("classifier")
 
     def _augmented(self, images: Tensor, step: int, start: int) -> Tensor:
-        return draw_and_apply(
-            to_float(images, channels_last=self.config.channels_last),
+        augmented = draw_and_apply(  # in uint8: a quarter of the memory
+            images,
             self.config.augment,
             seed=self.config.seed,
             step=step,
             start=self.first + start,
             global_batch=self.config.batch_size,
         )
+        return to_float(augmented, channels_last=self.config.channels_last)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """At the start, the first training pictures as the network will see them; later there is nothing new to
@@ -176,11 +176,11 @@ class ClassifierTask:
         if step:
             return None
         count = min(64, len(self.reader), self.config.batch_size)
-        images = to_float(read_batch(self.reader, np.arange(count)).images.to(self.device))
+        images = read_batch(self.reader, np.arange(count)).images.to(self.device)
         shown = draw_and_apply(
             images, self.config.augment, seed=self.config.seed, step=0, start=0, global_batch=self.config.batch_size
         )
-        return grid(to_uint8(shown))
+        return grid(shown.cpu())
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the average model on the held-out pictures; every rank takes its share. Empty without a

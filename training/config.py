@@ -10,11 +10,34 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Where the pictures are."""
+    """Where the pictures are and how they are read."""
 
-    path: str = ""  # LMDB made by `python -m data.pack`
+    path: str = ""  # LMDB made by `python -m data.pack`, or a pattern for several as one data set: "train-*.lmdb"
     val_path: str | None = None  # LMDB of held-out pictures, for evaluation
+    resolution: int | None = None  # px; None: the largest that is stored
+    crop: Literal["centre", "random"] = "centre"  # of training pictures; random: crop_area and crop_aspect
+    crop_area: tuple[float, float] = (0.08, 1.0)  # share of the picture that a random crop shows
+    crop_aspect: tuple[float, float] = (0.75, 4 / 3)  # its width / height before it is made square
+    workers: int | Literal["auto"] = "auto"  # decoding threads; auto: measured. Raw pictures need none
+    cache: Literal["off", "ram"] = "off"  # ram: keep decoded pictures in memory where they fit
+    on_damage: Literal["stop", "skip"] = "stop"  # skip: the next whole record takes a damaged one's place
+    sampling: Literal["uniform", "balanced"] = "uniform"  # balanced: every class is seen equally often
+    class_rates: dict[str, float] = field(default_factory=dict)  # how often pictures of a class are seen; others: 1
+    sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
     prefetch: int = 2  # batches prepared ahead on accelerators
+
+    def __post_init__(self) -> None:
+        if self.resolution is not None and self.resolution < 4:
+            raise UserError(f"data.resolution {self.resolution}: must be at least 4 px")
+        if self.workers != "auto" and self.workers < 0:
+            raise UserError(f"data.workers {self.workers}: must be 0 or more, or auto")
+        if self.prefetch < 0:
+            raise UserError(f"data.prefetch {self.prefetch}: must be 0 or more")
+        low, high = self.crop_area
+        if not 0 < low <= high <= 1:
+            raise UserError(f"data.crop_area {low}, {high}: shares of the picture, 0 < lower <= upper <= 1")
+        if not 0 < self.crop_aspect[0] <= self.crop_aspect[1]:
+            raise UserError(f"data.crop_aspect {self.crop_aspect[0]}, {self.crop_aspect[1]}: 0 < lower <= upper")
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 ranks.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +28,12 @@ class GanDraws:
     """
 
     def __init__(
-        self, seed: int, batch_size: int, model: Generator, device: torch.device, histogram: list[int]
+        self, seed: int, batch_size: int, model: Generator, device: torch.device, label_shares: Sequence[float]
     ) -> None:
         self.seed, self.batch_size, self.device = seed, batch_size, device
         self.z_dim, self.num_ws, self.shapes = model.z_dim, model.num_ws, model.noise_shapes()
         # labels as frequent as in the data; one class of weight 1 when there are no labels
-        self.class_weights = torch.tensor([float(count) for count in histogram] or [1.0], device=device)
+        self.class_weights = torch.tensor([float(share) for share in label_shares] or [1.0], device=device)
 
     def latents(self, step: int, phase: str, mixing: float) -> Latents:
         """z, labels and (with probability `mixing` a sample) a second z with a uniform crossover layer."""

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.dataset import Dataset
 from data.loader import Batch
-from data.store import LMDBReader
 from data.transforms import Augment, draw_and_apply, to_float
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import Extractor, Options, build
@@ -18,6 +18,7 @@ from models.sampling import generate
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from training import losses
 from training.config import RunConfig
+from training.data import label_shares
 from training.draws import GanDraws, mix_styles
 from training.ema import EMA, half_life_beta
 from training.optim import Mixed, OptimizerConfig, Updater
@@ -79,21 +80,33 @@ class GanConfig(RunConfig):
             )
 
 
+def check_classes(config: GanConfig, reader: Dataset, val_reader: Dataset | None) -> None:
+    """Raise UserError if held-out pictures have other classes: the evaluation draws samples by their labels."""
+    if val_reader is None or not (val_reader.classes and reader.classes) or val_reader.classes == reader.classes:
+        return
+    odd = sorted(set(val_reader.classes) ^ set(reader.classes)) or ["their order"]
+    raise UserError(
+        f"{config.data.val_path}: its classes differ from those of {config.data.path} ({', '.join(odd[:5])}); "
+        "pack both from the same class folders"
+    )
+
+
 class GanTask:
     """Generator, discriminator, their optimizers, and one step of both."""
 
     best_is_lower = True
 
     def __init__(
-        self, config: GanConfig, reader: LMDBReader, val_reader: LMDBReader | None, device: torch.device
+        self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
     ) -> None:
         world = distributed.world_size()
         config.check_groups(world)
+        check_classes(config, reader, val_reader)
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
         self.share, self.micro = config.share(world), config.micro(world)
         self.first = distributed.rank() * self.share  # global position of this rank's first sample
         meta = reader.meta
-        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": meta.resolutions[0]}
+        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
         with forked(config.seed, "init", "generator"):
             generator = Generator(config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
@@ -107,7 +120,8 @@ class GanTask:
         self.discriminator_updater = Updater(
             self.discriminator, config.discriminator_optimizer, self.mixed, config.steps
         )
-        self.draws = GanDraws(config.seed, config.batch_size, self.generator, device, meta.histogram)
+        shares = label_shares(config.data, reader)
+        self.draws = GanDraws(config.seed, config.batch_size, self.generator, device, shares)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         self._extractors: list[Extractor] = []
@@ -188,14 +202,15 @@ class GanTask:
         )
         sums = {name: torch.zeros((), device=self.device) for name in names}
         for piece, (fake, fake_labels) in zip(self._slices(), fakes, strict=True):
-            real = draw_and_apply(
-                to_float(batch.images[piece], channels_last=self.config.channels_last),
+            augmented = draw_and_apply(  # in uint8: a quarter of the memory
+                batch.images[piece],
                 self.config.augment,
                 seed=self.config.seed,
                 step=step,
                 start=self.first + piece.start,
                 global_batch=self.config.batch_size,
             )
+            real = to_float(augmented, channels_last=self.config.channels_last)
             self._judge_fakes(fake, fake_labels, sums)
             labels = batch.labels[piece]
             rows = slice(self.first + piece.start, self.first + piece.stop)

@@ -17,6 +17,7 @@ import torchvision
 from torch import Tensor
 
 from data.loader import Batch, InfiniteLoader
+from data.store import DamageError
 from training.config import RunConfig
 from utils import checkpoint as checkpoints
 from utils import distributed
@@ -253,6 +254,9 @@ class Loop:
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
         row |= {name: round(count) for name, count in self.updates.items()}
+        if self.config.data.on_damage == "skip":
+            damaged = torch.tensor(float(len(self.loader.reader.damaged)))
+            row["damaged_records"] = round(distributed.all_reduce_sum_(damaged).item())  # replaced, by all processes
         self.log.metrics(self.step, row)
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
@@ -281,6 +285,9 @@ class Loop:
         """Evaluate, note the figures, save, and keep this checkpoint as the best if it is."""
         try:
             figures = self.task.evaluate()
+        except DamageError:
+            self.save()  # the training is sound, only its held-out pictures are not
+            raise
         except UserError as error:  # the data was checked before the first step: what is left are broken networks
             self._halt(f"the evaluation at step {self.step} failed: {error}")
         if figures:

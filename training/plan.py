@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torchinfo
 
-from data.store import LMDBReader
+from data.dataset import Dataset
 from training.config import RunConfig
+from training.data import data_text
 from training.loop import Task
 from training.optim import OptimizerConfig
 from utils import distributed
@@ -19,33 +20,6 @@ from utils.errors import UserError
 
 GIB = 2**30
 MIB = 2**20
-
-
-def open_reader(path: str | None, key: str) -> LMDBReader:
-    """The packed file that a config key names; raises UserError naming the key when none is given."""
-    if not path:
-        raise UserError(
-            f"{key} is not set; pack pictures with `python -m data.pack SOURCE {key.split('.')[1]}.lmdb` and give "
-            f"--{key} FILE"
-        )
-    return LMDBReader(path)
-
-
-def check_data(config: RunConfig, reader: LMDBReader, val_reader: LMDBReader | None) -> None:
-    """Raise UserError unless the files hold square pictures of one size and fit each other."""
-    for file, path in ((reader, config.data.path), (val_reader, config.data.val_path)):
-        if file is None:
-            continue
-        if len(file) == 0:
-            raise UserError(f"{path}: holds no picture; pack it again")
-        if file.meta.resolutions[0] == 0:
-            raise UserError(f"{path}: its pictures have many sizes; pack again with --size N")
-        if (file.meta.channels, file.meta.resolutions[0]) != (reader.meta.channels, reader.meta.resolutions[0]):
-            raise UserError(
-                f"{path}: pictures of {file.meta.resolutions[0]} px with {file.meta.channels} channels, those of "
-                f"{config.data.path} have "
-                f"{reader.meta.resolutions[0]} px and {reader.meta.channels}; pack both alike"
-            )
 
 
 def state_bytes(task: Task) -> int:
@@ -65,17 +39,8 @@ def check_disk(folder: Path, task: Task, keep: int) -> None:
         )
 
 
-def data_rows(name: str, reader: LMDBReader) -> dict[str, str]:
-    """What the plan says of a packed file."""
-    meta = reader.meta
-    size = meta.resolutions[0]
-    classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
-    channels = "grey" if meta.channels == 1 else "RGB"
-    return {name: f"{meta.count:,} pictures, {size} px, {channels}, {classes}, {meta.encoding}"}
-
-
 def plan_rows(
-    config: RunConfig, task: Task, reader: LMDBReader, val_reader: LMDBReader | None, device: torch.device
+    config: RunConfig, task: Task, reader: Dataset, val_reader: Dataset | None, reading: str, device: torch.device
 ) -> dict[str, str]:
     """The preflight's table: label -> value."""
     world = distributed.world_size()
@@ -86,10 +51,9 @@ def plan_rows(
         "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads, "
         f"{config.precision}" + (" (slow on CPUs: bf16 is faster)" if slow else ""),
     }
-    rows |= data_rows("training data", reader)
-    rows |= (
-        data_rows("held-out data", val_reader) if val_reader else {"held-out data": "none (data.val_path is not set)"}
-    )
+    rows["training data"] = data_text(reader)
+    rows["held-out data"] = data_text(val_reader) if val_reader else "none (data.val_path is not set)"
+    rows["reading"] = reading
     rows["batch"] = (
         f"{config.batch_size} global = {world} x {config.share(world)}, in micro-batches of {config.micro(world)}"
     )

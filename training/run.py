@@ -5,9 +5,7 @@ from pathlib import Path
 
 import torch
 
-from data.loader import InfiniteLoader
-from data.sampler import GlobalSampler
-from training import plan
+from training import data, plan
 from training.config import RunConfig
 from training.loop import Loop, Task
 from training.tasks import TASKS, build_run_config
@@ -57,22 +55,14 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     Raises UserError with the remedy.
     """
     distributed.on_main(lambda: folder.accept_config(to_tree(config)) and None)
-    reader = plan.open_reader(config.data.path, "data.path")
-    val_reader = plan.open_reader(config.data.val_path, "data.val_path") if config.data.val_path else None
-    plan.check_data(config, reader, val_reader)
+    reader = data.open_training(config.data)
+    val_reader = data.open_held_out(config.data, reader)
+    data.check_data(config, reader, val_reader)
     task: Task = TASKS[config.task].task(config, reader, val_reader, device)
     plan.check_disk(folder.path, task, config.checkpoint.keep)
-    sampler = GlobalSampler(
-        len(reader),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rank=distributed.rank(),
-        world_size=distributed.world_size(),
-    )
-    # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
-    prefetch = config.data.prefetch if device.type != "cpu" else 0
-    loader = InfiniteLoader(reader, sampler, device=device, prefetch=prefetch)
-    rows = plan.plan_rows(config, task, reader, val_reader, device)
+    loader = data.make_loader(config, reader, device)
+    reading = data.tune_workers(config, reader, val_reader)
+    rows = plan.plan_rows(config, task, reader, val_reader, reading, device)
     if distributed.is_main():
         say(plan.table(rows | {"run folder": str(folder.path)}))
     return Loop(config, task, loader, folder)

@@ -133,7 +133,14 @@ def _sections_only(tree: Tree, config_class: type, source: str, prefix: str = ""
 
 def to_tree(config: object) -> Tree:
     """The nested mapping of a config dataclass: primitives, lists and dicts only."""
-    return dataclasses.asdict(config)  # type: ignore[call-overload]
+    return _with_lists(dataclasses.asdict(config))  # type: ignore[call-overload]
+
+
+def _with_lists(value: Any) -> Any:
+    """Tuples become lists, which is what YAML and checkpoints give back."""
+    if isinstance(value, dict):
+        return {key: _with_lists(item) for key, item in value.items()}
+    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def save_yaml(tree: Tree, path: Path) -> None:

@@ -34,3 +34,13 @@ def write_atomic(path: str | Path, content: bytes) -> None:
         replace_file(path, content)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place or make room") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Raise UserError if `folder` cannot be made or written, before the work that fills it. Leaves nothing behind."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from None

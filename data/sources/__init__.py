@@ -4,16 +4,23 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from data.environment import MAGIC
 from data.sources.base import Item, Problem, Source
 from data.sources.cifar10 import open_cifar10
 from data.sources.fashion_mnist import open_fashion_mnist, open_sample
 from data.sources.files import FolderSource, ZipSource
 from data.sources.idx import find_idx, idx_source
 from data.sources.listing import SPLITS
+from data.sources.manifest import ManifestSource
+from data.sources.packed import open_lmdb
+from data.sources.parquet import ParquetSource, is_parquet_folder
+from data.sources.remote import RemoteSource
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
 __all__ = ["NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
+
+ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".7z", ".rar")
 
 
 def _idx(split: str, root: Path | None) -> Source:
@@ -29,13 +36,16 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "cifar10": open_cifar10,
     "idx": _idx,
 }
+KINDS = f"a folder, a .zip, .csv, .parquet or LMDB file, a URL, or a name: {', '.join(NAMED)}"
 
 
-def open_source(spec: str, *, split: str = "train", root: str | Path | None = None) -> Source:
-    """Open a source: a name of NAMED, a folder of pictures or idx files, or a zip file.
+def open_source(spec: str, *, split: str = "train", root: str | Path | None = None, size: int | None = None) -> Source:
+    """Open a source: a name of NAMED, a URL, a folder (of pictures, idx files, Parquet files, or an LMDB's) or a file
+    (zip, CSV manifest, Parquet, LMDB).
 
-    `split` is "train" or "test"; a folder or zip file without split folders is taken whole. `root` says where a named
-    source lies. Raises UserError if there is nothing there, no pictures in it, or if it is something else.
+    `split` is "train" or "test"; a source without splits is taken whole. `root` says where a named source lies. `size`
+    in px chooses among the resolutions of a source that has several; without it, or if it is none of them, the largest
+    is taken. Raises UserError if there is nothing there, no pictures in it, or if it is something else.
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r}: choose train or test")
@@ -47,14 +57,53 @@ def open_source(spec: str, *, split: str = "train", root: str | Path | None = No
         return NAMED[name](split, place)
     if place is not None:
         raise UserError(f"--root does not apply to {spec}: it is for fashion-mnist, cifar10 and idx")
+    if "://" in spec:
+        return RemoteSource(spec, split=split)
     path = Path(spec).expanduser()
     if path.is_dir():
-        if find_idx(path, "train") or find_idx(path, "test"):
-            return idx_source(f"{path.name} {split}", path, split)
-        return FolderSource(path, split=split)
+        return _open_folder(path, split, size)
     if path.is_file():
-        if not zipfile.is_zipfile(path):
-            raise UserError(f"{path} is neither a folder nor a zip file: give one of them")
-        return ZipSource(path, split=split)
+        return _open_file(path, split, size)
     near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
-    raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; names are {', '.join(NAMED)}")
+    raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
+
+
+def _open_folder(path: Path, split: str, size: int | None) -> Source:
+    if (path / "data.mdb").is_file():
+        return _open_lmdb(path / "data.mdb", split, size)
+    if find_idx(path, "train") or find_idx(path, "test"):
+        return idx_source(f"{path.name} {split}", path, split)
+    if is_parquet_folder(path):
+        return ParquetSource(path, split=split)
+    return FolderSource(path, split=split)
+
+
+def _open_file(path: Path, split: str, size: int | None) -> Source:
+    """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
+    suffix, head = path.suffix.lower(), _head(path)
+    if head[16:] == MAGIC or suffix in (".lmdb", ".mdb"):
+        return _open_lmdb(path, split, size)
+    if suffix == ".parquet":
+        return ParquetSource(path, split=split)
+    if suffix == ".csv":
+        return ManifestSource(path, split=split)
+    if suffix == ".zip" or zipfile.is_zipfile(path):
+        return ZipSource(path, split=split)
+    if path.name.lower().endswith(ARCHIVES):
+        raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
+    raise UserError(f"{path} is no source of pictures; give {KINDS}")
+
+
+def _open_lmdb(path: Path, split: str, size: int | None) -> Source:
+    if split == "test":
+        raise UserError(f"{path} has no splits: leave --split out to take all of it")
+    return open_lmdb(path, size=size)
+
+
+def _head(path: Path) -> bytes:
+    """The first 20 bytes."""
+    try:
+        with path.open("rb") as file:
+            return file.read(20)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None

@@ -1,10 +1,14 @@
 """What a source of pictures is. A new kind of source is one new file and one line in data/sources/__init__.py."""
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Problem:
 @dataclass
 class Source(ABC):
     """Pictures by index, always in the same order.
+
+    A source can be pickled; what it has open is not: each process opens its files itself (`PerProcess`).
 
     `shape` is the (height, width) in px of all pictures where that is known beforehand, else None; then `channels` is
     known too. `problems` were found while listing, for example an empty class folder; `ignored` names files that are no
@@ -64,6 +70,30 @@ class Source(ABC):
     def __exit__(self, *error: object) -> None:
         """Leave the source; one that holds files open closes them."""
         return None
+
+
+class PerProcess(Generic[T]):
+    """What each process must open for itself: opened at the first use, anew after a fork, and never pickled."""
+
+    def __init__(self, opener: Callable[[], T]) -> None:  # a function that can be pickled
+        self._opener = opener
+        self._value: T | None = None
+        self._pid = 0
+
+    def get(self) -> T:
+        """The opened thing. Raises what `opener` raises."""
+        if self._value is None or self._pid != os.getpid():
+            self._value, self._pid = self._opener(), os.getpid()
+        return self._value
+
+    def release(self) -> T | None:
+        """Let it go: what this process has open, for closing, or None. The next `get` opens it again."""
+        value, mine = self._value, self._pid == os.getpid()
+        self._value = None
+        return value if mine else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_opener": self._opener, "_value": None, "_pid": 0}
 
 
 class ArraySource(Source):

@@ -1,6 +1,8 @@
 """Pictures in a folder or a zip file. Nothing is ever extracted to disk."""
 
+import functools
 import os
+import stat
 import zipfile
 import zlib
 from collections import Counter
@@ -9,11 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from data.pictures import PictureError
-from data.sources.base import Item, Source
+from data.sources.base import Item, PerProcess, Source
 from data.sources.listing import MANIFEST, Listing, arrange, arrange_by_manifest
 from utils.errors import UserError
 
 MAX_MEMBER = 1 << 30  # bytes of one unpacked zip member
+# A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
+# LZMA would fill the memory.
+METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+PIECE = 1 << 16  # bytes unpacked at a time
+UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 
 
 class ListedSource(Source):
@@ -90,18 +97,15 @@ class ZipSource(ListedSource):
 
     def __init__(self, path: Path, *, split: str) -> None:
         self.path = path
-        try:
-            self._archive = zipfile.ZipFile(path)
-        except (OSError, zipfile.BadZipFile) as error:
-            raise UserError(f"{path} cannot be read as a zip file ({error}); copy or make it again") from None
+        self._archive = PerProcess(functools.partial(_open_zip, path))
         try:
             super().__init__(path.name, self._list(split))
         except BaseException:
-            self._archive.close()
+            self.__exit__()
             raise
 
     def _list(self, split: str) -> Listing:
-        members = self._archive.infolist()
+        members = self._archive.get().infolist()
         files = [member.filename for member in members if not member.is_dir()]
         folders = [member.filename for member in members if member.is_dir()]
         name, times = Counter(files).most_common(1)[0] if files else ("", 0)
@@ -118,14 +122,46 @@ class ZipSource(ListedSource):
         return f"{self.path}:{self.names[index]}"
 
     def read(self, name: str) -> bytes:
-        member = self._archive.getinfo(name)
+        archive = self._archive.get()
+        try:
+            member = archive.getinfo(name)
+        except KeyError:
+            raise PictureError("is no longer in the zip file") from None
         if member.file_size > MAX_MEMBER:
             raise PictureError(f"is {member.file_size:,} bytes when unpacked, more than {MAX_MEMBER:,}")
+        if stat.S_ISLNK(member.external_attr >> 16):
+            raise PictureError("is a symbolic link; put the file itself into the zip file")
+        if member.compress_type not in METHODS:
+            raise PictureError("is not compressed by deflate; make the zip file again with an ordinary program")
+        if member.flag_bits & 1:
+            raise PictureError("is encrypted; make the zip file without a password")
         try:
-            return self._archive.read(member)
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+            return _unpack(archive, member)
+        except PictureError:
+            raise
+        except UNPACKING_ERRORS as error:
             raise PictureError(f"cannot be unpacked ({error})") from None
 
     def __exit__(self, *error: object) -> None:
-        self._archive.close()
+        archive = self._archive.release()
+        if archive is not None:
+            archive.close()
 
+
+def _open_zip(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read as a zip file ({error}); copy or make it again") from None
+
+
+def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+    """A member's bytes, at most as many as it declares; the checksum is compared at their end."""
+    pieces = []
+    with archive.open(member) as file:
+        while piece := file.read(PIECE):
+            pieces.append(piece)
+    content = b"".join(pieces)
+    if len(content) != member.file_size:
+        raise PictureError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
+    return content

@@ -1,7 +1,7 @@
 """From the names of files to pictures and labels: the rules that folders and zip files share.
 
-- Names with a part that begins with "." and macOS's `__MACOSX` are left out; files without a picture's suffix are
-  ignored and listed.
+- Names with a part that begins with "." and macOS's `__MACOSX` are left out; files without a picture's suffix, and
+  members of archives whose names lead out of them (absolute or with ".."), are ignored and listed.
 - A `dataset.json` at the top (StyleGAN's) names the labels: `{"labels": [["name", class], ...]}` or null.
 - Pictures at the top only: unlabelled, in order of name. Pictures in sub-folders only: a class per sub-folder, in order
   of name (text order, as torchvision's ImageFolder), pictures at any depth. Both: refused.
@@ -43,7 +43,7 @@ def arrange(where: str, files: Iterable[str], folders: Iterable[str], split: str
     sub-folders, or if the split's folder is missing.
     """
     pictures, ignored = _pictures(where, files)
-    folders = [name.rstrip("/") for name in folders if not _hidden(name)]
+    folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     prefix = _enter(where, pictures, folders, split)
     pictures = [name for name in pictures if name.startswith(prefix)]
     parts = {name: name[len(prefix) :].split("/") for name in pictures}
@@ -103,12 +103,17 @@ def _pictures(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _hidden(name: str) -> bool:
-    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    return any((part.startswith(".") and part != "..") or part == "__MACOSX" for part in name.split("/"))
+
+
+def _leads_out(name: str) -> bool:
+    """Whether a zip member's name is no place inside the archive; it belongs to no class."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def _is_picture(name: str) -> bool:
-    """By its suffix; a zip member's absolute name belongs to no class."""
-    return PurePosixPath(name).suffix.lower() in SUFFIXES and not name.startswith("/")
+    """By its suffix."""
+    return PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
 
 
 def _empty_class(folder: str, prefix: str, ignored: list[str]) -> Problem:

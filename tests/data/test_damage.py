@@ -21,8 +21,9 @@ LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
 KILLED = """
 import os, sys
 import numpy as np
+from data.record import Layout
 from data.writer import LMDBWriter
-writer = LMDBWriter(sys.argv[1], classes=[], channels=3, resolution=64, encoding="png")
+writer = LMDBWriter(sys.argv[1], Layout(channels=3, resolutions=(64,), encoding="png"), classes=[])
 noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
 for _ in range(1500):  # more than one transaction
     writer.add(noise)

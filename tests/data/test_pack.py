@@ -10,9 +10,11 @@ import pytest
 from PIL import Image
 
 from data import pack as pack_module
+from data.format import CODEC_JPEG
 from data.pack import main, pack
+from data.packing import make_plan
+from data.record import Layout
 from data.sources import open_source
-from data.sources.fashion_mnist import DEBIAN
 from data.store import LMDBReader
 from data.writer import LMDBWriter
 from tests.data.conftest import save
@@ -59,7 +61,9 @@ def test_sizes_of_their_own(tmp_path: Path) -> None:
     reader = packed(tmp_path / "photos", "--encoding", "source")
     assert reader.picture(0)[0].shape == (20, 20, 3)
     assert reader.picture(1)[0].shape == (8, 8, 3)
-    with pytest.raises(UserError, match="sizes of their own; pack with --size"):
+    with reader.handle().environment.begin(buffers=True) as transaction:
+        assert reader.encoded_record(transaction, 0)[0]["codec"] == CODEC_JPEG  # so that it is read the fast way
+    with pytest.raises(UserError, match=r"sizes of their own; .*pack with --size"):
         reader.read([0])
     refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
 
@@ -103,7 +107,7 @@ def test_sample_is_padded_to_32(tmp_path: Path) -> None:
 )
 def test_auto_pads_only_what_is_near(tmp_path: Path, size: int | None, expected: str) -> None:
     source = open_source("sample", split="test")
-    plan = pack_module.make_plan(source, size=size, encoding="raw", channels=None, resize="auto")
+    plan = make_plan(source, size=size, encoding="raw", channels=None, resize="auto")
     assert plan.resize_filter == expected
 
 
@@ -142,12 +146,17 @@ def test_text_named_jpg(photos: Path) -> None:
     refused(photos, r"cat/c\.jpg is not a picture \(it begins with b'this is not '\): .*--on-error skip")
 
 
-def test_truncated_picture(photos: Path) -> None:
+@pytest.mark.parametrize("name", ["cut.jpg", "flipped.png"])
+def test_damaged_picture_is_named(photos: Path, name: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(photos / "dog" / "cut.jpg")
-    whole = (photos / "dog" / "cut.jpg").read_bytes()
-    (photos / "dog" / "cut.jpg").write_bytes(whole[: len(whole) - 60])
-    refused(photos, r"dog/cut\.jpg is truncated or damaged")
+    path = photos / "dog" / name
+    Image.fromarray(noise).save(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if name == "flipped.png" else content[: len(content) - 60])
+    refused(photos, rf"dog/{path.stem}\{path.suffix} is truncated or damaged")
+    summary = pack(open_source(str(photos)), photos.parent / "x.lmdb", on_error="skip")
+    assert (summary.meta.count, len(summary.problems)) == (4, 1)
 
 
 def test_empty_class(photos: Path) -> None:
@@ -181,6 +190,45 @@ def test_skipped_pictures_are_counted_and_listed(photos: Path, capsys: pytest.Ca
     assert ["cat", "2"] in [line.split() for line in lines]
 
 
+def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (photos / "cat" / f"bad{number}.jpg").write_text("text")
+    skip = ("--on-error", "skip", "--size", "8")
+    for option in (["--max-skipped", "2"], []):
+        message = r"photos: 3 pictures or folders cannot be used, --max-skipped is 2; the first: .*cat/bad0\.jpg is not"
+        refused(photos, message, *skip, *option)
+        monkeypatch.setattr(pack_module, "SKIPPED_PICTURES", 2)  # for the second, which has no option
+    assert len(packed(photos, *skip, "--max-skipped", "3")) == 4
+    monkeypatch.setattr(pack_module, "SKIPPED_SHARE", 0.5)  # of 7 pictures
+    assert len(packed(photos, *skip)) == 4
+    refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
+    refused(photos, "--max-skipped is for --on-error skip", "--max-skipped", "3")
+    refused(photos, "--max-skipped -1: must be 0 or more", *skip, "--max-skipped", "-1")
+
+
+def test_problems_of_the_listing_count_too(photos: Path) -> None:
+    for name in ("emu", "fox"):
+        (photos / name).mkdir()
+    refused(
+        photos,
+        r"2 pictures or folders cannot be used, .* first: .*photos/emu is",
+        "--on-error",
+        "skip",
+        "--max-skipped",
+        "1",
+    )
+    (photos / "cat" / "bad.jpg").write_text("text")
+    refused(
+        photos,
+        r"3 pictures or folders cannot be used, .* first: .*photos/emu is",
+        "--on-error",
+        "skip",
+        "--max-skipped",
+        "2",
+    )
+    refused(photos, r"photos/emu is a class folder without pictures \(it is empty\) \(and 1 more\): put it right")
+
+
 def test_nothing_left_after_skipping(photos: Path) -> None:
     for name in ("a.png", "b.png"):
         (photos / "cat" / name).write_text("text")
@@ -191,7 +239,99 @@ def test_nothing_left_after_skipping(photos: Path) -> None:
     refused(photos, "no picture could be used, 4 skipped", "--on-error", "skip", "--size", "8")
 
 
+def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = packed(photos, "--size", "32", "--pyramid", "8")
+    assert reader.meta.resolutions == [8, 16, 32]
+    assert reader.meta.resize_filter == "centre-crop+lanczos+2x2-mean"
+    large = reader.read(range(4))[0].astype(float)
+    small = LMDBReader(reader.path, resolution=16).read(range(4))[0]
+    np.testing.assert_array_equal(small, np.floor(large.reshape(4, 3, 16, 2, 16, 2).mean((3, 5)) + 0.5))
+    assert ["pyramid", "also at 16, 8 px"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    assert packed(photos, "--pyramid", "4").meta.resize_filter == "none+2x2-mean"
+    whole = packed(photos, "--pyramid", "8").meta
+    assert (whole.resolutions, whole.resize_filter) == ([8], "none")
+
+
+@pytest.mark.parametrize("smallest", [3, 5, 16, 0, -8])
+def test_pyramid_that_does_not_fit(photos: Path, smallest: int) -> None:
+    refused(photos, rf"--pyramid {smallest}: 8 px must be {smallest} px times", "--pyramid", str(smallest))
+
+
+def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
+    pack(open_source(str(photos)), tmp_path / "train.lmdb", duplicates=False)
+    against = ("--against", str(tmp_path / "train.lmdb"))
+    assert packed(photos, *against).classes == ["cat", "dog"]
+    save(photos / "emu" / "a.png")
+    refused(photos, r"photos: its classes are not those of .*train\.lmdb: emu only here; labels would", *against)
+    for number in range(10):
+        save(photos / f"fox{number}" / "a.png")
+    refused(photos, "emu, fox0, .*, fox8 and 1 more only here", *against)
+    for number in range(10):
+        (photos / f"fox{number}" / "a.png").unlink()
+        (photos / f"fox{number}").rmdir()
+    for picture in (photos / "cat").iterdir():
+        picture.unlink()
+    (photos / "cat").rmdir()
+    refused(photos, "cat missing here; emu only here", *against)
+    (tmp_path / "flat").mkdir()
+    save(tmp_path / "flat" / "a.png")
+    assert packed(tmp_path / "flat", *against).classes == []
+    refused(photos, "nowhere.lmdb: no such file", "--against", str(tmp_path / "nowhere.lmdb"))
+    with pytest.raises(UserError, match="is the file that is to be written"):
+        main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
+    assert LMDBReader(tmp_path / "train.lmdb").classes == ["cat", "dog"]
+
+
+def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    for name, picture in (("train/a", 0), ("train/b", 1), ("train/c", 0), ("val/a", 2), ("val/b", 1)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(noise[picture]).save(tmp_path / f"{name}.png")
+    train = packed(tmp_path / "train")
+    assert ["duplicates", "1", "exact"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    os.rename(train.path, tmp_path / "train.lmdb")
+    packed(tmp_path / "val", "--against", str(tmp_path / "train.lmdb"))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["duplicates", "0", "exact"] in [line.split()[:3] for line in lines]
+    assert any(line.split()[0] == "1" and "train.lmdb" in line for line in lines)  # the leak
+    packed(tmp_path / "train", "--no-duplicates")
+    assert ["duplicates", "not searched"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_fault_in_the_search_for_duplicates_loses_nothing(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr("data.duplicates.find", fail)
+    assert len(packed(photos)) == 4
+    assert "the search failed (ZeroDivisionError: a fault of ours); the file is complete" in capsys.readouterr().out
+
+
+def test_val_stands_for_test(tmp_path: Path) -> None:
+    save(tmp_path / "photos" / "train" / "a.png", shade=10)
+    save(tmp_path / "photos" / "val" / "a.png", shade=200)
+    assert packed(tmp_path / "photos", "--split", "val").picture(0)[0][0, 0, 0] == 200
+
+
+def test_two_runs_on_one_target(photos: Path, tmp_path: Path) -> None:
+    layout = Layout(channels=3, resolutions=(8,))
+    with LMDBWriter(tmp_path / "x.lmdb", layout, classes=[]) as writer:
+        writer.add(np.zeros((8, 8, 3), np.uint8))
+        with pytest.raises(UserError, match=r"x\.lmdb is being written by another process"):
+            main([str(photos), str(tmp_path / "x.lmdb")])
+        writer.finish()
+    assert len(LMDBReader(tmp_path / "x.lmdb")) == 1
+
+
 def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
+    refused(photos, "drop --pyramid", "--encoding", "source", "--pyramid", "4")
+    refused(photos, "'many' is neither auto nor a number from 0", "--workers", "many")
+    refused(photos, "'-1' is neither auto nor a number from 0", "--workers=-1")
+    assert len(packed(photos, "--workers", "auto")) == 4
+    pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
+    refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
     refused(photos, "drop --size", "--encoding", "source", "--size", "8")
     refused(photos, "--size 2: must be at least 4", "--size", "2")
     with pytest.raises(UserError, match="has no files to keep"):
@@ -229,6 +369,12 @@ def test_command_line(photos: Path, tmp_path: Path) -> None:
     assert "did you mean '--size'" in typo.stderr
 
 
+def test_started_as_a_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, pack_module.__file__], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "python -m data.pack" in done.stderr
+
+
 def test_full_disk_is_one_line(photos: Path, tmp_path: Path) -> None:
     limit = f"ulimit -f 8; exec {sys.executable} -m data.pack {photos} {tmp_path / 'x.lmdb'} --size 128"
     done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False, env={**os.environ})
@@ -236,16 +382,3 @@ def test_full_disk_is_one_line(photos: Path, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert "x.lmdb: cannot write" in done.stderr
     assert sorted(item.name for item in tmp_path.iterdir()) == ["photos"]
-
-
-@pytest.mark.skipif(not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed")
-def test_full_fashion_mnist(tmp_path: Path) -> None:
-    dest = tmp_path / "test.lmdb"
-    summary = pack(open_source("fashion-mnist", split="test"), dest)
-    source = open_source("fashion-mnist", split="test")
-    images, labels = LMDBReader(dest).read(range(10_000))
-    full = np.stack([source.item(index).content for index in range(10_000)])
-    np.testing.assert_array_equal(images, full.transpose(0, 3, 1, 2))
-    np.testing.assert_array_equal(labels, source.labels())
-    assert summary.meta.histogram == [1000] * 10
-    np.testing.assert_allclose((summary.meta.mean[0], summary.meta.std[0]), (0.2868, 0.3524), atol=5e-4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.pictures import PictureError, decode_file, decode_packed, encode, fit, to_channels
+from data.pictures import PictureError, decode_file, fit, to_channels
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 
@@ -214,17 +214,3 @@ def test_exact_takes_no_other_size() -> None:
     assert fit(GRADIENT, 16, "exact") is GRADIENT
     with pytest.raises(PictureError, match="is 12x16 px where 16x16 was expected; pass --size"):
         fit(GRADIENT[:, :12], 16, "exact")
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_encoded_png_is_exact(channels: int) -> None:
-    picture = GRADIENT[:, :, :channels]
-    decoded = decode_packed(encode(picture, "png"), "png", channels)
-    np.testing.assert_array_equal(decoded, picture)
-    assert decoded.shape == picture.shape
-
-
-def test_undecodable_payload() -> None:
-    for encoding in ("png", "source"):
-        with pytest.raises(PictureError, match="cannot be decoded"):
-            decode_packed(b"nothing of the kind", encoding, 3)

@@ -2,13 +2,17 @@
 
 import json
 import os
+import pickle
+import tracemalloc
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.pictures import PictureError
 from data.sources import Source, open_source
+from data.sources.files import ZipSource
 from tests.data.conftest import save
 from utils.errors import UserError
 
@@ -112,8 +116,12 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     (empty / "b.txt").write_text("text")
     with pytest.raises(UserError, match=r"holds no pictures \(only 2 \.txt\); supported are .*\.jpg"):
         open_source(str(empty))
-    with pytest.raises(UserError, match="neither a folder nor a zip"):
+    with pytest.raises(UserError, match=r"a.txt is no source of pictures; give a folder, a .zip, .csv, .parquet"):
         open_source(str(empty / "a.txt"))
+    for name in ("a.tar", "a.TAR.GZ", "a.7z", "a.rar"):
+        (empty / name).write_bytes(b"archive")
+        with pytest.raises(UserError, match=f"{name}: archives of this kind are not read; unpack it first or make a z"):
+            open_source(str(empty / name))
     with pytest.raises(UserError, match=r"photso: no such folder.*did you mean 'photos'"):
         open_source(str(tmp_path / "photso"))
     with pytest.raises(UserError, match="did you mean 'fashion-mnist'"):
@@ -174,7 +182,7 @@ def test_damaged_zips(photos: Path, tmp_path: Path) -> None:
         with pytest.raises(PictureError, match=r"cannot be unpacked.*CRC"):
             source.item(1)
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="neither a folder nor a zip"):
+    with pytest.raises(UserError, match=r"photos\.zip cannot be read as a zip file"):
         open_source(str(path))
 
 
@@ -184,12 +192,13 @@ def test_zip_members_never_touch_the_disk(tmp_path: Path) -> None:
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(tmp_path / "a.png", "cat/a.png")
-        for name in ("cat/../../evil.png", "/cat/abs.png"):
-            archive.writestr(name, (tmp_path / "a.png").read_bytes())
+        for name in ("cat/../../evil.png", "/cat/abs.png", "../dog/", "/emu/"):
+            archive.writestr(name, b"" if name.endswith("/") else (tmp_path / "a.png").read_bytes())
     before = sorted(tmp_path.rglob("*"))
     with open_source(str(path)) as source:
         assert entries(source) == [(f"{path}:cat/a.png", 0)]
-        assert source.ignored == ["/cat/abs.png"]
+        assert source.ignored == ["/cat/abs.png", "cat/../../evil.png"]
+        assert source.problems == []
         source.item(0)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -200,3 +209,91 @@ def test_huge_zip_member_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.Mon
         archive.writestr("bomb.png", bytes(1001))
     with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(PictureError, match="1,001 bytes when unpacked"):
         source.item(0)
+
+
+def patched(path: Path, offset: int, value: bytes) -> None:
+    """Change a field of the only member's entry in the central directory of a zip file."""
+    content = bytearray(path.read_bytes())
+    start = content.index(b"PK\x01\x02") + offset
+    content[start : start + len(value)] = value
+    path.write_bytes(content)
+
+
+def test_zip_member_larger_than_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    noise = np.random.default_rng(0).integers(0, 256, 1 << 18, dtype=np.uint8).tobytes()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.png", noise + bytes(30 << 20))
+    patched(path, 24, (1 << 16).to_bytes(4, "little"))
+    with open_source(str(path)) as source:
+        tracemalloc.start()
+        with pytest.raises(PictureError, match=r"cannot be unpacked.*CRC"):
+            source.item(0)
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_zip_methods_that_cannot_be_bounded_are_refused(tmp_path: Path, method: int) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
+        archive.writestr("a.png", bytes(100))
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(PictureError, match="not compressed by deflate"):
+        source.item(0)
+
+
+def test_zip_member_smaller_than_it_says(tmp_path: Path) -> None:
+    path = zipped_picture(tmp_path)
+    size = (tmp_path / "a.png").stat().st_size
+    patched(path, 24, (size + 1).to_bytes(4, "little"))
+    with (
+        open_source(str(path)) as source,
+        pytest.raises(PictureError, match=f"cannot be unpacked .{size} of {size + 1}"),
+    ):
+        source.item(0)
+
+
+def zipped_picture(folder: Path) -> Path:
+    save(folder / "a.png")
+    with zipfile.ZipFile(folder / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder / "a.png", "a.png")
+    return folder / "x.zip"
+
+
+def test_encrypted_zip_member(tmp_path: Path) -> None:
+    path = zipped_picture(tmp_path)
+    patched(path, 8, b"\x01")
+    with open_source(str(path)) as source, pytest.raises(PictureError, match="is encrypted; make the zip file without"):
+        source.item(0)
+
+
+def test_zip_symlink_is_not_followed(tmp_path: Path) -> None:
+    link = zipfile.ZipInfo("cat/b.png")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr(link, "../../secret.png")
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(PictureError, match="is a symbolic link"):
+        source.item(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_pickled_and_used_after_a_fork(photos: Path, tmp_path: Path, kind: str) -> None:
+    where = photos if kind == "folder" else zipped(photos, tmp_path / "photos.zip")
+    with open_source(str(where)) as source:
+        copy = pickle.loads(pickle.dumps(source))
+    opened = [copy._archive.get()] if isinstance(copy, ZipSource) else []
+    assert copy.item(3).content == source.item(3).content == (photos / "dog" / "b.png").read_bytes()
+    assert entries(copy) == entries(source)
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        # Not the parent's file, whose position they would share.
+        own = not opened or copy._archive.get() is not opened[0]
+        os.write(write, bytes([own and copy.item(2).content == (photos / "dog" / "a.png").read_bytes()]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"\1"
+    assert copy.item(0).content == (photos / "cat" / "a.png").read_bytes()
+    for end in (read, write):
+        os.close(end)
+    copy.__exit__()
+    source.__exit__()

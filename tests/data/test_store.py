@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 
 from data import format as record_format
+from data.record import Layout
 from data.store import LMDBReader
 from data.writer import LMDBWriter, pack_arrays
 from tests.data.conftest import CLASSES, pictures
 from utils.errors import UserError
+
+GREY = Layout(channels=1, resolutions=(8,))
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
@@ -103,7 +106,9 @@ def test_empty_read_and_bounds(packed: Path) -> None:
 
 def test_full_map_grows(tmp_path: Path) -> None:
     images = pictures(200, side=32)  # 600 kB into a map of 64 kB
-    with LMDBWriter(tmp_path / "x.lmdb", classes=[], channels=3, resolution=32, first_map=1 << 16) as writer:
+    with LMDBWriter(
+        tmp_path / "x.lmdb", Layout(channels=3, resolutions=(32,)), classes=[], first_map=1 << 16
+    ) as writer:
         for image in images:
             writer.add(image.transpose(1, 2, 0))
         writer.finish()
@@ -126,7 +131,7 @@ def test_content_hash_follows_content(tmp_path: Path) -> None:
 
 
 def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
-    with LMDBWriter(tmp_path / "x.lmdb", classes=CLASSES, channels=3, resolution=8) as writer:
+    with LMDBWriter(tmp_path / "x.lmdb", Layout(channels=3, resolutions=(8,)), classes=CLASSES) as writer:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
             with pytest.raises(ValueError, match="picture"):
@@ -135,12 +140,12 @@ def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
             writer.add(good, 3)
         with pytest.raises(ValueError, match="no pictures"):
             writer.finish()
-    with pytest.raises(ValueError, match="fit together"):
-        LMDBWriter(tmp_path / "y.lmdb", classes=[], channels=3, resolution=8, encoding="source")
+    with pytest.raises(ValueError, match="do not fit"):
+        Layout(channels=3, resolutions=(8,), encoding="source")
 
 
 def test_left_writer_leaves_nothing(tmp_path: Path) -> None:
-    with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", classes=[], channels=1, resolution=8) as writer:
+    with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", GREY, classes=[]) as writer:
         writer.add(np.zeros((8, 8, 1), np.uint8))
         assert list((tmp_path / "new" / "deep").iterdir())
     assert list(tmp_path.iterdir()) == []
@@ -157,9 +162,9 @@ def test_existing_file_needs_overwrite(packed: Path) -> None:
 
 def test_two_writers_on_one_file(tmp_path: Path) -> None:
     path = tmp_path / "x.lmdb"
-    with LMDBWriter(path, classes=[], channels=1, resolution=8) as writer:
+    with LMDBWriter(path, GREY, classes=[]) as writer:
         with pytest.raises(UserError, match="another process"):
-            LMDBWriter(path, classes=[], channels=1, resolution=8)
+            LMDBWriter(path, GREY, classes=[])
         writer.add(np.zeros((8, 8, 1), np.uint8))
         writer.finish()
     assert len(LMDBReader(path)) == 1

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from data.dataset import Dataset
 from data.loader import InfiniteLoader
 from data.sampler import GlobalSampler
-from data.store import LMDBReader
 from training.loop import MetricWindow
 from training.tasks import TASKS, build_run_config
 from utils import distributed
@@ -44,7 +44,7 @@ def train(name: str, micro_batch: int, data: str) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     kind = name.partition("-")[0]
     tree = TREES[name] | {"micro_batch": micro_batch or None, "data": {"path": data}}
-    reader = LMDBReader(data)
+    reader = Dataset(data)
     task = TASKS[kind].task(build_run_config(tree, [], "test"), reader, None, device)
     sampler = GlobalSampler(
         len(reader), batch_size=8, seed=3, rank=distributed.rank(), world_size=distributed.world_size()

@@ -11,6 +11,7 @@ import evaluate
 import predict
 import train
 from data import pack
+from data.dataset import Dataset
 from data.writer import pack_arrays
 from tests.end_to_end.helpers import write_config
 from utils.errors import run_cli
@@ -101,7 +102,7 @@ def test_other_pictures_in_a_runs_folder_keep_everything(
         tmp_path / "other.lmdb",
         np.zeros((20, 1, 16, 16), np.uint8),
         labels=np.arange(20) % 10,
-        classes=list("abcdefghij"),
+        classes=Dataset(packed / "train.lmdb").classes,
     )
     before = {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file() and path.name != ".lock"}
     line = refused(capsys, train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")

@@ -13,7 +13,7 @@ import evaluate
 import generate
 import predict
 import train
-from data.store import LMDBReader
+from data.dataset import Dataset
 from tests.end_to_end.helpers import differing, start, state_of, write_config
 from utils.errors import run_cli
 
@@ -92,7 +92,7 @@ def test_classifier_evaluate_and_predict(tmp_path: Path, packed: Path, capsys: p
     assert figures["accuracy"] > 0.3
     assert sum(map(sum, figures["confusion"])) == 100
 
-    with LMDBReader(packed / "test.lmdb") as reader:
+    with Dataset(packed / "test.lmdb") as reader:
         pixels, label = reader.picture(0)
     cv2.imwrite(str(tmp_path / "a.png"), pixels)
     (tmp_path / "b.jpg").write_text("not a picture")

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.store import LMDBReader
+from data.dataset import Dataset
+from data.record import Layout
 from data.writer import LMDBWriter
 from models.resnet import Classifier, ResNetConfig
 from models.stylegan2 import Generator, GeneratorConfig
@@ -23,7 +24,9 @@ def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resi
     """Pictures whose brightness tells their class, packed in the order of classes; returns the path."""
     draw = np.random.default_rng(seed)
     kinds = max(1, len(classes))
-    writer = LMDBWriter(path, classes=classes, channels=channels, resolution=side, resize_filter=resize_filter)
+    writer = LMDBWriter(
+        path, Layout(channels=channels, resolutions=(side,)), classes=classes, resize_filter=resize_filter
+    )
     with writer:
         for label in np.sort(np.arange(count) % kinds).tolist():
             noise = draw.integers(0, 40, (side, side, channels))
@@ -80,13 +83,13 @@ def runs(tmp_path_factory, files):
 
 @pytest.fixture
 def test_reader(files):
-    with LMDBReader(files["val_path"]) as reader:
+    with Dataset(files["val_path"]) as reader:
         yield reader
 
 
 @pytest.fixture
 def train_reader(files):
-    with LMDBReader(files["path"]) as reader:
+    with Dataset(files["path"]) as reader:
         yield reader
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from data.store import LMDBReader
+from data.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
 from models.resnet import Classifier
 from tests.metrics.conftest import CLASSES, SIDE, Ranks, pack
@@ -66,7 +66,7 @@ def test_observer_and_progress_see_every_picture(test_reader):
 def test_data_without_its_labels_is_told(tmp_path):
     for name, classes, told in (("none", [], "no labels"), ("two", ["a", "b"], "2 classes, the classifier 3")):
         path = pack(tmp_path / f"{name}.lmdb", classes=classes)
-        with LMDBReader(path) as reader, pytest.raises(UserError, match=told):
+        with Dataset(path) as reader, pytest.raises(UserError, match=told):
             evaluate_classifier(ByBrightness(), reader)
 
 

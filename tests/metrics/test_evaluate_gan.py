@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.store import LMDBReader
+from data.dataset import Dataset
 from metrics.diversity import diversity_ratio
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import ClassifierFeatures, PixelFeatures, extract
@@ -114,7 +114,7 @@ def test_batch_size_changes_nothing_but_rounding(generator, test_reader):
 def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, tmp_path):
     found = evaluate(generator, test_reader, n=5000, train_reader=train_reader)
     assert found["n"] == found["distances"][0]["n"] == len(test_reader) == 60
-    with LMDBReader(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
+    with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
         assert evaluate(generator, test_reader, n=5000, train_reader=small)["n"] == 12
     with pytest.raises(UserError, match="at least 2 pictures"):
         evaluate(generator, test_reader, n=1)
@@ -205,10 +205,10 @@ def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tm
         ("two", {"classes": ["a", "b"]}, "2 classes, the generator 3"),
         ("unlabelled", {"classes": []}, "0 classes"),
     ):
-        with LMDBReader(pack(tmp_path / f"{name}.lmdb", **options)) as reader, pytest.raises(UserError, match=told):
+        with Dataset(pack(tmp_path / f"{name}.lmdb", **options)) as reader, pytest.raises(UserError, match=told):
             evaluate(generator, reader)
     with (
-        LMDBReader(pack(tmp_path / "train.lmdb", side=16)) as train,
+        Dataset(pack(tmp_path / "train.lmdb", side=16)) as train,
         pytest.raises(UserError, match="the train pictures"),
     ):
         evaluate(generator, test_reader, train_reader=train)

@@ -10,7 +10,7 @@ from PIL import Image
 import evaluate
 import generate
 import predict
-from data.store import LMDBReader
+from data.dataset import Dataset
 from metrics.evaluate_gan import judge_pictures
 from models.restore import classifier_from
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
@@ -258,7 +258,7 @@ class TestGenerate:
 
 def test_a_file_with_a_damaged_record_is_told(runs, tmp_path, capsys):
     path = pack(tmp_path / "damaged.lmdb")
-    with LMDBReader(path) as reader:
+    with Dataset(path) as reader:
         needle = reader.picture(30)[0].tobytes()
     content = bytearray(path.read_bytes())
     content[content.index(needle)] ^= 255

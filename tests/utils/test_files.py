@@ -3,7 +3,7 @@ import stat
 import pytest
 
 from utils.errors import UserError
-from utils.files import replace_file, write_atomic
+from utils.files import check_writable, replace_file, write_atomic
 
 
 @pytest.mark.parametrize("cut_short", ["fsync", "replace"])
@@ -39,3 +39,11 @@ def test_missing_folders_are_an_error_or_made(tmp_path):
         replace_file(tmp_path / "a" / "x", b"1")
     write_atomic(str(tmp_path / "a" / "b" / "x"), b"1")
     assert (tmp_path / "a" / "b" / "x").read_bytes() == b"1"
+
+
+def test_writable_is_checked_without_leaving_anything(tmp_path):
+    check_writable(tmp_path / "new" / "deep")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"file/results: cannot be written"):
+        check_writable(tmp_path / "file" / "results")

@@ -1,0 +1,68 @@
+"""Decoded pictures kept in memory (`data.cache: ram`)."""
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.decode import Box, crop_into
+from utils.logging import say
+from utils.memory import available_bytes, local_processes
+
+if TYPE_CHECKING:
+    from data.dataset import Dataset
+
+SHARE = 0.6  # of the memory that is available at the start, for all processes of this machine together
+_promised: "weakref.WeakKeyDictionary[PictureCache, int]" = weakref.WeakKeyDictionary()  # bytes, for this process
+BoxOf = Callable[[int, int, np.random.Generator | None], Box]
+
+
+class PictureCache:
+    """Pictures by record: whole ones where the crop is random, else as they are handed out.
+
+    It fills while the pictures are read for the first time. Where they do not fit into memory nothing is kept, and one
+    line says so. A copy in another process starts empty.
+    """
+
+    def __init__(self, dataset: "Dataset") -> None:
+        self.whole = dataset.crop is not None
+        self._pictures: dict[int, np.ndarray] = {}
+        needed = self._bytes(dataset) * local_processes()
+        available = available_bytes()
+        # They fill together: what was promised to the caches before is not there any more.
+        self.enabled = needed <= SHARE * available - sum(_promised.values())
+        if self.enabled:
+            _promised[self] = needed
+        else:
+            say(
+                f"warning: {dataset.path}: its decoded pictures take {needed / 2**30:.1f} GiB, more than "
+                f"{SHARE:.0%} of the {available / 2**30:.1f} GiB available; data.cache: ram is left off"
+            )
+
+    def _bytes(self, dataset: "Dataset") -> int:
+        if not self.whole:
+            return len(dataset) * dataset.meta.channels * dataset.resolution**2
+        return sum(shard.decoded_bytes() for shard in dataset.shards)
+
+    def put(self, record: int, picture: np.ndarray) -> None:
+        """Keep a picture: uint8 [H, W, C] if `whole`, else [C, R, R]."""
+        if self.enabled:
+            self._pictures[record] = picture
+
+    def copy(self, record: int, out: np.ndarray, box: BoxOf, draws: np.random.Generator | None) -> bool:
+        """Fill `out`, uint8 [C, R, R], if the picture is kept."""
+        picture = self._pictures.get(record)
+        if picture is None:
+            return False
+        if self.whole:
+            crop_into(picture, box(picture.shape[0], picture.shape[1], draws), out)
+        else:
+            np.copyto(out, picture)
+        return True
+
+    def __len__(self) -> int:
+        return len(self._pictures)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_pictures": {}}

@@ -1,0 +1,290 @@
+"""What training and evaluation read from: one packed file or several, at one resolution, decoded by threads."""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from data.cache import PictureCache
+from data.decode import Box, RandomCrop, centre_box, crop_into, decode, decode_crop
+from data.pictures import PictureError
+from data.sampler import SampleKeys
+from data.shards import combined_meta, open_level, shard_paths
+from data.store import DamageError, LMDBReader, checked_read
+from utils.errors import UserError
+from utils.logging import say
+from utils.memory import cores
+from utils.seeding import numpy_generator
+
+DAMAGED_SHARE = 0.01  # of the records, replaced at most before reading stops; ten are always allowed
+CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the last one
+
+
+class Dataset:
+    """Pictures and labels by index, from one packed file or several shards one after the other.
+
+    Square pictures of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
+    (or the pictures of sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every
+    picture where `read` is given keys. Raw pictures of a stored resolution are gathered at memory speed in the calling
+    thread; everything else is decoded by `workers` threads (0: the calling thread). The pictures do not depend on
+    `workers`. May be pickled and used after a fork; each process opens the files itself.
+
+    `on_damage` "skip" replaces a damaged record by the next whole one of its file, says so once and counts it in
+    `damaged`; it stops at DAMAGED_SHARE. Raises UserError for files that do not fit together or lack the resolution.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path],  # a file, a pattern such as "train-*.lmdb", or several files
+        *,
+        resolution: int | None = None,  # px; None: the largest that is stored
+        crop: RandomCrop | None = None,
+        workers: int = 0,  # decoding threads
+        cache: bool = False,  # keep decoded pictures in memory
+        on_damage: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
+        tolerant = on_damage == "skip"
+        stored = None if crop else resolution  # a random crop is a part of the largest picture
+        self.shards = [open_level(file, stored, tolerant=tolerant) for file in shard_paths(path)]
+        self.meta = combined_meta(self.shards)
+        self.resolution: int = resolution or self.shards[0].resolution
+        if stored is not None and 0 < self.meta.resolutions[-1] < stored:
+            raise UserError(
+                f"{self.path}: its pictures have {self.meta.resolutions[-1]} px, less than the {stored} px asked for;"
+                " choose a lower data.resolution or pack again with a larger --size"
+            )
+        self.crop, self.workers, self.on_damage = crop, workers, on_damage
+        self.damaged: dict[int, str] = {}  # records that were replaced, and why
+        self._ends = np.cumsum([len(shard) for shard in self.shards])
+        self._labels: np.ndarray | None = None
+        self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
+        self.cache = PictureCache(self) if cache and self.meta.encoding != "raw" else None  # raw: nothing to decode
+
+    def __len__(self) -> int:
+        return self.meta.count
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names by label; empty if the set is unlabelled."""
+        return self.meta.classes
+
+    @property
+    def gathers(self) -> bool:
+        """Whether batches are copied as they are stored, without decoding or scaling."""
+        same = all(shard.resolution == self.resolution for shard in self.shards)
+        return self.meta.encoding == "raw" and same and self.crop is None
+
+    def labels(self) -> np.ndarray:
+        """All labels, int64 [count], read-only. Raises DamageError."""
+        if self._labels is None:
+            self._labels = np.concatenate(self._of_shards(LMDBReader.labels))
+            self._labels.setflags(write=False)
+        return self._labels
+
+    def signatures(self) -> np.ndarray:
+        """What duplicates are found by: SIGNATURE [count], see data/signature.py. Raises DamageError."""
+        return np.concatenate(self._of_shards(LMDBReader.signatures))
+
+    def picture(self, index: int) -> tuple[np.ndarray, int]:
+        """One picture as it is stored, uint8 [H, W, C], and its label. Raises IndexError, DamageError."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        shard, first = self._shard(index)
+        with _counting_from(first):
+            return shard.picture(index - first)
+
+    def read(
+        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Pictures uint8 [n, C, R, R] and labels int64 [n] of the given records, in the given order.
+
+        `out`, if given, is filled and returned: uint8 [n, C, R, R], C-contiguous or, where pictures are decoded, in
+        memory as [n, R, R, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
+        pictures have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
+        a resolution.
+        """
+        wanted, pictures = checked_read(
+            self.path, indices, len(self), self.meta.channels, self.resolution, out, channels_last=not self.gathers
+        )
+        labels = self.labels()  # a damaged index has no labels to go on with: it always stops reading
+        while len(wanted):
+            chosen = self._without_damage(wanted)
+            try:
+                self._fill(chosen, pictures, keys)
+                return pictures, labels[chosen]
+            except DamageError as error:
+                self._note_damage(error)
+        return pictures, np.empty(0, np.int64)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """Picture uint8 [C, R, R] and label: with `__getitems__` what torch.utils.data asks of a data set."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+        """A batch at once."""
+        pictures, labels = self.read(indices)
+        return list(zip(pictures, labels.tolist(), strict=True))
+
+    def _of_shards(self, what: Callable[[LMDBReader], np.ndarray]) -> list[np.ndarray]:
+        parts = []
+        for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
+            with _counting_from(end - len(shard)):
+                parts.append(what(shard))
+        return parts
+
+    def _shard(self, index: int) -> tuple[LMDBReader, int]:
+        """The file that holds a record, and its first record."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.shards[number], int(self._ends[number]) - len(self.shards[number])
+
+    def _fill(self, chosen: np.ndarray, pictures: np.ndarray, keys: SampleKeys | None) -> None:
+        if not self.gathers:
+            self._decode(chosen, pictures, keys)
+        elif len(self.shards) == 1:
+            self.shards[0].gather(chosen, pictures)
+        else:
+            numbers = np.searchsorted(self._ends, chosen, side="right")
+            for number in np.unique(numbers).tolist():
+                places = np.flatnonzero(numbers == number)
+                shard, first = self.shards[number], int(self._ends[number]) - len(self.shards[number])
+                with _counting_from(first):
+                    shard.gather(chosen[places] - first, pictures, places)
+
+    # --- pictures that must be decoded or scaled
+
+    def _decode(self, chosen: np.ndarray, pictures: np.ndarray, keys: SampleKeys | None) -> None:
+        """Fill `pictures` in this thread or, in pieces, in the pool's."""
+        if self.workers == 0 or len(chosen) == 1:
+            self._decode_piece(chosen, pictures, keys, range(len(chosen)))
+            return
+        size = -(-len(chosen) // (self.workers * CHUNKS))
+        pieces = [range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)]
+        jobs = [self._pool().submit(self._decode_piece, chosen, pictures, keys, piece) for piece in pieces]
+        errors = [error for job in jobs if (error := job.exception()) is not None]  # waits for all of them
+        if errors:
+            raise errors[0]
+
+    def _decode_piece(self, chosen: np.ndarray, pictures: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
+        for place in piece:
+            record = int(chosen[place])
+            draws = None
+            if self.crop is not None and keys is not None:
+                draws = numpy_generator(*keys.of(place, record))
+            self._decode_one(record, pictures[place], draws)
+
+    def _decode_one(self, record: int, out: np.ndarray, draws: np.random.Generator | None) -> None:
+        """Decode, crop and scale a picture into `out`, uint8 [C, R, R]."""
+        if self.cache is not None and self.cache.copy(record, out, self._box, draws):
+            return
+        shard, first = self._shard(record)
+        with _counting_from(first):
+            if shard.meta.encoding == "raw":
+                pixels = shard.raw_picture(record - first)
+                crop_into(pixels, self._box(pixels.shape[0], pixels.shape[1], draws), out)
+                return
+            handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
+            with handle.environment.begin(buffers=True) as transaction:
+                entry, payload = shard.encoded_record(transaction, record - first)
+                height, codec = int(entry["height"]), int(entry["codec"])
+                try:
+                    box = self._box(height, int(entry["width"]), draws)
+                    if self.cache is not None and self.cache.whole:
+                        # Also where nothing is kept: the pictures must not depend on the memory that is free.
+                        picture = decode(payload, codec, self.meta.channels)
+                        self.cache.put(record, picture)
+                        crop_into(picture, box, out)
+                        return
+                    decode_crop(payload, codec, box, height, out)
+                except PictureError as error:
+                    raise shard.damage(record - first, str(error)) from None
+        if self.cache is not None:
+            self.cache.put(record, out.copy())
+
+    def _box(self, height: int, width: int, draws: np.random.Generator | None) -> Box:
+        if self.crop is None or draws is None:
+            return centre_box(height, width)
+        return self.crop.box(height, width, draws)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
+            pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
+            self._threads = (os.getpid(), self.workers, pool)
+        return self._threads[2]
+
+    # --- damaged records
+
+    def _without_damage(self, wanted: np.ndarray) -> np.ndarray:
+        """The records to read: the next whole one of the same file in place of each damaged one."""
+        if not self.damaged:
+            return wanted
+        chosen = wanted.copy()
+        for place in np.flatnonzero(np.isin(wanted, list(self.damaged))).tolist():
+            shard, first = self._shard(int(wanted[place]))
+            others = itertools.chain(range(int(wanted[place]), first + len(shard)), range(first, int(wanted[place])))
+            whole = next((record for record in others if record not in self.damaged), None)
+            if whole is None:
+                with _counting_from(first):
+                    raise shard.damage(range(len(shard)), "no record of this file is whole")
+            chosen[place] = whole
+        return chosen
+
+    def _note_damage(self, error: DamageError) -> None:
+        """Count damaged records that are to be skipped; raise `error` if damage stops reading or is too much."""
+        new = [record for record in error.records if record not in self.damaged]
+        allowed = max(10, int(DAMAGED_SHARE * len(self)))
+        if self.on_damage == "stop" or not new or len(self.damaged) + len(new) > allowed:
+            raise error
+        self.damaged |= dict.fromkeys(new, error.reason)
+        say(f"warning: {error}; skipped, the next whole record takes its place ({len(self.damaged)} so far)")
+
+    # --- life
+
+    def close(self) -> None:
+        """Let the files go and end the threads. The next read opens the files again."""
+        if self._threads is not None and self._threads[0] == os.getpid():
+            self._threads[2].shutdown()
+        self._threads = None
+        for shard in self.shards:
+            shard.close()
+
+    def __enter__(self) -> "Dataset":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_labels": None, "_threads": None}
+
+
+@contextlib.contextmanager
+def _counting_from(first: int) -> Iterator[None]:
+    """Inside, the records that a DamageError holds become those of the whole data set; its text names the file's."""
+    try:
+        yield
+    except DamageError as error:
+        error.records = [record + first for record in error.records]
+        raise
+
+
+def dataset_for_model(path: str | Path, trained: int | None, resolution: int) -> Dataset:
+    """Pictures as a model saw them: at the config's `data.resolution` (`trained`) where it set one, else as they are
+    stored. Only pictures with sizes of their own, and a pyramid that has it, are brought to the model's `resolution`
+    unasked; others are to be refused where they do not fit.
+    """
+    dataset = Dataset(path)
+    stored = dataset.meta.resolutions
+    if trained is None and (stored == [0] or resolution in stored):
+        trained = resolution
+    if trained is None:
+        return dataset
+    return Dataset(path, resolution=trained, workers=cores())

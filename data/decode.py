@@ -1,0 +1,169 @@
+"""Decode a stored picture, crop it and bring it to size: the fast path of reading encoded pictures.
+
+JPEG is decoded by libjpeg-turbo (simplejpeg), in RGB, and no more of it than needed: rows below the crop are never
+decoded, and where a crop is several times as large as asked for it is decoded at a half, a quarter or an eighth of its
+size (scaled DCT), at MARGIN times the size asked for or more. PNG is decoded by OpenCV. What needs the rules of
+data/pictures.py is decoded by them.
+"""
+
+import math
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import simplejpeg
+
+from data.format import CODEC_JPEG, CODEC_PNG
+from data.pictures import PictureError, decode_by_rules
+
+Box = tuple[int, int, int, int]  # top, left, height, width in px
+
+MARGIN = 1.5  # a crop of a scaled picture begins at a whole pixel of it: that must be less than one of the result
+TRIES = 10  # draws of a random crop before the middle is taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomCrop:
+    """A random part of the picture: Szegedy et al. 2015, "Going Deeper with Convolutions", section 6; the draws are
+    made as by torchvision's RandomResizedCrop.
+    """
+
+    area: tuple[float, float] = (0.08, 1.0)  # share of the picture, uniform
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, uniform in the logarithm
+
+    def box(self, height: int, width: int, draws: np.random.Generator) -> Box:
+        """A crop of a picture of height x width px; if TRIES draws do not fit, the largest one in the middle that
+        keeps the aspect's bounds.
+        """
+        low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
+        for area, log_aspect, row, column in draws.random((TRIES, 4)).tolist():
+            target = height * width * (self.area[0] + area * (self.area[1] - self.area[0]))
+            aspect = math.exp(low + log_aspect * (high - low))
+            w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                return int(row * (height - h + 1)), int(column * (width - w + 1)), h, w
+        aspect = min(max(width / height, self.aspect[0]), self.aspect[1])
+        w, h = min(width, round(height * aspect)), min(height, round(width / aspect))
+        return (height - h) // 2, (width - w) // 2, h, w
+
+
+def centre_box(height: int, width: int) -> Box:
+    """The largest square in the middle."""
+    side = min(height, width)
+    return (height - side) // 2, (width - side) // 2, side, side
+
+
+def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray:
+    """The whole picture: uint8 [H, W, channels]. Raises PictureError if it cannot be decoded."""
+    if codec == CODEC_JPEG:
+        return _decode_jpeg(payload, channels)
+    if codec == CODEC_PNG:
+        return _decode_png(payload, channels)
+    return decode_by_rules(payload, channels)
+
+
+def decode_crop(
+    payload: bytes | memoryview,
+    codec: int,
+    box: Box,  # in the whole picture
+    height: int,  # of the whole picture in px
+    out: np.ndarray,  # uint8 [C, S, S], filled
+) -> None:
+    """Decode the part of a picture inside `box` and bring it to S x S px. Raises PictureError if it cannot be decoded.
+
+    Scaled by OpenCV: bilinear where it is enlarged or shrunk to not less than half (after the scaled DCT), else by
+    area averaging.
+    """
+    top, left, h, w = box
+    channels, side = out.shape[0], out.shape[1]
+    if codec == CODEC_JPEG:
+        shrink = min(8, 1 << int(math.log2(max(1.0, min(h, w) / (MARGIN * side)))))
+        if shrink > 1:
+            pixels = _decode_jpeg(payload, channels, shrink, height)
+            exact = pixels.shape[0] / height  # a scaled picture's sides are rounded up
+            top, left, h, w = (round(value * exact) for value in box)
+            h, w = min(h, pixels.shape[0] - top), min(w, pixels.shape[1] - left)
+        else:
+            pixels = _decode_jpeg(first_rows(payload, top + h, height), channels)
+    else:
+        pixels = decode(payload, codec, channels)
+    crop_into(pixels, (top, left, h, w), out)
+
+
+def crop_into(
+    pixels: np.ndarray,  # uint8 [H, W, C]
+    box: Box,
+    out: np.ndarray,  # uint8 [C, S, S], filled
+) -> None:
+    """Bring a part of a decoded picture to size."""
+    top, left, height, width = box
+    resize_into(pixels[top : top + height, left : left + width], out)
+
+
+def resize_into(
+    pixels: np.ndarray,  # uint8 [H, W, C]
+    out: np.ndarray,  # uint8 [C, S, S], filled; fastest where it lies in memory as [S, S, C]
+) -> None:
+    """Bring pixels to size, channels first."""
+    channels, side = out.shape[0], out.shape[1]
+    height, width = pixels.shape[:2]
+    if (height, width) == (side, side):
+        np.copyto(out.transpose(1, 2, 0), pixels)
+        return
+    method = cv2.INTER_AREA if max(height, width) > 2 * side else cv2.INTER_LINEAR
+    target = out.transpose(1, 2, 0) if channels > 1 else out[0]  # OpenCV knows no third axis of length one
+    if target.flags.c_contiguous:
+        cv2.resize(pixels, (side, side), dst=target, interpolation=method)
+    else:
+        np.copyto(target, cv2.resize(pixels, (side, side), interpolation=method))
+
+
+def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:
+    """A baseline JPEG that ends after its first `rows` rows, at least; the payload itself where that cannot be made.
+
+    The height in the frame header is lowered; the decoder then stops after that many rows. 16 more rows than needed
+    are kept, since the last ones of a picture are interpolated differently where colours are subsampled.
+    """
+    rows += 16
+    place = _frame_header(payload) if rows < height else None
+    if place is None:
+        return payload
+    shortened = bytearray(payload)
+    shortened[place : place + 2] = rows.to_bytes(2, "big")
+    return bytes(shortened)
+
+
+def _frame_header(payload: bytes | memoryview) -> int | None:
+    """Where the height stands in a baseline JPEG, or None: a progressive one has scans of the whole picture."""
+    at, end = 2, len(payload) - 9
+    while at < end and payload[at] == 0xFF:
+        marker = payload[at + 1]
+        if marker == 0xC0:
+            return at + 5
+        if (0xC1 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)) or marker == 0xDA:
+            return None
+        at += 2 + (payload[at + 2] << 8 | payload[at + 3])
+    return None
+
+
+def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, height: int = 0) -> np.ndarray:
+    """A JPEG, at 1/`shrink` of its size (1, 2, 4 or 8)."""
+    try:
+        pixels = simplejpeg.decode_jpeg(
+            payload,
+            "GRAY" if channels == 1 else "RGB",
+            min_factor=shrink,
+            min_height=-(-height // shrink) if shrink > 1 else 0,
+            strict=False,  # the file's checksum was compared; warnings are those it had when it was packed
+        )
+    except ValueError as error:
+        raise PictureError(f"cannot be decoded ({error})") from None
+    return np.asarray(pixels)
+
+
+def _decode_png(payload: bytes | memoryview, channels: int) -> np.ndarray:
+    flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+    pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
+    if pixels is None:
+        raise PictureError("cannot be decoded")
+    return pixels.reshape(*pixels.shape[:2], channels)

@@ -1,0 +1,187 @@
+"""CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each picture.
+
+- Separated by commas, semicolons or tabs; UTF-8 with or without a byte order mark. Other columns are not used.
+- Paths are relative to the manifest's folder, or absolute. Blanks around a field are dropped.
+- Labels that are all whole numbers from 0 are the classes "0" to the largest; other labels are classes in text order.
+  Classes are those of all rows, so that the parts of a split agree.
+- `split` is train, test, val, valid or validation; test stands for the last three too, as for split folders.
+- Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems,
+  named with their line. Rows that contradict each other are refused.
+"""
+
+import csv
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from data.pictures import PictureError
+from data.sources.base import Problem
+from data.sources.files import ListedSource
+from data.sources.listing import SPLIT_NAMES, SPLITS, Listing
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+DELIMITERS = (",", ";", "\t")
+COLUMNS = ("path", "label", "split")
+WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
+NEGATIVE = re.compile(r"-[0-9]{1,18}")
+
+
+class Row(NamedTuple):
+    """A row of the manifest; `label` and `split` are empty where there is no such column."""
+
+    line: int  # of the file, from 1
+    path: str
+    label: str
+    split: str
+
+
+class ManifestSource(ListedSource):
+    """The pictures that a CSV file names."""
+
+    def __init__(self, path: Path, *, split: str) -> None:
+        self.folder = path.parent
+        super().__init__(path.name, arrange_rows(path, split))
+
+    def item_name(self, index: int) -> str:
+        return str(self.folder / self.names[index])
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self.folder / name).read_bytes()
+        except OSError as error:
+            raise PictureError(f"cannot be read ({error.strerror})") from None
+
+
+def arrange_rows(path: Path, split: str) -> Listing:
+    """Pictures, labels and classes of the manifest at `path`. Raises UserError if it cannot be used."""
+    rows, problems, columns = _parse(path)
+    if not rows and not problems:
+        raise UserError(f"{path} has no rows below its header: add a row for each picture")
+    classes, number = _classes(path, rows) if "label" in columns else ([], {"": 0})
+    rows = _without_repeats(path, rows, problems)
+    if "split" in columns:
+        rows = _of_split(path, rows, split)
+    elif split == "test":
+        raise UserError(f"{path} has no column split: leave --split out to take all of it")
+    present = []
+    for row in rows:
+        if os.path.isfile(path.parent / row.path):
+            present.append(row)
+        else:
+            problems.append(Problem(str(path.parent / row.path), f"is no file (line {row.line} of {path.name})"))
+    return Listing([row.path for row in present], [number[row.label] for row in present], classes, problems)
+
+
+def _parse(path: Path) -> tuple[list[Row], list[Problem], list[str]]:
+    """The usable rows, the others as problems, and those of COLUMNS that the header has."""
+    lines = _lines(path)
+    _, header = next(lines, (1, []))
+    names = _names(header)
+    places = _places(path, names)
+    rows, problems = [], []
+    for line, fields in lines:
+        where = f"{path} line {line}"
+        if len(fields) != len(names):
+            problems.append(Problem(where, f"has {len(fields)} fields where the header has {len(names)}"))
+            continue
+        found = {name: fields[place].strip() for name, place in places.items()}
+        empty = [name for name, text in found.items() if not text]
+        if empty:
+            problems.append(Problem(where, f"has an empty {empty[0]}"))
+            continue
+        part = found.get("split", "").lower()
+        if "split" in found and part not in SPLIT_NAMES:
+            hint = did_you_mean(part, sorted(SPLIT_NAMES))
+            raise UserError(f"{where}: split {part!r}{hint} is none of {', '.join(sorted(SPLIT_NAMES))}")
+        rows.append(Row(line, found["path"], found.get("label", ""), part))
+    return rows, problems, list(places)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The number of each row's first line and its fields; empty lines are left out."""
+    line = 1
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            delimiter = _delimiter(file.readline())
+            file.seek(0)
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            for fields in reader:
+                if fields:
+                    yield line, fields
+                line = reader.line_num + 1
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: a line from {line} on is not UTF-8; save it as UTF-8") from None
+    except csv.Error as error:
+        raise UserError(f"{path} line {line} cannot be read ({error}); put it right") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+
+
+def _delimiter(header: str) -> str:
+    """The delimiter that makes `path` a column, else the one that makes most columns."""
+
+    def fitness(delimiter: str) -> tuple[bool, int]:
+        names = _names(next(csv.reader([header], delimiter=delimiter), []))
+        return "path" in names, len(names)
+
+    return max(DELIMITERS, key=fitness)
+
+
+def _names(header: list[str]) -> list[str]:
+    return [name.strip().lower() for name in header]
+
+
+def _places(path: Path, names: list[str]) -> dict[str, int]:
+    """Where COLUMNS stand in the header. A near miss is refused: without it pictures would lose their labels unseen."""
+    others = [name for name in names if name not in COLUMNS]
+    for column in COLUMNS:
+        if names.count(column) > 1:
+            raise UserError(f"{path} line 1: the column {column} stands there {names.count(column)} times; rename one")
+        hint = did_you_mean(column, others)
+        if column not in names and (hint or column == "path"):
+            found = ", ".join(names) or "none"
+            raise UserError(f"{path} line 1: no column {column}{hint}, its columns are {found}; rename one")
+    return {column: names.index(column) for column in COLUMNS if column in names}
+
+
+def _classes(path: Path, rows: list[Row]) -> tuple[list[str], dict[str, int]]:
+    """Class names, and the number of each label."""
+    labels = {row.label for row in rows}
+    numbers = {label for label in labels if WHOLE.fullmatch(label)}
+    negative = {label for label in labels if NEGATIVE.fullmatch(label)}
+    if negative and labels == numbers | negative:
+        first = next(row for row in rows if row.label in negative)
+        raise UserError(f"{path} line {first.line}: label {first.label}; labels are names or whole numbers from 0")
+    if labels != numbers:
+        classes = sorted(labels)
+        return classes, {label: number for number, label in enumerate(classes)}
+    largest = max(map(int, labels), default=-1)
+    if largest >= len(rows):
+        raise UserError(f"{path}: labels go up to {largest}, but there are only {len(rows)} pictures")
+    return [str(number) for number in range(largest + 1)], {label: int(label) for label in labels}
+
+
+def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> list[Row]:
+    """The first row of each file. Rows that give one file two labels or put it into two splits raise UserError."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        known = first.setdefault(os.path.normpath(path.parent / row.path), row)
+        if known is row:
+            continue
+        for what, one, other in (("label", known.label, row.label), ("split", known.split, row.split)):
+            if one != other:
+                raise UserError(f"{path} line {row.line}: {row.path} has {what} {other}, in line {known.line} {one}")
+        problems.append(Problem(f"{path} line {row.line}", f"repeats {row.path} of line {known.line}"))
+    return list(first.values())
+
+
+def _of_split(path: Path, rows: list[Row], split: str) -> list[Row]:
+    """The rows of a split; of several names that stand for it the first one's, as with folders."""
+    there = {row.split for row in rows}
+    chosen = [name for name in SPLITS[split] if name in there]
+    if rows and not chosen:
+        raise UserError(f"{path} has no {split} split, only {', '.join(sorted(there))}: pass another --split")
+    return [row for row in rows if row.split in chosen[:1]]

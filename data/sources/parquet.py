@@ -1,0 +1,243 @@
+"""Parquet files with pictures' bytes, as the Hugging Face hub has them: one file, or a folder of shards.
+
+- Pictures: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
+- Labels: the column `label`, else the only one of LABEL_COLUMNS: text, or whole numbers, whose names may stand in the
+  schema's metadata (key "huggingface": a ClassLabel). Pictures without a label (null or negative) are problems.
+- Shards are taken in order of name. Names that begin with a split's (`train-00000-of-00002.parquet`) are its shards;
+  `-of-N` says that there are N of them.
+
+Pictures are read by row group; labels at once; the number of pictures stands in the files' metadata.
+"""
+
+import functools
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.pictures import SUFFIXES, PictureError
+from data.sources.base import Item, PerProcess, Problem, Source
+from data.sources.listing import SPLIT_NAMES, SPLITS
+from data.sources.parquet_reader import CellReader, pyarrow, reading
+from utils.errors import UserError
+
+SUFFIX = ".parquet"
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.].*)?")
+SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
+
+
+def is_parquet_folder(folder: Path) -> bool:
+    """Whether a folder holds Parquet files and neither pictures nor visible sub-folders."""
+    try:
+        visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; check its permissions") from None
+    suffixes = {entry.suffix.lower() for entry in visible}
+    return SUFFIX in suffixes and not suffixes & SUFFIXES and not any(entry.is_dir() for entry in visible)
+
+
+class ParquetSource(Source):
+    """The pictures of a Parquet file or of a folder of them. Raises UserError for what cannot be used, by name."""
+
+    def __init__(self, path: Path, *, split: str) -> None:
+        super().__init__(path.name, [])
+        names = [path]
+        if path.is_dir():
+            visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+            names = [entry for entry in visible if entry.suffix.lower() == SUFFIX]
+            self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
+        self.shards = choose_shards(path, names, split)
+        schemas, counts = _describe(self.shards)
+        image, label = choose_columns(self.shards[0], schemas[0])
+        for shard, schema in zip(self.shards, schemas, strict=True):
+            _same(self.shards[0], schemas[0], shard, schema, [image] + ([label] if label else []))
+        self._starts = np.concatenate([[0], np.cumsum(counts)])
+        if not self._starts[-1]:
+            raise UserError(f"{path} holds no rows: get it again")
+        labels = np.zeros(self._starts[-1], np.int64)
+        if label:
+            labels, self.classes = _labels(path, self.shards, schemas, label)
+        self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
+        self.problems = [Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
+        self._labels = labels[self._rows]
+        self._reader = PerProcess(functools.partial(CellReader, self.shards, image))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def item(self, index: int) -> Item:
+        shard, row = self._place(int(self._rows[index]))
+        value = self._reader.get().cell(shard, row)
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if content is None:
+            raise PictureError("holds no bytes")
+        return Item(self.item_name(index), int(self._labels[index]), content)
+
+    def item_name(self, index: int) -> str:
+        return self._row_name(int(self._rows[index]))
+
+    def labels(self) -> np.ndarray:
+        return self._labels
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The shard in which a row lies, and its number there."""
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return shard, row - int(self._starts[shard])
+
+    def _row_name(self, row: int) -> str:
+        shard, row = self._place(row)
+        return f"{self.shards[shard]}: row {row}"
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.release()
+
+
+def choose_shards(where: Path, paths: Sequence[Path], split: str) -> list[Path]:
+    """The files of a split. Raises UserError if there are none, if a shard is missing, or if only some name a split."""
+    groups: dict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        match = SPLIT_PREFIX.fullmatch(path.stem.lower())
+        groups[match[1] if match else ""].append(path)
+    if "" in groups and len(groups) > 1:
+        named = next(iter(groups[name] for name in groups if name))[0]
+        raise UserError(f"{where}: {named.name} names a split, {groups[''][0].name} does not: rename or remove one")
+    if "" in groups:
+        if split == "test":
+            raise UserError(f"{where} has no splits in its files' names: leave --split out to take all of it")
+        chosen = groups[""]
+    elif where.is_file() and split == "train":
+        chosen = list(paths)  # a file that is named is meant, whatever its split
+    else:
+        name = next((name for name in SPLITS[split] if name in groups), None)
+        if name is None:
+            raise UserError(f"{where} has no {split} split, only {', '.join(sorted(groups))}: pass another --split")
+        chosen = groups[name]
+    if where.is_dir():
+        _check_complete(where, chosen)
+    return chosen
+
+
+def _check_complete(where: Path, paths: Sequence[Path]) -> None:
+    """Raise UserError if the files' names say that there are more."""
+    names = {path.stem for path in paths}
+    for match in filter(None, map(SHARD.fullmatch, sorted(names))):
+        for number in range(int(match[3])):
+            wanted = f"{match[1]}-{number:05d}-of-{match[3]}"
+            if wanted not in names:
+                raise UserError(f"{where}: {wanted}{SUFFIX} is missing beside {match[0]}{SUFFIX}: add it")
+
+
+def _describe(shards: Sequence[Path]) -> tuple[list[Any], list[int]]:
+    """Each shard's Arrow schema and number of rows, from its metadata."""
+    schemas, counts = [], []
+    for shard in shards:
+        with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
+            schemas.append(file.schema_arrow)
+            counts.append(file.metadata.num_rows)
+    return schemas, counts
+
+
+def choose_columns(path: Path, schema: Any) -> tuple[str, str | None]:
+    """The columns of pictures and of labels (None: unlabelled). Raises UserError if that is unclear."""
+    types = pyarrow("types")
+    columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+    images = [field.name for field in schema if _holds_bytes(field.type)]
+    if "image" in images:
+        images = ["image"]
+    if len(images) != 1:
+        found = f"{' and '.join(images)} could be pictures, call one image" if images else "no column holds bytes"
+        raise UserError(f"{path}: {found}; its columns are {columns}")
+    labels = [name for name in LABEL_COLUMNS if name in schema.names]
+    if "label" in labels:
+        labels = ["label"]
+    if len(labels) > 1:
+        raise UserError(f"{path}: {' and '.join(labels)} could be labels, call one label; its columns are {columns}")
+    if not labels:
+        return images[0], None
+    kind = schema.field(labels[0]).type
+    if not types.is_integer(kind) and not _is_text(kind):
+        raise UserError(f"{path}: the column {labels[0]} is {kind}; labels are whole numbers or text")
+    return images[0], labels[0]
+
+
+def _holds_bytes(kind: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _same(first: Path, schema: Any, path: Path, other: Any, columns: Sequence[str]) -> None:
+    for name in columns:
+        if name not in other.names or other.field(name).type != schema.field(name).type:
+            found = other.field(name).type if name in other.names else "missing"
+            raise UserError(f"{path}: the column {name} is {found}, in {first.name} {schema.field(name).type}")
+
+
+def _labels(where: Path, shards: Sequence[Path], schemas: Sequence[Any], column: str) -> tuple[np.ndarray, list[str]]:
+    """Labels int64 of all rows, below 0 where a row has none, and the names of the classes."""
+    parts, text = [], _is_text(schemas[0].field(column).type)
+    names: list[str] = []
+    for shard in shards:
+        with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
+            values = file.read(columns=[column], use_threads=False).column(0)
+            parts.append(_text_labels(values, names) if text else _number_labels(values))
+    labels = np.concatenate(parts)
+    if labels.max() < 0:
+        raise UserError(
+            f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
+        )
+    if text:
+        classes = sorted(names)
+        rank = {name: number for number, name in enumerate(classes)}
+        return np.array([*(rank[name] for name in names), -1])[labels], classes  # -1 takes the last one
+    classes = _class_names(shards[0], schemas[0], column)
+    for shard, schema in zip(shards, schemas, strict=True):
+        if _class_names(shard, schema, column) != classes:
+            raise UserError(f"{shard} and {shards[0].name} name their classes differently: get both from one place")
+    largest = int(labels.max())
+    if largest >= (len(classes) or len(labels)):
+        limit = f"{len(classes)} classes" if classes else f"{len(labels)} pictures"
+        raise UserError(f"{where}: labels go up to {largest}, but there are only {limit}; get it again")
+    return labels, classes or [str(number) for number in range(largest + 1)]
+
+
+def _text_labels(values: Any, names: list[str]) -> np.ndarray:
+    """Numbers in `names`, which grows; -1 for null and empty text."""
+    compute, arrow = pyarrow("compute"), pyarrow()
+    values = values.cast(arrow.large_string())
+    known = set(names)
+    names += [name for name in values.unique().to_pylist() if name and name not in known]
+    places = compute.index_in(values, value_set=arrow.array(names, arrow.large_string()))
+    return places.fill_null(-1).to_numpy().astype(np.int64)
+
+
+def _number_labels(values: Any) -> np.ndarray:
+    return values.cast(pyarrow().int64()).fill_null(-1).to_numpy()
+
+
+def _class_names(path: Path, schema: Any, column: str) -> list[str]:
+    """The names of a ClassLabel in Hugging Face's metadata, or none."""
+    record = (schema.metadata or {}).get(b"huggingface")
+    if record is None:
+        return []
+    try:
+        content = json.loads(record)
+        names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: its metadata record huggingface is damaged ({error}); get it again") from None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise UserError(f"{path}: the names of the classes in its metadata are not different texts; get it again")
+    return names

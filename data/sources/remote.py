@@ -1,0 +1,143 @@
+"""Pictures below a URL (s3://, gs://, hf://, http://, file://, ...), through the library fsspec.
+
+What lies there is arranged by the rules of folders (data/sources/listing.py) and read file by file; nothing is kept on
+disk. fsspec's drivers for object storage are packages of their own, which find their credentials themselves.
+"""
+
+import functools
+import importlib
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from data.pictures import PictureError
+from data.sources.base import PerProcess
+from data.sources.files import MAX_MEMBER, ListedSource
+from data.sources.listing import MANIFEST, Listing, arrange, arrange_by_manifest
+from utils.errors import UserError
+
+T = TypeVar("T")
+
+PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
+# Another attempt would end the same way. All else is tried again: drivers raise their libraries' own exceptions.
+FINAL = (
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    NotImplementedError,
+    MemoryError,
+)
+
+
+class RemoteSource(ListedSource):
+    """A "folder" below a URL: class folders, flat, or with StyleGAN's `dataset.json`."""
+
+    def __init__(self, url: str, *, split: str) -> None:
+        if "::" in url:
+            raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
+        self.url = without_secrets(url).rstrip("/")
+        self._sizes: dict[str, int] = {}
+        self._place = PerProcess(functools.partial(_connect, url))
+        super().__init__(self.url, self._list(split))
+
+    def _list(self, split: str) -> Listing:
+        filesystem, root = self._place.get()
+        try:
+            found = attempt(lambda: filesystem.find(root, withdirs=True, detail=True))
+        except Exception as error:  # whatever the driver raises, see FINAL
+            raise UserError(f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials") from None
+        if not found:
+            raise UserError(f"{self.url}: there is nothing; check the URL")
+        if list(found) == [root] and found[root].get("type") != "directory":
+            raise UserError(f"{self.url} is a single file: give the URL of a folder of pictures, or copy it here")
+        files, folders = self._sort(found, root.rstrip("/") + "/" if root else "")
+        if MANIFEST in files:
+            try:
+                return arrange_by_manifest(self.url, files, self.read(MANIFEST))
+            except PictureError as error:
+                raise UserError(f"{self.url}/{MANIFEST} {error}; check it") from None
+        return arrange(self.url, files, folders, split)
+
+    def _sort(self, found: dict[str, dict[str, Any]], prefix: str) -> tuple[list[str], list[str]]:
+        """Names of files and folders relative to the URL; also notes the files' sizes."""
+        files: list[str] = []
+        folders: list[str] = []
+        for place, details in found.items():
+            name = place.removeprefix(prefix)
+            if not place.startswith(prefix) or not name:
+                continue
+            if details.get("type") == "directory" or name.endswith("/"):  # some stores mark folders by empty objects
+                folders.append(name.rstrip("/"))
+                continue
+            files.append(name)
+            if isinstance(details.get("size"), int):
+                self._sizes[name] = details["size"]
+        return files, folders
+
+    def item_name(self, index: int) -> str:
+        return f"{self.url}/{self.names[index]}"
+
+    def read(self, name: str) -> bytes:
+        size = self._sizes.get(name)
+        if size is not None and size > MAX_MEMBER:
+            raise PictureError(f"is {size:,} bytes, more than {MAX_MEMBER:,}")
+        try:
+            return attempt(functools.partial(self._fetch, name, size))
+        except UserError:
+            raise
+        except Exception as error:  # whatever the driver raises, see FINAL
+            raise PictureError(f"cannot be read ({_reason(error)})") from None
+
+    def _fetch(self, name: str, size: int | None) -> bytes:
+        filesystem, root = self._place.get()
+        content: bytes = filesystem.cat_file(f"{root.rstrip('/')}/{name}" if root else name)
+        if size is not None and len(content) != size:
+            raise OSError(f"{len(content):,} of {size:,} bytes arrived")
+        return content
+
+    def __exit__(self, *error: object) -> None:
+        self._place.release()
+
+
+def attempt(read: Callable[[], T]) -> T:
+    """Call `read` up to three times, with growing pauses. Raises what the last call raises, what is FINAL at once."""
+    failures = 0
+    while True:
+        try:
+            return read()
+        except FINAL:
+            raise
+        except Exception as error:  # see FINAL
+            if failures == len(PAUSES):
+                error.add_note(f"after {failures + 1} attempts")
+                raise
+        time.sleep(PAUSES[failures])
+        failures += 1
+
+
+def without_secrets(text: str) -> str:
+    """A URL, or a text with URLs, without their user names, passwords and queries, which may hold keys."""
+    return re.sub(r"(://[^\s?]*)\?[^\s'\")]*", r"\1", re.sub(r"(?<=://)[^/@\s]*@", "", text))
+
+
+def _connect(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL, and the path in it. Raises UserError if its driver is not installed."""
+    shown = without_secrets(url)
+    try:
+        core = importlib.import_module("fsspec.core")
+    except ImportError:
+        raise UserError(f"{shown}: URLs need fsspec; pip install fsspec") from None
+    try:
+        filesystem, root = core.url_to_fs(url)
+    except ImportError as error:  # its text names the package
+        raise UserError(f"{shown}: the driver of {shown.partition(':')[0]} is missing: {error}") from None
+    except Exception as error:  # a driver may connect here, see FINAL
+        raise UserError(f"{shown} cannot be opened ({_reason(error)}); check it and its credentials") from None
+    return filesystem, root
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [type(error).__name__]
+    return ", ".join([without_secrets(text[0]), *getattr(error, "__notes__", [])])

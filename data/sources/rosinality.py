@@ -1,0 +1,93 @@
+"""The LMDB files of rosinality's StyleGAN2 (stylegan2-pytorch, `prepare_data.py`).
+
+`length` is the number of pictures as text; `{resolution}-{index:05d}` is a picture file, usually a JPEG. There may be
+every picture at several resolutions; there are no labels and no checksums.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import lmdb
+import numpy as np
+
+from data.environment import acquire
+from data.pictures import PictureError
+from data.sources.base import Item, PerProcess, Source
+from utils.errors import UserError
+
+LENGTH_KEY = b"length"
+KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
+
+
+def resolutions(transaction: lmdb.Transaction) -> list[int]:
+    """The resolutions in px that have records, ascending; one step of the cursor each."""
+    found = []
+    cursor = transaction.cursor()
+    there = cursor.first()
+    while there and (match := KEY.fullmatch(bytes(cursor.key()))):
+        found.append(int(match[1]))
+        there = cursor.set_range(match[1] + b"-:")  # ":" comes after all digits
+    return sorted(found)
+
+
+class RosinalitySource(Source):
+    """Pictures of one resolution: of `size` px where the file has them, else the largest. Unlabelled.
+
+    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing record is a PictureError
+    when it is read.
+    """
+
+    def __init__(self, path: Path, *, size: int | None = None) -> None:
+        super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
+        self.path = path
+        self._handle = PerProcess(functools.partial(acquire, path))
+        environment = self._handle.get().environment
+        try:
+            with environment.begin() as transaction:
+                found, length = resolutions(transaction), transaction.get(LENGTH_KEY)
+        except lmdb.Error as error:
+            raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
+        self._count = _count(path, length, environment.stat()["entries"])
+        if not found:
+            raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
+        self.resolution = size if size is not None and size in found else found[-1]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def item(self, index: int) -> Item:
+        try:
+            with self._handle.get().environment.begin() as transaction:
+                content = transaction.get(self._key(index).encode())
+        except lmdb.Error as error:
+            raise PictureError(f"cannot be read ({error})") from None
+        if content is None:
+            raise PictureError("is missing")
+        return Item(self.item_name(index), 0, content)
+
+    def item_name(self, index: int) -> str:
+        return f"{self.path}: record {self._key(index)}"
+
+    def labels(self) -> np.ndarray:
+        return np.zeros(self._count, np.int64)
+
+    def _key(self, index: int) -> str:
+        return f"{self.resolution}-{index:05d}"
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.release()
+
+
+def _count(path: Path, length: bytes | None, entries: int) -> int:
+    """The number of pictures, from the record `length` of a file with `entries` records."""
+    if length is None:
+        raise UserError(f"{path} has no record `length`: it was not finished, make it again")
+    if not length.isdigit() or len(length) > 12 or not int(length):
+        raise UserError(
+            f"{path}: its record `length` is {bytes(length[:20])!r}, not a number of pictures; make it again"
+        )
+    # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
+    if int(length) > 2 * entries:
+        raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")
+    return int(length)

@@ -1,0 +1,62 @@
+"""Files of every kind that a source reads, made by tests."""
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from PIL import Image
+
+from data.sources import Source
+from tests.data.conftest import save
+
+
+def content_of(shade: int) -> bytes:
+    """A PNG of one colour."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8), (shade, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def contents(source: Source) -> list[Any]:
+    return [source.item(index).content for index in range(len(source))]
+
+
+def pickled(source: Source) -> Source:
+    """A copy as a spawned worker gets it."""
+    source.item(0)  # something is open
+    return pickle.loads(pickle.dumps(source))
+
+
+def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:
+    with lmdb.open(str(path), subdir=subdir, map_size=1 << 24) as environment, environment.begin(write=True) as txn:
+        for side in sides:
+            for index in range(count):
+                txn.put(f"{side}-{str(index).zfill(5)}".encode(), f"{side} {index}".encode())
+        txn.put(b"length", str(count).encode())
+    return path
+
+
+def manifest(folder: Path, text: str, encoding: str = "utf-8") -> str:
+    for name in ("a.png", "b.png", "deep/c.png"):
+        save(folder / name)
+    (folder / "list.csv").write_bytes(text.encode(encoding))
+    return str(folder / "list.csv")
+
+
+def parquet(path: Path, table: dict[str, Any], *, names: list[str] | None = None, rows: int = 2) -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    made = arrow.table(table)
+    if names:
+        features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
+        made = made.replace_schema_metadata({"huggingface": json.dumps(features)})
+    path.parent.mkdir(exist_ok=True)
+    pytest.importorskip("pyarrow.parquet").write_table(made, path, row_group_size=rows)
+    return path
+
+
+def cells(*shades: int) -> list[dict[str, Any]]:
+    return [{"bytes": content_of(shade), "path": f"{shade}.png"} for shade in shades]

@@ -1,0 +1,133 @@
+"""The commands a user gives, what they end with, and broken files to give them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import write_config
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int  # negative: the signal that ended it
+    out: str
+    err: str
+
+    def refusal(self, *told: str) -> str:
+        """The one line of a refused command; it must hold all of `told`."""
+        assert self.code == 2, (self.code, self.err)
+        return self.error(*told)
+
+    def error(self, *told: str) -> str:
+        """The one error line of a command that did not end well."""
+        assert self.code > 0, (self.code, self.err)
+        assert "Traceback" not in self.err, self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1, self.err
+        assert [part for part in told if part not in lines[0]] == [], lines[0]
+        return lines[0]
+
+    def success(self) -> "Outcome":
+        """Nothing went wrong."""
+        assert self.code == 0, (self.code, self.err)
+        assert "Traceback" not in self.err
+        return self
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    folder = tmp_path_factory.mktemp("server")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.server"],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stdin, stdout = process.stdin, process.stdout
+
+    def command(*argv: str | Path) -> Outcome:
+        files = {name: str(folder / name) for name in ("out", "err")}
+        stdin.write(json.dumps({"argv": list(map(str, argv)), **files}) + "\n")
+        stdin.flush()
+        code = int(stdout.readline())
+        return Outcome(code, *(Path(files[name]).read_text() for name in ("out", "err")))
+
+    yield command
+    stdin.close()
+    process.wait(30)
+    stdout.close()
+
+
+@pytest.fixture
+def command(server: Command) -> Command:
+    """`command("train.py", ...)` or `command("data.pack", ...)`, in a fork that has imported everything."""
+    return server
+
+
+def start(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
+    """The same in a process of its own, after `prefix`, such as a shell that changes what it may do."""
+    script = ["-m", str(argv[0])] if str(argv[0]).startswith("data.") else [str(argv[0])]
+    return subprocess.Popen(
+        [*prefix, sys.executable, *script, *map(str, argv[1:])],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def own_process(*argv: str | Path, **options: Any) -> Outcome:
+    """`start`, to its end."""
+    process = start(*argv, **options)
+    out, err = process.communicate(timeout=120)
+    return Outcome(process.returncode, out, err)
+
+
+def with_mounts(*mounts: str) -> list[str]:
+    """The prefix of a command that sees other file systems than everyone else. Skips where that is not allowed."""
+    prefix = ["unshare", "--mount", "sh", "-e", "-c", "; ".join([*mounts, 'exec "$@"']), "sh"]
+    try:
+        allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no unshare on this machine")
+    if allowed.returncode:
+        pytest.skip(f"file systems cannot be mounted here: {allowed.stderr.strip()}")
+    return prefix
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, packed: Path) -> list[str]:
+    """`train.py` and its arguments for a tiny classifier; its run folder is tmp_path/run."""
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    return ["train.py", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, packed: Path, server: Command) -> Path:
+    """A classifier's run of one step."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = write_config(folder / "recipe.yaml", "classifier", packed)
+    run = ["--config", config, "--run-dir", folder / "run", "--device", "cpu", "--max-steps", "1"]
+    server("train.py", *run, "--evaluation.every", "0").success()
+    return folder / "run"

@@ -1,0 +1,234 @@
+"""Packed files that are not whole or do not fit, by number in the project's table of faults (14 to 16, 19, 20): the
+commands name what is wrong in one line before anything is lost.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.sampler import GlobalSampler
+from data.store import DamageError, LMDBReader
+from data.writer import pack_arrays
+from tests.conftest import REPOSITORY
+from tests.data.conftest import change, flip, pictures, save
+from tests.data.test_dataset_damage import payload
+from tests.data.test_inspect import change_entry
+from tests.end_to_end.helpers import write_config
+from tests.faults.conftest import ENVIRONMENT, Command, own_process
+from utils.errors import run_cli
+
+DRAWN = int(GlobalSampler(200, batch_size=20, seed=0).order(0)[25])  # a record of the second step's batch
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def status(run: Path) -> tuple[str, int]:
+    found = json.loads((run / "status.json").read_text())
+    return found["state"], found["exit_code"]
+
+
+def repacked(source: Path, path: Path, encoding: str, damaged: int | None = None) -> Path:
+    """The same pictures in another encoding, with a flipped bit in one."""
+    with LMDBReader(source) as reader:
+        images, labels = reader.read(range(len(reader)))
+        pack_arrays(path, images, labels, reader.classes, encoding=encoding)
+    if damaged is not None:
+        flip(path, payload(path, damaged), offset=60)
+    return path
+
+
+def everything_that_reads(recipe: list[str], trained: Path, path: Path) -> list[list[str | Path]]:
+    """Commands that are given `path`."""
+    return [
+        [*recipe, "--data.path", path],
+        [*recipe, "--data.val-path", path],
+        ["evaluate.py", "--checkpoint", trained, "--data", path],
+        ["data.inspect", path],
+        ["data.inspect", path, "--verify"],
+        ["data.pack", path, path.with_name("again.lmdb")],
+    ]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
+def test_fault_14_truncated_file(
+    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path, share: float
+) -> None:
+    """A read beyond the end of a mapped file would kill the process."""
+    path = tmp_path / "short.lmdb"
+    content = (packed / "train.lmdb").read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    for arguments in everything_that_reads(recipe, trained, path):
+        command(*arguments).refusal("short.lmdb", "truncated" if share else "empty")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["recipe.yaml", "short.lmdb"]
+    assert not (trained / "eval").exists()
+
+
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_fault_15_zeroed_page(tmp_path: Path, encoding: str) -> None:
+    """Every page in turn, LMDB's own as well: what is read afterwards is right, or it is refused."""
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, pictures(100, side=16), np.arange(100) % 3, list("abc"), encoding=encoding, smallest=8)
+    command = [sys.executable, "-m", "tests.faults.zeroed_pages", str(path), str(tmp_path / "scratch.lmdb")]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    pages = json.loads(done.stdout)
+    assert len(pages) == path.stat().st_size // 4096 > 30
+    kinds = {page["kind"] for page in pages}
+    assert kinds >= {"meta", "leaf", "overflow head", "overflow" if encoding == "raw" else "branch"}
+    wrong = [page for page in pages if page["read"] not in ("the same", "refused") or page["verify"] != page["read"]]
+    assert wrong == []
+    refused = {page["kind"] for page in pages if page["read"] == "refused"}
+    assert refused == kinds
+    # what was freed while packing holds nothing, all else is noticed
+    assert {page["kind"] for page in pages if page["read"] == "the same"} <= {"leaf", "branch", "unused"}
+
+
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_fault_15_flipped_byte_stops_and_names_the_record(
+    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path, encoding: str
+) -> None:
+    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
+    told = f"x.lmdb: record {DRAWN} is damaged"
+    command(*recipe, "--data.path", path, "--data.workers", "0").refusal(told, "copy or pack the file again")
+    assert status(tmp_path / "run") == ("failed", 2)
+    command("evaluate.py", "--checkpoint", trained, "--data", path).refusal(told)
+    assert not (trained / "eval").exists()
+    outcome = command("data.inspect", path, "--verify", "--json")
+    outcome.refusal("1 of 200 records are damaged", f"record {DRAWN} ")
+    assert json.loads(outcome.out)["damaged"] == [DRAWN]
+    if encoding == "jpeg":
+        return
+    # the same command goes on once the file is whole
+    command(*recipe, "--data.path", repacked(packed / "train.lmdb", tmp_path / "whole.lmdb", encoding)).success()
+    assert status(tmp_path / "run") == ("finished", 0)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_fault_15_flipped_byte_is_skipped_and_counted(
+    command: Command, recipe: list[str], packed: Path, tmp_path: Path, encoding: str
+) -> None:
+    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", encoding, DRAWN)
+    run = command if encoding == "jpeg" else own_process
+    options = ["--data.on-damage", "skip", "--data.workers", "2", "--max-steps", "3", "--log.every", "1"]
+    outcome = run(*recipe, "--data.path", path, *options).success()
+    assert outcome.err.count("warning: ") == 1
+    assert f"x.lmdb: record {DRAWN} is damaged" in outcome.err
+    assert "the next whole record takes its place (1 so far)" in outcome.err
+    assert [row["damaged_records"] for row in rows(tmp_path / "run")] == [0, 1, 1]
+    assert status(tmp_path / "run") == ("stopped", 0)
+
+
+def test_fault_15_flipped_byte_in_held_out_pictures(
+    command: Command, recipe: list[str], packed: Path, tmp_path: Path
+) -> None:
+    """Met at the evaluation after step 4, which is saved first: the training itself is sound."""
+    path = repacked(packed / "test.lmdb", tmp_path / "held-out.lmdb", "png", 70)
+    outcome = command(*recipe, "--data.val-path", path, "--data.on-damage", "skip")
+    outcome.error("held-out.lmdb: record 70 is damaged")
+    assert outcome.code == 2
+    assert status(tmp_path / "run") == ("failed", outcome.code)
+    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
+
+
+def test_fault_15_damage_on_another_rank_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other ranks do not meet the same record: theirs is the only line that names it."""
+
+    def main(_: list[str]) -> int:
+        raise DamageError(Path("x.lmdb"), [5], "its checksum does not match")
+
+    monkeypatch.setenv("RANK", "1")
+    assert run_cli(main, []) == 2
+    assert "error on rank 1: x.lmdb: record 5 is damaged" in capsys.readouterr().err
+
+
+def test_fault_16_file_without_completion_record(
+    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path
+) -> None:
+    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw")
+    change(path, b"complete", None)
+    for arguments in everything_that_reads(recipe, trained, path):
+        command(*arguments).refusal("x.lmdb was not finished: run data.pack again")
+    path.rename(tmp_path / ".x.lmdb.partial")  # as a killed run leaves it
+    for arguments in everything_that_reads(recipe, trained, path)[:-1]:
+        command(*arguments).refusal("x.lmdb was not finished: run data.pack again")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", ["classifier", "gan"])
+@pytest.mark.parametrize("label", [-1, 10])
+def test_fault_19_label_out_of_range(command: Command, packed: Path, tmp_path: Path, task: str, label: int) -> None:
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    images, classes = pictures(40, 1), [f"class {number}" for number in range(10)]
+    pack_arrays(tmp_path / "x.lmdb", images, np.arange(40) % 10, classes)
+    change_entry(tmp_path / "x.lmdb", label=label)
+    run = ["train.py", "--config", config, "--run-dir", tmp_path / "run", "--data.val-path=null"]
+    command(*run, "--data.path", tmp_path / "x.lmdb").refusal("x.lmdb", f"record 0 has label {label}", "10 classes")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("classes", [5, 20])
+def test_fault_19_head_of_other_classes(command: Command, recipe: list[str], tmp_path: Path, classes: int) -> None:
+    told = ("train.lmdb: has 10 classes, labels 0 to 9", f"model.classes {classes}", "make it 10")
+    command(*recipe, "--model.classes", str(classes)).refusal(*told)
+    assert not (tmp_path / "run").exists()
+
+
+def test_fault_19_checkpoint_of_other_classes(command: Command, trained: Path, tmp_path: Path) -> None:
+    """Fewer and more classes than the head of a trained classifier."""
+    for count in (3, 12):
+        images, classes = pictures(24, 1, side=16), [f"class {number}" for number in range(count)]
+        pack_arrays(tmp_path / f"{count}.lmdb", images, np.arange(24) % count, classes)
+        told = ("the classifier has 10 classes", f"the pictures {count}")
+        command("evaluate.py", "--checkpoint", trained, "--data", tmp_path / f"{count}.lmdb").refusal(*told)
+    assert not (trained / "eval").exists()
+
+
+def test_fault_20_empty_class(command: Command, recipe: list[str], tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        save(tmp_path / "photos" / name / "a.png")
+    (tmp_path / "photos" / "emu").mkdir()
+    command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb").refusal("emu", "--on-error skip")
+    assert not (tmp_path / "x.lmdb").exists()
+    outcome = command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb", "--on-error", "skip").success()
+    assert "emu" in outcome.out  # named as skipped
+    assert LMDBReader(tmp_path / "x.lmdb").classes == ["cat", "dog"]
+    pack_arrays(tmp_path / "gap.lmdb", pictures(20, 1, 16), np.arange(20) % 2 * 2, ["cat", "dog", "emu"])
+    command(*recipe, "--data.path", tmp_path / "gap.lmdb").refusal("gap.lmdb: class 'dog' has no picture")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("change_of", ["fewer", "renamed", "order"])
+def test_fault_20_other_classes_in_the_held_out_pictures(
+    command: Command, recipe: list[str], packed: Path, tmp_path: Path, change_of: str
+) -> None:
+    with LMDBReader(packed / "test.lmdb") as reader:
+        (images, labels), classes = reader.read(range(len(reader))), reader.classes
+    others = {"fewer": classes[:-1], "renamed": [*classes[:-1], "sock"], "order": classes[::-1]}[change_of]
+    kept = labels < len(others)
+    pack_arrays(tmp_path / "test.lmdb", images[kept], labels[kept], others)
+    told = {"fewer": classes[-1], "renamed": "sock", "order": "the order"}[change_of]
+    command(*recipe, "--data.val-path", tmp_path / "test.lmdb").refusal("test.lmdb: its classes differ", told)
+    assert not (tmp_path / "run").exists()
+    refusal = command("data.pack", tmp_path / "test.lmdb", tmp_path / "y.lmdb", "--against", packed / "train.lmdb")
+    refusal.refusal("its classes are not those of", "labels would not mean the same")
+    assert not (tmp_path / "y.lmdb").exists()
+
+
+@pytest.mark.parametrize("side", [16, 8])
+def test_evaluation_reads_the_size_that_was_trained_on(
+    command: Command, recipe: list[str], tmp_path: Path, side: int
+) -> None:
+    """A smaller `data.resolution` than the file's 16 px: other figures than the training's own mislead in silence."""
+    options = ["--data.resolution", str(side), "--steps", "8", "--evaluation.every", "0", "--log.samples-every", "0"]
+    command(*recipe, *options).success()
+    expected = {key: value for row in rows(tmp_path / "run") for key, value in row.items()}
+    figures = json.loads(command("evaluate.py", "--checkpoint", tmp_path / "run", "--json").success().out)
+    assert figures["accuracy"] == pytest.approx(expected["val/accuracy"])
+    assert figures["ece"] == pytest.approx(expected["val/ece"], rel=1e-5)  # six digits are logged

@@ -1,0 +1,109 @@
+"""Surroundings that are not as they should be, by number in the project's table of faults (26, 27): refused before the
+first step, or no hindrance.
+"""
+
+import io
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.record import Layout
+from data.store import LMDBReader
+from data.writer import LMDBWriter
+from tests.data.conftest import save
+from tests.faults.conftest import Command, own_process, with_mounts
+
+ONE_STEP = ["--max-steps", "1", "--evaluation.every", "0", "--log.samples-every", "0"]
+
+
+def commands_that_write(recipe: list[str], trained: Path, packed: Path, photos: Path, place: Path) -> list[list[str]]:
+    """Each writes into the folder `place`."""
+    commands: list[list[str | Path]] = [
+        [place / "run" if part.endswith("/run") else part for part in recipe],
+        ["data.pack", photos, place / "x.lmdb"],
+        ["data.inspect", packed / "test.lmdb", "--out", place / "grid.png"],
+        ["evaluate.py", "--checkpoint", trained, "--data", packed / "test.lmdb", "--out", place / "eval"],
+    ]
+    return [list(map(str, command)) for command in commands]
+
+
+def test_fault_26_a_file_in_the_way_of_the_output_folder(
+    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path
+) -> None:
+    """Who is root may write into every folder, but not into a file."""
+    save(tmp_path / "photos" / "a.png")
+    place = tmp_path / "place"
+    place.write_text("years of work")
+    for arguments in commands_that_write(recipe, trained, packed, tmp_path / "photos", place):
+        command(*arguments).refusal(str(place), "choose")
+    assert place.read_text() == "years of work"
+
+
+def test_fault_26_read_only_output_folder(recipe: list[str], trained: Path, packed: Path, tmp_path: Path) -> None:
+    save(tmp_path / "photos" / "a.png")
+    place = tmp_path / "place"
+    place.mkdir()
+    prefix = with_mounts(f"mount --bind {place} {place}", f"mount -o remount,bind,ro {place}")
+    for arguments in commands_that_write(recipe, trained, packed, tmp_path / "photos", place)[:2]:
+        own_process(*arguments, prefix=prefix).refusal(str(place), "Read-only file system", "choose")
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["--data.path", "--data.val-path"])
+def test_fault_26_missing_data(
+    command: Command, recipe: list[str], trained: Path, packed: Path, tmp_path: Path, key: str
+) -> None:
+    typo, nowhere = packed / "tarin.lmdb", tmp_path / "nowhere" / "train.lmdb"
+    commands: list[Callable[[Path], list[str | Path]]] = [
+        lambda path: [*recipe, key, path],
+        lambda path: ["evaluate.py", "--checkpoint", trained, "--data", path],
+        lambda path: ["data.inspect", path],
+    ]
+    for arguments in commands:
+        command(*arguments(typo)).refusal("tarin.lmdb: no such file", "did you mean 'train.lmdb'?")
+        command(*arguments(nowhere)).refusal(str(nowhere), f"nor a folder {nowhere.parent}")
+    command("data.pack", packed / "tarin.lmdb", tmp_path / "x.lmdb").refusal("did you mean 'train.lmdb'?")
+    command(*recipe, key, tmp_path / "train-*.lmdb").refusal("train-*.lmdb: no file fits this pattern")
+    assert [item.name for item in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+@pytest.fixture
+def own_sizes(packed: Path, tmp_path: Path) -> Path:
+    """The training pictures as JPEGs of 80 px and more."""
+    path = tmp_path / "own.lmdb"
+    with LMDBReader(packed / "train.lmdb") as reader:
+        images, labels = reader.read(range(len(reader)))
+        layout = Layout(channels=1, resolutions=(0,), encoding="source")
+        with LMDBWriter(path, layout, classes=reader.classes) as writer:
+            for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+                picture = np.asarray(Image.fromarray(image[0]).resize((80 + number % 9, 80)))
+                buffer = io.BytesIO()
+                Image.fromarray(picture).save(buffer, format="JPEG")
+                writer.add(picture[:, :, None], label, payload=buffer.getvalue())
+            writer.finish()
+    return path
+
+
+def limited(soft: int, hard: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_fault_27_small_shared_memory_and_a_low_soft_limit(recipe: list[str], own_sizes: Path, tmp_path: Path) -> None:
+    """Decoding is done by threads: batches do not go through /dev/shm. A soft limit of open files is raised."""
+    prefix = with_mounts("mount -t tmpfs -o size=1m tmpfs /dev/shm", 'test "$(stat -f -c %b*%S /dev/shm)" = 256*4096')
+    options = ["--data.resolution", "64", "--data.workers", "2", "--data.crop", "random", "--data.val-path=null"]
+    low = limited(40, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    own_process(*recipe, *ONE_STEP, "--data.path", own_sizes, *options, prefix=prefix, preexec_fn=low).success()
+    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 1
+
+
+def test_fault_27_few_open_files(recipe: list[str], own_sizes: Path, tmp_path: Path) -> None:
+    told = ("a process may open 40 files here (ulimit -n), training needs", "run `ulimit -n ")
+    run: list[str | Path] = [*recipe, *ONE_STEP, "--data.path", own_sizes, "--data.resolution", "16"]
+    own_process(*run, preexec_fn=limited(40, 40)).refusal(*told)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,278 @@
+"""What goes wrong while packing, by number in the project's table of faults (17, 18, 21): named, nothing half is left,
+and the same command can be given again.
+"""
+
+import io
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.pictures import fit
+from data.store import LMDBReader
+from tests.data.conftest import save
+from tests.faults.conftest import Command, own_process, with_mounts
+
+NOISE = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
+
+
+@pytest.fixture(scope="session")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 300 pictures of noise in two classes: seven megabytes of raw pixels at 88 px."""
+    folder = tmp_path_factory.mktemp("many") / "many"
+    for number in range(300):
+        place = folder / ("cat", "dog")[number % 2] / f"{number:03d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(NOISE[number % 200 : number % 200 + 88, number // 2 : number // 2 + 88]).save(place)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def content_hash(many: Path, server: Command, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of `many` packed in peace, as PNG."""
+    path = tmp_path_factory.mktemp("whole") / "x.lmdb"
+    server(*packing(many, path)).success()
+    return LMDBReader(path).meta.content_hash
+
+
+def packing(source: Path, path: Path, encoding: str = "png") -> list[str]:
+    """The command that is disturbed."""
+    return ["data.pack", str(source), str(path), "--encoding", encoding, "--workers", "0", "--no-duplicates"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(item.name for item in folder.iterdir())
+
+
+SMALL_MAP = """
+import sys
+from data import pack, writer
+from utils.errors import run_cli
+writer.LMDBWriter.__init__.__kwdefaults__["first_map"] = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
+sys.exit(run_cli(pack.main))
+"""
+
+
+def test_fault_17_full_map_grows(many: Path, content_hash: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.lmdb"
+    own_process("-c", SMALL_MAP, *packing(many, path)[1:]).success()
+    assert path.stat().st_size > 50 << 16
+    own_process("data.inspect", path, "--verify", "--json").success()
+    assert LMDBReader(path).meta.content_hash == content_hash
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+@pytest.mark.parametrize("size", [1 << 13, 2 << 20])
+def test_fault_17_disk_full(many: Path, tmp_path: Path, encoding: str, size: int) -> None:
+    """Files may not grow beyond `size` bytes."""
+    command = packing(many, tmp_path / "x.lmdb", encoding)
+    done = own_process(*command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    done.refusal("x.lmdb: cannot write", "free some space")
+    assert names(tmp_path) == []
+
+
+def test_fault_17_disk_full_of_a_small_file_system(many: Path, tmp_path: Path) -> None:
+    """An older file of the same name stays."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    prefix = with_mounts(f"mount -t tmpfs -o size=3m tmpfs {disk}", f"echo older > {disk}/x.lmdb")
+    shown = f'"$@" || code=$?; ls -A {disk}; cat {disk}/x.lmdb; exit $code'
+    done = own_process(*packing(many, disk / "x.lmdb"), "--overwrite", prefix=[*prefix, "sh", "-c", shown, "sh"])
+    done.refusal("x.lmdb: cannot write", "free some space")
+    assert done.out.split() == ["x.lmdb", "older"]
+
+
+KILLED = """
+import os, sys
+from data import pack, writer
+from utils.errors import run_cli
+name, calls, real = sys.argv[1], int(sys.argv[2]), None
+def killing(*arguments, **options):
+    global calls
+    calls -= 1
+    if calls < 0:
+        os.kill(os.getpid(), 9)
+    return real(*arguments, **options)
+writer.BATCH_BYTES = 1 << 18  # transactions of a quarter of a megabyte
+owner = writer.LMDBWriter if name == "add_record" else os
+real = getattr(owner, name)
+setattr(owner, name, killing)
+sys.exit(run_cli(pack.main, sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"), [("add_record", 0), ("add_record", 200), ("fsync", 0), ("replace", 0), ("fsync", 1)]
+)
+def test_fault_17_killed_while_packing(
+    command: Command, recipe: list[str], many: Path, content_hash: str, tmp_path: Path, name: str, calls: int
+) -> None:
+    """kill -9 instead of a call: at the first picture, in the middle, around the last write and the rename."""
+    folder = tmp_path / "packed"
+    path = folder / "x.lmdb"
+    done = own_process("-c", KILLED, name, str(calls), *packing(many, path)[1:])
+    assert done.code == -9, done.err
+    if (name, calls) == ("fsync", 1):  # of the folder: the file is there, and whole
+        assert names(folder) == ["x.lmdb"]
+    else:
+        assert names(folder) == [".x.lmdb.partial"]
+        command(*recipe, "--data.path", path).refusal("x.lmdb was not finished: run data.pack again")
+        command(*packing(many, path)).success()
+        assert names(folder) == ["x.lmdb"]
+    command("data.inspect", path, "--verify", "--json").success()
+    assert LMDBReader(path).meta.content_hash == content_hash
+
+
+def test_fault_17_killed_while_a_file_is_replaced(
+    command: Command, many: Path, content_hash: str, tmp_path: Path
+) -> None:
+    """The older file stays."""
+    save(tmp_path / "photos" / "a.png")
+    path = tmp_path / "packed" / "x.lmdb"
+    command(*packing(tmp_path / "photos", path)).success()
+    before = path.read_bytes()
+    assert own_process("-c", KILLED, "replace", "0", *packing(many, path)[1:], "--overwrite").code == -9
+    assert path.read_bytes() == before
+    command(*packing(many, path), "--overwrite").success()
+    assert LMDBReader(path).meta.content_hash == content_hash
+    assert names(path.parent) == ["x.lmdb"]
+
+
+# --- files that are no pictures
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:60] + bytes([content[60] ^ 4]) + content[61:]
+
+
+BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
+    "truncated.jpg": ("JPEG", truncated, "is truncated or damaged"),
+    "truncated.png": ("PNG", truncated, "is truncated or damaged"),
+    "flipped.png": ("PNG", flipped, "is truncated or damaged"),
+    "text.jpg": ("PNG", lambda _: b"this is no picture", "is not a picture (it begins with b'this is no p')"),
+    "program.png": ("PNG", lambda _: b"\x7fELF" + bytes(100), "is not a picture"),
+    "empty.png": ("PNG", lambda _: b"", "is an empty file"),
+}
+
+
+def picture_file(kind: str, pixels: np.ndarray = NOISE[:40, :40]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format=kind)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("encoding", [["--size", "16"], ["--encoding", "source"]])
+def test_fault_18_broken_files(command: Command, tmp_path: Path, encoding: list[str]) -> None:
+    photos, path = tmp_path / "photos", tmp_path / "x.lmdb"
+    for name in ("cat/a.png", "cat/b.png", "dog/c.png"):
+        save(photos / name)
+    pack = ["data.pack", photos, path, "--no-duplicates", *encoding]
+    for name, (kind, spoil, reason) in BROKEN.items():
+        file = photos / "dog" / name
+        file.write_bytes(spoil(picture_file(kind)))
+        command(*pack).refusal(f"{file} {reason}", "--on-error skip")
+        assert names(tmp_path) == ["photos"]
+        file.unlink()
+    for name, (kind, spoil, _) in BROKEN.items():
+        (photos / "dog" / name).write_bytes(spoil(picture_file(kind)))
+    outcome = command(*pack, "--on-error", "skip", "--max-skipped", str(len(BROKEN))).success()
+    assert ["skipped", str(len(BROKEN))] in [line.split() for line in outcome.out.splitlines()]
+    for name, (_, _, reason) in BROKEN.items():
+        assert f"{name} {reason}" in outcome.out
+    assert LMDBReader(path).meta.histogram == [2, 1]
+    path.unlink()
+    told = ("6 ", "cannot be used", "--max-skipped is 5", "dog/empty.png is an empty file")
+    command(*pack, "--on-error", "skip", "--max-skipped", "5").refusal(*told)
+    assert names(tmp_path) == ["photos"]
+
+
+def test_fault_18_a_class_of_broken_files_only(command: Command, tmp_path: Path) -> None:
+    save(tmp_path / "photos" / "cat" / "a.png")
+    (tmp_path / "photos" / "dog").mkdir()
+    (tmp_path / "photos" / "dog" / "b.png").write_text("no picture")
+    refusal = command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb", "--on-error", "skip")
+    refusal.refusal("no picture of class dog could be used, 1 skipped", "b.png")
+    assert names(tmp_path) == ["photos"]
+
+
+# --- all kinds of pictures
+
+
+def exif(orientation: int) -> Image.Exif:
+    found = Image.Exif()
+    found[0x0112] = orientation
+    return found
+
+
+def write_kinds(folder: Path) -> dict[str, np.ndarray]:
+    """A file of each kind that is converted; returns the pixels its rule makes of it, uint8 [H, W, 3].
+
+    The rules are those of docs/lmdb.md, applied here by NumPy where that is possible.
+    """
+    folder.mkdir(parents=True)
+    colour, grey, alpha = NOISE[:40, :60], NOISE[:40, :60, 0], NOISE[40:80, :60, :1]
+    wide = np.broadcast_to(NOISE[:4, :1], (4, 20000, 3))
+    expected = {"grey.png": np.repeat(grey[:, :, None], 3, axis=2), "colour.png": colour, "wide.png": wide}
+    Image.fromarray(grey).save(folder / "grey.png")
+    Image.fromarray(colour).save(folder / "colour.png")
+    Image.fromarray(wide).save(folder / "wide.png")
+    Image.fromarray(np.concatenate([colour, alpha], axis=2)).save(folder / "transparent.png")
+    on_white = (colour * (alpha / 255) + 255 * (1 - alpha / 255)).round().astype(np.uint8)
+    expected["transparent.png"] = on_white
+    palette = Image.fromarray(colour).quantize(16)
+    palette.save(folder / "palette.png")
+    colours = np.array(palette.getpalette()).reshape(-1, 3)
+    expected["palette.png"] = colours[np.asarray(palette)].astype(np.uint8)
+    Image.fromarray(grey.astype(np.uint16) * 256 + 77).save(folder / "deep.png")
+    expected["deep.png"] = expected["grey.png"]
+    cmyk = Image.fromarray(colour).convert("CMYK")
+    cmyk.save(folder / "cmyk.tif")
+    expected["cmyk.tif"] = np.asarray(cmyk.convert("RGB"))
+    Image.fromarray(colour).save(folder / "rotated.png", exif=exif(6))  # the first row is at the right
+    expected["rotated.png"] = colour[::-1].transpose(1, 0, 2)
+    return expected
+
+
+def write_refused(folder: Path) -> dict[str, str]:
+    """A file of each kind that is refused, and the reason."""
+    frames = [Image.fromarray(NOISE[shift : shift + 20, :20]) for shift in range(3)]
+    frames[0].save(folder / "animated.gif", save_all=True, append_images=frames[1:])
+    Image.fromarray(NOISE[:1, :1]).save(folder / "tiny.png")
+    Image.fromarray(NOISE[:20, :20, 0].astype(np.float32)).save(folder / "floating.tif")
+    return {
+        "animated.gif": "is animated or has several pages (3)",
+        "tiny.png": "is only 1x1 px",
+        "floating.tif": "has floating-point pixels",
+    }
+
+
+@pytest.mark.parametrize("encoding", ["raw", "source"])
+def test_fault_21_every_kind_of_picture(command: Command, tmp_path: Path, encoding: str) -> None:
+    expected = write_kinds(tmp_path / "photos")
+    refused = write_refused(tmp_path / "photos")
+    path = tmp_path / "x.lmdb"
+    pack = ["data.pack", tmp_path / "photos", path, "--no-duplicates"]
+    pack += ["--size", "16"] if encoding == "raw" else ["--encoding", "source"]
+    command(*pack).refusal("animated.gif is animated")
+    outcome = command(*pack, "--on-error", "skip").success()
+    for name, reason in refused.items():
+        assert f"{name} {reason}" in outcome.out
+    command("data.inspect", path, "--verify", "--json").success()
+    with LMDBReader(path) as reader:
+        assert len(reader) == len(expected)
+        for record, name in enumerate(sorted(expected)):
+            pixels = reader.picture(record)[0]
+            wanted = expected[name] if encoding == "source" else fit(expected[name], 16, "crop")
+            assert pixels.shape == wanted.shape, name
+            # Pillow composites transparency in integers
+            limit = 1 if name == "transparent.png" else 0
+            assert np.abs(pixels.astype(int) - wanted).max() <= limit, name
+    shutil.rmtree(tmp_path / "photos")

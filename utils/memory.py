@@ -1,0 +1,41 @@
+"""How much memory and how many cores this process may use."""
+
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: the machine's or, where it is less, the container's (cgroup 2)."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if MEMINFO.exists():
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = CGROUP / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":
+        used = int((CGROUP / "memory.current").read_text()) - _cached_bytes()
+        free = min(free, max(0, int(limit.read_text()) - used))
+    return free
+
+
+def _cached_bytes() -> int:
+    """The container's file cache: a packed file that was read counts as used memory, but is given back when asked."""
+    counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    return int(counts["inactive_file"]) + int(counts["active_file"])
+
+
+def local_processes() -> int:
+    """Processes of this run on this machine, as the launcher says."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def cores() -> int:
+    """Cores that this process may use, the machine's (or the container's) shared among the run's processes on it."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = CGROUP / "cpu.max"
+    if quota.exists() and not quota.read_text().startswith("max"):
+        microseconds, period = quota.read_text().split()
+        allowed = min(allowed, int(microseconds) // int(period))
+    return max(1, allowed // local_processes())
