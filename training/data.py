@@ -172,7 +172,8 @@ def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None)
         held_out.workers = training.workers
     kept = ", kept in memory" if training.cache is not None and training.cache.enabled else ""
     crop = "random crops" if training.crop is not None else "whole or in the middle"
-    return f"decoded by {training.workers or 'no'} threads{text}, {crop}{kept}"
+    where = f"by {training.workers} threads" if training.workers else "in the training's own thread"
+    return f"decoded {where}{text}, {crop}{kept}"
 
 
 def data_text(dataset: Dataset) -> str:

@@ -1,6 +1,7 @@
 """Errors a user can act on, the exit codes of the command line, and the one place that prints them."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -42,7 +43,12 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     try:
-        return main(argv) or EXIT_OK
+        code = main(argv) or EXIT_OK
+        sys.stdout.flush()  # here, where a closed pipe can be told from a fault
+        return code
+    except BrokenPipeError:  # the reader of our output has seen enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 128 + signal.SIGPIPE
     except (UserError, StoppedBySignal, TrainingHalted) as error:
         if debug:
             traceback.print_exc()

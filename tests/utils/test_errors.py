@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from utils.errors import StoppedBySignal, TrainingHalted, UserError, run_cli
@@ -72,3 +75,11 @@ def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
 def test_a_user_error_is_a_value_error():
     assert issubclass(UserError, ValueError)
     assert not UserError("x").rank_specific
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault():
+    code = "import sys; from utils.errors import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # as `| head` does
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
