@@ -47,17 +47,12 @@ class ListedSource(Source):
         raise NotImplementedError
 
 
-class FolderSource(ListedSource):
-    """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
+class LocalSource(ListedSource):
+    """Files on this machine, named relative to a folder."""
 
-    def __init__(self, folder: Path, *, split: str) -> None:
+    def __init__(self, folder: Path, name: str, listing: Listing) -> None:
         self.folder = folder
-        files, folders = _walk(folder)
-        if MANIFEST in files:
-            listing = arrange_by_manifest(str(folder), files, (folder / MANIFEST).read_bytes())
-        else:
-            listing = arrange(str(folder), files, folders, split)
-        super().__init__(folder.name or str(folder), listing)
+        super().__init__(name, listing)
 
     def item_name(self, index: int) -> str:
         return str(self.folder / self.names[index])
@@ -67,6 +62,18 @@ class FolderSource(ListedSource):
             return (self.folder / name).read_bytes()
         except OSError as error:
             raise PictureError(f"cannot be read ({error.strerror})") from None
+
+
+class FolderSource(LocalSource):
+    """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
+
+    def __init__(self, folder: Path, *, split: str) -> None:
+        files, folders = _walk(folder)
+        if MANIFEST in files:
+            listing = arrange_by_manifest(str(folder), files, (folder / MANIFEST).read_bytes())
+        else:
+            listing = arrange(str(folder), files, folders, split)
+        super().__init__(folder, folder.name or str(folder), listing)
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str]]:

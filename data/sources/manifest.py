@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.pictures import PictureError
 from data.sources.base import Problem
-from data.sources.files import ListedSource
+from data.sources.files import LocalSource
 from data.sources.listing import SPLIT_NAMES, SPLITS, Listing
 from utils.cli import did_you_mean
 from utils.errors import UserError
@@ -38,21 +37,11 @@ class Row(NamedTuple):
     split: str
 
 
-class ManifestSource(ListedSource):
+class ManifestSource(LocalSource):
     """The pictures that a CSV file names."""
 
     def __init__(self, path: Path, *, split: str) -> None:
-        self.folder = path.parent
-        super().__init__(path.name, arrange_rows(path, split))
-
-    def item_name(self, index: int) -> str:
-        return str(self.folder / self.names[index])
-
-    def read(self, name: str) -> bytes:
-        try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise PictureError(f"cannot be read ({error.strerror})") from None
+        super().__init__(path.parent, path.name, arrange_rows(path, split))
 
 
 def arrange_rows(path: Path, split: str) -> Listing:

@@ -80,6 +80,8 @@ def test_a_user_error_is_a_value_error():
 def test_a_reader_that_has_seen_enough_is_no_fault():
     code = "import sys; from utils.errors import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
         process.stdout.close()  # as `| head` does
         assert process.stderr.read() == b""
         assert process.wait() == 141
