@@ -15,6 +15,7 @@ from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
 from models.resnet import Classifier, ResNetConfig
 from training.config import RunConfig
+from training.data import check_same_classes
 from training.ema import EMA
 from training.optim import Mixed, OptimizerConfig, Updater, restore_where_
 from utils import distributed
@@ -63,7 +64,7 @@ class ClassifierConfig(RunConfig):
 
 
 def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
-    """Raise UserError unless labels, class lists and head fit one another."""
+    """Raise UserError unless class lists and head fit one another. The labels were checked by training.data."""
     classes, path = reader.classes, config.data.path
     if len(classes) < 2:
         raise UserError(
@@ -78,23 +79,8 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
     empty = [name for name, count in zip(classes, reader.meta.histogram, strict=True) if count == 0]
     if empty:
         raise UserError(f"{path}: class {empty[0]!r} has no picture; remove it or add pictures, and pack again")
-    for file, name in ((reader, path), (val_reader, config.data.val_path)):
-        if (
-            file is not None
-            and len(file)
-            and not 0 <= int(file.labels().min()) <= int(file.labels().max()) < len(classes)
-        ):
-            record = int(np.argmax((file.labels() < 0) | (file.labels() >= len(classes))))
-            raise UserError(
-                f"{name}: record {record} has label {int(file.labels()[record])}, the head has {len(classes)} "
-                "classes; pack again"
-            )
-    if val_reader is not None and val_reader.classes != classes:
-        extra = sorted(set(val_reader.classes) ^ set(classes)) or ["the order"]
-        raise UserError(
-            f"{config.data.val_path}: its classes differ from those of {path} ({', '.join(extra[:5])}); pack both "
-            "from the same class folders"
-        )
+    if val_reader is not None:
+        check_same_classes(config.data, reader, val_reader)
 
 
 class ClassifierTask:

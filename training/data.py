@@ -106,6 +106,17 @@ def _check_labels(dataset: Dataset) -> None:
         )
 
 
+def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
+    """Raise UserError unless both have the same classes in the same order."""
+    if held_out.classes == training.classes:
+        return
+    odd = sorted(set(held_out.classes) ^ set(training.classes)) or ["the order"]
+    raise UserError(
+        f"{config.val_path}: its classes differ from those of {config.path} ({', '.join(odd[:5])}); pack both from the "
+        "same class folders"
+    )
+
+
 def check_open_files(shards: int) -> None:
     """Raise the limit of open files as far as needed and allowed. Raises UserError if that is not enough."""
     needed = OPEN_FILES + 2 * shards

@@ -18,7 +18,7 @@ from models.sampling import generate
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from training import losses
 from training.config import RunConfig
-from training.data import label_shares
+from training.data import check_same_classes, label_shares
 from training.draws import GanDraws, mix_styles
 from training.ema import EMA, half_life_beta
 from training.optim import Mixed, OptimizerConfig, Updater
@@ -80,17 +80,6 @@ class GanConfig(RunConfig):
             )
 
 
-def check_classes(config: GanConfig, reader: Dataset, val_reader: Dataset | None) -> None:
-    """Raise UserError if held-out pictures have other classes: the evaluation draws samples by their labels."""
-    if val_reader is None or not (val_reader.classes and reader.classes) or val_reader.classes == reader.classes:
-        return
-    odd = sorted(set(val_reader.classes) ^ set(reader.classes)) or ["their order"]
-    raise UserError(
-        f"{config.data.val_path}: its classes differ from those of {config.data.path} ({', '.join(odd[:5])}); "
-        "pack both from the same class folders"
-    )
-
-
 class GanTask:
     """Generator, discriminator, their optimizers, and one step of both."""
 
@@ -101,7 +90,8 @@ class GanTask:
     ) -> None:
         world = distributed.world_size()
         config.check_groups(world)
-        check_classes(config, reader, val_reader)
+        if val_reader is not None and val_reader.classes and reader.classes:  # its evaluation draws samples by label
+            check_same_classes(config.data, reader, val_reader)
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
         self.share, self.micro = config.share(world), config.micro(world)
         self.first = distributed.rank() * self.share  # global position of this rank's first sample

@@ -5,6 +5,7 @@ import os
 import stat
 import zipfile
 import zlib
+from abc import abstractmethod
 from collections import Counter
 from pathlib import Path
 
@@ -42,9 +43,9 @@ class ListedSource(Source):
     def labels(self) -> np.ndarray:
         return self._labels
 
+    @abstractmethod
     def read(self, name: str) -> bytes:
         """The bytes of a file. Raises PictureError if they cannot be had."""
-        raise NotImplementedError
 
 
 class LocalSource(ListedSource):

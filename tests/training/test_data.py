@@ -251,11 +251,13 @@ def test_description(folder: Path) -> None:
 
 def test_fault_20_held_out_classes_of_a_gan(tmp_path: Path) -> None:
     made = {}
-    for name, classes in (("train", ["cat", "dog"]), ("val", ["cat", "emu"]), ("plain", [])):
+    names = {"train": ["cat", "dog"], "val": ["cat", "emu"], "swapped": ["dog", "cat"], "plain": []}
+    for name, classes in names.items():
         pack_arrays(tmp_path / f"{name}.lmdb", pictures(4), np.arange(4) % max(1, len(classes)), classes)
         made[name] = Dataset(tmp_path / f"{name}.lmdb")
-    config = GanConfig(data=DataConfig(path="train.lmdb", val_path="val.lmdb"))
-    with pytest.raises(UserError, match=r"val\.lmdb: its classes differ from those of train\.lmdb \(dog, emu\)"):
-        gan.check_classes(config, made["train"], made["val"])
-    gan.check_classes(config, made["train"], made["plain"])
-    gan.check_classes(config, made["train"], None)
+    config = GanConfig(data=DataConfig(path="train.lmdb", val_path="val.lmdb"), batch_size=4)
+    for other, odd in (("val", "dog, emu"), ("swapped", "the order")):
+        with pytest.raises(UserError, match=rf"val\.lmdb: its classes differ from those of train\.lmdb \({odd}\)"):
+            gan.GanTask(config, made["train"], made[other], torch.device("cpu"))
+    gan.GanTask(config, made["train"], made["plain"], torch.device("cpu"))
+    gan.GanTask(config, made["train"], None, torch.device("cpu"))
