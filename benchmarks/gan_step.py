@@ -43,7 +43,7 @@ class Timed:
         self._synchronise()
         started = time.perf_counter()
         for _ in range(steps):
-            self.task.step(next(self.loader), self.step)
+            self.task.step(self.loader, self.step)
             self.step += 1
         self._synchronise()
         return steps * self.config.batch_size / (time.perf_counter() - started)

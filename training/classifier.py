@@ -1,5 +1,6 @@
 """The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -121,8 +122,9 @@ class ClassifierTask:
             "classifier": (self.ema.model, (torch.zeros(1, self.shape["channels"], size, size, device=self.device),))
         }
 
-    def step(self, batch: Batch, step: int) -> dict[str, Tensor]:
+    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
+        batch = next(batches)
         self.updater.zero_grad()
         before = [b.clone() for b in self.statistics]
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
@@ -167,6 +169,10 @@ class ClassifierTask:
             images, self.config.augment, seed=self.config.seed, step=0, start=0, global_batch=self.config.batch_size
         )
         return grid(shown.cpu())
+
+    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """Nothing is watched."""
+        return []
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the average model on the held-out pictures; every rank takes its share. Empty without a

@@ -105,6 +105,10 @@ class RunConfig:
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError("micro_batch must be 1 or more, or null for the whole share of a process")
 
+    def images_at(self, step: int) -> int:
+        """Training pictures seen before update number `step`."""
+        return step * self.batch_size
+
     def share(self, world_size: int) -> int:
         """Samples of the global batch that each process holds; raises UserError when they cannot be shared out
         evenly.

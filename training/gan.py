@@ -1,5 +1,6 @@
 """The GAN task: what one step does to the generator and the discriminator, what is saved, how it is evaluated."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -137,8 +138,9 @@ class GanTask:
         images = torch.zeros(group, self.shape["channels"], size, size, device=self.device)
         return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
 
-    def step(self, batch: Batch, step: int) -> dict[str, Tensor]:
+    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update of each network at the global batch; the returned values add up over the ranks."""
+        batch = next(batches)
         metrics: dict[str, Tensor] = {}
         fakes = self._generator_phase(step, metrics)
         self._discriminator_phase(step, batch, fakes, metrics)
@@ -251,6 +253,10 @@ class GanTask:
         return grid(
             generate(self.ema.model, labels=labels, indices=range(count), seed=self.config.seed), columns=columns
         )
+
+    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """Nothing is watched yet."""
+        return []
 
     def _build_extractors(self) -> None:
         config = self.config.evaluation

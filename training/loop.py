@@ -7,6 +7,7 @@ import os
 import platform
 import signal
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Protocol
@@ -40,8 +41,8 @@ class Task(Protocol):
     def registry(self) -> dict[str, Any]:
         """Name -> object with state_dict and load_state_dict."""
 
-    def step(self, batch: Batch, step: int) -> dict[str, Tensor]:
-        """One update; 0-d values on the device that add up over the ranks."""
+    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
+        """One update from the next batch, or batches; 0-d values on the device that add up over the ranks."""
 
     def evaluate(self) -> dict[str, float]:
         """Figures on held-out data, the same on all ranks."""
@@ -51,6 +52,9 @@ class Task(Protocol):
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
         """Name -> network and example inputs."""
+
+    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """What a row of metrics says is going wrong, in words, each with what to try; the same on all ranks."""
 
 
 class MetricWindow:
@@ -220,8 +224,7 @@ class Loop:
         config = self.config
         self._tick_started, self._tick_step = time.perf_counter(), self.step
         while self.step < target:
-            batch = next(self.loader)
-            self.window.add(self.task.step(batch, self.step))
+            self.window.add(self.task.step(self.loader, self.step))
             self.step += 1
             self.log.advance()
             # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
@@ -249,8 +252,9 @@ class Loop:
         means = self.window.take()
         now = time.perf_counter()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
-        images = (self.step - self._tick_step) * self.config.batch_size
-        row: Metrics = {"images": self.step * self.config.batch_size, "images_per_second": images / seconds}
+        images = self.config.images_at(self.step)
+        rate = (images - self.config.images_at(self._tick_step)) / seconds
+        row: Metrics = {"images": images, "images_per_second": rate}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
         row |= {name: round(count) for name, count in self.updates.items()}
@@ -258,6 +262,7 @@ class Loop:
             damaged = torch.tensor(float(len(self.loader.reader.damaged)))
             row["damaged_records"] = round(distributed.all_reduce_sum_(damaged).item())  # replaced, by all processes
         self.log.metrics(self.step, row)
+        self._warn(row)
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
@@ -266,6 +271,10 @@ class Loop:
                 f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again from "
                 "the last checkpoint"
             )
+
+    def _warn(self, row: Metrics) -> None:
+        for line in self.task.warnings(self.step, row):
+            say_main(f"warning: step {self.step}: {line}")
 
     def _halt(self, reason: str) -> NoReturn:
         """Training stops itself: the reason goes into status.json and to the user; exit code 4."""
@@ -291,7 +300,9 @@ class Loop:
         except UserError as error:  # the data was checked before the first step: what is left are broken networks
             self._halt(f"the evaluation at step {self.step} failed: {error}")
         if figures:
-            self.log.metrics(self.step, {f"val/{name}": value for name, value in figures.items()})
+            row: Metrics = {f"val/{name}": value for name, value in figures.items()}
+            self.log.metrics(self.step, row)
+            self._warn(row)
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         value = figures.get(self.task.best_metric)
         previous = self.best.get(self.task.best_metric)

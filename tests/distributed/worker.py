@@ -54,7 +54,7 @@ def train(name: str, micro_batch: int, data: str) -> list[dict[str, Any]]:
     record = []
     for step in range(STEPS if kind == "gan" else 2):
         window = MetricWindow()
-        window.add(task.step(next(loader), step))
+        window.add(task.step(loader, step))
         named = [(f"{n}.{k}", p) for n, m in networks.items() for k, p in m.named_parameters()]
         record.append(
             {
