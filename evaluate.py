@@ -15,15 +15,17 @@ import torch
 from tqdm import tqdm
 
 from data.dataset import Dataset, dataset_for_model
+from metrics.copies import SEARCHED, neighbour_pictures
 from metrics.diversity import PICTURES
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import Extractor, Options, build
-from metrics.pictures import MistakeBoard, SampleBoard, save_confusion, save_rows
+from metrics.extractors import Extractor, Options, build, fingerprint
+from metrics.pictures import MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
 from metrics.resnet50 import find_weights
 from metrics.tables import classifier_table, gan_table
 from models.resnet import Classifier
 from models.restore import classifier_from, generator_from
+from models.sampling import ImageGenerator
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
 from utils.cli import Parser
@@ -33,7 +35,7 @@ from utils.files import check_writable, write_atomic
 from utils.report import write_report
 
 GAN_PICTURES = 5000  # n of a distance unless the real sets are smaller
-GAN_ONLY = ("classifier", "extractor", "weights", "per_class")
+GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
 
 
 class Bars:
@@ -83,6 +85,8 @@ def parser() -> Parser:
     add("--extractor", action="append", metavar="NAME", help=extractors + default)
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
     add("--per-class", type=positive, help=f"GAN: pictures of a class for the diversity (default: {PICTURES})")
+    searched = f"GAN: training pictures among which copies are looked for; 0: none (default: at most {SEARCHED:,})"
+    add("--searched", type=not_negative, metavar="N", help=searched)
     return options
 
 
@@ -108,12 +112,18 @@ def main(argv: list[str]) -> int:
     document = {**head, "seed": options.seed, **figures}
     text = json.dumps(document, indent=1, allow_nan=False)
     write_atomic(out / "metrics.json", f"{text}\n".encode())
+    command = shlex.join(["python", "evaluate.py", *argv])
+    write_atomic(out / "command.txt", f"{command}\n".encode())  # not in the document, which depends on the model alone
     print(text if options.json else table(document))
     print(f"wrote metrics.json, {', '.join(document['pictures'])} into {out}", file=sys.stderr)
     if options.out is None and (run_folder(path) / "config.yaml").is_file():
-        command = shlex.join(["python", "evaluate.py", *argv])
-        print(f"report: {write_report(run_folder(path), commands=[command])}", file=sys.stderr)
+        print(f"report: {write_report(run_folder(path))}", file=sys.stderr)
     return 0
+
+
+def not_negative(text: str) -> int:
+    """A whole number that is 0 or more."""
+    return 0 if text == "0" else positive(text)
 
 
 def run_folder(checkpoint: Path) -> Path:
@@ -124,7 +134,7 @@ def run_folder(checkpoint: Path) -> Path:
 def evaluate_classifier_run(job: Job) -> dict[str, Any]:
     """Figures and pictures of a classifier."""
     for name in GAN_ONLY:
-        if getattr(job.options, name):
+        if getattr(job.options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
     classifier = classifier_from(job.checkpoint, job.device)
     classes = job.reader.classes
@@ -165,14 +175,21 @@ def evaluate_gan_run(job: Job) -> dict[str, Any]:
             classifier=judge,
             train_reader=train,
             per_class=options.per_class or PICTURES,
+            searched=SEARCHED if options.searched is None else options.searched,
             batch_size=options.batch_size,
             progress=job.progress,
             observe=board.observe,
         )
+        neighbours = save_neighbours(job, generator, train, figures["memorisation"])
     if why:
-        figures["notes"]["floor"] = why
+        figures["notes"] |= {"floor": why, "memorisation": why}
+    teachers = job.checkpoint.get("teachers", [])
+    for extractor in extractors:
+        if extractor.source in teachers:
+            note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
+            figures["notes"][extractor.name] = note
     save_real(job.reader, names, board.columns, job.out / "real.png")
-    return {**figures, "pictures": [*board.save(job.out), "real.png"]}
+    return {**figures, "pictures": [*board.save(job.out), "real.png", *neighbours]}
 
 
 TASKS: dict[str, tuple[Callable[[Job], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
@@ -215,7 +232,10 @@ def named_extractors(options: argparse.Namespace) -> list[str]:
 
 
 def load_judge(run: str, checkpoint: dict[str, Any], names: list[str], device: torch.device) -> Classifier:
-    """The classifier that names the samples. UserError if it helped to train the generator or knows other classes."""
+    """The classifier that names the samples. UserError if it helped to train the generator or knows other classes.
+
+    A teacher is known by the path in the config and by its weights' fingerprint, wherever the file lies now.
+    """
     loss = checkpoint["config"].get("loss") or {}
     helper = loss.get("classifier")
     file = resolve(run)
@@ -223,6 +243,8 @@ def load_judge(run: str, checkpoint: dict[str, Any], names: list[str], device: t
         raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
     judge = load(file)
     classifier = classifier_from(judge, device)
+    if fingerprint(classifier) in checkpoint.get("teachers", []):
+        raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
     return classifier
@@ -266,7 +288,17 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
     for label in range(max(1, len(names))):
         images, _ = reader.read(np.flatnonzero(labels == label)[:most])
         rows.append(list(torch.from_numpy(images)))
-    save_rows(rows, path, columns=columns)
+    save_rows(rows, path, columns=columns, captions=names)
+
+
+def save_neighbours(
+    job: Job, generator: ImageGenerator, train: Dataset | None, found: dict[str, Any] | None
+) -> list[str]:
+    """Write neighbours.png, samples beside their nearest training pictures; returns the names written."""
+    if train is None or found is None:
+        return []
+    save_captioned(*neighbour_pictures(generator, train, found, seed=job.options.seed), job.out / "neighbours.png")
+    return ["neighbours.png"]
 
 
 if __name__ == "__main__":

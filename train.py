@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from utils.arguments import positive
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.launch import launch, parse_gpus, under_launcher
@@ -21,6 +22,12 @@ def parser() -> Parser:
     parse.add_argument(
         "--max-steps", type=int, metavar="N", help="stop after saving at step N; schedules keep the config's length"
     )
+    parse.add_argument(
+        "--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume"
+    )
+    parse.add_argument(
+        "--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them"
+    )
     parse.add_argument("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
     return parse
 
@@ -29,6 +36,10 @@ def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
     if options.config is None:
         raise UserError("--config FILE is missing; recipes are in configs/, e.g. --config configs/quickstart_gan.yaml")
+    if options.profile is not None and (options.dry_run or options.max_steps is not None):
+        raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
+    if options.init_from is not None:
+        overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     gpus = parse_gpus(options.gpus) if options.gpus else []
     if options.procs < 1 or (options.max_steps is not None and options.max_steps < 1):
         raise UserError("--procs and --max-steps must be 1 or more")
@@ -48,6 +59,7 @@ def main(argv: list[str]) -> int:
         run_dir=options.run_dir,
         device=device,
         max_steps=options.max_steps,
+        profile_steps=options.profile,
         dry_run=options.dry_run,
     )
 

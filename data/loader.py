@@ -61,14 +61,21 @@ class InfiniteLoader:
     A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked for); for an
     accelerator it reads into pinned memory and copies on a stream of its own. `sampler` always stands where the batches
     handed out end, whatever has been read ahead, and is the loader's state. `wait_seconds` adds up the time that `next`
-    took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
+    took; set it to 0 when it has been logged. An error of the thread is raised by `next`. With `end` it stops there:
+    nothing beyond is read, `next` raises StopIteration.
     """
 
     def __init__(
-        self, reader: Dataset, sampler: GlobalSampler, *, device: torch.device | str, prefetch: int = 2
+        self,
+        reader: Dataset,
+        sampler: GlobalSampler,
+        *,
+        device: torch.device | str,
+        prefetch: int = 2,
+        end: int | None = None,  # samples of all ranks, as the sampler counts them; None: endless
     ) -> None:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
-        self.prefetch = prefetch
+        self.prefetch, self.end = prefetch, end
         self.wait_seconds = 0.0
         self._worker: _Worker | None = None
 
@@ -76,6 +83,8 @@ class InfiniteLoader:
         return self
 
     def __next__(self) -> Batch:
+        if _ended(self.sampler, self.end):
+            raise StopIteration
         started = time.perf_counter()
         if self.prefetch:
             batch = self._prefetched()
@@ -88,13 +97,18 @@ class InfiniteLoader:
 
     def _prefetched(self) -> Batch:
         if self._worker is None:
-            self._worker = _Worker(self.reader, copy.copy(self.sampler), self.device, self.prefetch)
+            self._worker = _Worker(self.reader, copy.copy(self.sampler), self.device, self.prefetch, self.end)
             weakref.finalize(self, self._worker.stop)
         try:
             return self._worker.next()
         except Exception:
             self.close()
             raise
+
+    @property
+    def damaged_records(self) -> int:
+        """Records of this process that were replaced because they are damaged (`data.on_damage: skip`)."""
+        return len(self.reader.damaged)
 
     def state_dict(self) -> dict[str, int | bool]:
         """The sampler's position after the batches handed out."""
@@ -112,11 +126,17 @@ class InfiniteLoader:
             self._worker = None
 
 
+def _ended(sampler: GlobalSampler, end: int | None) -> bool:
+    return end is not None and sampler.consumed >= end
+
+
 class _Worker:
     """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
 
-    def __init__(self, reader: Dataset, sampler: GlobalSampler, device: torch.device, prefetch: int) -> None:
-        self._reader, self._sampler, self._device = reader, sampler, device
+    def __init__(
+        self, reader: Dataset, sampler: GlobalSampler, device: torch.device, prefetch: int, end: int | None
+    ) -> None:
+        self._reader, self._sampler, self._device, self._end = reader, sampler, device, end
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
         self._stopped = threading.Event()
@@ -125,7 +145,7 @@ class _Worker:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.is_set():
+            while not self._stopped.is_set() and not _ended(self._sampler, self._end):
                 self._ready.put(self._load())
         except Exception as error:  # handed to the consumer, who raises it
             self._ready.put(error)

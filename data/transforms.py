@@ -105,8 +105,9 @@ def draw_and_apply(
     step: int,
     start: int,  # position of the first row in the global batch
     global_batch: int,  # pictures of all ranks
+    phase: str | None = None,  # tells apart several batches of a step
 ) -> torch.Tensor:
-    """Augment a rank's pictures with draws of key (seed, "augment", step).
+    """Augment a rank's pictures with draws of key (seed, "augment", step), or (seed, "augment", step, phase).
 
     The numbers of the whole global batch are drawn on the images' device and rows [start, start + n) taken, so that the
     result does not depend on the number of ranks; a setting does not change another's draws. Raises ValueError if the
@@ -116,7 +117,8 @@ def draw_and_apply(
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
     if not (config.flip or config.shift or config.erase):
         return images
-    numbers = generator(seed, "augment", step, device=images.device)
+    key = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
+    numbers = generator(*key, device=images.device)
     draws = torch.rand(global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32)
     draws = draws[start : start + len(images)]
     if config.flip:

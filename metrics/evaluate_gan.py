@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from data.dataset import Dataset
+from metrics.copies import SEARCHED, TrainingSets, search_copies, search_place, training_selection
 from metrics.diversity import PICTURES, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feature_sets, select
@@ -16,8 +17,7 @@ from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.precision import device_of, evaluating, exact_float32
 from models.resnet import Classifier
-from models.sampling import generate
-from models.stylegan2 import Generator
+from models.sampling import ImageGenerator, generate
 from utils.errors import UserError
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -25,21 +25,23 @@ Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 
 def evaluate_generator(
-    generator: Generator,  # a models Generator
+    generator: ImageGenerator,  # a module of any architecture
     reader: Dataset,  # real test pictures
     *,
     n: int,  # pictures on each side of a distance
     seed: int,
     extractors: Sequence[Extractor],  # at least one; the first one's features give the diversity
     classifier: Classifier | None = None,  # independent judge of conditional samples
-    train_reader: Dataset | None = None,  # the second real set, for the floor
+    train_reader: Dataset | None = None,  # the second real set, for the floor and the search for copies
     real: RealFeatures | None = None,  # keeps real features between calls
     per_class: int = PICTURES,  # pictures of a class for the diversity
+    floor: bool = True,  # whether floors are computed
+    searched: int = SEARCHED,  # training pictures among which copies are looked for; 0: no search
     batch_size: int = 64,
     progress: Progress | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
-    """Distances with their floors, recognised share and diversity, ready for JSON.
+    """Distances with their floors, recognised share, diversity and memorisation, ready for JSON.
 
     n falls to the size of the smallest real set. Sample i has the label of the i-th real picture drawn, so both sides
     have the same mix of classes. What cannot be computed is None, and `notes` says why.
@@ -47,37 +49,44 @@ def evaluate_generator(
     Returns:
         `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`, `n`,
         `diversity_ratio`), `recognised`, `recognised_by_class`, `diversity_ratio`, `diversity_by_class`,
-        `diversity_extractor`, `diversity_pictures`, `notes`.
+        `diversity_extractor`, `diversity_pictures`, `memorisation` (see `metrics.copies.search_copies`), `notes`.
 
     Raises:
         UserError: pictures or classes of a file or the judge do not fit the generator; fewer than two pictures.
     """
     if not extractors:
         raise ValueError("at least one extractor is needed")
+    assert isinstance(generator, nn.Module)
     notes: dict[str, str] = {}
     train_reader = _second_real_set(reader, train_reader, notes)
     real = real or RealFeatures(batch_size=batch_size, progress=progress)
-    sides = _real_sides(generator, reader, train_reader, n=n, seed=seed, per_class=per_class)
-    real_sets = real.get(reader, sides[0], extractors)
-    floor_sets = real.get(train_reader, sides[1], extractors) if train_reader else [None] * len(extractors)
-    samples = Samples(generator, sides[0], seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
-    with evaluating(generator):
-        fake_sets = feature_sets(
-            samples, extractors, n=sides[0].n, total=len(sides[0].indices), what="samples", progress=progress
+    side = _test_side(generator, reader, train_reader if floor else None, n=n, seed=seed, per_class=per_class)
+    place = search_place(extractors, generator.channels) if train_reader is not None and searched else None
+    spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
+    real_sets = real.get(reader, side, spaces)
+    train = None
+    if train_reader is not None:
+        labels = _fitting_labels(generator, train_reader, "train")
+        train = TrainingSets(
+            train_reader, training_selection(labels, n=side.n, searched=searched, seed=seed), real, place
         )
+    samples = Samples(generator, side, seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
+    with evaluating(generator):
+        fakes = feature_sets(samples, spaces, n=side.n, total=len(side.indices), what="samples", progress=progress)
     rows = []
-    for extractor, fake, test, train in zip(extractors, fake_sets, real_sets, floor_sets, strict=True):
-        row = _distances(extractor, fake, test, train, seed)
-        rows.append(row | _diversity(generator, sides[0], fake, test, reader.classes, per_class))
+    for extractor, fake, test in zip(extractors, fakes, real_sets, strict=False):  # not the added space
+        row = _distances(extractor, fake, test, train.of(extractor) if train is not None and floor else None, seed)
+        rows.append(row | _diversity(generator, side, fake, test, reader.classes, per_class))
     shown = ("extractor", "weights", "frechet", "kernel", "floor", "kernel_floor", "n", "diversity_ratio")
     diversity = ("diversity_ratio", "diversity_by_class", "diversity_pictures")
     return {
-        "n": sides[0].n,
+        "n": side.n,
         "seed": seed,
         "distances": [{key: row[key] for key in shown} for row in rows],
         **_recognised(generator, samples, reader.classes, notes),
         **{key: rows[0][key] for key in diversity},
         "diversity_extractor": extractors[0].name,
+        "memorisation": _memorisation(train, spaces, fakes, real_sets, reader, side, notes),
         "notes": notes,
     }
 
@@ -86,7 +95,7 @@ def evaluate_generator(
 class Samples:
     """Batches of samples, uint8 on the CPU; keeps what the judge named them while it is read."""
 
-    generator: Generator
+    generator: ImageGenerator
     selection: Selection
     seed: int
     batch_size: int
@@ -103,7 +112,7 @@ class Samples:
 
     def _batch(self, labels: Tensor, indices: range) -> Tensor:
         """Draw and judge samples `indices`; sample i depends on the seed, i and its label alone."""
-        with exact_float32(device_of(self.generator)):
+        with exact_float32(next(self.generator.parameters()).device):
             images = generate(
                 self.generator,
                 labels=labels if self.generator.classes else None,
@@ -135,23 +144,40 @@ def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, st
     return train
 
 
-def _real_sides(
-    generator: Generator, reader: Dataset, train: Dataset | None, *, n: int, seed: int, per_class: int
-) -> list[Selection]:
-    """The draw of test pictures and, if there is a second real set, that of training pictures; n of each."""
-    files = [reader] if train is None else [reader, train]
-    n = min(n, *(len(file) for file in files))
+def _test_side(
+    generator: ImageGenerator, reader: Dataset, second: Dataset | None, *, n: int, seed: int, per_class: int
+) -> Selection:
+    """The draw of test pictures: n of them, or as many as the smaller real set has, and those that fill up classes."""
+    n = min(n, len(reader), len(reader) if second is None else len(second))
     if n < 2:
         raise UserError(f"an evaluation needs at least 2 pictures on each side, not {n}; raise --n or give more data")
-    sides = []
-    for file, role, fill in zip(files, ("test", "train"), (per_class, 0), strict=False):
-        _check_fit(generator, file, role)
-        labels = file.labels() if generator.classes else np.zeros(len(file), dtype=np.int64)
-        sides.append(select(labels, n=n, seed=seed, role=role, per_class=fill))
-    return sides
+    return select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
 
 
-def _check_fit(generator: Generator, reader: Dataset, role: str) -> None:
+def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
+    """The labels of a file's pictures, all 0 for an unconditional generator. UserError unless they fit it."""
+    _check_fit(generator, reader, role)
+    return reader.labels() if generator.classes else np.zeros(len(reader), dtype=np.int64)
+
+
+def _memorisation(
+    train: TrainingSets | None,
+    spaces: list[Extractor],
+    fakes: list[FeatureSet],
+    tests: list[FeatureSet],
+    reader: Dataset,
+    side: Selection,
+    notes: dict[str, str],
+) -> dict[str, Any] | None:
+    """What the search for copies says; None and a note without training pictures or search."""
+    if train is None or train.place is None:
+        notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
+        return None
+    index = spaces.index(train.place)
+    return search_copies(train, fakes[index], tests[index], reader, side)
+
+
+def _check_fit(generator: ImageGenerator, reader: Dataset, role: str) -> None:
     """Raise UserError unless a file's pictures and classes are those of the generator."""
     channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
     side = generator.resolution
@@ -183,7 +209,12 @@ def _distances(
 
 
 def _diversity(
-    generator: Generator, selection: Selection, fake: FeatureSet, test: FeatureSet, names: list[str], per_class: int
+    generator: ImageGenerator,
+    selection: Selection,
+    fake: FeatureSet,
+    test: FeatureSet,
+    names: list[str],
+    per_class: int,
 ) -> dict[str, Any]:
     """The smallest diversity ratio and that of each class; an unconditional generator is one class without a name."""
     labels = torch.from_numpy(selection.labels)
@@ -196,7 +227,7 @@ def _diversity(
     }
 
 
-def _recognised(generator: Generator, samples: Samples, names: list[str], notes: dict[str, str]) -> dict[str, Any]:
+def _recognised(generator: ImageGenerator, samples: Samples, names: list[str], notes: dict[str, str]) -> dict[str, Any]:
     """Share of the samples that the judge names as asked, over all and by class."""
     if not generator.classes:
         notes["recognised"] = "the generator is unconditional: nothing was asked for that could be recognised"

@@ -15,7 +15,7 @@ from data.transforms import to_float
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.resnet50 import ResNet50Features
 from metrics.weights import read_state_dict
-from models.resnet import Classifier
+from models.resnet import Classifier, fit_pictures
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -83,17 +83,11 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Pictures uint8 [n, C, H, W] as the classifier wants them: its size, its channels, [-1, 1], on its device.
-
-    Another size is scaled bilinearly; grey is repeated to RGB, RGB is weighed to grey (ITU-R 601: .299, .587, .114).
+    """Pictures uint8 [n, C, H, W] as the classifier wants them: its size, its channels, [-1, 1], on its device; see
+    `fit_pictures`.
     """
-    side, channels = classifier.resolution, classifier.channels
     pictures = to_float(images.to(device_of(classifier)))
-    if pictures.shape[-2:] != (side, side):
-        pictures = F.interpolate(pictures, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-    if channels == 1 and pictures.shape[1] == 3:
-        pictures = (pictures * pictures.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
-    return pictures.expand(-1, channels, -1, -1)
+    return fit_pictures(pictures, classifier.resolution, classifier.channels)
 
 
 class InceptionFeatures:

@@ -2,18 +2,23 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from utils.files import write_atomic
-from utils.images import grid, save_grid
+from utils.images import grid, save_png
 
+TEXT = 11  # height of captions in pixels
+LINE = 14  # from one line of a caption to the next
+WIDEST_NAME = 150  # pixels that a row's caption may take
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 
 
@@ -66,7 +71,7 @@ class SampleBoard:
     def save(self, folder: Path) -> list[str]:
         """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
         names = ["samples.png"]
-        save_rows(self.rows, folder / names[0], columns=self.columns)
+        save_rows(self.rows, folder / names[0], columns=self.columns, captions=self.classes)
         for name, kept in (("recognised_best.png", self.best), ("recognised_worst.png", self.worst)):
             if kept.images:
                 save_captioned(kept.images, kept.captions, folder / name)
@@ -101,18 +106,41 @@ class MistakeBoard:
         return ["mistakes.png"]
 
 
-def save_rows(rows: Sequence[Sequence[Tensor]], path: str | Path, *, columns: int, most_rows: int = 50) -> None:
+def save_rows(
+    rows: Sequence[Sequence[Tensor]],
+    path: str | Path,
+    *,
+    columns: int,
+    most_rows: int = 50,
+    captions: Sequence[str] = (),  # a row's name, written to the left of it; none: no room is left for them
+) -> None:
     """Write pictures uint8 [C, H, W] as a grid with a row for each class; a single row is broken into several.
 
-    A class with fewer than `columns` pictures leaves white places; of too many classes the first are shown.
+    A class with fewer than `columns` pictures leaves white places; of too many classes the first are shown. A single
+    row gets no caption: there is nothing to tell apart.
     """
     if len(rows) == 1:
-        save_grid(torch.stack(list(rows[0])), path, columns=columns, scale=grid_scale(rows[0][0].shape[-1]))
+        pictures = torch.stack(list(rows[0]))
+        save_png(grid(pictures, columns=columns, scale=grid_scale(pictures.shape[-1])), path)
         return
     blank = torch.full_like(next(picture for row in rows for picture in row), 255)
     shown = [[*row[:columns], *[blank] * (columns - len(row))] for row in rows[:most_rows]]
     pictures = torch.stack([picture for row in shown for picture in row])
-    save_grid(pictures, path, columns=columns, scale=grid_scale(pictures.shape[-1]))
+    canvas = grid(pictures, columns=columns, scale=grid_scale(pictures.shape[-1]))
+    save_png(beside(canvas, list(captions)[: len(shown)]) if captions else canvas, path)
+
+
+def beside(canvas: np.ndarray, captions: Sequence[str]) -> np.ndarray:
+    """A picture uint8 [H, W, C] of rows of equal height, with the name of each row in a margin to its left."""
+    font = _font()
+    texts = [shorten(text, WIDEST_NAME, font.getlength) for text in captions]
+    margin = math.ceil(max(font.getlength(text) for text in texts)) + 8
+    image = Image.new("L", (margin, canvas.shape[0]), 255)
+    draw = ImageDraw.Draw(image)
+    for row, text in enumerate(texts):
+        draw.text((margin - 4, (row + 0.5) * canvas.shape[0] / len(texts)), text, fill=0, font=font, anchor="rm")
+    names = np.repeat(np.asarray(image)[:, :, None], canvas.shape[2], axis=2)
+    return np.concatenate([names, canvas], axis=1)
 
 
 def grid_scale(side: int) -> int:
@@ -141,29 +169,40 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
 
 
 def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
-    """Draw pictures uint8 [C, H, W], each with its caption of at most two lines below; at least one."""
+    """Draw pictures uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
+
+    A line that is wider than its picture's cell loses its middle.
+    """
     pictures = torch.stack(list(images))
-    side = pictures.shape[-1]
-    scale = max(1, 96 // side)
-    width, height = side * scale + 34, side * scale + 42  # of a cell, in pixels, with room for the caption
-    rows = math.ceil(len(pictures) / columns)
-    figure = Figure(figsize=(columns * width / 100, rows * height / 100))
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_axis_off()
-    canvas = np.full((rows * height, columns * width, 3), 255, np.uint8)
+    scale = max(1, round(112 / pictures.shape[-2]))
+    drawn_height, drawn_width = (size * scale for size in pictures.shape[-2:])
+    width, height = max(drawn_width, 112) + 12, drawn_height + 2 * LINE + 14  # of a cell, with room for the caption
+    rows, columns = math.ceil(len(pictures) / columns), min(columns, len(pictures))
+    font = _font()
+    image = Image.new("RGB", (columns * width, rows * height), (255, 255, 255))
+    draw = ImageDraw.Draw(image)
     for index, caption in enumerate(captions):
-        top, left = index // columns * height + 4, index % columns * width + 4
-        canvas[top : top + side * scale, left : left + side * scale] = grid(pictures[index : index + 1], scale=scale)
-        lines = [shorten(line, width // 5) for line in caption.splitlines()]  # a character is about 5 pixels wide
-        axes.text(left, top + side * scale + 2, "\n".join(lines), fontsize=7, va="top", parse_math=False)
-    axes.imshow(canvas, aspect="auto")
-    _save(figure, path)
+        left, top = index % columns * width + 6, index // columns * height + 6
+        picture = grid(pictures[index : index + 1], scale=scale)
+        image.paste(Image.fromarray(picture if picture.shape[2] == 3 else picture[:, :, 0]), (left, top))
+        for number, line in enumerate(caption.splitlines()[:2]):
+            text = shorten(line, width - 12, font.getlength)
+            draw.text((left, top + drawn_height + 2 + number * LINE), text, fill=0, font=font)
+    save_png(np.asarray(image), path)
 
 
-def shorten(text: str, most: int) -> str:
-    """Text of at most so many characters, its middle left out where it is longer."""
-    keep = most // 2
-    return text if len(text) <= most else f"{text[: most - keep - 1]}…{text[-keep:]}"
+def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
+    """Text of at most so many characters (or whatever `length` measures), its middle left out where it is longer."""
+    short, keep = text, len(text)
+    while length(short) > most and keep > 1:
+        keep -= 1
+        short = f"{text[: (keep + 1) // 2]}…{text[len(text) - keep // 2 :]}"
+    return short
+
+
+def _font() -> ImageFont.FreeTypeFont:
+    """The font that matplotlib brings along, so that pictures look alike everywhere."""
+    return ImageFont.truetype(findfont("DejaVu Sans"), TEXT)
 
 
 def _save(figure: Figure, path: str | Path) -> None:

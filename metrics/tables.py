@@ -58,6 +58,9 @@ def gan_table(document: dict[str, Any]) -> str:
         f"recognised       {number(document['recognised'])}",
         f"diversity_ratio  {number(document['diversity_ratio'])}  (smallest class; {document['diversity_extractor']})",
     ]
+    copies = document.get("memorisation")
+    if copies is not None:
+        parts.append(f"memorisation     {memorisation_line(copies)}")
     if document["diversity_by_class"] is not None:
         recognised = document["recognised_by_class"] or {}
         ratios = document["diversity_by_class"].items()
@@ -65,3 +68,13 @@ def gan_table(document: dict[str, Any]) -> str:
         parts += ["", table(["class", "recognised", "diversity"], rows)]
     parts += [f"{key}: {note}" for key, note in document["notes"].items()]
     return "\n".join(parts)
+
+
+def memorisation_line(copies: dict[str, Any]) -> str:
+    """What the search for copies found, in one line."""
+    verdict = "COPIES TRAINING PICTURES" if copies["copies"] else "no sign of copies"
+    return (
+        f"{verdict} (p {copies['p_value']:.2g}): {copies['share']:.1%} of the samples unusually near to training "
+        f"pictures, {copies['expected']:.1%} expected; C_T {number(copies['c_t'], 1)} ({copies['extractor']}, "
+        f"{copies['searched']} training pictures searched)"
+    )

@@ -1,14 +1,16 @@
-"""Layers that the GAN's networks share: equalised learning rate, FIR resampling, the scaled activation.
+"""Layers that the GAN's networks share: equalised learning rate, the scaled activation.
 
 Formulas: Karras et al., StyleGAN (1812.04948) and StyleGAN2 (1912.04958).
 """
 
-import functools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from models.fir import blur_fir, downsample_fir
 
 LEAKY_SLOPE = 0.2
 ACTIVATION_GAIN = math.sqrt(2)
@@ -49,10 +51,10 @@ class EqualizedLinear(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        # leaky ReLU is positively homogeneous, so its gain goes into the small weights instead of the output
+        # leaky ReLU is positively homogeneous, so its gain goes into the product
         gain = ACTIVATION_GAIN if self.activation else 1.0
-        x = F.linear(x, self.weight * (self.weight_gain * gain), self.bias * (self.bias_gain * gain))
-        return F.leaky_relu(x, LEAKY_SLOPE) if self.activation else x
+        x = torch.addmm(self.bias, x, self.weight.t(), beta=self.bias_gain * gain, alpha=self.weight_gain * gain)
+        return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 
 class EqualizedConv2d(nn.Module):
@@ -92,38 +94,52 @@ class EqualizedConv2d(nn.Module):
             x = F.conv2d(blur_fir(x, padding=kernel_size // 2 + 1), weight, bias, stride=2)
         else:
             x = F.conv2d(x, weight, bias, padding=kernel_size // 2)
-        return F.leaky_relu(x, LEAKY_SLOPE) if self.activation else x
+        # in place: no derivative of a convolution looks at its output
+        return F.leaky_relu(x, LEAKY_SLOPE, inplace=True) if self.activation else x
 
 
-@functools.lru_cache(maxsize=64)
-def _fir_taps(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, 4, 4], kept: making it anew in each call would copy from the host, and wait for the device, every step."""
-    taps = torch.tensor([1.0, 3.0, 3.0, 1.0], dtype=dtype, device=device)
-    return (torch.outer(taps, taps) * (gain / 64))[None, None]
+class _ScaledActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
+        y = torch.addcmul(bias, x, scale)
+        if noise is not None:
+            y.add_(noise)
+        y = F.leaky_relu(y, LEAKY_SLOPE, inplace=True)
+        ctx.save_for_backward(x, scale, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, scale, y = ctx.saved_tensors
+        grad = torch.ops.aten.leaky_relu_backward(grad, y, LEAKY_SLOPE, True)  # y has the sign of what it was made from
+        wanted = ctx.needs_input_grad
+        return (
+            grad * scale if wanted[0] else None,
+            (grad * x).sum(dim=(2, 3), keepdim=True) if wanted[1] else None,
+            grad.sum(dim=(0, 2, 3), keepdim=True) if wanted[2] else None,
+            grad.sum(dim=1, keepdim=True) if wanted[3] else None,
+        )
 
 
-def fir_kernel(channels: int, gain: float, like: Tensor) -> Tensor:
-    """Depthwise kernel [channels, 1, 4, 4]: the outer product of [1, 3, 3, 1], sum `gain`, in `like`'s dtype and
-    device.
+def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | None) -> Tensor:
+    """leaky_relu(x * scale + bias + noise), what follows a modulated convolution, with one intermediate in memory.
+
+    x [N, C, H, W], scale [N, C, 1, 1], bias [1, C, 1, 1], noise [N, 1, H, W] or None, of one dtype. Differentiable any
+    number of times; autograd's own derivative of addcmul passes over the picture once more.
     """
-    with torch.inference_mode(False):
-        return _fir_taps(gain, like.dtype, like.device).expand(channels, 1, 4, 4)
+    if torch.jit.is_tracing():  # TensorBoard's graph: the tracer cannot look into a node of our own
+        x = torch.addcmul(bias, x, scale)
+        return F.leaky_relu(x if noise is None else x + noise, LEAKY_SLOPE)
+    return _ScaledActivation.apply(x, scale, bias, noise)
 
 
-def blur_fir(x: Tensor, *, padding: int, gain: float = 1.0) -> Tensor:
-    """FIR [1, 3, 3, 1] x [1, 3, 3, 1] with zero padding; [N, C, H, W] -> [N, C, H + 2 padding - 3, ...].
-
-    A stride-1 depthwise convolution: strided ones in bf16 were measured 16 times slower on the CPU.
+def pointwise(x: Tensor, filters: Tensor) -> Tensor:
+    """1x1 convolution with filters of each sample's own: x [N, I, H, W], filters [N, O, I] -> [N, O, H, W] in x's
+    layout.
     """
-    return F.conv2d(x, fir_kernel(x.shape[1], gain, x), padding=padding, groups=x.shape[1])
-
-
-def downsample_fir(x: Tensor) -> Tensor:
-    """Halve H and W after the FIR low-pass, zero padding; [N, C, H, W] -> [N, C, H/2, W/2]."""
-    return blur_fir(x, padding=1)[:, :, ::2, ::2]
-
-
-def upsample_fir(x: Tensor) -> Tensor:
-    """Double H and W: zero insertion, then the FIR with gain 4 (2 per axis); [N, C, H, W] -> [N, C, 2H, 2W]."""
-    kernel = fir_kernel(x.shape[1], 4.0, x)
-    return F.conv_transpose2d(x, kernel, stride=2, padding=1, groups=x.shape[1])
+    # the product in the layout of x, so that its gradient has that layout, too
+    if x.is_contiguous(memory_format=torch.channels_last):
+        n, _, h, w = x.shape
+        rows = x.permute(0, 2, 3, 1).flatten(1, 2)  # [N, H W, I], a view
+        return torch.bmm(rows, filters.transpose(1, 2)).view(n, h, w, -1).permute(0, 3, 1, 2)
+    return torch.bmm(filters, x.flatten(2)).unflatten(2, x.shape[2:])

@@ -5,6 +5,7 @@ fits.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch.nn.functional as F
 import torchvision
 from torch import Tensor, nn
 
@@ -73,6 +74,18 @@ class Classifier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network.fc(self.features(x))
+
+
+def fit_pictures(pictures: Tensor, side: int, channels: int) -> Tensor:
+    """Pictures [N, C, H, W] in [-1, 1] as a classifier of `side` px and `channels` takes them; differentiable.
+
+    Another size is scaled bilinearly; grey is repeated to RGB, RGB is weighed to grey (ITU-R 601: .299, .587, .114).
+    """
+    if pictures.shape[-2:] != (side, side):
+        pictures = F.interpolate(pictures, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+    if channels == 1 and pictures.shape[1] == 3:
+        pictures = (pictures * pictures.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    return pictures.expand(-1, channels, -1, -1)
 
 
 def _he_conv(channels: int, width: int, kernel: int, *, stride: int) -> nn.Conv2d:

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from models.gan import DEFAULT, AnyGenerator, architecture_of
+from models.progressive import StageGenerator
 from models.resnet import Classifier, ResNetConfig
-from models.stylegan2 import Generator, GeneratorConfig
 from utils.config import build
 from utils.errors import UserError
 
@@ -17,13 +18,23 @@ def _require_task(checkpoint: dict[str, Any], task: str) -> None:
         )
 
 
-def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Generator:
-    """The EMA generator of a GAN's checkpoint, in evaluation mode. Raises UserError for another task's checkpoint."""
+def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> AnyGenerator:
+    """The EMA generator of a GAN's checkpoint, of the architecture its config names, in evaluation mode. One that was
+    saved while it grew makes pictures as its stage did, its pixels repeated up to the full resolution.
+
+    Raises UserError for another task's checkpoint and for an architecture that is not in the registry.
+    """
     _require_task(checkpoint, "gan")
-    config = build(GeneratorConfig, checkpoint["config"]["generator"], source="checkpoint's generator")
-    model = Generator(config, **checkpoint["shape"])
+    architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
+    tree = checkpoint["config"]["generator"]
+    config = build(architecture.generator_config, tree, source="checkpoint's generator")
+    model = architecture.generator(config, **checkpoint["shape"])
     model.load_state_dict(checkpoint["state"]["generator_ema"])
-    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
+    model = model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
+    side, alpha = checkpoint.get("stage", [model.resolution, 1.0])
+    if (side, alpha) == (model.resolution, 1.0):
+        return model
+    return StageGenerator(model, side, alpha, shown=model.resolution).eval()
 
 
 def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Classifier:

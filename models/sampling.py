@@ -2,13 +2,43 @@
 else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from models.stylegan2 import Generator, NoiseMode
+from models.stylegan2 import NoiseMode
 from utils.seeding import generator as keyed_generator
+
+
+class ImageGenerator(Protocol):
+    """What every generator has, and all that drawing samples asks of one.
+
+    Called with z [N, z_dim] and labels [N] (None when unconditional) it gives images [N, channels, resolution,
+    resolution] in about [-1, 1].
+    """
+
+    z_dim: int
+    classes: int  # 0: unconditional
+    channels: int
+    resolution: int
+
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        """(1, H, W) of each noise map; an empty list for a generator without noise."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """They say which device the generator is on."""
+
+    def __call__(
+        self,
+        z: Tensor,
+        labels: Tensor | None,
+        *,
+        noise: Sequence[Tensor] | NoiseMode,
+        truncation_psi: float,
+        truncation_cutoff: int | None,
+    ) -> Tensor: ...
 
 
 def to_uint8(images: Tensor) -> Tensor:
@@ -16,7 +46,7 @@ def to_uint8(images: Tensor) -> Tensor:
     return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def draw(model: Generator, indices: Sequence[int], seed: int) -> tuple[Tensor, list[Tensor]]:
+def draw(model: ImageGenerator, indices: Sequence[int], seed: int) -> tuple[Tensor, list[Tensor]]:
     """z [N, z_dim] and the noise maps [N, 1, H, W] of each layer, drawn on the CPU with the key (seed, "eval",
     index).
     """
@@ -29,22 +59,32 @@ def draw(model: Generator, indices: Sequence[int], seed: int) -> tuple[Tensor, l
 
 @torch.no_grad()
 def generate(
-    model: Generator,
+    model: ImageGenerator,
     *,
     labels: Tensor | None,
     indices: Sequence[int],
     seed: int,
     truncation_psi: float = 1.0,
+    truncation_cutoff: int | None = None,
     noise_mode: NoiseMode = "random",
     batch_size: int = 64,
 ) -> Tensor:
-    """uint8 [N, channels, H, W] on the CPU for labels [N] (None when unconditional) and sample indices (N of them)."""
+    """uint8 [N, channels, H, W] on the CPU for labels [N] (None when unconditional) and sample indices (N of them).
+
+    `truncation_psi` draws the styles of the first `truncation_cutoff` layers (None: of all) towards their mean.
+    """
     device = next(model.parameters()).device
     pictures = []
     for start in range(0, len(indices), batch_size):
         z, maps = draw(model, indices[start : start + batch_size], seed)
         batch_labels = None if labels is None else labels[start : start + batch_size].to(device)
         noise = [m.to(device) for m in maps] if noise_mode == "random" else noise_mode
-        images = model(z.to(device), batch_labels, noise=noise, truncation_psi=truncation_psi)
+        images = model(
+            z.to(device),
+            batch_labels,
+            noise=noise,
+            truncation_psi=truncation_psi,
+            truncation_cutoff=truncation_cutoff,
+        )
         pictures.append(to_uint8(images).cpu())
     return torch.cat(pictures)

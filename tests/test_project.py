@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "models": {"models", "utils"},
     "metrics": {"metrics", "models", "data", "utils"},
     "training": {"training", "metrics", "models", "data", "utils"},
+    "inference": {"inference", "metrics", "models", "data", "utils"},
 }
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")
 TASKS = ("gan", "classifier")

@@ -19,6 +19,7 @@ from training.config import RunConfig
 from training.data import check_same_classes
 from training.ema import EMA
 from training.optim import Mixed, OptimizerConfig, Updater, restore_where_
+from training.profile import phase
 from utils import distributed
 from utils.errors import UserError
 from utils.images import grid
@@ -129,20 +130,26 @@ class ClassifierTask:
         before = [b.clone() for b in self.statistics]
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         for start in range(0, self.share, self.micro):
-            images = self._augmented(batch.images[start : start + self.micro], step, start)
+            with phase("augment"):
+                images = self._augmented(batch.images[start : start + self.micro], step, start)
             labels = batch.labels[start : start + self.micro]
-            with self.mixed.autocast():
-                logits = self.model(images)
-            logits = logits.to(loss_sum.dtype)
-            loss = F.cross_entropy(logits, labels, label_smoothing=self.config.loss.label_smoothing, reduction="sum")
-            loss = loss / self.config.batch_size
-            self.mixed.backward(loss)
+            with phase("forward"):
+                with self.mixed.autocast():
+                    logits = self.model(images)
+                logits = logits.to(loss_sum.dtype)
+                smoothing = self.config.loss.label_smoothing
+                loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+                loss = loss / self.config.batch_size
+            with phase("backward"):
+                self.mixed.backward(loss)
             loss_sum += loss.detach()
             correct += (logits.detach().argmax(1) == labels).sum()
-        update = self.updater.step(step)
-        restore_where_(self.statistics, before, update.skipped)
-        self.mixed.update_scale()
-        self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), update.skipped)
+        with phase("optimizer"):
+            update = self.updater.step(step)
+            restore_where_(self.statistics, before, update.skipped)
+            self.mixed.update_scale()
+        with phase("ema"):
+            self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), update.skipped)
         figures = {"loss/classifier": loss_sum, "accuracy/train": correct / self.config.batch_size}
         return figures | update.metrics("classifier")
 
@@ -169,6 +176,18 @@ class ClassifierTask:
             images, self.config.augment, seed=self.config.seed, step=0, start=0, global_batch=self.config.batch_size
         )
         return grid(shown.cpu())
+
+    def images_at(self, step: int) -> int:
+        """Training pictures seen before update number `step`."""
+        return step * self.config.batch_size
+
+    def describe(self) -> list[str]:
+        """Nothing: the training is the same from the first step to the last."""
+        return []
+
+    def provenance(self) -> dict[str, Any]:
+        """Nothing besides the state."""
+        return {}
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         """Nothing is watched."""

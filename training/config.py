@@ -88,6 +88,7 @@ class RunConfig:
 
     task: str
     seed: int = 0
+    init_from: str | None = None  # checkpoint or run whose weights this run starts from
     steps: int = 10_000  # length of the training and of its schedules; a step is one update of each network
     batch_size: int = 64  # global: over all processes and micro-batches
     micro_batch: int | None = None  # samples a forward pass per process; None: this process's whole share
@@ -105,9 +106,21 @@ class RunConfig:
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError("micro_batch must be 1 or more, or null for the whole share of a process")
 
-    def images_at(self, step: int) -> int:
-        """Training pictures seen before update number `step`."""
-        return step * self.batch_size
+    def spans(self, resolution: int) -> list[tuple[int, int, int]]:
+        """(first step, px, global batch size) of every part of the training that has its own, for pictures of
+        `resolution` px.
+        """
+        return [(0, resolution, self.batch_size)]
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps over which rates go from their start to their end."""
+        return self.steps
+
+    @property
+    def batches_per_step(self) -> int:
+        """Training batches that a step takes."""
+        return 1
 
     def share(self, world_size: int) -> int:
         """Samples of the global batch that each process holds; raises UserError when they cannot be shared out

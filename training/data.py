@@ -11,6 +11,7 @@ from data.decode import RandomCrop
 from data.loader import InfiniteLoader
 from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
 from data.shards import shard_paths
+from data.staged import StagedLoader
 from data.store import DamageError
 from data.workers import choose_workers
 from training.config import DataConfig, RunConfig
@@ -154,7 +155,7 @@ def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
     return np.bincount(dataset.labels(), weights, minlength=len(dataset.classes)).tolist()
 
 
-def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
+def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader | StagedLoader:
     """The endless training loader of this rank."""
     weights = sampling_weights(config.data, dataset)
     sampler = GlobalSampler(
@@ -168,7 +169,11 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     )
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
-    return InfiniteLoader(dataset, sampler, device=device, prefetch=prefetch)
+    spans = config.spans(dataset.resolution)
+    if len(spans) == 1:
+        return InfiniteLoader(dataset, sampler, device=device, prefetch=prefetch)
+    batches = config.batches_per_step
+    return StagedLoader(dataset, sampler, spans, device=device, prefetch=prefetch, batches_per_step=batches)
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:

@@ -27,52 +27,56 @@ class GanDraws:
     micro-batches.
     """
 
-    def __init__(
-        self, seed: int, batch_size: int, model: Generator, device: torch.device, label_shares: Sequence[float]
-    ) -> None:
-        self.seed, self.batch_size, self.device = seed, batch_size, device
-        self.z_dim, self.num_ws, self.shapes = model.z_dim, model.num_ws, model.noise_shapes()
+    def __init__(self, seed: int, device: torch.device, label_shares: Sequence[float]) -> None:
+        self.seed, self.device = seed, device
         # labels as frequent as in the data; one class of weight 1 when there are no labels
         self.class_weights = torch.tensor([float(share) for share in label_shares] or [1.0], device=device)
 
-    def latents(self, step: int, phase: str, mixing: float) -> Latents:
+    def latents(
+        self, step: int, phase: str, batch_size: int, z_dim: int, *, mixing: float = 0.0, num_ws: int = 0
+    ) -> Latents:
         """z, labels and (with probability `mixing` a sample) a second z with a uniform crossover layer."""
         keyed = keyed_generator(self.seed, "latent", step, phase, device=self.device)
-        shape = (self.batch_size, self.z_dim)
-        labels = torch.multinomial(self.class_weights, self.batch_size, replacement=True, generator=keyed)
+        shape = (batch_size, z_dim)
+        labels = torch.multinomial(self.class_weights, batch_size, replacement=True, generator=keyed)
         z = torch.randn(shape, generator=keyed, device=self.device)
         if mixing == 0:
             return Latents(z, None, None, labels)
         z_mixed = torch.randn(shape, generator=keyed, device=self.device)
-        crossover = torch.randint(1, self.num_ws, [self.batch_size], generator=keyed, device=self.device)
-        mixed = torch.rand([self.batch_size], generator=keyed, device=self.device) < mixing
-        return Latents(z, z_mixed, torch.where(mixed, crossover, self.num_ws), labels)
+        crossover = torch.randint(1, num_ws, [batch_size], generator=keyed, device=self.device)
+        mixed = torch.rand([batch_size], generator=keyed, device=self.device) < mixing
+        return Latents(z, z_mixed, torch.where(mixed, crossover, num_ws), labels)
 
-    def label_offsets(self, step: int) -> Tensor:
+    def label_offsets(self, step: int, batch_size: int) -> Tensor:
         """[B] int64 in 1..classes-1: added to the true labels (modulo the classes) they give wrong ones."""
         keyed = keyed_generator(self.seed, "latent", step, "mismatch", device=self.device)
         classes = len(self.class_weights)
-        return torch.randint(1, classes, [self.batch_size], generator=keyed, device=self.device)
+        return torch.randint(1, classes, [batch_size], generator=keyed, device=self.device)
 
-    def noise(self, step: int, phase: str) -> list[Tensor]:
-        """One map of N(0, 1) per layer: [B, 1, h, w]."""
+    def noise(self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """One map of N(0, 1) per layer: [B, *shape]."""
         return [
             torch.randn(
-                (self.batch_size, *shape),
+                (batch_size, *shape),
                 generator=keyed_generator(self.seed, "noise", step, phase, layer, device=self.device),
                 device=self.device,
             )
-            for layer, shape in enumerate(self.shapes)
+            for layer, shape in enumerate(shapes)
         ]
 
+    def path_noise(self, step: int, batch_size: int, shape: Sequence[int]) -> Tensor:
+        """N(0, 1) [B, *shape] by which path-length regularisation multiplies images."""
+        keyed = keyed_generator(self.seed, "path", step, device=self.device)
+        return torch.randn((batch_size, *shape), generator=keyed, device=self.device)
 
-def mix_styles(model: Generator, latents: Latents, rows: slice) -> tuple[Tensor, Tensor]:
+
+def mix_styles(model: Generator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:
     """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim]."""
     labels = latents.labels[rows] if model.classes else None
     w = model.mapping(latents.z[rows], labels)
-    ws = w[:, None].expand(-1, model.num_ws, -1)
+    ws = w[:, None].expand(-1, num_ws, -1)
     if latents.z_mixed is None or latents.crossover is None:
         return ws, w
     other = model.mapping(latents.z_mixed[rows], labels)
-    first = torch.arange(model.num_ws, device=w.device)[None, :, None] < latents.crossover[rows][:, None, None]
+    first = torch.arange(num_ws, device=w.device)[None, :, None] < latents.crossover[rows][:, None, None]
     return torch.where(first, ws, other[:, None]), w

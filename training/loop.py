@@ -18,12 +18,16 @@ import torchvision
 from torch import Tensor
 
 from data.loader import Batch, InfiniteLoader
+from data.staged import StagedLoader
 from data.store import DamageError
+from training import profile_measure, profile_text
 from training.config import RunConfig
+from training.profile import phase
 from utils import checkpoint as checkpoints
 from utils import distributed
 from utils.config import to_tree
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
+from utils.files import replace_file
 from utils.images import save_png
 from utils.logging import Metrics, RunLog, say
 from utils.run_folder import RunFolder
@@ -52,6 +56,17 @@ class Task(Protocol):
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
         """Name -> network and example inputs."""
+
+    def images_at(self, step: int) -> int:
+        """Training pictures seen before update number `step`; a step counts its batch once, whatever it does with
+        it.
+        """
+
+    def describe(self) -> list[str]:
+        """What the plan says of a training that changes on its way, a row each."""
+
+    def provenance(self) -> dict[str, Any]:
+        """What a checkpoint tells about this training besides its state: plain data."""
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         """What a row of metrics says is going wrong, in words, each with what to try; the same on all ranks."""
@@ -107,10 +122,11 @@ class Loop:
     window.
     """
 
-    def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader | StagedLoader, folder: RunFolder) -> None:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
         self.step = 0  # updates done
         self.best: dict[str, float | int] = {}
+        self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.transfer)
         self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
         self.window = MetricWindow()
         self.log = RunLog(
@@ -149,7 +165,9 @@ class Loop:
             "classes": list(meta.classes),
             "shape": dict(self.task.shape),
             "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
+            "origin": self.origin,
             "versions": versions(),
+            **self.task.provenance(),
             "state": {name: part.state_dict() for name, part in self.registry().items()},
         }
         try:
@@ -187,6 +205,7 @@ class Loop:
                     f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
                 )
             part.load_state_dict(content["state"][name])
+        self.origin = content.get("origin")
         self._saved_step = self.step
         return True
 
@@ -196,17 +215,24 @@ class Loop:
 
     # --- the run
 
-    def run(self, max_steps: int | None = None) -> None:
+    def run(self, max_steps: int | None = None, *, profile: int | None = None) -> None:
         """Train up to step `max_steps` (default: the config's), evaluating, saving and logging on the way.
 
-        Raises StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
+        `profile`: a few steps to warm up and this many more, which are measured first: RUN/profile/. Raises
+        StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step)
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in STOP_SIGNALS}
         try:
             self._show_start()
+            self._tick_started, self._tick_step = time.perf_counter(), self.step
+            if profile is not None:
+                target = self.step + profile_measure.WARM_UP + profile
+                self._run_until(target - profile)
+                self._pause(lambda: self._profile(profile))
             self._run_until(target)
+            self._pause(self.save)
         finally:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
@@ -220,11 +246,16 @@ class Loop:
                 for name, (network, inputs) in self.task.networks().items():
                     self.log.graph(name, network, inputs)
 
+    def _batches(self) -> Iterator[Batch]:
+        while True:
+            with phase("data"):
+                batch = next(self.loader)
+            yield batch
+
     def _run_until(self, target: int) -> None:
-        config = self.config
-        self._tick_started, self._tick_step = time.perf_counter(), self.step
+        config, batches = self.config, self._batches()
         while self.step < target:
-            self.window.add(self.task.step(self.loader, self.step))
+            self.window.add(self.task.step(batches, self.step))
             self.step += 1
             self.log.advance()
             # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
@@ -237,7 +268,36 @@ class Loop:
             elif self.step % config.checkpoint.every == 0:
                 self._pause(self.save)
             self._obey_signal()
-        self._pause(self.save)
+
+    def _profile(self, count: int) -> None:
+        """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
+        self.window.fold()
+        waited, batches, registry = self.loader.wait_seconds, self._batches(), self.registry()
+
+        def step() -> bool:
+            self.window.add(self.task.step(batches, self.step))
+            self.step += 1
+            return not distributed.agree(self._signal or 0)
+
+        if distributed.is_main():
+            folder = self.folder.path / "profile"
+            trace = folder / profile_measure.TRACE
+            found = profile_measure.measure(step, count, registry, self.loader.device, trace)
+            if found is not None:
+                text = profile_text.render(found, self._profile_heading(count), str(trace))
+                replace_file(folder / profile_measure.SUMMARY, text.encode())
+        else:
+            profile_measure.accompany(step, count, registry)
+        self.loader.wait_seconds = waited
+
+    def _profile_heading(self, count: int) -> str:
+        world = distributed.world_size()
+        images = (self.task.images_at(self.step + count) - self.task.images_at(self.step)) / count
+        return (
+            f"{self.config.task}: steps {self.step} to {self.step + count - 1}, {images:g} pictures a step on {world} "
+            f"process{'es' * (world > 1)}, rank 0 measured ({self.loader.device}, {torch.get_num_threads()} threads, "
+            f"{self.config.precision})"
+        )
 
     def _pause(self, action: Any) -> None:
         """Do something that is not training; its time does not count in images per second."""
@@ -252,14 +312,14 @@ class Loop:
         means = self.window.take()
         now = time.perf_counter()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
-        images = self.config.images_at(self.step)
-        rate = (images - self.config.images_at(self._tick_step)) / seconds
+        images = self.task.images_at(self.step)
+        rate = (images - self.task.images_at(self._tick_step)) / seconds
         row: Metrics = {"images": images, "images_per_second": rate}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
         row |= {name: round(count) for name, count in self.updates.items()}
         if self.config.data.on_damage == "skip":
-            damaged = torch.tensor(float(len(self.loader.reader.damaged)))
+            damaged = torch.tensor(float(self.loader.damaged_records))
             row["damaged_records"] = round(distributed.all_reduce_sum_(damaged).item())  # replaced, by all processes
         self.log.metrics(self.step, row)
         self._warn(row)

@@ -1,7 +1,7 @@
 """Optimizers, schedules, and the one place that turns gradients into an update."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from training.config import Precision
+from training.schedules import cosine
 from utils import distributed
 from utils.errors import UserError
 
@@ -22,6 +23,7 @@ class OptimizerConfig:
     name: Literal["adam", "adamw", "sgd"] = "adam"
     lr: float = 0.001  # peak rate
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
+    beta2_final: float | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
     eps: float = 1e-8
     momentum: float = 0.9  # SGD's (Nesterov)
     weight_decay: float = 0.0  # decoupled for adamw; not applied to norms and biases
@@ -36,10 +38,17 @@ class OptimizerConfig:
             raise UserError("optimizer: lr must be positive, weight_decay and warmup_steps 0 or more")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optimizer: betas {self.betas} must be two numbers in [0, 1)")
+        if self.beta2_final is not None and not 0 <= self.beta2_final < 1:
+            raise UserError(f"optimizer: beta2_final {self.beta2_final} must lie in [0, 1), or null")
         if not 0 <= self.hold < 1 or not 0 <= self.final_lr <= 1:
             raise UserError("optimizer: hold must lie in [0, 1), final_lr in [0, 1]: both are shares")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise UserError("optimizer: clip_norm must be positive, or null for no clipping")
+
+    def betas_at(self, step: int, steps: int) -> tuple[float, float]:
+        """Adam's betas of update number `step` (from 0) out of `steps`."""
+        beta1, beta2 = (float(beta) for beta in self.betas)
+        return beta1, beta2 if self.beta2_final is None else cosine(beta2, self.beta2_final, step, steps)
 
     def lr_at(self, step: int, steps: int) -> float:
         """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
@@ -95,9 +104,9 @@ class Mixed:
         dtype = AUTOCAST_DTYPES.get(self.precision, torch.bfloat16)
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of the (scaled) loss."""
-        self.scaler.scale(loss).backward()
+    def backward(self, loss: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
+        """Accumulate the gradients of the (scaled) loss in `parameters` alone; None: in all leaves of its graph."""
+        self.scaler.scale(loss).backward(inputs=parameters)
 
     def scale(self) -> Tensor:
         """The loss scale as a 0-d tensor on the device, 1 without a scaler: nobody waits for its value."""
@@ -142,10 +151,19 @@ class Updater:
     Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, mixed: Mixed, steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        mixed: Mixed,
+        steps: int,
+        *,
+        growing: bool = False,  # a step may leave parameters out, the same on all ranks: they are not updated then
+    ) -> None:
+        self.model, self.growing = model, growing
         self.config = config
         self.mixed = mixed
-        self.steps = steps
+        self.steps = steps  # length of the schedules
         self.optimizer = build_optimizer(model, config)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -154,7 +172,7 @@ class Updater:
 
     def step(self, step: int) -> Update:
         """Apply update number `step` (from 0), unless the gradients are not finite."""
-        distributed.all_reduce_gradients(self.parameters)
+        distributed.all_reduce_gradients(self.parameters, missing="skip" if self.growing else "zeros")
         scaler = self.mixed.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)
@@ -163,6 +181,8 @@ class Updater:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr_at(step, self.steps)
+            if self.config.beta2_final is not None:
+                group["betas"] = self.config.betas_at(step, self.steps)
         skipped = (~torch.isfinite(norm)).float()
         if scaler.is_enabled():
             scaler.step(self.optimizer)
@@ -172,6 +192,10 @@ class Updater:
             self.optimizer.step()
         # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
         return Update(norm, skipped, skipped * (self.mixed.scale() <= 1))
+
+    def reset(self) -> None:
+        """Forget the optimizer's moments: the next update is a first one."""
+        self.optimizer = build_optimizer(self.model, self.config)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

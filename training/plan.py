@@ -11,6 +11,7 @@ import torch
 import torchinfo
 
 from data.dataset import Dataset
+from data.staged import levels_text
 from training.config import RunConfig
 from training.data import data_text
 from training.loop import Task
@@ -45,7 +46,7 @@ def plan_rows(
     """The preflight's table: label -> value."""
     world = distributed.world_size()
     slow = config.precision == "fp16" and device.type == "cpu"
-    epochs = config.steps * config.batch_size / len(reader)
+    pictures = task.images_at(config.steps)
     rows = {
         "task": config.task,
         "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads, "
@@ -54,13 +55,22 @@ def plan_rows(
     rows["training data"] = data_text(reader)
     rows["held-out data"] = data_text(val_reader) if val_reader else "none (data.val_path is not set)"
     rows["reading"] = reading
-    rows["batch"] = (
-        f"{config.batch_size} global = {world} x {config.share(world)}, in micro-batches of {config.micro(world)}"
-    )
-    rows["length"] = f"{config.steps:,} steps = {config.steps * config.batch_size:,} pictures = {epochs:.1f} epochs"
+    spans = config.spans(reader.resolution)
+    if len(spans) == 1:
+        rows["batch"] = (
+            f"{config.batch_size} global = {world} x {config.share(world)}, in micro-batches of {config.micro(world)}"
+        )
+    else:
+        rows["levels"] = levels_text(reader, [side for _, side, _ in spans])
+    rows |= {f"growth {number}": text for number, text in enumerate(task.describe(), 1)}
+    if max(size for _, _, size in spans) > len(reader):
+        rows["warning"] = (
+            f"batch larger than the data set: each batch holds repeats; make batch_size at most {len(reader)}"
+        )
+    rows["length"] = f"{config.steps:,} steps = {pictures:,} pictures = {pictures / len(reader):.1f} epochs"
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
-            rows[name.replace("_", " ")] = schedule_text(section, config.steps)
+            rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps)
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     rows["checkpoint"] = (

@@ -1,17 +1,17 @@
 """One training run from a config file to a finished run folder; what `train.py` calls in every process."""
 
-import shlex
 from pathlib import Path
 
 import torch
 
-from training import data, plan
+from training import data, plan, profile_measure, transfer
 from training.config import RunConfig
 from training.loop import Loop, Task
 from training.tasks import TASKS, build_run_config
 from utils import distributed
 from utils.config import read_yaml, to_tree
-from utils.errors import StoppedBySignal, TrainingHalted
+from utils.errors import StoppedBySignal, TrainingHalted, UserError
+from utils.heap import keep_freed_memory
 from utils.logging import say
 from utils.report import write_report
 from utils.run_folder import RunFolder
@@ -24,11 +24,16 @@ def train(
     run_dir: str | None = None,
     device: str | None = None,
     max_steps: int | None = None,
+    profile_steps: int | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Train, or resume, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints."""
+    """Train, or resume, or (profile_steps) measure that many steps, or (dry_run) say what would be done. Returns the
+    exit code; raises what `run_cli` prints.
+    """
     config = build_run_config(read_yaml(config_file), overrides, config_file)
     torch_device = distributed.choose_device(device)
+    if torch_device.type == "cpu":
+        keep_freed_memory()
     distributed.start(torch_device)
     folder = RunFolder(run_dir or default_folder(Path(config_file)))
     try:
@@ -36,7 +41,9 @@ def train(
         if dry_run:
             distributed.on_main(lambda: _print_plan(loop))
             return 0
-        return _run(loop, max_steps)
+        if profile_steps is not None:
+            _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
+        return _run(loop, max_steps, profile_steps)
     finally:
         folder.close()
         distributed.stop()
@@ -58,19 +65,24 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     reader = data.open_training(config.data)
     val_reader = data.open_held_out(config.data, reader)
     data.check_data(config, reader, val_reader)
+    donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
     task: Task = TASKS[config.task].task(config, reader, val_reader, device)
     plan.check_disk(folder.path, task, config.checkpoint.keep)
+    taken = None
+    if donor is not None:
+        taken = transfer.transfer(
+            donor, task.registry(), resolution=task.shape["resolution"], classes=reader.meta.classes
+        )
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     rows = plan.plan_rows(config, task, reader, val_reader, reading, device)
     if distributed.is_main():
         say(plan.table(rows | {"run folder": str(folder.path)}))
-    return Loop(config, task, loader, folder)
-
-
-def again(run: Path) -> str:
-    """The command that trains a run once more from its own config."""
-    return shlex.join(["python", "train.py", "--config", str(run / "config.yaml"), "--run-dir", f"{run}-again"])
+        if taken is not None:
+            say(taken)
+    loop = Loop(config, task, loader, folder)
+    loop.origin = None if donor is None else donor.state_dict()
+    return loop
 
 
 def _print_plan(loop: Loop) -> None:
@@ -85,26 +97,38 @@ def _open_folder(loop: Loop) -> None:
         say(notice)
 
 
-def _run(loop: Loop, max_steps: int | None) -> int:
+def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     distributed.on_main(lambda: _open_folder(loop))
     if loop.resume() and distributed.is_main():  # refused here, the folder is left as it was
         say(f"resumed at step {loop.step} of {loop.config.steps}")
+    if profile_steps is not None:
+        _check_profile(loop, profile_steps)
     distributed.on_main(lambda: loop.folder.save_config(to_tree(loop.config)))
     try:
         loop.folder_status("running")
-        loop.run(max_steps)
+        loop.run(max_steps, profile=profile_steps)
     except (StoppedBySignal, TrainingHalted):
         raise  # the loop has written the status
     except BaseException as error:
         loop.folder_status("failed", f"{type(error).__name__}: {error}".split("\n")[0], getattr(error, "exit_code", 1))
         raise
-    loop.folder_status(
-        "finished" if loop.step >= loop.config.steps else "stopped",
-        "" if loop.step >= loop.config.steps else "max_steps",
-        0,
-    )
+    finished = loop.step >= loop.config.steps
+    reason = "" if finished else "max_steps" if profile_steps is None else "profile"
+    loop.folder_status("finished" if finished else "stopped", reason, 0)
     if distributed.is_main():
-        report = write_report(loop.folder.path, commands=[again(loop.folder.path)])
+        if profile_steps is not None:
+            print((loop.folder.path / "profile" / profile_measure.SUMMARY).read_text(), end="")
+        report = write_report(loop.folder.path)
         say(f"report: {report}")
         say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
     return 0
+
+
+def _check_profile(loop: Loop, count: int) -> None:
+    """Raise UserError unless enough of the training is left."""
+    left, needed = loop.config.steps - loop.step, profile_measure.WARM_UP + count
+    if left < needed:
+        raise UserError(
+            f"--profile {count}: needs {profile_measure.WARM_UP} steps to warm up and {count} to measure, but {left} "
+            f"of {loop.config.steps} are left; give a smaller N, a larger --steps, or another --run-dir"
+        )

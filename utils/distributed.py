@@ -7,7 +7,7 @@ number of losses, graphs and micro-batches (docs/distributed.md says what goes w
 import os
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -132,17 +132,20 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
+def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zeros", "skip"] = "zeros") -> None:
     """Add up the `.grad` of `parameters` over the ranks, in place, in flat buckets.
 
     Each rank's loss must already carry its share of the global mean (sum over the local samples / global batch). A
-    parameter without a gradient on this rank contributes zeros, so that ranks cannot fall out of step.
+    parameter without a gradient on this rank contributes zeros, so that ranks cannot fall out of step; with `skip` it
+    is left out, which needs to be so on all ranks.
     """
     if world_size() == 1:
         return
     bucket: list[Tensor] = []
     pending = []
     for parameter in (p for p in parameters if p.requires_grad):
+        if parameter.grad is None and missing == "skip":
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         bucket.append(parameter.grad)

@@ -59,5 +59,6 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
             print(f"{label}{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped: interrupted from the keyboard", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print("stopped: interrupted from the keyboard", file=sys.stderr, flush=True)
         return 130

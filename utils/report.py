@@ -3,19 +3,17 @@
 One file, no scripts, nothing loaded from elsewhere; whatever a run has not written yet is left out with a word.
 """
 
-import base64
 import html
-import io
 import math
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from utils.charts import line_chart, number
 from utils.files import write_atomic
+from utils.page import Figure, missing, percent, picture, plain, table, tiles
 from utils.provenance import environment
 from utils.run_files import Run, read_run
 
@@ -24,36 +22,42 @@ CHARTS = {  # in whose chart a key of metrics.jsonl is drawn, where the rules of
     "loss/generator": "adversarial losses",
     "loss/discriminator": "adversarial losses",
     "loss/classifier": "loss",
+    "logits/real_sign": "augmentation: strength p and mean sign of D(real)",
+    "ada/p": "augmentation: strength p and mean sign of D(real)",
+    "path_length/mean": "path length: moving mean",
 }
-SHOWN_AT_ONCE = ("loss", "accuracy", "val", "train")  # first parts of keys; the other charts are folded away
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for bad pictures
-EMBED_WHOLE = 300_000  # bytes; larger pictures are shrunk before they are embedded
-LARGEST_SIDE = 1400  # pixels of a shrunk picture
+SHOWN_AT_ONCE = ("loss", "logits", "ada", "accuracy", "val", "train")  # first parts of keys; other charts are folded
 MOST_SAMPLES = 12  # grids shown of the samples over time
 
 
-def _percent(value: object) -> str:
-    return f"{100 * value:.1f} %" if isinstance(value, int | float) else "-"
-
-
-def _plain(value: object) -> str:
-    return number(value) if isinstance(value, int | float) else "-"
-
-
 RESULTS: dict[str, tuple[str, Callable[[object], str]]] = {  # key of eval/metrics.json: name, format
-    "accuracy": ("of the test pictures named right", _percent),
-    "top5_accuracy": ("top-5 accuracy", _percent),
-    "ece": ("expected calibration error", _percent),
-    "recognised": ("samples recognised as asked", _percent),
-    "diversity_ratio": ("diversity ratio of the least diverse class", _plain),
+    "accuracy": ("of the test pictures named right", percent),
+    "top5_accuracy": ("top-5 accuracy", percent),
+    "ece": ("expected calibration error", percent),
+    "recognised": ("samples recognised as asked", percent),
+    "diversity_ratio": ("diversity ratio of the least diverse class", plain),
 }
 
 
 def write_report(run_dir: str | Path, *, commands: Sequence[str] = ()) -> Path:
-    """Write `run_dir/report.html` for one run and return its path; `commands` are shown as they are."""
+    """Write `run_dir/report.html` for one run and return its path.
+
+    It shows how to train it again, the command of the last evaluation, and `commands` as they are.
+    """
     run = read_run(run_dir)
     title = f"{'GAN' if run.is_gan else 'Classifier'} run {run.folder.resolve().name}"
+    commands = list(dict.fromkeys([*_commands(run), *commands]))  # each once, in this order
     return _write(run.folder / "report.html", title, [tiles(_figures(run)), _run_body(run)], [run], commands)
+
+
+def _commands(run: Run) -> list[str]:
+    """The commands that train a run once more from its own config, and that evaluated it."""
+    config, evaluation = run.folder / "config.yaml", run.folder / "eval" / "command.txt"
+    train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
+    commands = [shlex.join(train)] if config.is_file() else []
+    if evaluation.is_file():
+        commands += evaluation.read_text(errors="replace").strip().splitlines()
+    return commands
 
 
 def write_quickstart_report(
@@ -74,7 +78,7 @@ def write_quickstart_report(
 
 def _write(path: Path, title: str, parts: Iterable[str], runs: Sequence[Run], commands: Sequence[str]) -> Path:
     css = (Path(__file__).parent / "report.css").read_text()
-    notes = [_missing(f"{run.folder.name}: {note}") for run in runs for note in run.notes]
+    notes = [missing(f"{run.folder.name}: {note}") for run in runs for note in run.notes]
     body = "\n".join([*parts, *notes, _reproduce(commands), *(_config(run) for run in runs)])
     document = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -86,52 +90,6 @@ def _write(path: Path, title: str, parts: Iterable[str], runs: Sequence[Run], co
     return path
 
 
-Figure = tuple[str, str]  # (value, what it is), both plain text
-
-
-def tiles(figures: Sequence[Figure]) -> str:
-    """A row of figures with their names below."""
-    cells = (f'<div class="tile"><b>{html.escape(v)}</b><span>{html.escape(k)}</span></div>' for v, k in figures)
-    return f'<div class="tiles">{"".join(cells)}</div>' if figures else ""
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls sideways on a narrow screen; the first column is text, the others are figures."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
-
-
-def _picture(path: Path, caption: str, *, large: bool = False) -> str:
-    """A figure with the picture inside the page; a word instead of a picture that cannot be read."""
-    try:
-        address = _data_address(path)
-    except UNREADABLE as error:
-        return _missing(f"{path.name} cannot be shown: {error}")
-    text = html.escape(caption)
-    kind = "picture large" if large else "picture"
-    return f'<figure class="{kind}"><img src="{address}" alt="{text}"><figcaption>{text}</figcaption></figure>'
-
-
-def _data_address(path: Path) -> str:
-    """The `data:` address of a checked picture; a large one is shrunk and stored as JPEG. Raises UNREADABLE."""
-    content = path.read_bytes()
-    with Image.open(io.BytesIO(content)) as picture:
-        picture.load()
-        kind = "png" if picture.format == "PNG" else "jpeg"
-        if len(content) > EMBED_WHOLE or picture.format not in ("PNG", "JPEG"):
-            small = picture.convert("RGB")
-            small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
-            buffer = io.BytesIO()
-            small.save(buffer, format="JPEG", quality=88)
-            content, kind = buffer.getvalue(), "jpeg"
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def _missing(what: str) -> str:
-    return f'<p class="missing">{html.escape(what)}</p>'
-
-
 def _figures(run: Run) -> list[Figure]:
     """How far a run has come and how fast it went."""
     figures = []
@@ -139,15 +97,15 @@ def _figures(run: Run) -> list[Figure]:
         figures.append((str(run.status.get("state", "-")), str(run.status.get("reason") or "state of the training")))
     step = run.status.get("step", run.records[-1]["step"] if run.records else None)
     if step is not None:
-        figures.append((_plain(step), "steps"))
+        figures.append((plain(step), "steps"))
     seen = [record["images"] for record in run.records if "images" in record]
     if seen:
-        figures.append((_plain(seen[-1]), "pictures seen"))
+        figures.append((plain(seen[-1]), "pictures seen"))
     speeds = [y for _, y in run.series.get("images_per_second", [])]
     if speeds:
-        figures.append((_plain(statistics.median(speeds)), "pictures a second (median)"))
+        figures.append((plain(statistics.median(speeds)), "pictures a second (median)"))
     if "step" in run.last:
-        figures.append((f"step {_plain(run.last['step'])}", "last checkpoint"))
+        figures.append((f"step {plain(run.last['step'])}", "last checkpoint"))
     return figures
 
 
@@ -169,8 +127,8 @@ def _distances(run: Run) -> list[dict[str, Any]]:
 def _headline(gan: Run, classifier: Run, seconds: float | None) -> list[Figure]:
     figures = _results(classifier, ["accuracy"]) + _results(gan, ["recognised", "diversity_ratio"])
     for row in _distances(gan)[:1]:
-        floor = f"floor {_plain(row.get('floor'))}, n {_plain(row.get('n'))}"
-        figures.append((_plain(row.get("frechet")), f"Frechet distance on {row.get('extractor')} ({floor})"))
+        floor = f"floor {plain(row.get('floor'))}, n {plain(row.get('n'))}"
+        figures.append((plain(row.get("frechet")), f"Frechet distance on {row.get('extractor')} ({floor})"))
     if seconds is not None:
         figures.append((f"{int(seconds // 60)} min {int(seconds % 60)} s", "all steps together"))
     return figures
@@ -185,65 +143,96 @@ def _chart_of(key: str) -> str:
     first, _, rest = key.partition("/")
     if key in CHARTS:
         return CHARTS[key]
+    if key.startswith("val/logits/"):
+        return "logits at evaluations"
+    if key.startswith("val/memorised"):
+        return "memorisation"
     if rest and first in ("val", "train"):
         return rest.replace("_", " ")
     return (f"{rest} loss" if first == "loss" else first).replace("_", " ")
 
 
-def _charts(series: Mapping[str, list[tuple[float, float]]]) -> str:
-    """A grid of charts."""
-    groups: dict[str, list[str]] = {}
-    for key in series:
-        groups.setdefault(_chart_of(key), []).append(key)
+def _charts(groups: Mapping[str, list[str]], series: Mapping[str, list[tuple[float, float]]]) -> str:
+    """A grid of charts: title -> the keys drawn in it."""
     charts = []
     for title, keys in groups.items():
         if any(math.isfinite(y) for key in keys for _, y in series[key]):
             charts.append(line_chart({key: series[key] for key in keys}, title=title))
         else:
-            charts.append(_missing(f"{', '.join(keys)}: not one finite value."))
+            charts.append(missing(f"{', '.join(keys)}: not one finite value."))
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
 def _curves(run: Run) -> str:
     series = run.series
     if not series:
-        return "<h3>Curves</h3>" + _missing("No metrics.jsonl with figures yet.")
-    first = {key: points for key, points in series.items() if key.split("/")[0] in SHOWN_AT_ONCE}
-    rest = {key: points for key, points in series.items() if key not in first}
-    shown = _charts(first or rest)
-    more = f"<details><summary>More curves</summary>{_charts(rest)}</details>" if first and rest else ""
+        return "<h3>Curves</h3>" + missing("No metrics.jsonl with figures yet.")
+    groups: dict[str, list[str]] = {}
+    for key in series:
+        groups.setdefault(_chart_of(key), []).append(key)
+    # by charts, not by keys: a chart that is shown at once keeps all its curves
+    first = {t: keys for t, keys in groups.items() if any(key.split("/")[0] in SHOWN_AT_ONCE for key in keys)}
+    rest = {title: keys for title, keys in groups.items() if title not in first}
+    shown = _charts(first or rest, series)
+    more = f"<details><summary>More curves</summary>{_charts(rest, series)}</details>" if first and rest else ""
     return f"<h3>Curves</h3>{shown}{more}"
 
 
 def _samples(run: Run) -> str:
     if not run.samples:
-        return "<h3>Samples</h3>" + _missing("No sample grids yet.")
+        return "<h3>Samples</h3>" + missing("No sample grids yet.")
     last = len(run.samples) - 1
     count = min(MOST_SAMPLES, last + 1)
     picked = [run.samples[round(i * last / max(1, count - 1))] for i in range(count)]
     captions = [f"step {number(int(path.stem.removeprefix('step-')))}" for path in picked]
-    strip = "".join(_picture(path, caption) for path, caption in zip(picked, captions, strict=True))
-    newest = _picture(picked[-1], f"{captions[-1]}, the newest", large=True)
+    strip = "".join(picture(path, caption) for path, caption in zip(picked, captions, strict=True))
+    newest = picture(picked[-1], f"{captions[-1]}, the newest", large=True)
     over_time = f'<h3>Samples over time</h3><div class="strip samples">{strip}</div>' if count > 1 else ""
     return f'<h3>Samples</h3><div class="samples">{newest}</div>{over_time}'
 
 
 def _evaluation(run: Run) -> str:
     if not run.evaluation:
-        return "<h3>Evaluation</h3>" + _missing("Not evaluated yet: eval/metrics.json is missing.")
-    parts = ["<h3>Evaluation</h3>", tiles(_results(run)), _distance_table(run), _class_table(run)]
+        return "<h3>Evaluation</h3>" + missing("Not evaluated yet: eval/metrics.json is missing.")
+    parts = [
+        _evaluation_heading(run),
+        tiles(_results(run) + _memorisation(run)),
+        _distance_table(run),
+        _class_table(run),
+    ]
     notes = run.evaluation.get("notes")
     if isinstance(notes, dict):
-        parts += [_missing(f"{key}: {text}") for key, text in notes.items()]
-    pictures = [_picture(path, path.stem.replace("_", " ")) for path in run.pictures]
-    parts.append(f'<div class="pictures">{"".join(pictures)}</div>' if pictures else _missing("No pictures in eval/."))
+        parts += [missing(f"{key}: {text}") for key, text in notes.items()]
+    pictures = [picture(path, path.stem.replace("_", " ")) for path in run.pictures]
+    parts.append(f'<div class="pictures">{"".join(pictures)}</div>' if pictures else missing("No pictures in eval/."))
     return "".join(parts)
+
+
+def _evaluation_heading(run: Run) -> str:
+    """Which checkpoint was evaluated on what: it need not be the last one of the curves above."""
+    found = run.evaluation
+    step = f" at step {found['step']:,}" if isinstance(found.get("step"), int) else ""
+    facts = [f"{Path(str(found['checkpoint'])).name}"] if "checkpoint" in found else []
+    facts += [f"{plain(found['n'])} pictures"] if "n" in found else []
+    facts += [f"{name} {found[name]}" for name in ("data", "seed") if name in found]
+    told = f'<p class="soft">{html.escape(", ".join(facts))}</p>' if facts else ""
+    return f"<h3>Evaluation{step}</h3>{told}"
+
+
+def _memorisation(run: Run) -> list[Figure]:
+    found = run.evaluation.get("memorisation")
+    if not isinstance(found, dict):
+        return []
+    verdict = "copies training pictures" if found.get("copies") else "no sign of copies"
+    near = f"{percent(found.get('share'))} of the samples unusually near to training pictures"
+    text = f"{near}, {percent(found.get('expected'))} expected; p {plain(found.get('p_value'))}"
+    return [(verdict, f"{text} ({found.get('extractor')}, {plain(found.get('searched'))} searched)")]
 
 
 def _distance_table(run: Run) -> str:
     keys = ("extractor", "frechet", "floor", "kernel", "kernel_floor", "n")
     header = ("extractor", "Frechet", "its floor (real against real)", "kernel", "its floor", "pictures a side")
-    rows = [[str(row.get("extractor", "-")), *(_plain(row.get(key)) for key in keys[1:])] for row in _distances(run)]
+    rows = [[str(row.get("extractor", "-")), *(plain(row.get(key)) for key in keys[1:])] for row in _distances(run)]
     return table(header, rows) if rows else ""
 
 
@@ -253,10 +242,10 @@ def _class_table(run: Run) -> str:
     per_class = run.evaluation.get("per_class")
     for name, figures in per_class.items() if isinstance(per_class, dict) else ():
         for key, value in figures.items() if isinstance(figures, dict) else ():
-            columns.setdefault(key, {})[name] = _plain(value) if key == "support" else _percent(value)
+            columns.setdefault(key, {})[name] = plain(value) if key == "support" else percent(value)
     for key, name, show in (
-        ("recognised_by_class", "recognised", _percent),
-        ("diversity_by_class", "diversity ratio", _plain),
+        ("recognised_by_class", "recognised", percent),
+        ("diversity_by_class", "diversity ratio", plain),
     ):
         by_class = run.evaluation.get(key)
         if isinstance(by_class, dict):
@@ -268,13 +257,13 @@ def _class_table(run: Run) -> str:
 
 def _reproduce(commands: Sequence[str]) -> str:
     versions = table(("what", "version"), environment().items())
-    missing = _missing("The commands were not recorded.")
-    lines = f"<pre>{html.escape(chr(10).join(commands))}</pre>" if commands else missing
+    unknown = missing("The commands were not recorded.")
+    lines = f"<pre>{html.escape(chr(10).join(commands))}</pre>" if commands else unknown
     return f"<h2>How this was made</h2><h3>Commands</h3>{lines}<h3>Versions and machine</h3>{versions}"
 
 
 def _config(run: Run) -> str:
     if not run.config:
-        return _missing(f"{run.folder.name}: no config.yaml.")
+        return missing(f"{run.folder.name}: no config.yaml.")
     summary = html.escape(f"Resolved configuration: {run.folder.resolve().name}")
     return f'<details><summary>{summary}</summary><pre class="wrap">{html.escape(run.config)}</pre></details>'

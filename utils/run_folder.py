@@ -13,7 +13,9 @@ from utils.errors import UserError
 from utils.files import replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
-BREAKING = re.compile(r"(task|seed)$|(generator|discriminator|model)\.|(\w+_)?optimizer\.name$")
+BREAKING = re.compile(
+    r"(task|seed|architecture|progressive\.start)$|(generator|discriminator|model)\.|(\w+_)?optimizer\.name$"
+)
 
 
 class RunFolder:

@@ -5,30 +5,59 @@
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from data.dataset import Dataset
-from data.loader import InfiniteLoader
-from data.sampler import GlobalSampler
+from training.data import make_loader
 from training.loop import MetricWindow
 from training.tasks import TASKS, build_run_config
 from utils import distributed
 
 STEPS = 4
+CLASSIFIER = "classifier"  # run beside the data, of the classifier that gives the generator a loss
 COMMON = {"batch_size": 8, "steps": 10, "seed": 3, "augment": {"flip": True, "shift": 1}}
 OPTIMIZER = {"name": "adam", "lr": 0.01, "betas": [0.0, 0.99]}
+GAN: dict[str, Any] = COMMON | {
+    "task": "gan",
+    "generator": {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8},
+    "discriminator": {"channel_base": 64, "channel_max": 8, "minibatch_std_group": 2},
+    "loss": {"r1_gamma": 1.0, "r1_interval": 2, "style_mixing": 0.9, "mismatch_weight": 0.5},
+    "generator_optimizer": OPTIMIZER,
+    "discriminator_optimizer": OPTIMIZER,
+}
+# every loss the generator can have; `apart` takes their gradients one by one
+LOSSES = GAN["loss"] | {
+    "path_length_weight": 2.0,
+    "path_length_interval": 2,
+    "feature_matching_weight": 1.0,
+    "feature_matching_group": 2,
+    "classifier": CLASSIFIER,
+    "classifier_weight": 0.5,
+}
+PAIRS = {"objective": "relativistic", "r1_gamma": 1.0, "r2_gamma": 0.5, "gamma_final": 0.1, "r1_interval": 1}
+ADA = {"mode": "adaptive", "p": 0.7, "interval": 2, "kimg": 0.05}
+R3 = {"width": 8, "cardinality": 2, "blocks": 1}
 TREES: dict[str, dict[str, Any]] = {
-    "gan": COMMON
+    "gan": GAN,
+    "gan-losses": GAN | {"loss": LOSSES},
+    "gan-apart": GAN | {"loss": LOSSES | {"gradients_every": 1}},
+    "gan-pairs": GAN
+    | {"loss": LOSSES | PAIRS | {"mismatch_weight": 0.0, "classifier": None}},
+    "gan-ada": GAN | {"ada": ADA},
+    "gan-r3gan": {key: GAN[key] for key in COMMON}
     | {
         "task": "gan",
-        "generator": {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8},
-        "discriminator": {"channel_base": 64, "channel_max": 8, "minibatch_std_group": 2},
-        "loss": {"r1_gamma": 1.0, "r1_interval": 2, "style_mixing": 0.9, "mismatch_weight": 0.5},
-        "generator_optimizer": OPTIMIZER,
-        "discriminator_optimizer": OPTIMIZER,
+        "architecture": "r3gan",
+        "ada": ADA,
+        "loss": PAIRS,
+        "generator": R3 | {"z_dim": 8},
+        "discriminator": R3,
     },
+    "gan-growing": GAN
+    | {"progressive": {"start": 8, "fade_kimg": 0.032, "stable_kimg": 0.016, "batch_sizes": {8: 16}}, "loss": LOSSES},
     "classifier": COMMON
     | {
         "task": "classifier",
@@ -44,12 +73,11 @@ def train(name: str, micro_batch: int, data: str) -> list[dict[str, Any]]:
     device = torch.device("cpu")
     kind = name.partition("-")[0]
     tree = TREES[name] | {"micro_batch": micro_batch or None, "data": {"path": data}}
+    if "loss" in tree and tree["loss"].get("classifier"):
+        tree = tree | {"loss": tree["loss"] | {"classifier": str(Path(data).parent / CLASSIFIER)}}
     reader = Dataset(data)
     task = TASKS[kind].task(build_run_config(tree, [], "test"), reader, None, device)
-    sampler = GlobalSampler(
-        len(reader), batch_size=8, seed=3, rank=distributed.rank(), world_size=distributed.world_size()
-    )
-    loader = InfiniteLoader(reader, sampler, device=device, prefetch=0)
+    loader = make_loader(task.config, reader, device)
     networks = {key: part for key, part in task.registry().items() if isinstance(part, torch.nn.Module)}
     record = []
     for step in range(STEPS if kind == "gan" else 2):

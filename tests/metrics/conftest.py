@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from utils.seeding import forked
 
 CLASSES = ["dark", "grey", "light"]
 SIDE = 8
-TINY = {"z_dim": 8, "w_dim": 8, "mapping_layers": 1, "channel_base": 64, "channel_max": 8}
+TINY: dict[str, Any] = {"z_dim": 8, "w_dim": 8, "mapping_layers": 1, "channel_base": 64, "channel_max": 8}
 
 
 def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resize_filter="none"):
@@ -35,24 +36,24 @@ def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resi
     return Path(path)
 
 
-def make_run(folder, *, task, config, shape, state, classes=CLASSES, step=7, resize_filter="none"):
+def make_run(folder, *, task, config, shape, state, classes=CLASSES, step=7, resize_filter="none", **more):
     """A run folder with one checkpoint; returns the folder."""
     content = {"schema": 1, "task": task, "step": step, "config": config, "classes": classes}
     content["data"] = {"content_hash": "", "count": 0, "resize_filter": resize_filter}
-    path = save(folder / "checkpoints", {**content, "shape": shape, "state": state})
+    path = save(folder / "checkpoints", {**content, "shape": shape, "state": state, **more})
     for which in ("last", "best"):
         point(folder / "checkpoints", which, path)
     return folder
 
 
-def gan_run(folder, *, classes=CLASSES, channels=1, data=None, loss=None):
+def gan_run(folder, *, classes=CLASSES, channels=1, data=None, loss=None, **more):
     """A run of an untrained generator with strong noise, so that its samples differ."""
     shape = {"channels": channels, "classes": len(classes), "resolution": SIDE}
     with forked(0, "init", "test generator"):
         generator = Generator(GeneratorConfig(**TINY), **shape)
     config = {"generator": TINY, "data": data or {}, "loss": loss or {}}
     state = {"generator_ema": generator.state_dict()}
-    return make_run(folder, task="gan", config=config, shape=shape, state=state, classes=classes)
+    return make_run(folder, task="gan", config=config, shape=shape, state=state, classes=classes, **more)
 
 
 def classifier_run(folder, *, classes=CLASSES, channels=1, data=None, seed=0, resize_filter="none"):

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from data.dataset import Dataset
+from metrics.copies import neighbour_pictures
 from metrics.diversity import diversity_ratio
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import ClassifierFeatures, PixelFeatures, extract
 from metrics.features import RealFeatures, feature_sets, select
 from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance
+from metrics.memorisation import RealSet, memorisation
 from metrics.statistics import Moments
 from models.resnet import Classifier, ResNetConfig
 from models.restore import classifier_from, generator_from
@@ -96,6 +98,27 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     assert found["recognised"] == pytest.approx(hits.double().mean().item())
     assert found["recognised_by_class"]["dark"] == pytest.approx(hits[labels[:30] == 0].double().mean().item())
     assert found["notes"] == {}
+    searched = select(train_reader.labels(), n=90, seed=3, role="train")
+    sets = [
+        RealSet(
+            extract(PIXELS, torch.from_numpy(file.read(indices)[0])), torch.from_numpy(file.labels()[indices]).long()
+        )
+        for file, indices in ((train_reader, searched.indices), (test_reader, test.indices[:30]))
+    ]
+    expected, neighbours = memorisation(fake[:30], *sets)
+    copies = found["memorisation"]
+    assert expected.pop("c_t") is copies["c_t"] is None  # too few in each class
+    assert {key: copies[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert (copies["extractor"], copies["weights"], copies["searched"], copies["n"]) == ("pixels", "", 90, 30)
+    assert [pair["sample"] for pair in copies["first"]] == list(range(12))
+    for pair in (*copies["first"], *copies["closest"]):
+        i = pair["sample"]
+        assert pair["label"] == labels[i]
+        assert pair["train"] == searched.indices[neighbours.indices[i]]
+        assert pair["distance"] == pytest.approx(float(neighbours.distances[i]), rel=1e-6)
+    distances = [pair["distance"] for pair in copies["closest"]]
+    assert distances == sorted(distances)
+    assert distances[0] == pytest.approx(float(neighbours.distances.min()), rel=1e-6)
     json.dumps(found, allow_nan=False)
 
 
@@ -126,8 +149,10 @@ def test_what_cannot_be_computed_is_none_and_said(generator, test_reader):
     assert "--classifier" in found["notes"]["recognised"]
     assert "no training pictures" in found["notes"]["floor"]
     same = evaluate(generator, test_reader, train_reader=test_reader)
-    assert same["distances"][0]["floor"] is None
+    assert same["distances"][0]["floor"] is same["memorisation"] is found["memorisation"] is None
     assert "the same" in same["notes"]["floor"]
+    assert same["notes"]["memorisation"] == same["notes"]["floor"]
+    assert "no training pictures" in found["notes"]["memorisation"]
 
 
 def test_unconditional_generator(test_reader, tmp_path, judge):
@@ -136,6 +161,94 @@ def test_unconditional_generator(test_reader, tmp_path, judge):
     assert found["diversity_ratio"] > 0
     assert found["diversity_by_class"] is found["recognised"] is None
     assert "unconditional" in found["notes"]["recognised"]
+
+
+def test_without_a_floor_n_is_not_bound_by_the_training_pictures(generator, test_reader, tmp_path):
+    with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
+        found = evaluate(generator, test_reader, n=5000, train_reader=small, floor=False)
+        silent = evaluate(generator, test_reader, train_reader=small, floor=False, searched=0)
+    assert found["n"] == 60
+    assert found["memorisation"]["searched"] == 12
+    assert found["distances"][0]["floor"] is found["distances"][0]["kernel_floor"] is None
+    assert silent["memorisation"] is None
+    assert "no search" in silent["notes"]["memorisation"]
+
+
+def test_copies_are_looked_for_in_features_that_never_saw_the_training_pictures(
+    generator, test_reader, train_reader, judge
+):
+    """A classifier's features serve only where it stands beside others; then pixels do, and no distance is added."""
+    features, other = ClassifierFeatures(judge, name="classifier:x"), Counting("other")
+    alone = evaluate(generator, test_reader, extractors=[features], train_reader=train_reader)
+    assert [row["extractor"] for row in alone["distances"]] == ["classifier:x"]
+    assert alone["memorisation"] == evaluate(generator, test_reader, train_reader=train_reader)["memorisation"]
+    both = evaluate(generator, test_reader, extractors=[features, other], train_reader=train_reader)
+    assert both["memorisation"]["extractor"] == "other"
+    assert both["distances"][0] == alone["distances"][0]
+
+
+def test_fewer_pictures_are_searched_and_the_floor_stays(generator, test_reader, train_reader, judge):
+    few, all_ = (evaluate(generator, test_reader, train_reader=train_reader, searched=n) for n in (40, 5000))
+    assert (few["memorisation"]["searched"], all_["memorisation"]["searched"]) == (40, 90)
+    assert few["distances"] == all_["distances"]
+    features = [ClassifierFeatures(judge, name="classifier:x")]  # nothing is looked for in them
+    alone, beside = (
+        evaluate(generator, test_reader, extractors=features, train_reader=train_reader, searched=n) for n in (0, 5000)
+    )
+    assert alone["distances"] == beside["distances"]
+
+
+class Plagiarist(torch.nn.Module):
+    """Draws training pictures, and nothing else."""
+
+    resolution, channels, classes, z_dim = SIDE, 1, 3, 4
+
+    def __init__(self, pictures, labels):
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.ones(()))
+        self.by_class = [pictures[labels == label].float() / 127.5 - 1 for label in range(3)]
+
+    def noise_shapes(self):
+        return []
+
+    def forward(self, z, labels, noise, truncation_psi=1.0, truncation_cutoff=None):
+        places = (z[:, 0].abs() * 1e4).long()
+        rows = [
+            self.by_class[label][place % len(self.by_class[label])] for label, place in zip(labels, places, strict=True)
+        ]
+        return torch.stack(rows) * self.gain
+
+
+def test_a_plagiarist_is_found_out_and_its_sources_named(test_reader, train_reader, generator):
+    images, labels = train_reader.read(np.arange(90))
+    copier = Plagiarist(torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64)))
+    found = evaluate(copier, test_reader, train_reader=train_reader, n=60)["memorisation"]
+    assert found["copies"]
+    assert found["share"] == 1
+    draws = [select(file.labels(), n=n, seed=3, role=role) for file, n, role in (
+        (train_reader, 90, "train"), (test_reader, 60, "test"))]  # fmt: skip
+    real = [
+        RealSet(extract(PIXELS, torch.from_numpy(file.read(draw.indices)[0])), torch.from_numpy(draw.labels).long())
+        for file, draw in zip((train_reader, test_reader), draws, strict=True)
+    ]
+    asked = torch.from_numpy(draws[1].labels)
+    samples = extract(PIXELS, generate(copier, labels=asked, indices=range(60), seed=3))
+    assert found["p_value"] == pytest.approx(memorisation(samples, *real)[0]["p_value"], rel=1e-3)
+    honest = evaluate(generator, test_reader, train_reader=train_reader, n=60)["memorisation"]
+    assert not honest["copies"]
+    (picture, *_), _ = neighbour_pictures(generator, train_reader, honest, seed=3)
+    first = honest["closest"][0]
+    sample = generate(generator, labels=torch.tensor([first["label"]]), indices=[first["sample"]], seed=3)[0]
+    assert (picture[..., :SIDE].int() - sample.int()).abs().max() <= 1  # on the left; rounding of another batch
+    np.testing.assert_array_equal(picture[0, :, SIDE + 1 :].numpy(), images[first["train"], 0])
+    pictures, captions = neighbour_pictures(copier, train_reader, found, seed=3)
+    assert len(pictures) == len(captions) == 24
+    for picture, caption, pair in zip(pictures, captions, [*found["closest"], *found["first"]], strict=True):
+        assert picture.shape == (1, SIDE, SIDE + 1 + SIDE)
+        torch.testing.assert_close(picture[..., :SIDE], picture[..., SIDE + 1 :])
+        torch.testing.assert_close(picture[0, :, :SIDE].numpy(), images[pair["train"], 0])
+        assert (picture[..., SIDE] == 255).all()
+        assert caption == f"sample {pair['sample']} | record {pair['train']}\n0.00 of the usual distance"
 
 
 class Collapsed(torch.nn.Module):
@@ -150,7 +263,7 @@ class Collapsed(torch.nn.Module):
     def noise_shapes(self):
         return []
 
-    def forward(self, z, labels, noise, truncation_psi):
+    def forward(self, z, labels, noise, truncation_psi=1.0, truncation_cutoff=None):
         return (labels.float()[:, None, None, None] * 0.5 - 0.7).expand(-1, 1, SIDE, SIDE) * self.gain
 
 
@@ -179,7 +292,7 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
     fresh = counting.seen
     again = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
     samples = counting.seen - fresh
-    assert samples == fresh - samples - 30 > 0  # once the real test pictures (as many as samples) and 30 for the floor
+    assert samples == fresh - samples - 90 > 0  # once the real test pictures (as many as samples), once all to search
     assert first == again
     before = counting.seen
     evaluate(generator, test_reader, extractors=[counting], real=real, seed=9)

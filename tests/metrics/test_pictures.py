@@ -30,7 +30,7 @@ def test_sample_board_has_a_row_for_each_class(tmp_path):
     board.observe(shades(10, 20, 30, 40), torch.tensor([0, 1, 0, 0]), probabilities)
     board.observe(shades(50), torch.tensor([0]), torch.tensor([[0.5, 0.5]]))
     assert board.save(tmp_path) == ["samples.png", "recognised_best.png", "recognised_worst.png"]
-    found = pixels(tmp_path / "samples.png")[::64, ::64]
+    found = pixels(tmp_path / "samples.png")[::64, -3 * 64 :: 64]
     np.testing.assert_array_equal(found, [[10, 30, 40], [20, 255, 255]])
     assert board.best.captions[0] == "a 0.90"
     assert board.worst.captions[0] == "a 0.30\nnamed b"
@@ -53,21 +53,67 @@ def test_mistakes_are_the_confident_wrong_ones_with_their_place(tmp_path):
     assert MistakeBoard(["a", "b"]).save(tmp_path) == []
 
 
-@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 128)])
-def test_captioned_pictures_are_drawn(tmp_path, channels, side):
-    dark = torch.zeros(channels, side, side, dtype=torch.uint8)
-    save_captioned([dark] * 7, ["$x$ name\nnamed other"] * 7, tmp_path / "x.png", columns=6)
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 64), (3, 128)])
+def test_captioned_pictures_are_drawn_as_they_are(tmp_path, channels, side):
+    images = torch.randint(0, 256, (7, channels, side, side + 3), dtype=torch.uint8)
+    save_captioned(list(images), ["a\nb"] * 7, tmp_path / "x.png")
+    found = np.asarray(Image.open(tmp_path / "x.png"))
+    scale = max(1, round(112 / side))
+    height, width = side * scale, (side + 3) * scale
+    cell = (height + 2 * 14 + 14, max(width, 112) + 12)
+    assert found.shape == (2 * cell[0], 6 * cell[1], 3)
+    for index, image in enumerate(images):
+        top, left = index // 6 * cell[0] + 6, index % 6 * cell[1] + 6
+        drawn = found[top : top + height : scale, left : left + width : scale]
+        np.testing.assert_array_equal(drawn, image.permute(1, 2, 0).expand(-1, -1, 3).numpy())
+
+
+@pytest.mark.parametrize("side", [8, 28, 32, 64, 100, 256])
+def test_captions_keep_to_their_cell(tmp_path, side):
+    """Wide letters without end: between two captions there is white, and so there is below the second line."""
+    save_captioned([shades(255, side=side)[0]] * 4, ["W" * 90 + "\n" + "W" * 90 + "\nno third"] * 4, tmp_path / "x.png",
+                   columns=2)  # fmt: skip
     found = pixels(tmp_path / "x.png")
-    drawn = side * max(1, 96 // side)
-    assert found.shape == pytest.approx((2 * (drawn + 42), 6 * (drawn + 34)), abs=1)
-    share = 7 * drawn**2 / found.size
-    assert (found < 128).mean() == pytest.approx(share, abs=0.03)
+    middle = found.shape[1] // 2
+    assert (found[:, middle - 4 : middle + 4] == 255).all()
+    assert (found[:, -4:] == 255).all()
+    rows = (found < 128).any(1)
+    assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of pictures, none touching
+
+
+def test_fewer_pictures_than_columns_take_no_empty_room(tmp_path):
+    save_captioned([shades(0)[0]] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
+    assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
+
+
+def test_rows_have_their_names_beside_them(tmp_path):
+    rows = [list(shades(7, 7)), list(shades(9, 9)), list(shades(11, 11))]
+    save_rows(rows, tmp_path / "plain.png", columns=2)
+    save_rows(
+        rows, tmp_path / "named.png", columns=2, captions=["a", "", "a name that is much too long for the margin"]
+    )
+    plain, named = pixels(tmp_path / "plain.png"), pixels(tmp_path / "named.png")
+    margin = named.shape[1] - plain.shape[1]
+    assert 100 < margin <= 158
+    np.testing.assert_array_equal(named[:, margin:], plain)
+    ink = [(named[64 * row : 64 * row + 64, :margin] < 128).sum() for row in range(3)]
+    assert ink[0] > 5
+    assert ink[1] == 0
+    assert ink[2] > 10 * ink[0]
+    assert (named[:, :2] == 255).all()
+    first = np.flatnonzero((named[:64, :margin] < 128).any(1))
+    assert 24 < first.mean() < 40  # at the height of its row's middle
+    colour = [[picture.expand(3, -1, -1) for picture in row] for row in rows]
+    save_rows(colour, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
+    assert np.asarray(Image.open(tmp_path / "colour.png")).shape[2] == 3
 
 
 def test_long_captions_lose_their_middle():
     assert shorten("123456789", 9) == "123456789"
     assert shorten("1234567890", 9) == "1234…7890"
     assert len(shorten("x" * 50, 8)) == 8
+    assert shorten("abcdef", 30, lambda text: 10 * len(text)) == "a…f"
+    assert shorten("abc", 0) == "a…"  # something is left
 
 
 @pytest.mark.parametrize("count", [2, 40])
@@ -106,6 +152,15 @@ def test_gan_table_shows_figures_floors_and_notes():
     assert "recognised       0.7500" in lines
     assert any(line.split() == ["b", "-", "0.6250"] for line in lines)
     assert lines[-1] == "floor: nothing to compare with"
+    assert not any("memorisation" in line for line in lines)
+    copies = {"extractor": "pixels", "searched": 500, "share": 0.25, "expected": 0.01, "c_t": None, "p_value": 0.0004}
+    for verdict, told in (
+        (True, "COPIES TRAINING PICTURES (p 0.0004): 25.0%"),
+        (False, "no sign of copies (p 0.0004)"),
+    ):
+        text = gan_table({**document, "memorisation": {**copies, "copies": verdict}})
+        assert f"memorisation     {told}" in text
+        assert "C_T - (pixels, 500 training pictures searched)" in text
 
 
 def test_classifier_table_shows_figures_by_class():

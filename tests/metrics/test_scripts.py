@@ -9,9 +9,11 @@ from PIL import Image
 
 import evaluate
 import generate
+import inference.samples
 import predict
 from data.dataset import Dataset
 from metrics.evaluate_gan import judge_pictures
+from metrics.extractors import fingerprint
 from models.restore import classifier_from
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 from utils.checkpoint import load, resolve
@@ -63,8 +65,18 @@ class TestEvaluate:
         assert found["distances"][1]["frechet"] == found["distances"][2]["frechet"]
         assert set(found["diversity_by_class"]) == set(found["recognised_by_class"]) == set(CLASSES)
         assert 0 <= found["recognised"] <= 1
-        assert {"samples.png", "real.png", "recognised_best.png", "recognised_worst.png"} == set(found["pictures"])
-        assert pixels(tmp_path / "samples.png").shape == pixels(tmp_path / "real.png").shape == (3 * 64, 10 * 64)
+        drawn = {"samples.png", "real.png", "neighbours.png", "recognised_best.png", "recognised_worst.png"}
+        assert drawn == set(found["pictures"])
+        height, width = pixels(tmp_path / "samples.png").shape
+        assert pixels(tmp_path / "real.png").shape == (height, width)
+        assert height == 3 * 64
+        assert width > 10 * 64  # the names of the classes beside their rows
+        assert found["memorisation"]["extractor"] == "pixels"  # not the classifier, which may have seen them
+        assert found["memorisation"]["searched"] == 90
+        assert pixels(tmp_path / "neighbours.png").shape[1] == 6 * (17 * 14 + 12)
+        command = (tmp_path / "command.txt").read_text()
+        assert command.startswith("python evaluate.py --checkpoint ")
+        assert "--seed 3" in command
 
     def test_same_seed_same_document(self, runs, tmp_path, capsys):
         documents = []
@@ -73,7 +85,8 @@ class TestEvaluate:
             assert call(evaluate, *options) == 0
             documents.append((tmp_path / name / "metrics.json").read_bytes())
             documents.append((tmp_path / name / "samples.png").read_bytes())
-        assert documents[:2] == documents[2:]
+            documents.append((tmp_path / name / "neighbours.png").read_bytes())
+        assert documents[:3] == documents[3:]
         assert "frechet" in capsys.readouterr().out
 
     def test_checkpoint_file_and_missing_training_pictures(self, files, tmp_path):
@@ -84,6 +97,9 @@ class TestEvaluate:
         found = read_json(run / "eval" / "metrics.json")
         assert found["distances"][0]["floor"] is None
         assert "absent.lmdb" in found["notes"]["floor"]
+        assert found["memorisation"] is None
+        assert "absent.lmdb" in found["notes"]["memorisation"]
+        assert "neighbours.png" not in found["pictures"]
 
     def test_unconditional_generator(self, files, tmp_path):
         run = gan_run(tmp_path / "run", classes=[], data=files)
@@ -104,6 +120,32 @@ class TestEvaluate:
                 options = ["--checkpoint", run, "--classifier", judge, "--extractor", "pixels"]
                 assert "supplied a loss" in refused(capsys, evaluate, *options)
 
+    def test_a_teacher_is_known_by_its_weights(self, runs, files, tmp_path, capsys):
+        """Wherever its file lies, and under whatever name."""
+        teacher = fingerprint(classifier_from(load(resolve(runs["classifier"]))))
+        copy = classifier_run(tmp_path / "elsewhere")
+        other = classifier_run(tmp_path / "other", seed=1)
+        run = gan_run(tmp_path / "gan", data=files, teachers=["sha256:0123456789ab", teacher])
+        options = ["--checkpoint", run, "--extractor", "pixels", "--n", "20", "--out", tmp_path / "out"]
+        assert "supplied a loss" in refused(capsys, evaluate, *options, "--classifier", copy)
+        assert call(evaluate, *options, "--classifier", other) == 0
+        assert read_json(tmp_path / "out" / "metrics.json")["notes"] == {}
+        features = ["--extractor", f"classifier:{copy},classifier:{other}"]  # its features are taken, with a word
+        assert call(evaluate, *options, *features) == 0
+        notes = read_json(tmp_path / "out" / "metrics.json")["notes"]
+        assert "flattered" in notes[f"classifier:{copy}"]
+        assert f"classifier:{other}" not in notes
+
+    def test_the_report_tells_how_it_was_trained_and_evaluated(self, files, tmp_path):
+        run = gan_run(tmp_path / "run", data=files)
+        (run / "config.yaml").write_text("task: gan\n")
+        assert call(evaluate, "--checkpoint", run, "--extractor", "pixels", "--n", 20, "--searched", 0) == 0
+        report = (run / "report.html").read_text()
+        assert f"python train.py --config {run}/config.yaml --run-dir {run}-again" in report
+        assert f"python evaluate.py --checkpoint {run} --extractor pixels --n 20 --searched 0" in report
+        assert "Evaluation at step 7" in report
+        assert read_json(run / "eval" / "metrics.json")["memorisation"] is None
+
     def test_refusals(self, runs, files, tmp_path, capsys):
         gan, classifier = ["--checkpoint", runs["gan"]], ["--checkpoint", runs["classifier"]]
         other = classifier_run(tmp_path / "other", classes=["dark", "light", "grey"])
@@ -121,6 +163,8 @@ class TestEvaluate:
             ([*gan, *pixel, "--seeds", "1"], "did you mean '--seed'"),
             ([*classifier, "--classifier", runs["classifier"]], "--classifier is for a GAN"),
             ([*classifier, "--per-class", "3"], "--per-class is for a GAN"),
+            ([*classifier, "--searched", "0"], "--searched is for a GAN"),
+            ([*gan, *pixel, "--searched", "-1"], "--searched"),
             ([*classifier, "--data", two], "class 1 is 'grey' and 'light'"),
             (["--checkpoint", tmp_path / "absent"], "no such run"),
             (["--checkpoint", other], "--data X.lmdb"),
@@ -212,13 +256,13 @@ class TestGenerate:
         assert np.abs(alone[64:].astype(int) - whole[:64, : 5 * 64]).max() <= 1
 
     def test_no_two_pictures_share_their_latent(self, runs, tmp_path, monkeypatch):
-        plain = generate.generate
+        plain = inference.samples.generate
 
         def checked(*arguments, indices, **named):
             assert len(set(indices)) == len(indices) == 24
             return plain(*arguments, indices=indices, **named)
 
-        monkeypatch.setattr(generate, "generate", checked)
+        monkeypatch.setattr(inference.samples, "generate", checked)
         self.grid(runs["gan"], tmp_path / "a.png")
 
     def test_n_is_the_number_of_pictures(self, runs, tmp_path):

@@ -129,10 +129,13 @@ def to_rgb(layer, x, w):
     return modulated(layer.conv, x, w, demodulate=False) + array(layer.bias)[None, :, None, None]
 
 
-def synthesis(generator, ws, noise):
-    """Images from ws [N, num_ws, w_dim]; `noise` one map (or None) a layer. ToRGB's w is that of the layer after it."""
+def synthesis(generator, ws, noise, *, resolution=None, alpha=1.0):
+    """Images from ws [N, num_ws, w_dim]; `noise` one map (or None) a layer. ToRGB's w is that of the layer after it.
+
+    A stage has the blocks up to its resolution; the newest one's part of the image counts `alpha`.
+    """
     x = np.stack([array(generator.constant)[0]] * len(ws))
-    image, layer = None, 0
+    image, layer, size = None, 0, 4
     for block in generator.blocks:
         if block.first is not None:
             x = styled(block.first, x, ws[:, layer], noise[layer], upsample=True)
@@ -140,7 +143,11 @@ def synthesis(generator, ws, noise):
         x = styled(block.second, x, ws[:, layer], noise[layer], upsample=False)
         layer += 1
         rgb = to_rgb(block.to_rgb, x, ws[:, layer])
-        image = rgb if image is None else np.stack([up(picture) for picture in image]) + rgb
+        weight = alpha if size == resolution else 1.0
+        image = rgb if image is None else np.stack([up(picture) for picture in image]) + weight * rgb
+        if size == resolution:
+            break
+        size *= 2
     return image
 
 
@@ -159,23 +166,49 @@ def minibatch_std(x, group):
     return np.concatenate([x, np.stack(maps)], axis=1)
 
 
-def discriminator(network, images, labels, *, residual, group):
+def halved(x):
+    """x [C, 2H, 2W]: the mean of each 2x2 pixels."""
+    channels, height, width = x.shape
+    out = np.zeros((channels, height // 2, width // 2))
+    for i in range(height // 2):
+        for j in range(width // 2):
+            out[:, i, j] = x[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean(axis=(1, 2))
+    return out
+
+
+def discriminator(network, images, labels, *, residual, group, alpha=1.0):
     """Logits [N]."""
-    pictures = [conv(network.from_rgb, picture) for picture in images]
-    for block in network.blocks:
-        pictures = [_discriminator_block(block, picture, residual) for picture in pictures]
-    x = np.stack(pictures)
-    if group > 1:
-        x = minibatch_std(x, group)
-    x = np.stack([conv(network.last_conv, picture) for picture in x])
-    x = linear(network.last_linear, x.reshape(len(x), -1), activation=True)
-    features = linear(network.output, x)
+    features = linear(network.output, hidden(network, images, residual=residual, group=group, alpha=alpha))
     if network.embed is None:
         return features[:, 0]
     mapped = normalised(linear(network.embed, np.eye(network.embed.weight.shape[1])[labels]))
     for layer in network.label_mapping:
         mapped = linear(layer, mapped, lr_multiplier=0.01, activation=True)
     return (features * mapped).sum(axis=1) / math.sqrt(features.shape[1])
+
+
+def hidden(network, images, *, residual, group, alpha=1.0):
+    """The last hidden activations [N, F] of images at any stage's resolution."""
+    x = np.stack([_walk(network, picture, residual, alpha) for picture in images])
+    if group > 1:
+        x = minibatch_std(x, group)
+    x = np.stack([conv(network.last_conv, picture) for picture in x])
+    return linear(network.last_linear, x.reshape(len(x), -1), activation=True)
+
+
+def _walk(network, picture, residual, alpha):
+    """One picture's activations at 4 px; the block of its own resolution counts `alpha`."""
+    full = 4 * 2 ** len(network.blocks)
+    size = picture.shape[-1]
+    x = conv(network.from_rgb if size == full else network.from_rgbs[str(size)], picture)
+    for number, block in enumerate(network.blocks):
+        if full // 2**number > size:
+            continue
+        x = _discriminator_block(block, x, residual)
+        if full // 2**number == size and alpha != 1:
+            before = conv(network.from_rgbs[str(size // 2)], halved(picture))
+            x = alpha * x + (1 - alpha) * before
+    return x
 
 
 def _discriminator_block(block, x, residual):

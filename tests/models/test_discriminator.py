@@ -13,11 +13,12 @@ from utils.seeding import forked
 TINY: dict[str, Any] = {"channel_base": 64, "channel_max": 5, "minibatch_std_group": 2}
 
 
-def build(resolution=8, channels=1, classes=0, **more):
+def build(resolution=8, channels=1, classes=0, *, progressive=False, **more):
     """A discriminator in float64 whose parameters are all away from their start."""
+    shape = {"resolution": resolution, "channels": channels, "classes": classes}
     with forked(0, "init", "test discriminator"):
         config = DiscriminatorConfig(**{**TINY, **more})
-        return randomised(Discriminator(config, resolution=resolution, channels=channels, classes=classes))
+        return randomised(Discriminator(config, **shape, progressive=progressive))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 6])
@@ -47,19 +48,42 @@ def test_minibatch_std_can_be_differentiated_twice():
 
 @pytest.mark.parametrize("architecture", ["residual", "plain"])
 @pytest.mark.parametrize(
-    ("resolution", "channels", "classes", "group", "mapping"), [(8, 1, 0, 2, 0), (16, 3, 3, 4, 0), (32, 1, 4, 1, 2)]
+    ("resolution", "channels", "classes", "count", "group", "mapping"),
+    [(8, 1, 0, 4, 2, 0), (8, 3, 0, 5, 1, 0), (16, 3, 3, 4, 4, 0), (16, 3, 2, 3, 3, 1), (32, 1, 4, 4, 1, 2)],
 )
-def test_logits_equal_the_reference(architecture, resolution, channels, classes, group, mapping):
+def test_logits_equal_the_reference(architecture, resolution, channels, classes, count, group, mapping):
     network = build(
         resolution, channels, classes, architecture=architecture, minibatch_std_group=group, mapping_layers=mapping
     )
     assert len(network.label_mapping) == mapping
-    images, labels = draw(4, channels, resolution, resolution), torch.tensor([1, 0, 2, 2]) if classes else None
+    images = draw(count, channels, resolution, resolution)
+    labels = torch.arange(count) % classes if classes else None
     found = network(images, labels)
-    assert found.shape == (4,)
+    assert found.shape == (count,)
     residual = architecture == "residual"
     expected = reference.discriminator(network, images.numpy(), labels, residual=residual, group=group)
-    close(found, expected, 1e-9)
+    close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+def test_hidden_activations_come_before_the_output(classes):
+    network = build(16, 3, classes)
+    images = draw(4, 3, 16, 16)
+    hidden = network.hidden(images)
+    close(hidden, reference.hidden(network, images.numpy(), residual=True, group=2), 1e-10)
+    assert hidden.shape == (4, 5)
+    torch.testing.assert_close(network.output(hidden), network.features(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+def test_the_group_is_that_of_the_minibatch_statistic(group):
+    assert DiscriminatorConfig(minibatch_std_group=group).group == group
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (1, 16, 16), (1, 8, 4), (1, 4, 8)])
+def test_images_of_another_size_are_refused(shape):
+    with pytest.raises(ValueError, match=f"images of {shape[2]}x{shape[1]} for a discriminator of 8 px"):
+        build()(draw(2, *shape))
 
 
 def test_projection_is_linear_in_the_mapped_label():

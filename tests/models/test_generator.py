@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from tests.models.test_layers import close, draw, randomised
 from utils.errors import UserError
 from utils.seeding import forked
 
-TINY = {"z_dim": 5, "w_dim": 6, "mapping_layers": 2, "channel_base": 64, "channel_max": 5}
+TINY: dict[str, Any] = {"z_dim": 5, "w_dim": 6, "mapping_layers": 2, "channel_base": 64, "channel_max": 5}
 FORMS = [(8, 1, 0), (16, 3, 3), (32, 1, 4)]  # resolution, channels, classes
 
 
@@ -76,7 +78,7 @@ def test_images_equal_the_reference(resolution, channels, classes, noise):
         for m, layer in zip(given, generator.styled_layers(), strict=True)
     ]
     ws = np.repeat(w[:, None], generator.num_ws, axis=1)
-    close(found, reference.synthesis(generator, ws, layers), 1e-9)
+    close(found, reference.synthesis(generator, ws, layers), 1e-10)
 
 
 def test_each_layer_takes_its_own_style():
@@ -84,7 +86,7 @@ def test_each_layer_takes_its_own_style():
     ws = draw(2, generator.num_ws, generator.w_dim, key="ws")
     assert generator.num_ws == 6
     expected = reference.synthesis(generator, ws.numpy(), [None] * 5)
-    close(generator.synthesis(ws, "none"), expected, 1e-9)
+    close(generator.synthesis(ws, "none"), expected, 1e-10)
 
 
 def test_noise_modes():
@@ -97,6 +99,20 @@ def test_noise_modes():
     torch.testing.assert_close(const, generator(z, noise=stored), rtol=1e-12, atol=1e-12)
     with pytest.raises(ValueError, match="draws happen outside"):
         generator(z, noise="random")
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_a_wrong_number_of_noise_maps_is_refused(count):
+    generator = build(16)
+    given = (maps(generator, 2) * 2)[:count]
+    with pytest.raises(ValueError, match=f"has 5 layers that take noise, but {count} maps were given"):
+        generator(draw(2, 5), noise=given)
+
+
+def test_too_few_styles_are_refused():
+    generator = build(16)
+    with pytest.raises(ValueError, match="takes 6 styles, but 5 were given"):
+        generator.synthesis(draw(2, 5, generator.w_dim), "none")
 
 
 def test_noise_shapes_run_from_4_px_up():
@@ -114,6 +130,11 @@ def test_truncation(psi, cutoff):
             average = generator.w_avg.numpy()
             expected[sample, layer] = average + psi * (expected[sample, layer] - average)
     close(generator.truncate(ws, psi, cutoff), expected)
+
+
+def test_a_negative_cutoff_is_refused():
+    with pytest.raises(ValueError, match="cutoff -1 is a number of layers"):
+        build(16)(draw(2, 5), truncation_psi=0.5, truncation_cutoff=-1)
 
 
 def test_truncation_reaches_the_images():
@@ -196,6 +217,10 @@ def test_channels():
         (GeneratorConfig, {"channel_max": 0}),
         (GeneratorConfig, {"w_avg_beta": 1.0}),
         (GeneratorConfig, {"w_avg_beta": -0.1}),
+        (GeneratorConfig, {"fp16_resolutions": -1}),
+        (GeneratorConfig, {"conv_clamp": 0.0}),
+        (DiscriminatorConfig, {"fp16_resolutions": -1}),
+        (DiscriminatorConfig, {"conv_clamp": -1.0}),
         (DiscriminatorConfig, {"channel_base": 0}),
         (DiscriminatorConfig, {"minibatch_std_group": 0}),
         (DiscriminatorConfig, {"mapping_layers": -1}),

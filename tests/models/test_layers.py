@@ -3,18 +3,16 @@ import math
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
-from models import layers
+from models.fir import downsample_fir, upsample_fir
 from models.layers import (
+    LEAKY_SLOPE,
     EqualizedConv2d,
     EqualizedLinear,
-    blur_fir,
     compute_dtype,
-    downsample_fir,
-    fir_kernel,
     normalize_second_moment,
-    upsample_fir,
+    pointwise,
+    scaled_activation,
 )
 from tests.models import reference
 from utils.seeding import forked, generator
@@ -87,65 +85,6 @@ def test_equalised_convolution(size, downsample, bias, activation, gain):
     close(found, np.stack(expected))
 
 
-def test_fir_kernel_is_the_outer_product_of_1331():
-    kernel = fir_kernel(2, 4.0, torch.zeros(1, dtype=torch.float64))
-    assert kernel.shape == (2, 1, 4, 4)
-    for channel in kernel:
-        close(channel[0], np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 16)
-
-
-def test_fir_kernel_first_made_in_inference_mode_can_be_trained_with():
-    layers._fir_taps.cache_clear()
-    with torch.inference_mode():
-        upsample_fir(torch.zeros(1, 1, 2, 2))
-    x = torch.ones(1, 1, 2, 2, requires_grad=True)
-    upsample_fir(x).sum().backward()
-    assert x.grad is not None
-
-
-@pytest.mark.parametrize("padding", [0, 1, 2])
-@pytest.mark.parametrize("gain", [1.0, 4.0])
-def test_blur(padding, gain):
-    x = draw(2, 3, 5, 7)
-    expected = [reference.blur(picture, pad=padding, gain=gain) for picture in x.numpy()]
-    close(blur_fir(x, padding=padding, gain=gain), np.stack(expected))
-
-
-@pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 6), (8, 8)])
-def test_downsampling_up_to_the_borders(height, width):
-    x = draw(2, 3, height, width)
-    close(downsample_fir(x), np.stack([reference.down(picture) for picture in x.numpy()]))
-
-
-@pytest.mark.parametrize(("height", "width"), [(1, 1), (4, 3), (8, 8)])
-def test_upsampling_up_to_the_borders(height, width):
-    x = draw(2, 3, height, width)
-    found = upsample_fir(x)
-    assert found.shape == (2, 3, 2 * height, 2 * width)
-    close(found, np.stack([reference.up(picture) for picture in x.numpy()]))
-
-
-def test_upsampling_is_bilinear_interpolation_inside():
-    # (1, 3) / 4 and (3, 1) / 4 are the weights of half-pixel centres: no shift, gain 1 for a constant
-    x = draw(1, 2, 6, 6)
-    expected = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-    close(upsample_fir(x)[:, :, 1:-1, 1:-1], expected[:, :, 1:-1, 1:-1].numpy())
-
-
-def test_downsampling_keeps_a_ramp_and_a_constant_inside():
-    ramp = torch.arange(12.0, dtype=torch.float64).expand(1, 1, 12, 12)
-    expected = 2 * torch.arange(6.0, dtype=torch.float64) + 0.5
-    close(downsample_fir(ramp)[0, 0, 1:-1, 1:-1], expected[1:-1].expand(4, 4).numpy())
-
-
-@pytest.mark.parametrize("resample", [lambda x: blur_fir(x, padding=1), downsample_fir, upsample_fir])
-def test_resampling_can_be_differentiated_twice(resample):
-    x = draw(1, 2, 4, 4).requires_grad_()
-    assert torch.autograd.gradcheck(resample, (x,))
-    # linear in x: the second derivative of its square is not zero
-    assert torch.autograd.gradgradcheck(lambda x: resample(x).square(), (x,))
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_downsampling_convolution_can_be_differentiated_twice(size):
     layer = randomised(EqualizedConv2d(2, 2, size, downsample=True, activation=False))
@@ -176,3 +115,57 @@ def test_compute_dtype_follows_autocast():
         assert compute_dtype(x) == torch.bfloat16
         with torch.autocast("cpu", enabled=False):
             assert compute_dtype(x) == torch.float64
+
+
+def activation_inputs(*, noise, dtype=torch.float64):
+    """x, scale, bias and noise (or None) for `scaled_activation`, wanting gradients."""
+    shapes = {"x": (2, 3, 4, 5), "scale": (2, 3, 1, 1), "bias": (1, 3, 1, 1), "noise": (2, 1, 4, 5)}
+    found = [draw(*shape, key=name).to(dtype).requires_grad_() for name, shape in shapes.items()]
+    return found if noise else [*found[:3], None]
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_scaled_activation(noise, layout):
+    x, scale, bias, extra = activation_inputs(noise=noise)
+    arrays = [t.detach().numpy() for t in (x, scale, bias)]
+    sums = arrays[0] * arrays[1] + arrays[2] + (extra.detach().numpy() if noise else 0)
+    found = scaled_activation(x.to(memory_format=layout), scale, bias, extra)
+    close(found, np.where(sums > 0, sums, LEAKY_SLOPE * sums))
+    assert found.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("noise", [False, True])
+def test_scaled_activation_can_be_differentiated_twice(noise):
+    inputs = tuple(t for t in activation_inputs(noise=noise) if t is not None)
+
+    def squared(*tensors):
+        return scaled_activation(*tensors, *([] if noise else [None])).square()
+
+    assert torch.autograd.gradcheck(squared, inputs)
+    assert torch.autograd.gradgradcheck(squared, inputs)
+
+
+def test_scaled_activation_makes_only_the_gradients_that_are_wanted():
+    x, scale, bias, _ = activation_inputs(noise=False)
+    y = scaled_activation(x, scale.detach(), bias.detach(), None)
+    y.sum().backward()
+    assert x.grad is not None
+    assert scale.grad is None
+    x, scale, bias, _ = activation_inputs(noise=False)
+    scaled_activation(x.detach(), scale, bias.detach(), None).sum().backward()
+    assert x.grad is None
+    assert scale.grad is not None
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pointwise_is_a_convolution_with_each_samples_filters(layout):
+    x, filters = draw(3, 4, 2, 5), draw(3, 2, 4, key="filters")
+    expected = np.einsum("noi,nihw->nohw", filters.numpy(), x.numpy())
+    x = x.to(memory_format=layout).requires_grad_()
+    found = pointwise(x, filters)
+    close(found, expected)
+    assert found.is_contiguous(memory_format=layout)
+    found.square().sum().backward()
+    assert x.grad.is_contiguous(memory_format=layout)
+    assert torch.autograd.gradcheck(pointwise, (x.detach().requires_grad_(), filters.requires_grad_()))

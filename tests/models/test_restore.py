@@ -3,15 +3,17 @@ from typing import Any
 import pytest
 import torch
 
+from models.r3gan import R3Generator, R3GeneratorConfig
 from models.resnet import Classifier, ResNetConfig
 from models.restore import classifier_from, generator_from
+from models.sampling import generate
 from models.stylegan2 import Generator, GeneratorConfig
 from tests.models.test_layers import draw
 from utils.errors import UserError
 from utils.seeding import forked
 
-SIZES = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
-SHAPE = {"channels": 1, "classes": 3, "resolution": 8}
+SIZES: dict[str, Any] = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
+SHAPE: dict[str, Any] = {"channels": 1, "classes": 3, "resolution": 8}
 
 
 def checkpoint(task):
@@ -40,6 +42,32 @@ def test_generator_is_the_average_one():
     torch.testing.assert_close(found(z, labels), expected(z, labels).detach(), rtol=1e-5, atol=1e-5)
 
 
+def test_architecture_is_the_one_that_the_config_names():
+    content, _ = checkpoint("gan")
+    content["config"]["architecture"] = "stylegan2"
+    assert isinstance(generator_from(content), Generator)
+    sizes: dict[str, Any] = {"z_dim": 4, "width": 8, "cardinality": 2, "blocks": 1}
+    with forked(0, "init", "r3gan"):
+        expected = R3Generator(R3GeneratorConfig(**sizes), **SHAPE).eval()
+    content["config"] = {"architecture": "r3gan", "generator": sizes}
+    content["state"]["generator_ema"] = expected.state_dict()
+    found = generator_from(content)
+    assert isinstance(found, R3Generator)
+    assert not found.training
+    assert not any(p.requires_grad for p in found.parameters())
+    z, labels = draw(2, 4).float(), torch.tensor([0, 2])
+    torch.testing.assert_close(found(z, labels), expected(z, labels).detach(), rtol=1e-5, atol=1e-5)
+    pictures = generate(found, labels=labels, indices=[0, 1], seed=0)
+    assert pictures.shape == (2, 1, 8, 8)
+
+
+def test_an_unknown_architecture_is_refused_by_name():
+    content, _ = checkpoint("gan")
+    content["config"]["architecture"] = "stylegan3"
+    with pytest.raises(UserError, match=r"architecture 'stylegan3' is unknown \(did you mean 'stylegan2'\?\); there"):
+        generator_from(content)
+
+
 def test_classifier_is_the_average_one():
     content, expected = checkpoint("classifier")
     found = classifier_from(content)
@@ -63,3 +91,17 @@ def test_a_config_that_this_version_does_not_know_is_refused():
     content["config"] = {"generator": SIZES | {"z_dims": 4}}
     with pytest.raises(UserError, match=r"checkpoint's generator: unknown key 'z_dims' \(did you mean 'z_dim'\?\)"):
         generator_from(content)
+
+
+def test_a_generator_saved_while_it_grew_is_restored_at_its_stage():
+    shape: dict[str, Any] = {"channels": 1, "classes": 0, "resolution": 16}
+    model = Generator(GeneratorConfig(**SIZES), **shape)
+    saved = {"task": "gan", "config": {"generator": SIZES}, "shape": shape}
+    saved["state"] = {"generator_ema": model.state_dict()}
+    z = torch.ones(2, 4)
+    grown = generator_from(saved | {"stage": [16, 1.0]})(z, noise="none")
+    torch.testing.assert_close(grown, model(z, noise="none"))
+    small = generator_from(saved | {"stage": [8, 0.5]})
+    assert not small.training
+    expected = model(z, noise="none", resolution=8, alpha=0.5).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    torch.testing.assert_close(small(z, noise="none"), expected)

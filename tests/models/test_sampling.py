@@ -79,9 +79,58 @@ def test_labels_seeds_and_settings_reach_the_pictures(model):
     options: dict[str, Any] = {"labels": zeros, "indices": range(3), "seed": 1}
     first = generate(model, **options)
     assert generate(model, **options).equal(first)
-    for change in ({"labels": zeros + 1}, {"seed": 2}, {"truncation_psi": 0.5}, {"noise_mode": "const"}):
+    changes: list[dict[str, Any]] = [{"labels": zeros + 1}, {"seed": 2}, {"noise_mode": "const"}]
+    for change in [*changes, {"truncation_psi": 0.5}, {"truncation_psi": 0.0, "truncation_cutoff": 2}]:
         other = generate(model, **(options | change))
         assert (other != first).float().mean() > 0.1, change
+
+
+@pytest.mark.parametrize(("cutoff", "psi"), [(0, 0.3), (2, 0.3), (None, 0.3), (4, 0.3), (2, 1.0)])
+def test_truncation_reaches_the_first_layers_alone(model, cutoff, psi):
+    labels = torch.tensor([0, 1, 2])
+    with torch.no_grad():
+        model.w_avg.fill_(0.7)
+    options: dict[str, Any] = {"labels": labels, "indices": range(3), "seed": 1, "noise_mode": "none"}
+    found = generate(model, truncation_psi=psi, truncation_cutoff=cutoff, **options)
+    z, _ = draw(model, range(3), 1)
+    ws = model.mapping(z, labels)[:, None].repeat(1, model.num_ws, 1)
+    stop = model.num_ws if cutoff is None else cutoff
+    ws[:, :stop] = model.w_avg + psi * (ws[:, :stop] - model.w_avg)
+    same(found, to_uint8(model.synthesis(ws, "none").detach()))
+
+
+class Plain(torch.nn.Module):
+    """A generator without noise and styles."""
+
+    z_dim, channels, resolution = 6, 1, 4
+
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+        self.linear = torch.nn.Linear(6 + classes, 16)
+
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        return []
+
+    def forward(self, z, labels, *, noise, truncation_psi, truncation_cutoff):
+        if not isinstance(noise, str):
+            assert noise == []
+        one_hot = [torch.nn.functional.one_hot(labels, self.classes).to(z.dtype)] if self.classes else []
+        return self.linear(torch.cat([z, *one_hot], dim=1)).tanh().reshape(-1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
+def test_a_generator_without_noise(classes, noise_mode):
+    with forked(0, "init", "plain"):
+        plain = Plain(classes).eval()
+    z, maps = draw(plain, range(5), 2)
+    assert maps == []
+    assert z.shape == (5, 6)
+    labels = torch.arange(5) % 3 if classes else None
+    found = generate(plain, labels=labels, indices=range(5), seed=2, noise_mode=noise_mode, batch_size=2)
+    images = plain(z, labels, noise="none", truncation_psi=1.0, truncation_cutoff=None)
+    same(found, to_uint8(images.detach()))
 
 
 def test_no_gradient_is_kept_and_the_global_generator_is_untouched(model):
@@ -91,8 +140,11 @@ def test_no_gradient_is_kept_and_the_global_generator_is_untouched(model):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_unconditional():
+@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
+def test_unconditional(noise_mode):
     config = GeneratorConfig(z_dim=4, w_dim=4, mapping_layers=1, channel_base=64, channel_max=4)
     with forked(0, "init", "unconditional"):
         model = Generator(config, resolution=8, channels=1, classes=0).eval()
-    assert generate(model, labels=None, indices=[5, 9], seed=0).shape == (2, 1, 8, 8)
+    found = generate(model, labels=None, indices=[5, 9], seed=0, noise_mode=noise_mode)
+    assert found.shape == (2, 1, 8, 8)
+    assert found[0].ne(found[1]).any()

@@ -1,8 +1,9 @@
 import pytest
 
+from models.stylegan2 import DiscriminatorConfig
 from training.classifier import ClassifierConfig, ClassifierEmaConfig, ClassifierLossConfig
 from training.config import CheckpointConfig, EvaluationConfig, LogConfig, RunConfig
-from training.gan import GanConfig, GanLossConfig
+from training.gan_config import GanConfig, GanLossConfig
 from training.optim import OptimizerConfig
 from training.tasks import build_run_config
 from utils.errors import UserError
@@ -17,6 +18,8 @@ def test_shares_and_micro_batches(batch, micro, world, share, passes):
     assert config.share(world) == share
     assert config.micro(world) == passes
 
+ALONE = DiscriminatorConfig(minibatch_std_group=1)
+
 
 def test_batches_that_cannot_be_shared_name_the_divisor():
     with pytest.raises(UserError, match=r"batch_size 64 cannot be shared by 3 processes; make it a multiple of 3"):
@@ -26,12 +29,19 @@ def test_batches_that_cannot_be_shared_name_the_divisor():
 
 
 def test_every_forward_pass_holds_whole_groups():
-    config = GanConfig(batch_size=32)
-    config.check_groups(8)
+    def check(config, world_size):
+        config.check_batches(config.stages(32), world_size)
+
+    check(GanConfig(batch_size=32), 8)
     with pytest.raises(UserError, match=r"minibatch_std_group 4 does not divide the 2 samples .* multiple of 4"):
-        config.check_groups(16)
+        check(GanConfig(batch_size=32), 16)
     with pytest.raises(UserError, match="minibatch_std_group 4 does not divide the 2 samples"):
-        GanConfig(batch_size=32, micro_batch=2).check_groups(1)
+        check(GanConfig(batch_size=32, micro_batch=2), 1)
+    matching = GanLossConfig(feature_matching_weight=1.0, feature_matching_group=8)
+    with pytest.raises(UserError, match="feature_matching_group 8 does not divide the 4 samples"):
+        check(GanConfig(batch_size=32, micro_batch=4, loss=matching), 1)
+    with pytest.raises(UserError, match="path_length_weight"):
+        check(GanConfig(batch_size=4, loss=GanLossConfig(path_length_weight=2.0), discriminator=ALONE), 4)
 
 
 @pytest.mark.parametrize(

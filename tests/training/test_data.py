@@ -19,7 +19,7 @@ from tests.data.conftest import CLASSES, flip, pictures
 from tests.data.test_inspect import change_entry
 from training import data, gan
 from training.config import DataConfig, RunConfig
-from training.gan import GanConfig
+from training.gan_config import GanConfig
 from utils.errors import UserError
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -6,7 +8,7 @@ from training.draws import GanDraws, mix_styles
 from utils.seeding import forked
 
 CPU = torch.device("cpu")
-SIZES = {"z_dim": 5, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
+SIZES: dict[str, Any] = {"z_dim": 5, "w_dim": 4, "mapping_layers": 1, "channel_base": 64, "channel_max": 4}
 
 
 @pytest.fixture(scope="module")
@@ -15,8 +17,25 @@ def model():
         return Generator(GeneratorConfig(**SIZES), resolution=16, channels=1, classes=3)
 
 
+class Draws:
+    """GanDraws for one model and batch size."""
+
+    def __init__(self, model, batch_size, seed, histogram):
+        self.inner, self.model, self.batch_size = GanDraws(seed, CPU, list(histogram)), model, batch_size
+
+    def latents(self, step, phase, mixing):
+        sizes = {"mixing": mixing, "num_ws": self.model.num_ws}
+        return self.inner.latents(step, phase, self.batch_size, self.model.z_dim, **sizes)
+
+    def noise(self, step, phase):
+        return self.inner.noise(step, phase, self.batch_size, self.model.noise_shapes())
+
+    def label_offsets(self, step):
+        return self.inner.label_offsets(step, self.batch_size)
+
+
 def draws(model, batch_size=12, seed=0, histogram=(1, 1, 1)):
-    return GanDraws(seed, batch_size, model, CPU, list(histogram))
+    return Draws(model, batch_size, seed, histogram)
 
 
 def same(one, other):
@@ -102,16 +121,16 @@ def test_offsets_of_wrong_labels(model):
 @pytest.mark.parametrize("mixing", [0.0, 0.9])
 def test_styles_are_equal_for_any_slicing(model, size, mixing):
     latents = draws(model).latents(1, "generator", mixing)
-    ws, w = mix_styles(model, latents, slice(0, 12))
+    ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
     assert (ws.shape, w.shape) == ((12, 6, 4), (12, 4))
-    pieces = [mix_styles(model, latents, slice(start, start + size)) for start in range(0, 12, size)]
+    pieces = [mix_styles(model, latents, slice(start, start + size), model.num_ws) for start in range(0, 12, size)]
     torch.testing.assert_close(torch.cat([p[0] for p in pieces]), ws, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(torch.cat([p[1] for p in pieces]), w, rtol=1e-5, atol=1e-6)
 
 
 def test_mixing_takes_the_second_style_from_the_crossover_on(model):
     latents = draws(model).latents(1, "generator", 0.5)
-    ws, w = mix_styles(model, latents, slice(0, 12))
+    ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
     first, second = model.mapping(latents.z, latents.labels), model.mapping(latents.z_mixed, latents.labels)
     torch.testing.assert_close(w, first)
     assert {6} < set(latents.crossover.tolist())  # mixed and unmixed ones are there
@@ -125,5 +144,15 @@ def test_unconditional_models_ignore_labels():
     with forked(0, "init", "test draws"):
         model = Generator(GeneratorConfig(**SIZES), resolution=8, channels=1, classes=0)
     latents = draws(model, histogram=()).latents(0, "generator", 0.0)
-    ws, w = mix_styles(model, latents, slice(0, 12))
+    ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
     torch.testing.assert_close(ws, w[:, None].expand(-1, 4, -1))
+
+
+def test_path_noise_is_of_the_step_alone():
+    numbers = GanDraws(0, CPU, [])
+    noise = numbers.path_noise(8, 50, (3, 8, 8))
+    assert noise.shape == (50, 3, 8, 8)
+    assert noise.std().item() == pytest.approx(1, abs=0.03)
+    assert torch.equal(noise, GanDraws(0, CPU, [1, 2]).path_noise(8, 50, (3, 8, 8)))
+    assert not torch.equal(noise, numbers.path_noise(12, 50, (3, 8, 8)))
+    assert not torch.equal(noise, GanDraws(1, CPU, []).path_noise(8, 50, (3, 8, 8)))

@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 
 from training.classifier import ClassifierConfig
-from training.gan import GanConfig
+from training.gan_config import GanConfig
 from utils.config import build, differences, keys_of, read_yaml, save_yaml, to_tree
 from utils.errors import UserError
 

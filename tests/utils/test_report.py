@@ -15,8 +15,9 @@ from PIL import Image
 
 from utils.charts import line_chart, log_ticks, number, thin, ticks
 from utils.images import save_grid
+from utils.page import LARGEST_SIDE
 from utils.provenance import environment
-from utils.report import LARGEST_SIDE, write_quickstart_report, write_report
+from utils.report import write_quickstart_report, write_report
 from utils.run_files import read_run
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -87,6 +88,19 @@ def make_gan(folder: Path) -> Path:
     save_grid(pictures(), folder / "eval" / "samples.png")
     distance = {"extractor": "resnet50", "frechet": 1869.25, "kernel": 1.5, "floor": 60.875, "kernel_floor": None}
     evaluation = {
+        "checkpoint": "runs/gan/checkpoints/step-00020000.pt",
+        "step": 20000,
+        "n": 2000,
+        "data": f"test {EVIL}.lmdb",
+        "seed": 4,
+        "memorisation": {
+            "copies": False,
+            "share": 0.0125,
+            "expected": 0.01,
+            "p_value": 0.25,
+            "searched": 9000,
+            "extractor": f"pixels {EVIL}",
+        },
         "distances": [{**distance, "n": 2000}],
         "recognised": 0.8725,
         "recognised_by_class": {"Bag": 0.9, EVIL: 0.845},
@@ -115,6 +129,12 @@ def test_report_of_a_gan_run_shows_everything(tmp_path):
     found = page(report)
     assert found.tags.count("svg") == 3  # adversarial losses together, r1, speed
     assert found.tags.count("img") == 1 + 3 + 1  # newest grid, three over time, one of the evaluation
+    assert "Evaluation at step 20,000" in found.text
+    assert f"step-00020000.pt, 2,000 pictures, data test {EVIL}.lmdb, seed 4" in found.text
+    assert "no sign of copies" in found.text
+    assert (
+        f"1.2 % of the samples unusually near to training pictures, 1.0 % expected; p 0.25 (pixels {EVIL}" in found.text
+    )
     shown = ["finished", "87.2 %", "0.438", "1,869", "60.9", "90.0 %", "step 20", "3,200", "seed: 3", "a note"]
     assert [text for text in shown if text not in found.text] == []
     assert "python train.py --config a.yaml && echo done" in found.text
@@ -125,7 +145,7 @@ def test_report_is_self_contained_and_escaped(tmp_path):
     found = page(write_report(make_gan(tmp_path / "gan"), commands=[EVIL]))
     assert "script" not in found.tags
     assert "link" not in found.tags
-    assert found.text.count(EVIL) == 4  # command, config, class, note: as text
+    assert found.text.count(EVIL) == 6  # command, config, class, note, data, extractor: as text
     assert [address for address in found.addresses if not address.startswith("data:image/png;base64,")] == []
     assert "url(" not in (tmp_path / "gan" / "report.html").read_text()
 
@@ -206,6 +226,44 @@ def test_keys_that_belong_together_share_a_chart(tmp_path):
     charts = re.findall(r'<figure class="chart">.*?</figure>', write_report(tmp_path).read_text())
     found = {tuple(key for key in keys if f">{key} <" in chart) for chart in charts}
     assert found == {tuple(keys[:1]), tuple(keys[1:3]), tuple(keys[3:5]), tuple(keys[5:])}
+
+
+def test_charts_of_a_gan_are_grouped_by_what_is_read_together(tmp_path):
+    groups = [
+        ("logits/real", "logits/fake", "logits/margin"),
+        ("logits/real_sign", "ada/p"),
+        ("val/logits/held_out", "val/logits/real", "val/logits/fake"),
+        ("loss/path_length",),
+        ("val/memorised/pixels", "val/memorised_p/pixels"),
+        ("path_length/mean",),
+        ("gradient_norm/generator", "gradient_norm/discriminator"),
+    ]
+    row = {"step": 1} | {key: 0.5 for group in groups for key in group}
+    write(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+    text = write_report(tmp_path).read_text()
+    charts = re.findall(r'<figure class="chart">.*?</figure>', text)
+    keys = [key for group in groups for key in group]
+    assert [tuple(key for key in keys if f">{key} <" in chart) for chart in charts] == groups
+    at_once, folded = text.split("<summary>More curves</summary>")
+    assert at_once.count('<figure class="chart">') == 5
+    assert "path_length/mean" in folded
+
+
+def test_commands_of_training_and_evaluation_are_shown_once_each(tmp_path):
+    run = make_gan(tmp_path / "my run")
+    again = f"python train.py --config '{run}/config.yaml' --run-dir '{run}-again'"
+    write(run / "eval" / "command.txt", "python evaluate.py --checkpoint x\n")
+    found = page(write_report(run, commands=[again, "third"]))
+    assert f"{again}\npython evaluate.py --checkpoint x\nthird" in found.text
+    assert found.text.count(again) == 1
+    write(tmp_path / "other" / "status.json", {})
+    assert "commands were not recorded" in page(write_report(tmp_path / "other")).text
+
+
+@pytest.mark.parametrize("evaluation", [{"step": "7"}, {"memorisation": []}, {"memorisation": {}}, {"n": None}])
+def test_odd_evaluations_are_shown_as_far_as_they_go(tmp_path, evaluation):
+    write(tmp_path / "eval" / "metrics.json", evaluation)
+    assert "Evaluation" in page(write_report(tmp_path)).text
 
 
 def test_only_sample_grids_count_as_samples(tmp_path):

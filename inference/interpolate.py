@@ -1,0 +1,149 @@
+"""Films that go from sample to sample, and through the classes, and come back to where they started."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from inference.samples import Sampler, with_styles
+from inference.tables import default_count
+from inference.video import check_film, enlargement, film
+from metrics.precision import exact_float32
+from models.progressive import StageGenerator
+from models.r3gan import R3Generator
+from models.sampling import to_uint8
+from models.stylegan2 import Generator, NoiseMode
+from utils.errors import UserError
+
+Space = Literal["z", "w"]
+
+
+@dataclass(kw_only=True)
+class FilmConfig:
+    """What a film shows and how. Raises UserError for a film that cannot be made."""
+
+    space: Space | None = None  # where the way between samples is straight; None: w if the generator has one, else z
+    keyframes: int | None = None  # samples it goes through; None: 8, or one of each class up to 16
+    frames: int = 30  # from one sample to the next
+    fps: int = 30  # frames a second
+    scale: int | None = None  # each pixel becomes scale x scale; None: to about 256 px
+
+    def __post_init__(self) -> None:
+        if self.keyframes is not None and self.keyframes < 2:
+            raise UserError(f"--n {self.keyframes}: a film goes from sample to sample; give 2 or more")
+        if self.frames < 1 or self.fps < 1 or (self.scale is not None and self.scale < 1):
+            raise UserError("--frames, --fps and --scale must be 1 or more")
+
+
+def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:
+    """Write the film to an .mp4 or .gif file; returns how many frames it has. Memory does not grow with their number.
+
+    Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the last sample comes the
+    first. Noise maps are those of the first sample all through, so that nothing flickers. Raises UserError.
+    """
+    check_film(out, fps=config.fps)
+    journey = Journey(sampler, config)
+    scale = enlargement(sampler.generator.resolution, config.scale)
+    bar = tqdm(total=len(journey), desc="frames", unit="frame", disable=None)
+    with bar, film(out, fps=config.fps, scale=scale) as add:
+        for frame in journey:
+            add(frame)
+            bar.update()
+    return len(journey)
+
+
+class Journey:
+    """The frames of a film, uint8 [H, W, C] one after the other; made batch by batch, each time anew."""
+
+    def __init__(self, sampler: Sampler, config: FilmConfig) -> None:
+        self.sampler = sampler
+        self.space: Space = config.space or ("w" if isinstance(sampler.generator, Generator) else "z")
+        self.keyframes = config.keyframes or default_count(sampler)
+        self.frames = config.frames
+        if self.space == "w":
+            with_styles(sampler.generator, "interpolate --space w")
+
+    def __len__(self) -> int:
+        return self.keyframes * self.frames
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        noise = self.sampler.latents([0])[2]
+        for start in range(0, len(self), self.sampler.batch_size):
+            places = range(start, min(start + self.sampler.batch_size, len(self)))
+            with torch.no_grad(), exact_float32(self.sampler.device):
+                pictures = to_uint8(self._images(places, noise)).cpu()
+            yield from (picture.numpy().transpose(1, 2, 0) for picture in pictures)
+
+    def _images(self, places: range, noise: list[Tensor] | NoiseMode) -> Tensor:
+        """Frames [n, C, H, W] in about [-1, 1]; `places` counts them from the film's start."""
+        segments = [place // self.frames for place in places]
+        needed = sorted({(segment + step) % self.keyframes for segment in segments for step in (0, 1)})
+        row = {keyframe: index for index, keyframe in enumerate(needed)}
+        before = [row[segment] for segment in segments]
+        after = [row[(segment + 1) % self.keyframes] for segment in segments]
+        z, labels, _ = self.sampler.latents(needed)
+        t = z.new_tensor([place % self.frames / self.frames for place in places])[:, None]  # [n, 1]
+        ends = None if labels is None else (labels[before], labels[after])
+        generator, sampler = self.sampler.generator, self.sampler
+        if isinstance(generator, StageGenerator):
+            raise UserError("interpolate needs a generator that has grown to its full resolution; train it further")
+        if not isinstance(generator, Generator):
+            return _without_w(generator, slerp(z[before], z[after], t), ends, t)
+        if self.space == "w":
+            w = generator.mapping(z, labels)
+            w = torch.lerp(w[before], w[after], t)
+        else:
+            w = _between_classes(generator, slerp(z[before], z[after], t), ends, t)
+        ws = generator.truncate(
+            w[:, None].expand(-1, generator.num_ws, -1), sampler.truncation_psi, sampler.truncation_cutoff
+        )
+        maps = noise if isinstance(noise, str) else [m.expand(len(ws), -1, -1, -1) for m in noise]
+        return generator.synthesis(ws, maps)
+
+
+def _between_classes(generator: Generator, z: Tensor, ends: tuple[Tensor, Tensor] | None, t: Tensor) -> Tensor:
+    """w [n, w_dim] of z [n, z_dim] on the way from one class to another [n]: both classes' w, weighed by t [n, 1]."""
+    if ends is None:
+        return generator.mapping(z, None)
+    return torch.lerp(generator.mapping(z, ends[0]), generator.mapping(z, ends[1]), t)
+
+
+def _without_w(generator: R3Generator, z: Tensor, ends: tuple[Tensor, Tensor] | None, t: Tensor) -> Tensor:
+    """Images of an R3GAN generator for z [n, z_dim] on the way from one class to another [n], t [n, 1] of it.
+
+    The embedding of a class is linear in its one-hot vector, so a mixture of two vectors gives the mixture of both.
+    """
+    if ends is None or generator.embed is None:
+        return generator(z, None)
+    first, second = (F.one_hot(labels, generator.classes).to(z.dtype) for labels in ends)
+    mixture = torch.lerp(first, second, t)
+    hook = generator.embed.register_forward_pre_hook(lambda _, inputs: (mixture.to(inputs[0].dtype),))
+    try:
+        return generator(z, ends[0])
+    finally:
+        hook.remove()
+
+
+def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
+    """From a to b [n, d] along the great circle, t [n, 1] of the way; lengths change evenly.
+
+    Shoemake, "Animating rotation with quaternion curves" (1985): (sin((1 - t) u) a + sin(t u) b) / sin u for unit
+    vectors at the angle u. Where a and b are parallel the way is straight; where they are opposite there is no single
+    way, and it goes straight as well.
+    """
+    lengths = a.norm(dim=1, keepdim=True), b.norm(dim=1, keepdim=True)
+    a_unit, b_unit = a / lengths[0], b / lengths[1]
+    cosine = (a_unit * b_unit).sum(dim=1, keepdim=True).clamp(-1, 1)
+    angle = torch.acos(cosine)
+    sine = torch.sin(angle)
+    straight = sine < 1e-6
+    safe = torch.where(straight, torch.ones_like(sine), sine)
+    share_a = torch.where(straight, 1 - t, torch.sin((1 - t) * angle) / safe)
+    share_b = torch.where(straight, t, torch.sin(t * angle) / safe)
+    return (share_a * a_unit + share_b * b_unit) * torch.lerp(lengths[0], lengths[1], t)

@@ -1,0 +1,119 @@
+"""How different two pictures look: ImageNet ResNet-50 features before pooling, compared as LPIPS does."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from metrics.resnet50 import FILE_NAME, MEAN, STD, find_weights, load_resnet50
+from utils.errors import UserError
+
+SMALLEST, LARGEST = 64, 256  # px that pictures are scaled up or down to before the network sees them
+FEATURES = ("resnet50", "pixels")
+
+
+class ResNetFeatures:
+    """The outputs of a ResNet-50's stem and four stages, each position's channels scaled to unit length.
+
+    Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric" (1801.03924), section 3.
+    Pictures below 64 px are scaled to 64, those above 256 px to 256; grey is repeated to three channels.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        """Args: `network` a torchvision ResNet in evaluation mode whose parameters want no gradient."""
+        self._network = network
+        like = next(network.parameters())
+        self._mean = torch.tensor(MEAN, dtype=like.dtype, device=like.device).view(1, 3, 1, 1)
+        self._std = torch.tensor(STD, dtype=like.dtype, device=like.device).view(1, 3, 1, 1)
+
+    def __call__(self, images: Tensor) -> list[Tensor]:
+        """Maps [n, c, h, w], fine to coarse, of pictures [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
+        net: Any = self._network
+        x = resize(images.to(self._mean.dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
+        x = ((x + 1) / 2 - self._mean) / self._std  # broadcasts grey to three channels
+        x = net.relu(net.bn1(net.conv1(x)))
+        features = [x]
+        x = net.maxpool(x)
+        for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
+            x = stage(x)
+            features.append(x)
+        return [unit_length(maps) for maps in features]
+
+
+def unit_length(maps: Tensor, eps: float = 1e-10) -> Tensor:
+    """Scale the channels at each position of [n, c, h, w] to length 1; all zeros stay zeros.
+
+    The root is taken of a number above 0: its derivative at 0 is infinite, and ReLUs do leave positions all zero.
+    """
+    return maps * torch.rsqrt(maps.square().sum(dim=1, keepdim=True) + eps)
+
+
+def feature_distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
+    """LPIPS without learned weights [n]: the squared difference, summed over channels and layers, mean over positions.
+
+    1801.03924, equation 1 with w_l = 1. For L layers it lies between 0 and 4 L (2 L where no feature is negative).
+    """
+    return torch.stack([(x - y).square().sum(dim=1).mean(dim=(1, 2)) for x, y in zip(a, b, strict=True)]).sum(dim=0)
+
+
+def resize(images: Tensor, side: int) -> Tensor:
+    """Scale pictures [n, C, H, H] to `side` px: bilinearly up; down by averaging too, so that nothing aliases.
+
+    As two matrix products, because the backward pass of torch's own scaling adds up in any order on GPUs.
+    """
+    before = images.shape[-1]
+    if before == side:
+        return images
+    eye = torch.eye(before, dtype=images.dtype, device=images.device)[None, None]
+    matrix = F.interpolate(eye, size=(side, before), mode="bilinear", align_corners=False, antialias=True)[0, 0]
+    return matrix @ images @ matrix.t()
+
+
+class Distance:
+    """How far pictures are from one target: feature distance (if there are features) + pixel_weight * mean square."""
+
+    def __init__(self, target: Tensor, *, features: ResNetFeatures | None, pixel_weight: float) -> None:
+        """Args: `target` [1, C, H, H] in [-1, 1], on the device that all is computed on."""
+        self._target, self._features, self._pixel_weight = target, features, pixel_weight
+        with torch.no_grad():
+            self._wanted = None if features is None else features(target)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """[n] for pictures [n, C, H, H] in [-1, 1]; differentiable."""
+        total = self._pixel_weight * self.pixels(images)
+        return total if self._features is None else total + self.perceptual(images)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """The mean squared difference of the pixels [n]; 4 between black and white."""
+        return (images - self._target).square().mean(dim=(1, 2, 3))
+
+    def perceptual(self, images: Tensor) -> Tensor:
+        """The distance of the features [n]. ValueError if there are none."""
+        if self._features is None or self._wanted is None:
+            raise ValueError("this distance has no features")
+        return feature_distance(self._features(images), self._wanted)
+
+    @property
+    def has_features(self) -> bool:
+        """Whether `perceptual` can be asked for."""
+        return self._features is not None
+
+
+def build_features(name: str, weights: str | Path | None, device: torch.device) -> ResNetFeatures | None:
+    """Features by name; None for `pixels`.
+
+    Raises UserError if resnet50's weights file is not there, or one is given where none is read.
+    """
+    if name == "pixels":
+        if weights:
+            raise UserError("--weights is for --features resnet50; leave it out")
+        return None
+    path = find_weights(weights)
+    if path is None:
+        raise UserError(
+            f"project compares features of an ImageNet ResNet-50: put {FILE_NAME} into weights/ or give it with "
+            "--weights, or do without by --features pixels"
+        )
+    return ResNetFeatures(load_resnet50(path).to(device, memory_format=torch.channels_last))  # type: ignore[call-overload]

@@ -1,0 +1,175 @@
+"""Projection: find the w, or the w of every layer (w+), whose picture is nearest to a given one.
+
+The method of StyleGAN2 (1912.04958), section 5 and appendix D; w+ after Image2StyleGAN (1904.03189).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from inference.perceptual import Distance
+from metrics.precision import device_of, exact_float32
+from models.sampling import to_uint8
+from models.stylegan2 import Generator
+from utils.errors import UserError
+from utils.seeding import generator as keyed_generator
+
+MEAN_SAMPLES = 1000  # z whose w give the mean of a class and the spread around it
+WARM_UP, COOL_DOWN = 0.05, 0.25  # shares of the steps in which the learning rate rises and falls
+NOISE_END = 0.75  # share of the steps after which w is no longer shaken
+SMALLEST_NOISE = 8  # px: larger noise maps are also kept uncorrelated at half their size, a quarter ...
+
+Space = Literal["w", "w+"]
+Maps = list[Tensor] | Literal["const", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectionConfig:
+    """How the search goes. Raises UserError for values out of range."""
+
+    steps: int = 500  # of each of the two searches
+    lr: float = 0.1  # Adam's, at its highest
+    shake: float = 0.05  # w's noise at the start, in units of the spread of w
+    noise_mode: Literal["const", "none", "optimise"] = "const"  # the maps: stored ones, none, searched for as well
+    noise_weight: float = 1e5  # keeps searched maps free of correlation, so that they hold no part of the picture
+    pixel_weight: float = 1.0  # of the mean squared difference of pixels beside the features' distance
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.lr <= 0:
+            raise UserError("--steps must be 1 or more, --lr above 0")
+        if min(self.shake, self.noise_weight, self.pixel_weight) < 0:
+            raise UserError("--pixel-weight and --noise-weight must be 0 or more")
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What was found."""
+
+    ws: Tensor  # [num_ws, w_dim]; all rows are equal in space "w"
+    noise: Maps  # [1, 1, h, w] for each layer where they were searched for
+    picture: Tensor  # uint8 [C, H, W] on the CPU
+    loss: float  # of that picture, as the search counts it
+    perceptual: float | None  # its feature distance; None without features
+    rmse: float  # root mean square of the pixels' differences, 0 to 1
+
+    @property
+    def distances(self) -> list[str]:
+        """How near it came, in words."""
+        features = [] if self.perceptual is None else [f"features {self.perceptual:.3f}"]
+        return [*features, f"rmse {self.rmse:.3f}"]
+
+
+class Projector:
+    """Searches for one target. The generator's parameters want no gradient and stay as they are."""
+
+    def __init__(self, generator: Generator, distance: Distance, config: ProjectionConfig, *, seed: int) -> None:
+        self.generator, self.distance, self.config, self.seed = generator, distance, config, seed
+        self.device = device_of(generator)
+        self.spread = 0.0  # root of the mean squared distance of a class's w from their mean; set by `start`
+        self.label: int | None = None  # the class that the search starts from; set by `start`
+
+    def start(self, labels: Sequence[int]) -> Projection:
+        """Where the search starts: the mean w of the class among `labels` that looks most like the target.
+
+        Unconditional (no labels): `w_avg`.
+        """
+        z = torch.randn(MEAN_SAMPLES, self.generator.z_dim, generator=keyed_generator(self.seed, "project", "mean"))
+        found: list[tuple[Projection, Tensor, int | None]] = []
+        kinds: Sequence[int | None] = labels or [None]
+        for label in kinds:
+            with torch.no_grad(), exact_float32(self.device):
+                kind = None if label is None else torch.full([MEAN_SAMPLES], label, device=self.device)
+                w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
+                mean = self.generator.w_avg if label is None else w.mean(dim=0)
+                spread = (w - mean).square().sum(dim=1).mean().sqrt()
+            found.append((self._result(self._rows(mean[None]), self._first_noise()), spread, label))
+        best, spread, self.label = min(found, key=lambda entry: entry[0].loss)  # the first of equals
+        self.spread = float(spread)
+        return best
+
+    def search(
+        self, space: Space, start: Projection, *, refine: bool = False, tick: Callable[[], object] = lambda: None
+    ) -> Projection:
+        """The nearest picture found from `start` on, never a farther one; calls `tick` after each step.
+
+        StyleGAN2's appendix D: Adam, w shaken by noise that dies out, learning rate warmed up and cooled down. With
+        `refine` the start is an earlier search's result, from which w is not shaken away. Deterministic for a seed.
+        """
+        rows = 1 if space == "w" else self.generator.num_ws
+        w = start.ws[:rows].clone().requires_grad_()
+        noise = start.noise if isinstance(start.noise, str) else [m.clone().requires_grad_() for m in start.noise]
+        maps = [] if isinstance(noise, str) else noise
+        optimizer = torch.optim.Adam([w, *maps], lr=self.config.lr, betas=(0.9, 0.999))
+        for step in range(self.config.steps):
+            done = step / self.config.steps
+            optimizer.param_groups[0]["lr"] = self.config.lr * rate(step, self.config.steps)
+            shake = 0.0 if refine else self.config.shake * self.spread * max(0.0, 1 - done / NOISE_END) ** 2
+            key = keyed_generator(self.seed, "project", space, step)
+            shaken = w + shake * torch.randn(w.shape, generator=key).to(self.device)
+            with exact_float32(self.device):
+                loss = self.distance(self.generator.synthesis(self._rows(shaken), noise)).sum()
+                if maps:
+                    loss = loss + self.config.noise_weight * correlation(maps)
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            normalise_(maps)
+            tick()
+        found = noise if isinstance(noise, str) else [m.detach() for m in noise]
+        return min(start, self._result(self._rows(w.detach()), found), key=lambda result: result.loss)
+
+    def _rows(self, w: Tensor) -> Tensor:
+        """[1, num_ws, w_dim] of one row or of all."""
+        return w.expand(self.generator.num_ws, -1)[None]
+
+    def _first_noise(self) -> Maps:
+        if self.config.noise_mode != "optimise":
+            return self.config.noise_mode
+        key = keyed_generator(self.seed, "project", "noise")
+        return [torch.randn(1, *shape, generator=key).to(self.device) for shape in self.generator.noise_shapes()]
+
+    def _result(self, ws: Tensor, noise: Maps) -> Projection:
+        """The picture of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
+        with torch.no_grad(), exact_float32(self.device):
+            picture = to_uint8(self.generator.synthesis(ws, noise))
+            seen = picture.to(ws.dtype) / 127.5 - 1
+            perceptual = float(self.distance.perceptual(seen)) if self.distance.has_features else None
+            rmse = math.sqrt(float(self.distance.pixels(seen))) / 2  # of differences in [-2, 2]
+            return Projection(ws[0].clone(), noise, picture[0].cpu(), float(self.distance(seen)), perceptual, rmse)
+
+
+def rate(step: int, steps: int) -> float:
+    """The learning rate's factor at a step, 0 to 1: linear warm-up, level, cosine to 0."""
+    rise = min(1.0, (step + 1) / (steps * WARM_UP))
+    fall = min(1.0, (1 - step / steps) / COOL_DOWN)
+    return rise * (0.5 - 0.5 * math.cos(math.pi * fall))
+
+
+def correlation(maps: Sequence[Tensor]) -> Tensor:
+    """How far noise maps [1, 1, h, w] are from white: squared mean products with the pixel to the left and above.
+
+    StyleGAN2, appendix D: summed over the maps and over what averaging 2 x 2 pixels makes of them, times 2 each time so
+    that white noise keeps its variance, down to 8 px.
+    """
+    total = maps[0].new_zeros([])
+    for level in maps:
+        while True:
+            for dimension in (2, 3):
+                total = total + (level * level.roll(1, dimension)).mean().square()
+            if level.shape[-1] <= SMALLEST_NOISE:
+                break
+            level = 2 * F.avg_pool2d(level, 2)
+    return total
+
+
+@torch.no_grad()
+def normalise_(maps: Sequence[Tensor]) -> None:
+    """Bring noise maps to mean 0 and mean square 1, in place."""
+    for level in maps:
+        level.sub_(level.mean())
+        level.mul_(level.square().mean().rsqrt())

@@ -1,0 +1,112 @@
+"""The search for copies of training pictures among a generator's samples, as a part of its evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.dataset import Dataset
+from metrics.extractors import ClassifierFeatures, Extractor, PixelFeatures
+from metrics.features import FeatureSet, RealFeatures, Selection, select
+from metrics.memorisation import Nearest, RealSet, memorisation
+from metrics.precision import exact_float32
+from models.sampling import ImageGenerator, generate
+
+SEARCHED = 20_000  # training pictures among which copies are looked for
+PAIRS = 12  # samples listed with their nearest training picture: the closest of all, and the first ones
+
+
+def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
+    """The extractor in whose space copies are looked for: the first that was not trained on the training pictures.
+
+    To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out pictures
+    without being copies. Where there is no other extractor, pixels serve.
+    """
+    return next((each for each in extractors if not isinstance(each, ClassifierFeatures)), PixelFeatures(channels))
+
+
+def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
+    """The draw of training pictures: the first n of it, which make the floor, are the same whatever is `searched`."""
+    count = max(n, min(searched, len(labels)))
+    return replace(select(labels, n=count, seed=seed, role="train"), n=n, key=f"train {seed} {n} of {count}")
+
+
+@dataclass(frozen=True)
+class TrainingSets:
+    """Features of training pictures: n for the floors, more of them where copies are looked for."""
+
+    reader: Dataset
+    side: Selection  # of all that are searched
+    real: RealFeatures
+    place: Extractor | None  # where copies are looked for
+
+    def of(self, space: Extractor) -> FeatureSet:
+        """The features under one extractor; the moments are of the first n."""
+        n, side = self.side.n, self.side
+        if space is not self.place:
+            side = replace(side, indices=side.indices[:n], labels=side.labels[:n], key=f"{side.key}, the first {n}")
+        return self.real.get(self.reader, side, [space])[0]
+
+
+def search_copies(
+    train: TrainingSets,
+    samples: FeatureSet,
+    held_out: FeatureSet,
+    reader: Dataset,  # of the held-out pictures
+    side: Selection,  # the draw of them, whose labels the samples were asked for
+) -> dict[str, Any]:
+    """The figures of `metrics.memorisation.memorisation` for the first n samples and held-out pictures.
+
+    With `extractor` and `weights`, and two lists of {`sample` (its index), `label`, `train` (record of the nearest
+    training picture), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
+    """
+    assert train.place is not None
+    features, classes = train.of(train.place).features, reader.classes
+    if classes and classes == train.reader.classes:
+        draws = ((reader, side), (train.reader, train.side))
+        labels = [torch.from_numpy(file.labels()[draw.indices]).long() for file, draw in draws]
+    else:
+        labels = [torch.zeros(len(s.indices), dtype=torch.int64) for s in (side, train.side)]
+    real = RealSet(held_out.counted, labels[0][: held_out.n])
+    figures, neighbours = memorisation(samples.counted, RealSet(features, labels[1]), real)
+    order = neighbours.distances.sort(stable=True).indices
+    lists = {
+        name: [_pair(int(i), neighbours, side, train.side) for i in rows[:PAIRS]]
+        for name, rows in (("closest", order), ("first", torch.arange(len(order))))
+    }
+    return {"extractor": train.place.name, "weights": train.place.source, **figures, **lists}
+
+
+def _pair(index: int, neighbours: Nearest, side: Selection, train_side: Selection) -> dict[str, Any]:
+    return {
+        "sample": index,
+        "label": int(side.labels[index]),
+        "train": int(train_side.indices[neighbours.indices[index]]),
+        "distance": float(neighbours.distances[index]),
+    }
+
+
+def neighbour_pictures(
+    generator: ImageGenerator, train: Dataset, found: dict[str, Any], *, seed: int
+) -> tuple[list[Tensor], list[str]]:
+    """The pairs of `search_copies` as pictures uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
+
+    The samples are drawn again: sample i depends on the seed, i and its label alone.
+    """
+    pairs = [*found["closest"], *found["first"]]
+    labels = torch.tensor([pair["label"] for pair in pairs]) if generator.classes else None
+    device = next(generator.parameters()).device
+    with exact_float32(device):
+        samples = generate(generator, labels=labels, indices=[pair["sample"] for pair in pairs], seed=seed)
+    real = torch.cat([torch.from_numpy(train.read(np.array([pair["train"]]))[0]) for pair in pairs])
+    gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
+    usual = found["usual_distance"]
+    captions = [
+        f"sample {pair['sample']} | record {pair['train']}\n"
+        + (f"{pair['distance'] / usual:.2f} of the usual distance" if usual else f"distance {pair['distance']:.3g}")
+        for pair in pairs
+    ]
+    return list(torch.cat([samples, gap, real], dim=-1)), captions

@@ -1,0 +1,186 @@
+"""Does the generator copy its training pictures? Nearest neighbours in a feature space, and tests of what they say.
+
+Two questions, because each can be answered wrongly alone:
+
+- Are samples nearer to training pictures than held-out pictures are? (`share_below`, `data_copying`; the three-sample
+  test of Meehan, Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are bland or collapsed samples: the mean
+  of all pictures is nearer to each of them than they are to one another.
+- Are the pictures that such samples are nearest to training pictures more often than held-out ones? (`chance_bound`.)
+  To a generator that keeps nothing of single pictures the two are alike: which is nearest is then a matter of how many
+  there are of each, whatever the samples look like. This is the test whose verdict counts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import rankdata
+from torch import Tensor
+
+TAIL = 0.01  # share of the held-out pictures that counts as unusually near to the training pictures
+LEVEL = 0.001  # of significance: a generator that copies nothing is accused once in a thousand evaluations
+LEAST_IN_CELL = 20  # samples and held-out pictures of a cell that C_T takes account of
+QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096  # rows at a time: 32 MiB of distances whatever the sizes of the sets
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The nearest reference of each query."""
+
+    distances: Tensor  # float64 [n], Euclidean
+    indices: Tensor  # int64 [n], rows of the references
+
+
+@dataclass(frozen=True)
+class RealSet:
+    """Features of real pictures, and what tells their kind."""
+
+    features: Tensor  # [m, F]
+    labels: Tensor  # int64 [m]; all 0 where there are no classes
+
+
+def nearest(queries: Tensor, references: Tensor) -> Nearest:
+    """Nearest of the references [m, F] for each of the queries [n, F], exactly; the first of equally near ones.
+
+    Computed in float64 and in blocks, so that memory does not grow with n times m. The distances of the pairs found
+    are taken from the differences themselves: that of a copy is 0, not a rounding error.
+
+    Raises:
+        ValueError: no reference, or other dimensions.
+    """
+    if queries.ndim != 2 or references.ndim != 2 or queries.shape[1] != references.shape[1] or len(references) == 0:
+        raise ValueError(f"no nearest neighbours of {list(queries.shape)} among {list(references.shape)}")
+    queries, references = queries.detach().cpu(), references.detach().cpu()
+    centre = references[:REFERENCE_BLOCK].double().mean(0)  # about it, numbers are small and lose less to cancellation
+    least = torch.full((len(queries),), torch.inf, dtype=torch.float64)
+    found = torch.zeros(len(queries), dtype=torch.int64)
+    for start in range(0, len(references), REFERENCE_BLOCK):
+        block = references[start : start + REFERENCE_BLOCK].double() - centre
+        norms = block.square().sum(1)
+        for first in range(0, len(queries), QUERY_BLOCK):
+            rows = slice(first, first + QUERY_BLOCK)
+            products = (queries[rows].double() - centre) @ block.T
+            squares, places = (norms - 2 * products).min(1)  # |q - r|^2 but for |q|^2
+            nearer = squares < least[rows]
+            least[rows] = torch.where(nearer, squares, least[rows])
+            found[rows] = torch.where(nearer, places + start, found[rows])
+    pieces = zip(queries.split(QUERY_BLOCK), found.split(QUERY_BLOCK), strict=True)
+    distances = [(part.double() - references[places].double()).norm(dim=1) for part, places in pieces]
+    return Nearest(torch.cat(distances), found)
+
+
+def share_below(samples: Tensor, held_out: Tensor, *, tail: float = TAIL) -> tuple[float, float, float]:
+    """Share of samples nearer to a training picture than the nearest `tail` of the held-out pictures.
+
+    Args: distances [n] and [m] to the nearest training picture. Returns the share, the share that is expected where
+    both are of one distribution (k / (m + 1) for the k-th least of m), and the distance that was the bound.
+    """
+    k = max(1, int(tail * len(held_out)))
+    bound = held_out.sort().values[k - 1]
+    return float((samples < bound).double().mean()), k / (len(held_out) + 1), float(bound)
+
+
+def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
+    """Z_U of Meehan et al. (section 3): (U - n m / 2) / sqrt(n m (n + m + 1) / 12), U counting the pairs in which the
+    sample is the farther one; equally far counts half. About N(0, 1) for equal distributions, below 0 for copies.
+    """
+    n, m = len(samples), len(held_out)
+    ranks = rankdata(torch.cat([samples, held_out]).numpy())
+    u = ranks[:n].sum() - n * (n + 1) / 2
+    return float((u - n * m / 2) / np.sqrt(n * m * (n + m + 1) / 12))
+
+
+def data_copying(
+    samples: Tensor,  # distances [n] to the nearest training picture
+    held_out: Tensor,  # distances [m]
+    sample_cells: Tensor,  # int64 [n]
+    held_out_cells: Tensor,  # int64 [m]
+    *,
+    least: int = LEAST_IN_CELL,
+) -> float | None:
+    """C_T of Meehan et al.: the mean of Z_U over cells of the space, weighted by the held-out pictures in each.
+
+    Far below 0 (-3 and less): samples hug the training pictures; above: they keep farther away than held-out pictures
+    do. Cells with fewer than `least` samples or held-out pictures are left out; None where that leaves none.
+    """
+    total, weights = 0.0, 0
+    for cell in held_out_cells.unique():
+        near, far = samples[sample_cells == cell], held_out[held_out_cells == cell]
+        if min(len(near), len(far)) >= least:
+            total += len(far) * mann_whitney(near, far)
+            weights += len(far)
+    return total / weights if weights else None
+
+
+def chance_bound(counts: np.ndarray, shares: np.ndarray, observed: int) -> float:
+    """P(sum of counts_i * B_i >= observed) for independent B_i ~ Bernoulli(shares_i): exact, by its Fourier transform.
+
+    `counts` int64 [k] samples have the i-th real picture as their nearest one; `shares` [k] of such pictures are
+    training pictures. Samples that share their nearest picture are one draw, so a collapsed generator is no proof.
+    """
+    size = int(counts.sum()) + 1
+    angles = 2 * np.pi * np.arange(size) / size
+    transform = np.ones(size, dtype=np.complex128)
+    kinds, repeats = np.unique(np.stack([counts, shares], axis=1), axis=0, return_counts=True)
+    for (count, share), times in zip(kinds, repeats, strict=True):
+        transform *= (1 - share + share * np.exp(1j * angles * count)) ** times
+    weights = np.fft.fft(transform).real / size
+    return float(np.clip(weights[observed:].sum(), 0.0, 1.0))
+
+
+def training_bound(
+    samples: Nearest,  # among the training pictures
+    other: Nearest,  # the same samples' nearest held-out pictures
+    train: RealSet,
+    held_out: RealSet,
+    *,
+    bound: float,  # only samples nearer than this to a real picture are looked at
+) -> tuple[int, int, float]:
+    """Do unusually near samples keep to training pictures? Null: which real pictures were trained on is a matter of
+    chance, class by class.
+
+    Returns how many such samples there are, how many of them are nearer to a training picture than to any held-out
+    one (equally near is not), and the probability of as many by chance.
+    """
+    nearer = samples.distances < other.distances
+    near = torch.minimum(samples.distances, other.distances) < bound
+    names = torch.where(nearer, samples.indices, other.indices + len(train.labels))[near]
+    pictures, counts = names.unique(return_counts=True)
+    labels = torch.cat([train.labels, held_out.labels])
+    classes = int(labels.max()) + 1
+    of_train = torch.bincount(train.labels, minlength=classes).double()
+    shares = of_train / torch.bincount(labels, minlength=classes).clamp(min=1)
+    observed = int((nearer & near).sum())
+    chance = chance_bound(counts.numpy(), shares[labels[pictures]].numpy(), observed)
+    return int(near.sum()), observed, chance
+
+
+def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[dict[str, Any], Nearest]:
+    """What the neighbours of samples [n, F] say, ready for JSON, and the nearest training picture of each sample.
+
+    Returns `n`, `searched` (training pictures), `share` of the samples nearer to a training picture than all but 1 % of
+    the held-out pictures and what is `expected` of it, `c_t`, `near` (samples nearer than that bound to any real
+    picture), `near_train` (those of them that are nearest to a training picture), `p_value` of so many, the verdict
+    `copies` (p_value below 0.001), and `usual_distance` (median of held-out pictures to their nearest training
+    picture). The cells of C_T are the classes of the nearest training pictures, a partition of the space as the paper's
+    k-means cells are.
+    """
+    to_train, other = nearest(samples, train.features), nearest(samples, held_out.features)
+    reference = nearest(held_out.features, train.features)
+    share, expected, bound = share_below(to_train.distances, reference.distances)
+    cells = train.labels[to_train.indices], train.labels[reference.indices]
+    near, near_train, chance = training_bound(to_train, other, train, held_out, bound=bound)
+    figures = {
+        "n": len(samples),
+        "searched": len(train.labels),
+        "share": share,
+        "expected": expected,
+        "c_t": data_copying(to_train.distances, reference.distances, *cells),
+        "near": near,
+        "near_train": near_train,
+        "p_value": chance,
+        "copies": chance < LEVEL,
+        "usual_distance": float(reference.distances.median()),
+    }
+    return figures, to_train

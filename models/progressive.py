@@ -1,0 +1,57 @@
+"""A growing generator as it is at one stage, to sample from and to evaluate like any other."""
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.stylegan2 import Generator, NoiseMode
+from models.stylegan2_layers import Alpha
+
+
+class StageGenerator(nn.Module):
+    """`generator` at a stage of progressive growing: `forward` gives images [N, channels, resolution, resolution].
+
+    The parameters are the generator's own, not a copy. With `shown` its pixels are repeated up to that side, so that
+    its pictures compare with those of other stages. Raises ValueError for a resolution that is no stage of it.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        resolution: int,
+        alpha: Alpha = 1.0,
+        *,
+        shown: int | None = None,  # px of the images that forward gives; None: the stage's
+    ) -> None:
+        super().__init__()
+        self.generator = generator
+        self.z_dim, self.classes, self.channels = generator.z_dim, generator.classes, generator.channels
+        self.stage, self.alpha = resolution, alpha
+        self.resolution = shown or resolution
+        self.num_ws = generator.num_ws_at(resolution)
+
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        """(1, H, W) of each noise map of the stage."""
+        return self.generator.noise_shapes(self.stage)
+
+    def forward(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        noise: Sequence[Tensor] | NoiseMode = "const",
+        truncation_psi: float = 1.0,
+        truncation_cutoff: int | None = None,
+    ) -> Tensor:
+        images = self.generator(
+            z,
+            labels,
+            noise=noise,
+            truncation_psi=truncation_psi,
+            truncation_cutoff=truncation_cutoff,
+            resolution=self.stage,
+            alpha=self.alpha,
+        )
+        factor = self.resolution // self.stage
+        return images if factor == 1 else F.interpolate(images, scale_factor=factor)

@@ -1,0 +1,460 @@
+"""R3GAN's generator and discriminator (Huang et al., 2501.05441): residual networks without styles, noise or
+normalisation.
+
+Every picture passes, resolution by resolution, through residual blocks of grouped convolutions. Widths and
+cardinalities are those of the configuration up to 32 px and halve with every doubling above it.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.layers import LEAKY_SLOPE, compute_dtype
+from models.stylegan2 import check_resolution
+from utils.errors import UserError
+
+FULL_WIDTH_UP_TO = 32  # px
+LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
+
+
+@dataclass(kw_only=True)
+class R3Config:
+    """What both networks are told. Raises UserError for sizes that do not fit together."""
+
+    section: ClassVar[str]  # the name of this configuration in the YAML file
+
+    width: int = 768  # channels up to 32 px
+    cardinality: int = 96  # groups of the 3x3 convolutions up to 32 px
+    blocks: int = 2  # residual blocks a resolution
+    expansion: int = 2  # channels inside a block / outside
+    activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
+
+    def __post_init__(self) -> None:
+        for name in ("width", "cardinality", "blocks", "expansion"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{self.section}.{name} {getattr(self, name)} must be 1 or more")
+        inside = self.width * self.expansion
+        if inside % self.cardinality:
+            raise UserError(
+                f"{self.section}.cardinality {self.cardinality} does not divide the {inside} channels inside a block "
+                f"(width x expansion); make it a divisor of {inside}"
+            )
+
+    def sizes(self, resolution: int) -> list[tuple[int, int, int]]:
+        """(resolution, width, cardinality) from 4 px up to `resolution`.
+
+        Raises UserError for a resolution that is no power of two from 8, or that the width and the cardinality cannot
+        be halved for.
+        """
+        check_resolution(resolution)
+        parts = max(1, resolution // FULL_WIDTH_UP_TO)
+        for name in ("width", "cardinality"):
+            if getattr(self, name) % parts:
+                raise UserError(
+                    f"{self.section}.{name} {getattr(self, name)} is halved with every doubling above "
+                    f"{FULL_WIDTH_UP_TO} px; make it a multiple of {parts} for {resolution} px"
+                )
+        found = []
+        for size in (2**k for k in range(2, resolution.bit_length())):
+            parts = max(1, size // FULL_WIDTH_UP_TO)
+            found.append((size, self.width // parts, self.cardinality // parts))
+        return found
+
+
+@dataclass(kw_only=True)
+class R3GeneratorConfig(R3Config):
+    """Size of R3GAN's generator. Raises UserError for sizes that do not fit together."""
+
+    section: ClassVar[str] = "generator"
+
+    z_dim: int = 64  # latent dimensions
+    embed_dim: int = 64  # conditional: dimensions of the label's embedding, which is appended to z
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.z_dim, self.embed_dim) < 1:
+            raise UserError("generator: z_dim and embed_dim must be 1 or more")
+
+
+@dataclass(kw_only=True)
+class R3DiscriminatorConfig(R3Config):
+    """Size of R3GAN's discriminator. Raises UserError for sizes that do not fit together."""
+
+    section: ClassVar[str] = "discriminator"
+
+    embed_dim: int | None = None  # conditional: dimensions of the label's embedding; None: width
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.embed_dim is not None and self.embed_dim < 1:
+            raise UserError(f"discriminator.embed_dim {self.embed_dim} must be 1 or more, or null for the width")
+
+    @property
+    def group(self) -> int:
+        """Consecutive samples that a forward pass must hold whole: 1, no statistic of the batch is looked at."""
+        return 1
+
+
+def _start(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
+    """N(0, gain^2 / fan_in); zeros for gain 0."""
+    return nn.Parameter(torch.randn(shape) * (gain / math.sqrt(fan_in)) if gain else torch.zeros(shape))
+
+
+# Convolutions to be differentiated twice.
+#
+# R1 and R2 differentiate D's gradient in every step. Autograd's own second derivative of a convolution is a loop over
+# its groups, with kernels as large as the picture: measured on the CPU 2 times slower than need be for grouped
+# convolutions and 80 times for depthwise ones. But every derivative of a convolution is one of three: a convolution,
+# its gradient for the input, its gradient for the weight. Input and weight have a node each, because autograd asks a
+# node that is written in Python for all its gradients, and the inner gradient of a penalty needs none for weights.
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=groups)
+
+
+def _convolution_gradient(grad: Tensor, x: Tensor, weight: Tensor, groups: int, *, of_input: bool) -> Tensor:
+    """d<grad, convolution>/dx, or /dweight; of the one asked for only the shape and the layout matter."""
+    padding, mask = [weight.shape[-1] // 2] * 2, [of_input, not of_input, False]
+    gradients = torch.ops.aten.convolution_backward(
+        grad, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], groups, mask
+    )
+    return gradients[0] if of_input else gradients[1]
+
+
+class _InputPath(torch.autograd.Function):
+    """The convolution [N, O, H, W], whose gradient goes to x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        return _convolution(x, weight, bias, groups)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        return _InputGradient.apply(grad, weight, x.detach(), ctx.groups), None, None, None
+
+
+class _WeightPath(torch.autograd.Function):
+    """The bias (or 0) in the shape of the convolution [N, O, H, W], whose gradient goes to weight and bias alone.
+
+    x comes in a tuple, which autograd does not look into: as an input it would put this node on the way to the image.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, wrapped: tuple[Tensor], weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        (x,) = wrapped
+        ctx.save_for_backward(x, weight)
+        ctx.groups = groups
+        start = x.new_zeros(()) if bias is None else bias.clone()[:, None, None]
+        return start.expand(len(x), len(weight), *x.shape[2:])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        to_weight = _WeightGradient.apply(grad, x, weight.detach(), ctx.groups) if ctx.needs_input_grad[1] else None
+        return None, to_weight, grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None, None
+
+
+class _InputGradient(torch.autograd.Function):
+    """d<grad, convolution>/dx: bilinear in grad and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, weight: Tensor, x: Tensor, groups: int) -> Tensor:
+        ctx.save_for_backward(grad, weight)
+        ctx.groups = groups
+        return _convolution_gradient(grad, x, weight, groups, of_input=True)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        grad, weight = ctx.saved_tensors
+        to_grad = convolve_twice(outer, weight, None, ctx.groups) if ctx.needs_input_grad[0] else None
+        wanted = ctx.needs_input_grad[1]
+        to_weight = _WeightGradient.apply(grad, outer, weight.detach(), ctx.groups) if wanted else None
+        return to_grad, to_weight, None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """d<grad, convolution>/dweight: bilinear in grad and x."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
+        ctx.save_for_backward(grad, x)
+        ctx.groups = groups
+        return _convolution_gradient(grad, x, weight, groups, of_input=False)
+
+    @staticmethod
+    def backward(ctx: Any, outer: Tensor) -> Any:
+        grad, x = ctx.saved_tensors
+        to_grad = convolve_twice(x, outer, None, ctx.groups) if ctx.needs_input_grad[0] else None
+        to_x = _InputGradient.apply(grad, outer, x.detach(), ctx.groups) if ctx.needs_input_grad[1] else None
+        return to_grad, to_x, None, None
+
+
+def convolve_twice(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Convolution of stride 1 and odd size k with zero padding k // 2, whose second derivatives are fast.
+
+    x [N, I, H, W], weight [O, I / groups, k, k], bias [O] or None, all of one dtype -> [N, O, H, W].
+    """
+    if torch.jit.is_tracing() or torch.compiler.is_compiling():  # neither knows of second derivatives
+        return _convolution(x, weight, bias, groups)
+    if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
+        return _InputPath.apply(x, weight, None, groups).add_(_WeightPath.apply((x,), weight, bias, groups))
+    return _InputPath.apply(x, weight, bias, groups)
+
+
+_taps: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # made anew, they would be copied from the host every step
+
+
+def _low_pass(channels: int, like: Tensor) -> Tensor:
+    """Depthwise kernel [channels, 1, 3, 3]: the outer product of [1, 2, 1], sum 1, in `like`'s dtype and device.
+
+    For convolutions of stride 1: strided and transposed depthwise ones in bf16 were 16 times slower on the CPU.
+    """
+    key = (like.dtype, like.device)
+    kernel = _taps.get(key)
+    if kernel is None:
+        with torch.inference_mode(False):
+            taps = torch.tensor([1.0, 2.0, 1.0], dtype=like.dtype, device=like.device)
+            kernel = (torch.outer(taps, taps) / 16)[None, None]
+        if type(kernel) is Tensor:  # and not what torch.export puts in its place
+            _taps[key] = kernel
+    return kernel.expand(channels, 1, 3, 3)
+
+
+def downsample(x: Tensor) -> Tensor:
+    """[1, 2, 1] low-pass with zero padding, then 2x2 means; [N, C, H, W] -> [N, C, H / 2, W / 2].
+
+    Equals `layers.downsample_fir`, because [1, 1] * [1, 2, 1] = [1, 3, 3, 1].
+    """
+    channels = x.shape[1]
+    return F.avg_pool2d(convolve_twice(x, _low_pass(channels, x), None, channels), 2)
+
+
+def upsample(x: Tensor) -> Tensor:
+    """Every pixel twice a side, then the [1, 2, 1] low-pass with zero padding; [N, C, H, W] -> [N, C, 2H, 2W].
+
+    Equals `layers.upsample_fir`. Only generators need it, so that its first derivative is the fast one.
+    """
+    channels = x.shape[1]
+    return _convolution(F.interpolate(x, scale_factor=2, mode="nearest"), _low_pass(channels, x), None, channels)
+
+
+class Convolution(nn.Module):
+    """Convolution in autocast's precision; with `activation` a biased leaky ReLU follows, otherwise there is no bias.
+
+    [N, in_channels, H, W] -> [N, out_channels, H, W]. The weight starts as N(0, gain^2 / fan_in). `twice` chooses fast
+    second derivatives over fast first ones.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        size: int,
+        *,
+        twice: bool,
+        groups: int = 1,
+        gain: float = 1.0,
+        activation: bool = False,
+    ) -> None:
+        super().__init__()
+        fan_in = in_channels // groups * size**2
+        self.weight = _start(out_channels, in_channels // groups, size, size, fan_in=fan_in, gain=gain)
+        self.bias = nn.Parameter(torch.zeros(out_channels)) if activation else None
+        self.groups, self.twice = groups, twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = compute_dtype(x)
+        convolve = convolve_twice if self.twice else _convolution
+        bias = None if self.bias is None else self.bias.to(dtype)
+        x = convolve(x.to(dtype), self.weight.to(dtype), bias, self.groups)
+        # in place: the convolution's output is needed by nobody else, so that half of a block's memory is saved
+        return x if bias is None else F.leaky_relu(x, LEAKY_SLOPE, inplace=True)
+
+
+class Linear(nn.Module):
+    """Fully connected layer without bias, [N, in_features] -> [N, out_features]; starts as N(0, gain^2 / fan_in)."""
+
+    def __init__(self, in_features: int, out_features: int, *, gain: float = 1.0) -> None:
+        super().__init__()
+        self.weight = _start(out_features, in_features, fan_in=in_features, gain=gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Block(nn.Module):
+    """x + 1x1(grouped 3x3(1x1(x))), a biased leaky ReLU after the first two; the identity at the start."""
+
+    def __init__(self, width: int, inside: int, cardinality: int, *, gain: float, twice: bool) -> None:
+        super().__init__()
+        self.expand = Convolution(width, inside, 1, gain=gain, activation=True, twice=twice)
+        self.group = Convolution(inside, inside, 3, groups=cardinality, gain=gain, activation=True, twice=twice)
+        self.reduce = Convolution(inside, width, 1, gain=0.0, twice=twice)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.reduce(self.group(self.expand(x)))
+
+
+class Stage(nn.Module):
+    """The residual blocks of one resolution, after the change from the resolution before where there is one.
+
+    "up": 1x1 convolution to the new width, then upsampling; "down": downsampling, then the 1x1 convolution.
+    """
+
+    def __init__(
+        self, before: int, width: int, blocks: Iterable[nn.Module], resample: Literal["up", "down"] | None
+    ) -> None:
+        super().__init__()
+        self.resample = resample
+        self.change = Convolution(before, width, 1, twice=resample == "down") if before != width else None
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.resample == "down":
+            x = downsample(x)
+        if self.change is not None:
+            x = self.change(x)
+        if self.resample == "up":
+            x = upsample(x)
+        return self.blocks(x)
+
+
+class _Stages(nn.ModuleList):
+    """A network's stages, upwards from 4 px or downwards to it.
+
+    With L blocks in all, the first convolutions of each start with the gain sqrt(2 / 1.04) L^(-1/4) (section 3.4 of
+    the paper after Fixup, 1901.09321: L^(-1 / (2m - 2)) for branches of m = 3 layers).
+    """
+
+    def __init__(self, config: R3Config, resolution: int, direction: Literal["up", "down"]) -> None:
+        sizes = config.sizes(resolution)[:: 1 if direction == "up" else -1]
+        gain = LEAKY_GAIN * (len(sizes) * config.blocks) ** -0.25
+        stages, before = [], 0
+        for _, width, cardinality in sizes:
+            blocks = [
+                Block(width, width * config.expansion, cardinality, gain=gain, twice=direction == "down")
+                for _ in range(config.blocks)
+            ]
+            stages.append(Stage(before or width, width, blocks, direction if before else None))
+            before = width
+        super().__init__(stages)
+        self.recompute = config.activation_checkpointing
+        self.first, self.last = sizes[0][1], sizes[-1][1]  # widths
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(compute_dtype(x))
+        for stage in self:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(stage, x, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn inside
+            else:
+                x = stage(x)
+        return x
+
+
+def _one_hot(labels: Tensor | None, embed: Linear) -> Tensor:
+    if labels is None:
+        raise ValueError("a conditional network needs labels")
+    return F.one_hot(labels, embed.weight.shape[1]).to(embed.weight.dtype)
+
+
+class R3Generator(nn.Module):
+    """`forward(z [N, z_dim], labels [N] or None)` -> images [N, channels, resolution, resolution], about [-1, 1].
+
+    A learned 4x4 basis is scaled channel by channel with a linear function of z (and of the label's embedding), then
+    the stages follow. `classes` 0 means unconditional. First and last layer run without autocast.
+    """
+
+    def __init__(self, config: R3GeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
+        super().__init__()
+        self.config, self.z_dim = config, config.z_dim
+        self.resolution, self.channels, self.classes = resolution, channels, classes
+        stages = _Stages(config, resolution, "up")
+        self.embed = Linear(classes, config.embed_dim) if classes else None
+        self.linear = Linear(config.z_dim + (config.embed_dim if classes else 0), stages.first)
+        self.basis = _start(1, stages.first, 4, 4, fan_in=1, gain=1.0)
+        self.stages = stages
+        self.to_rgb = Convolution(stages.last, channels, 1, twice=False)
+
+    def noise_shapes(self) -> list[tuple[int, int, int]]:
+        """No layer takes noise."""
+        return []
+
+    def forward(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        noise: Any = "none",  # whatever other generators take; this one takes none
+        truncation_psi: float = 1.0,
+        truncation_cutoff: int | None = None,
+    ) -> Tensor:
+        """Raises UserError for a `truncation_psi` other than 1."""
+        if truncation_psi != 1:
+            raise UserError(f"truncation_psi {truncation_psi}: R3GAN has no w to truncate; leave it at 1")
+        with torch.autocast(z.device.type, enabled=False):
+            x = z.to(self.linear.weight.dtype)
+            if self.embed is not None:
+                x = torch.cat([x, self.embed(_one_hot(labels, self.embed))], dim=1)
+            x = self.linear(x)[:, :, None, None] * self.basis
+        x = self.stages(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.to_rgb(x.to(self.to_rgb.weight.dtype))
+
+
+class R3Discriminator(nn.Module):
+    """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
+
+    Conditional: the product of the features and the label's embedding (1802.05637). The last layers run without
+    autocast.
+    """
+
+    def __init__(self, config: R3DiscriminatorConfig, *, resolution: int, channels: int, classes: int) -> None:
+        super().__init__()
+        self.config, self.classes = config, classes
+        self.resolution, self.channels = resolution, channels
+        stages = _Stages(config, resolution, "down")
+        dim = config.embed_dim or stages.last
+        self.from_rgb = Convolution(channels, stages.first, 1, twice=True)
+        self.stages = stages
+        self.basis = _start(1, stages.last, 4, 4, fan_in=16, gain=1.0)  # a depthwise 4x4 convolution of 4x4 pixels
+        self.output = Linear(stages.last, dim if classes else 1)
+        self.embed = Linear(classes, dim, gain=1 / math.sqrt(dim)) if classes else None
+
+    def hidden(self, images: Tensor) -> Tensor:
+        """The last hidden activations [N, width], in the parameters' precision."""
+        if tuple(images.shape[1:]) != (self.channels, self.resolution, self.resolution):
+            raise ValueError(
+                f"images of shape {tuple(images.shape[1:])} for a discriminator of "
+                f"{(self.channels, self.resolution, self.resolution)}"
+            )
+        x = self.stages(self.from_rgb(images))
+        with torch.autocast(x.device.type, enabled=False):
+            return (x.to(self.basis.dtype) * self.basis).sum(dim=(2, 3))
+
+    def features(self, images: Tensor) -> Tensor:
+        """What the output is made from, [N, F]: the label is not looked at yet (F = 1 without classes)."""
+        hidden = self.hidden(images)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.output(hidden)
+
+    def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits [N] from features [N, F]: <features, label's embedding>, the features themselves without classes."""
+        if self.embed is None:
+            return features.squeeze(1)
+        with torch.autocast(features.device.type, enabled=False):
+            return (features * self.embed(_one_hot(labels, self.embed))).sum(dim=1)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.project(self.features(images), labels)

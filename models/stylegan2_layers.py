@@ -1,0 +1,291 @@
+"""Parts of StyleGAN2's networks (1912.04958): mapping, modulated convolution, blocks, minibatch standard deviation.
+
+The modulated convolution is the training form: activations are scaled by the style, one shared convolution follows,
+and the demodulation coefficient scales its output. Under fp16 autocast (2006.06676, appendix on mixed precision)
+styles and weights are divided by their largest magnitude first, and outputs are clamped to +-`clamp`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.fir import blur_fir, upsample_fir
+from models.layers import (
+    ACTIVATION_GAIN,
+    EqualizedConv2d,
+    EqualizedLinear,
+    compute_dtype,
+    normalize_second_moment,
+    pointwise,
+    scaled_activation,
+)
+
+Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
+
+
+def clamped(x: Tensor, limit: float | None) -> Tensor:
+    """`x` within +-limit; `x` itself when `limit` is None."""
+    return x if limit is None else x.clamp(-limit, limit)
+
+
+def is_one(alpha: Alpha) -> bool:
+    """Whether `alpha` is the number 1, so that there is nothing to fade; a tensor's value is not asked for."""
+    return not isinstance(alpha, Tensor) and alpha == 1
+
+
+def required(labels: Tensor | None) -> Tensor:
+    """The labels; ValueError when there are none."""
+    if labels is None:
+        raise ValueError("a conditional network needs labels")
+    return labels
+
+
+class Fp16Plan:
+    """What fp16 autocast means to a network: the `count` largest resolutions from 8 px in fp16, the others in fp32.
+
+    Nothing changes without autocast, or under bf16's.
+    """
+
+    def __init__(self, resolution: int, count: int, conv_clamp: float | None) -> None:
+        self.lowest = max(8, 2 * resolution >> count)
+        self.conv_clamp = conv_clamp if count else None
+
+    def clamp(self, x: Tensor) -> float | None:
+        """The limit of convolutions' outputs, at all resolutions: what enters the first one in fp16 must fit, too."""
+        return self.conv_clamp if compute_dtype(x) == torch.float16 else None
+
+    def call(self, size: int, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
+        """`function(x, *arguments)`, the layers at `size` px, in the precision that is theirs."""
+        if compute_dtype(x) == torch.float16 and size < self.lowest:
+            with torch.autocast(x.device.type, enabled=False):
+                return function(x.float() if x.dtype == torch.float16 else x, *arguments)
+        return function(x, *arguments)
+
+
+def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
+    """`function(*arguments)`; with `recompute` its activations are not kept but computed again when they are needed.
+
+    Nothing inside draws (noise is an argument), so there is no random state to put back.
+    """
+    if not recompute:
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+class MappingNetwork(nn.Module):
+    """z [N, z_dim] and labels [N] (int64) to w [N, w_dim].
+
+    z and the embedded label are each normalised to unit second moment and concatenated. Runs in the parameters' own
+    precision whatever autocast says.
+    """
+
+    def __init__(self, z_dim: int, w_dim: int, classes: int, layers: int, lr_multiplier: float) -> None:
+        super().__init__()
+        self.embed = EqualizedLinear(classes, w_dim) if classes else None
+        widths = [z_dim + (w_dim if classes else 0)] + [w_dim] * layers
+        self.layers = nn.Sequential(
+            *(EqualizedLinear(a, b, lr_multiplier=lr_multiplier, activation=True) for a, b in pairwise(widths))
+        )
+
+    def forward(self, z: Tensor, labels: Tensor | None) -> Tensor:
+        with torch.autocast(z.device.type, enabled=False):
+            x = normalize_second_moment(z)
+            if self.embed is not None:
+                one_hot = F.one_hot(required(labels), self.embed.weight.shape[1]).to(z.dtype)
+                x = torch.cat([x, normalize_second_moment(self.embed(one_hot))], dim=1)
+            return self.layers(x)
+
+
+class ModulatedConv2d(nn.Module):
+    """Style-modulated convolution, training form.
+
+    x [N, I, H, W], w [N, w_dim] -> [N, O, H, W], or [N, O, 2H, 2W] with `upsample`. The affine layer (bias 1 at the
+    start) gives the style s; output = conv(x * s) * rsqrt(sum((weight * s)^2) + 1e-8). `demodulate=False` is ToRGB's
+    form, whose style is scaled by 1/sqrt(fan_in).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        w_dim: int,
+        *,
+        demodulate: bool = True,
+        upsample: bool = False,
+    ) -> None:
+        super().__init__()
+        self.affine = EqualizedLinear(w_dim, in_channels, bias_init=1.0)
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, kernel_size, kernel_size))
+        self.weight_gain = 1 / math.sqrt(in_channels * kernel_size**2)
+        self.demodulate = demodulate
+        self.upsample = upsample
+
+    def forward(self, x: Tensor, w: Tensor, gain: float = 1.0) -> tuple[Tensor, Tensor | None]:
+        """The convolution's output before it is scaled, and its scale [N, O, 1, 1] (None: 1).
+
+        The scale is the demodulation coefficient times `gain`, and in fp16 what normalising took away; without
+        demodulation there is no gain, and fp16's scale stays in the parameters' precision.
+        """
+        dtype = compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            style = self.affine(w.to(self.weight.dtype))  # [N, I]
+            weight: Tensor = self.weight
+            scale: Tensor | None = None
+            if self.demodulate:
+                # the weight's gain cancels against the demodulation, so neither is applied
+                energy = style.square() @ weight.square().sum(dim=(2, 3)).t()  # [N, O]
+                scale = gain * torch.rsqrt(energy + 1e-8 / self.weight_gain**2)
+            if dtype == torch.float16:
+                style, weight, scale = self._normalised(style, scale)
+            elif not self.demodulate:
+                weight = weight * self.weight_gain
+            if self.demodulate and scale is not None:
+                scale = scale.to(dtype)
+        if weight.shape[-1] == 1 and not self.upsample:
+            # to few channels the styles go into filters of each sample's own: no pass over the pictures for them
+            x = pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype))
+            return x, None if scale is None else scale[:, :, None, None]
+        x = x.to(dtype) * style.to(dtype)[:, :, None, None]
+        if self.upsample:
+            x = F.conv_transpose2d(x, weight.transpose(0, 1), stride=2)  # [N, O, 2H + 1, 2W + 1]
+            x = blur_fir(x, padding=1, gain=4.0)
+        else:
+            x = F.conv2d(x, weight, padding=weight.shape[-1] // 2)
+        return x, None if scale is None else scale[:, :, None, None]
+
+    def _normalised(self, style: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """fp16: each sample's style [N, I] and each filter divided by their max norms, which the scale [N, O] takes
+        back.
+
+        With inputs within 256 no product then leaves fp16's range. The result does not depend on the norms, so they
+        are constants to the gradient.
+        """
+        style_norm = style.detach().abs().amax(dim=1, keepdim=True).clamp_min(1e-8)  # [N, 1]
+        weight_norm = self.weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]
+        weight = self.weight * (self.weight_gain / weight_norm)[:, None, None, None]
+        norms = style_norm * weight_norm
+        if scale is None:
+            return style / style_norm, weight, norms
+        # a sample whose large styles all meet small weights: a finite scale, since 0 * inf would be NaN
+        scale = (scale * norms / self.weight_gain).clamp(max=torch.finfo(torch.float16).max)
+        return style / style_norm, weight, scale
+
+
+class StyledLayer(nn.Module):
+    """Modulated 3x3 convolution, noise of learned strength (0 at the start), bias, scaled leaky ReLU, clamp."""
+
+    noise_const: Tensor
+
+    def __init__(
+        self, in_channels: int, out_channels: int, w_dim: int, resolution: int, *, upsample: bool = False
+    ) -> None:
+        super().__init__()
+        self.conv = ModulatedConv2d(in_channels, out_channels, 3, w_dim, upsample=upsample)
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+        self.noise_strength = nn.Parameter(torch.zeros([]))
+        self.register_buffer("noise_const", torch.randn(1, 1, resolution, resolution))
+
+    def forward(self, x: Tensor, w: Tensor, noise: Tensor | None, clamp: float | None = None) -> Tensor:
+        x, scale = self.conv(x, w, ACTIVATION_GAIN)
+        bias = (self.bias * ACTIVATION_GAIN).to(x.dtype)[None, :, None, None]
+        if noise is not None:
+            noise = (noise * (self.noise_strength * ACTIVATION_GAIN)).to(x.dtype)
+        return clamped(scaled_activation(x, scale, bias, noise), clamp)
+
+
+class ToRGB(nn.Module):
+    """1x1 modulated convolution to the image's channels, without demodulation; [N, C, H, W] -> [N, channels, H, W] in
+    the parameters' precision.
+    """
+
+    def __init__(self, in_channels: int, channels: int, w_dim: int) -> None:
+        super().__init__()
+        self.conv = ModulatedConv2d(in_channels, channels, 1, w_dim, demodulate=False)
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x: Tensor, w: Tensor, clamp: float | None = None) -> Tensor:
+        rgb, scale = self.conv(x, w)
+        rgb, bias = rgb.to(self.bias.dtype), self.bias[None, :, None, None]
+        return clamped(rgb + bias if scale is None else torch.addcmul(bias, rgb, scale), clamp)
+
+
+class SynthesisBlock(nn.Module):
+    """One resolution: an upsampling layer (absent at 4 px), a layer, ToRGB added to the upsampled image so far.
+
+    `alpha` scales this resolution's own contribution to the image; at 4 px there is no other, and it is not looked at.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, w_dim: int, resolution: int, channels: int) -> None:
+        super().__init__()
+        self.first = (
+            StyledLayer(in_channels, out_channels, w_dim, resolution, upsample=True) if resolution > 4 else None
+        )
+        self.second = StyledLayer(out_channels, out_channels, w_dim, resolution)
+        self.to_rgb = ToRGB(out_channels, channels, w_dim)
+
+    @property
+    def layers(self) -> list[StyledLayer]:
+        """The layers of this resolution, in the order they are applied."""
+        return [layer for layer in (self.first, self.second) if layer is not None]
+
+    def forward(
+        self,
+        x: Tensor,
+        image: Tensor | None,
+        ws: Sequence[Tensor],
+        noise: Sequence[Tensor | None],
+        clamp: float | None = None,
+        alpha: Alpha = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        for layer, w, layer_noise in zip(self.layers, ws[:-1], noise, strict=True):
+            x = layer(x, w, layer_noise, clamp)
+        rgb = self.to_rgb(x, ws[-1], clamp)
+        if image is None:
+            return x, rgb
+        return x, upsample_fir(image) + (rgb if is_one(alpha) else rgb * alpha)
+
+
+class DiscriminatorBlock(nn.Module):
+    """Two 3x3 convolutions, the second halving H and W; residual: plus a 1x1 skip, both times sqrt(0.5).
+
+    `clamp` bounds each convolution's output, times its gain.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, *, residual: bool) -> None:
+        super().__init__()
+        self.gain = math.sqrt(0.5) if residual else 1.0
+        self.first = EqualizedConv2d(in_channels, in_channels, 3)
+        self.second = EqualizedConv2d(in_channels, out_channels, 3, downsample=True, gain=self.gain)
+        self.skip = (
+            EqualizedConv2d(in_channels, out_channels, 1, downsample=True, bias=False, activation=False, gain=self.gain)
+            if residual
+            else None
+        )
+
+    def forward(self, x: Tensor, clamp: float | None = None) -> Tensor:
+        limit = None if clamp is None else clamp * self.gain
+        y = clamped(self.second(clamped(self.first(x), clamp)), limit)
+        return y if self.skip is None else clamped(self.skip(x), limit).add_(y)
+
+
+def minibatch_std(x: Tensor, group: int) -> Tensor:
+    """Append one feature map: the standard deviation over groups of `group` consecutive samples; [N, C, H, W] -> [N,
+    C + 1, H, W].
+
+    sqrt(var + 1e-8), averaged over channels and pixels. Raises ValueError unless N is a multiple of `group`.
+    """
+    n, c, h, w = x.shape
+    if n % group:
+        raise ValueError(f"minibatch standard deviation: a batch of {n} does not hold whole groups of {group}")
+    grouped = x.reshape(n // group, group, c, h, w)
+    # torch.var over an inner dimension was measured 20 times slower than this on the CPU
+    variance = (grouped - grouped.mean(dim=1, keepdim=True)).square().mean(dim=1)
+    std = (variance + 1e-8).sqrt().mean(dim=(1, 2, 3))
+    return torch.cat([x, std.repeat_interleave(group)[:, None, None, None].expand(n, 1, h, w)], dim=1)

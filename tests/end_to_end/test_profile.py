@@ -1,0 +1,97 @@
+"""`train.py --profile N`: what it prints and writes, and that it leaves the training as it was."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.test_train_kill_resume import rows, train_in_process
+from training.profile_measure import WARM_UP
+from utils.errors import run_cli
+
+
+def group_shares(summary: str) -> dict[str, float]:
+    """Group -> share in percent, from the first table; the phases of a group are indented."""
+    table = summary.split("\n\n")[1]
+    return {m[1]: float(m[2]) for m in re.finditer(r"^(\S.*?)\s+[\d.]+\s+([\d.]+) %", table, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_profiled_and_resumed_equals_straight(
+    tmp_path: Path, packed: Path, task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    straight, profiled = tmp_path / "straight", tmp_path / "profiled"
+    often = ["--log.every", "2"]  # so that figures wait for their row when the measuring begins
+    assert train_in_process(config, straight, *often) == 0
+    capsys.readouterr()
+    assert train_in_process(config, profiled, *often, "--profile", "2") == 0
+    summary = (profiled / "profile" / "summary.txt").read_text()
+    out = capsys.readouterr()
+    assert out.out == summary
+    assert "allocated before the profiling" not in out.err
+
+    status = json.loads((profiled / "status.json").read_text())
+    assert (status["state"], status["step"], status["reason"]) == ("stopped", WARM_UP + 2, "profile")
+    found = group_shares(summary)
+    assert found.pop("step") == 100
+    assert sum(found.values()) == pytest.approx(100, abs=1e-6)
+    assert {"data wait", "forward", "backward", "optimizer", "ema", "other/host"} <= found.keys()
+    assert found["other/host"] < 60
+    assert f"{task}: steps {WARM_UP} to {WARM_UP + 1}" in summary
+    assert "aten::convolution_backward" in summary
+    assert re.search(r"^(models|training)/\w+\.py:\d+ \w+", summary, re.MULTILINE)
+    with gzip.open(profiled / "profile" / "trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    assert [e["name"] for e in events if e.get("cat") == "user_annotation"].count("step") == 2
+
+    assert train_in_process(config, profiled, *often) == 0
+    assert differing(state_of(straight, 8), state_of(profiled, 8)) == []
+    assert rows(straight) == rows(profiled)
+
+
+def test_two_processes_measure_the_same_steps(tmp_path: Path, packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    straight, profiled = tmp_path / "straight", tmp_path / "profiled"
+    short = ["--procs", "2", "--steps", str(WARM_UP + 1)]
+    assert train_in_process(config, straight, *short) == 0
+    capfd.readouterr()
+    assert train_in_process(config, profiled, *short, "--profile", "1") == 0
+    out = capfd.readouterr().out
+    assert out == (profiled / "profile" / "summary.txt").read_text()
+    assert "on 2 processes, rank 0 measured" in out
+    assert json.loads((profiled / "status.json").read_text())["state"] == "finished"
+    assert differing(state_of(straight, WARM_UP + 1), state_of(profiled, WARM_UP + 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--profile", "2", "--dry-run"], "leave --dry-run and --max-steps out"),
+        (["--profile", "2", "--max-steps", "4"], "leave --dry-run and --max-steps out"),
+        (["--profile", "0"], "at least 1"),
+        (["--profile", "6"], "needs 3 steps to warm up and 6 to measure, but 8 of 8 are left"),
+    ],
+)
+def test_refusals_write_nothing(
+    tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+) -> None:
+    config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    assert told in errors[0]
+    assert not run.exists()
+
+
+def test_too_little_of_a_resumed_run_is_left(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    assert train_in_process(config, run, "--max-steps", "4") == 0
+    before = (run / "status.json").read_bytes()
+    assert train_in_process(config, run, "--profile", "2") == 2
+    assert "but 4 of 8 are left" in capsys.readouterr().err
+    assert (run / "status.json").read_bytes() == before

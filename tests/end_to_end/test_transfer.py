@@ -1,0 +1,145 @@
+"""`train.py --init-from`: a run that starts from another one's weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.dataset import Dataset
+from data.writer import pack_arrays
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.test_train_kill_resume import kill_at_checkpoint, rows, train_in_process
+from utils.checkpoint import file_sha256
+from utils.config import read_yaml
+
+# steps that change no weight; the average stays because its ramp is off after a transfer
+STILL = ["--generator_optimizer.lr", "1e-30", "--discriminator_optimizer.lr", "1e-30", "--ema.half_life_kimg", "1e18"]
+
+
+@pytest.fixture(scope="module")
+def donor(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+    """A GAN of 16 px and ten classes, three steps old."""
+    folder = tmp_path_factory.mktemp("donor")
+    config = write_config(folder / "donor.yaml", "gan", packed)
+    assert train_in_process(config, folder / "run", "--max-steps", "3") == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+    """Other data: four of the classes, at 32 px."""
+    folder = tmp_path_factory.mktemp("other")
+    for split in ("train", "test"):
+        with Dataset(packed / f"{split}.lmdb") as reader:
+            kept = [i for i in range(len(reader)) if reader.labels()[i] < 4]
+            pictures = torch.stack([torch.from_numpy(reader.picture(i)[0].copy()) for i in kept]).reshape(-1, 1, 16, 16)
+            labels, classes = reader.labels()[kept], list(reader.classes)[:4]
+        large = pictures.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3).numpy()
+        pack_arrays(folder / f"{split}.lmdb", large, labels=labels, classes=classes)
+    return folder
+
+
+def test_to_another_data_set_resolution_and_classes(
+    tmp_path: Path, donor: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", other), tmp_path / "run"
+    assert train_in_process(config, run, "--init-from", str(donor), "--max-steps", "1", *STILL) == 0
+    said = capsys.readouterr().err
+    file = donor / "checkpoints" / "step-00000003.pt"
+    assert f"weights from {file}, step 3:" in said
+    assert "does not fit: mapping.embed.weight 8 x 10 there, 8 x 4 here" in said
+    assert "10 classes there, 4 here: what belongs to a class starts anew" in said
+
+    theirs, ours = state_of(donor, 3), state_of(run, 1)
+    for name in ("generator", "generator_ema"):
+        blocks = [key for key in theirs[name] if key.startswith(("blocks.", "mapping.layers.", "constant"))]
+        assert len(blocks) > 20
+        assert all(torch.equal(ours[name][key], theirs[name][key]) for key in blocks)
+    # 16 px -> 8 px is the discriminator's first block there, its second here
+    first, second = theirs["discriminator"], ours["discriminator"]
+    assert torch.equal(second["blocks.1.first.weight"], first["blocks.0.first.weight"])
+    assert torch.equal(second["last_conv.weight"], first["last_conv.weight"])
+    # nothing else is taken
+    assert ours["loop"]["step"] == 1
+    assert all(int(s["step"]) == 1 for s in ours["generator_optimizer"]["state"].values())
+
+    saved = torch.load(run / "checkpoints" / "step-00000001.pt", weights_only=True)
+    assert saved["origin"] == {"file": str(file), "step": 3, "sha256": file_sha256(file)}
+    assert read_yaml(run / "config.yaml")["init_from"] == saved["config"]["init_from"] == str(file)
+
+    assert train_in_process(config, run, "--init-from", "nowhere", "--max-steps", "4") == 0  # it trains on
+    lines = capsys.readouterr().err.splitlines()
+    assert f"--init-from nowhere is ignored: {run} goes on from its own checkpoint" in lines
+    assert not any("init_from was" in line or "weights from" in line for line in lines)
+    later = torch.load(run / "checkpoints" / "step-00000004.pt", weights_only=True)
+    assert later["origin"] == saved["origin"]
+    assert read_yaml(run / "config.yaml")["init_from"] == str(file)
+    assert not torch.equal(
+        later["state"]["generator"]["blocks.0.second.conv.weight"], theirs["generator"]["blocks.0.second.conv.weight"]
+    )
+
+
+def test_killed_after_a_transfer_and_resumed_equals_straight(tmp_path: Path, donor: Path, other: Path) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "gan", other)
+    straight, killed, again = tmp_path / "straight", tmp_path / "killed", tmp_path / "again"
+    assert train_in_process(config, straight, "--init-from", str(donor)) == 0
+    kill_at_checkpoint(config, killed, 2, "--init-from", str(donor))
+    assert train_in_process(config, killed) == 0  # without the option: it is the run's, not the command's
+    assert differing(state_of(straight, 8), state_of(killed, 8)) == []
+    assert rows(straight) == rows(killed)
+    # the run's own config trains it once more, from the same weights
+    assert train_in_process(config, tmp_path / "short", "--init-from", str(donor), "--max-steps", "1") == 0
+    assert train_in_process(straight / "config.yaml", again, "--max-steps", "1") == 0
+    assert differing(state_of(tmp_path / "short", 1), state_of(again, 1)) == []
+
+
+def test_all_processes_start_from_the_same_weights(tmp_path: Path, donor: Path, packed: Path) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    more = ["--init-from", str(donor), "--max-steps", "1", "--micro-batch", "8"]
+    assert train_in_process(config, tmp_path / "one", *more) == 0
+    assert train_in_process(config, tmp_path / "two", *more, "--procs", "2") == 0
+    one, two = state_of(tmp_path / "one", 1), state_of(tmp_path / "two", 1)
+    for name in ("generator", "discriminator", "generator_ema"):
+        for key, value in one[name].items():
+            torch.testing.assert_close(two[name][key], value, rtol=1e-3, atol=1e-3)
+
+
+def test_a_classifier_gets_a_new_head(
+    tmp_path: Path, packed: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = write_config(tmp_path / "a.yaml", "classifier", packed), tmp_path / "run"
+    assert train_in_process(config, run, "--max-steps", "1") == 0
+    new, target = write_config(tmp_path / "b.yaml", "classifier", other), tmp_path / "new"
+    capsys.readouterr()
+    assert train_in_process(new, target, "--init-from", str(run), "--dry-run") == 0
+    said = capsys.readouterr().err
+    assert "does not fit: network.fc.weight 10 x 512 there, 4 x 512 here" in said
+    assert not target.exists()
+    still = ["--max-steps", "1", "--optimizer.lr", "1e-30"]
+    assert train_in_process(new, target, "--init-from", str(run), *still) == 0
+    theirs, ours = state_of(run, 1), state_of(target, 1)
+    key = "network.layer3.0.conv1.weight"
+    assert torch.equal(ours["model"][key], theirs["model"][key])
+    # the classifier's average keeps its ramp, whose first step takes nine tenths of the model
+    expected = 0.1 * theirs["model_ema"][key] + 0.9 * theirs["model"][key]
+    torch.testing.assert_close(ours["model_ema"][key], expected, rtol=1e-6, atol=1e-7)
+    assert not torch.allclose(theirs["model_ema"][key], theirs["model"][key], rtol=1e-6, atol=1e-7)
+    assert ours["model"]["network.fc.weight"].shape == (4, 512)
+
+
+def test_refusals_write_nothing(tmp_path: Path, donor: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    classifier = write_config(tmp_path / "classifier.yaml", "classifier", packed)
+    gan = write_config(tmp_path / "gan.yaml", "gan", packed)
+    small = ["--generator.z_dim", "5", "--generator.w_dim", "5", "--generator.channel_max", "3"]
+    small += ["--discriminator.channel_max", "3"]
+    for config, source, more, told in (
+        (classifier, donor, [], "is a checkpoint of task 'gan', but this run trains a 'classifier'"),
+        (gan, tmp_path / "nowhere", [], "no such run folder or checkpoint"),
+        (gan, donor, small, "none of its weights fit"),
+    ):
+        capsys.readouterr()
+        assert train_in_process(config, tmp_path / "run", "--init-from", str(source), *more) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert len(errors) == 1
+        assert told in errors[0]
+        assert not (tmp_path / "run").exists()

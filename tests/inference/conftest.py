@@ -1,0 +1,85 @@
+"""Untrained generators whose noise and mean w are not those of the start, so that every setting shows."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from inference.samples import Sampler
+from models.r3gan import R3Generator, R3GeneratorConfig
+from models.restore import generator_from
+from models.stylegan2 import Generator, GeneratorConfig
+from tests.metrics.conftest import CLASSES, SIDE, TINY, classifier_run, make_run
+from utils.checkpoint import load, resolve
+from utils.seeding import forked
+from utils.seeding import generator as keyed_generator
+
+R3: dict[str, Any] = {"z_dim": 4, "width": 8, "cardinality": 2, "blocks": 1}
+
+
+def styled(*, classes=3, channels=1, side=SIDE):
+    """A StyleGAN2 generator whose noise counts and whose w_avg is about the mean of w."""
+    with forked(0, "init", "styled"):
+        generator = Generator(GeneratorConfig(**TINY), resolution=side, channels=channels, classes=classes)
+        z = torch.randn(200, generator.z_dim)
+        with torch.no_grad():
+            labels = torch.arange(200) % classes if classes else None
+            generator.w_avg.copy_(generator.mapping(z, labels).mean(0))
+            for layer in generator.styled_layers():
+                layer.noise_strength.fill_(0.3)
+    return generator.eval().requires_grad_(False)
+
+
+def without_w(*, classes=3):
+    """An R3GAN generator."""
+    with forked(0, "init", "r3"):
+        generator = R3Generator(R3GeneratorConfig(**R3), resolution=SIDE, channels=1, classes=classes)
+    return generator.eval().requires_grad_(False)
+
+
+def sampler_of(generator, **options):
+    """All classes, unless said."""
+    return Sampler(generator=generator, **{"chosen": list(range(generator.classes)), **options})
+
+
+def draws(*shape, seed=0):
+    return torch.randn(*shape, generator=keyed_generator(seed, "test"), dtype=torch.float64)
+
+
+def gan_run(folder, generator, *, architecture="stylegan2", sizes=TINY, resize_filter="none"):
+    """A run folder with that generator; returns the folder."""
+    names = CLASSES[: generator.classes]
+    shape = {"channels": generator.channels, "classes": generator.classes, "resolution": generator.resolution}
+    config = {"architecture": architecture, "generator": sizes}
+    state = {"generator_ema": generator.state_dict()}
+    more = {"classes": names, "resize_filter": resize_filter}
+    return make_run(folder, task="gan", config=config, shape=shape, state=state, **more)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Run folders: grey with three classes, RGB without any, R3GAN, and a classifier."""
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "grey": gan_run(folder / "grey", styled(), resize_filter="zero-pad"),
+        "plain": gan_run(folder / "plain", styled(classes=0, channels=3)),
+        "r3": gan_run(folder / "r3", without_w(), architecture="r3gan", sizes=R3),
+        "classifier": classifier_run(folder / "classifier"),
+    }
+
+
+@pytest.fixture(scope="session")
+def checkpoint(runs):
+    return load(resolve(runs["grey"]))
+
+
+@pytest.fixture
+def generator(checkpoint):
+    return generator_from(checkpoint)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """No ResNet-50 weights are found on this machine."""
+    monkeypatch.setattr("metrics.resnet50.PLACES", ())
+    monkeypatch.delenv("DUET_WEIGHTS", raising=False)

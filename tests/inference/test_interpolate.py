@@ -1,0 +1,173 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from inference.interpolate import FilmConfig, Journey, draw_film, slerp
+from models.sampling import draw, to_uint8
+from tests.inference.conftest import draws, sampler_of, styled, without_w
+from utils.errors import UserError
+
+
+def frames_of(sampler, **config):
+    """uint8 [n, C, H, W]."""
+    journey = Journey(sampler, FilmConfig(**config))
+    frames = np.stack(list(journey))
+    assert len(frames) == len(journey)
+    return torch.from_numpy(frames.transpose(0, 3, 1, 2))
+
+
+def near(a, b):
+    return int((a.int() - b.int()).abs().max()) <= 1
+
+
+def test_slerp_is_shoemakes_formula():
+    a, b, t = draws(5, 7), draws(5, 7, seed=1), torch.tensor([0.0, 0.25, 0.5, 0.9, 1.0])[:, None].double()
+    found = slerp(a, b, t)
+    for row in range(5):
+        x, y, share = a[row].numpy(), b[row].numpy(), float(t[row])
+        x_length, y_length = math.sqrt((x * x).sum()), math.sqrt((y * y).sum())
+        x, y = x / x_length, y / y_length
+        angle = math.acos(sum(p * q for p, q in zip(x, y, strict=True)))
+        way = (math.sin((1 - share) * angle) * x + math.sin(share * angle) * y) / math.sin(angle)
+        expected = way * ((1 - share) * x_length + share * y_length)
+        np.testing.assert_allclose(found[row].numpy(), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[[0, 4]], torch.stack([a[0], b[4]]), rtol=0, atol=1e-10)
+
+
+def test_slerp_goes_evenly_round_the_circle():
+    a, b = torch.tensor([[1.0, 0.0]]).double(), torch.tensor([[0.0, 1.0]]).double()
+    t = torch.linspace(0, 1, 7).double()[:, None]
+    found = slerp(a.expand(7, -1), b.expand(7, -1), t)
+    torch.testing.assert_close(torch.atan2(found[:, 1], found[:, 0]), t[:, 0] * math.pi / 2)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(7).double())
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0, -1.0])
+def test_slerp_of_parallel_and_opposite_vectors_is_straight(factor):
+    a = draws(1, 6)
+    found = slerp(a, factor * a, torch.tensor([[0.25]]).double())
+    length = a.norm() * (0.75 + 0.25 * abs(factor))
+    torch.testing.assert_close(found, a / a.norm() * (0.75 + 0.25 * math.copysign(1, factor)) * length)
+
+
+@pytest.mark.parametrize("space", ["w", "z"])
+@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
+def test_the_film_goes_through_its_samples_and_back(generator, space, noise_mode):
+    """At the key frames: the samples, all with the noise of the first."""
+    sampler = sampler_of(generator, noise_mode=noise_mode, seed=4, truncation_psi=0.7, truncation_cutoff=3)
+    found = frames_of(sampler, space=space, keyframes=4, frames=5)
+    assert len(found) == 20
+    z, labels, _ = sampler.latents(range(4))
+    noise = sampler.latents([0])[2]
+    maps = noise if isinstance(noise, str) else [m.expand(4, -1, -1, -1) for m in noise]
+    expected = to_uint8(generator(z, labels, noise=maps, truncation_psi=0.7, truncation_cutoff=3))
+    assert near(found[::5], expected)
+    assert near(found[0], sampler.pictures([0])[0])
+    steps = (found.float() - found.roll(-1, 0).float()).abs().mean(dim=(1, 2, 3))
+    assert steps.max() < 6 * steps.median()  # also from the last frame to the first
+
+
+def test_between_samples_w_is_straight_also_through_classes(generator):
+    sampler = sampler_of(generator, noise_mode="const", chosen=[2, 1], truncation_psi=0.7)
+    found = frames_of(sampler, keyframes=3, frames=4)
+    w = [generator.mapping(draw(generator, [i], 0)[0], torch.tensor([k])) for i, k in ((2, 2), (1, 1), (5, 2))]
+    for number in range(12):
+        share, first = number % 4 / 4, number // 4
+        mixed = (1 - share) * w[first] + share * w[(first + 1) % 3]
+        styles = generator.w_avg + 0.7 * (mixed - generator.w_avg)
+        assert near(found[number], to_uint8(generator.synthesis(styles[:, None].expand(-1, 4, -1), "const"))[0])
+
+
+def test_in_z_it_follows_the_circle_and_mixes_both_classes(generator):
+    sampler = sampler_of(generator, noise_mode="none", chosen=[0, 2])
+    found = frames_of(sampler, space="z", keyframes=2, frames=4)
+    z = [draw(generator, [index], 0)[0] for index in (0, 2)]
+    for number in range(8):
+        share, first = number % 4 / 4, number // 4
+        labels = [0, 2] if first == 0 else [2, 0]
+        way = slerp(z[first], z[1 - first], torch.tensor([[share]]))
+        w = [generator.mapping(way, torch.tensor([label])) for label in labels]
+        styles = (1 - share) * w[0] + share * w[1]
+        assert near(found[number], to_uint8(generator.synthesis(styles[:, None].expand(-1, 4, -1), "none"))[0])
+    assert not near(found, frames_of(sampler, space="w", keyframes=2, frames=4))
+
+
+def test_without_w_it_goes_through_z_and_the_classes_embeddings():
+    generator = without_w()
+    sampler = sampler_of(generator, chosen=[1, 0])
+    found = frames_of(sampler, keyframes=2, frames=4)
+    z = [draw(generator, [index], 0)[0] for index in (1, 0)]
+    table = generator.embed(torch.eye(3))
+    for number in range(8):
+        share, first = number % 4 / 4, number // 4
+        way = slerp(z[first], z[1 - first], torch.tensor([[share]]))
+        labels = [1, 0] if first == 0 else [0, 1]
+        embedded = (1 - share) * table[labels[0]] + share * table[labels[1]]
+        start = generator.linear(torch.cat([way, embedded[None]], dim=1))[:, :, None, None] * generator.basis
+        assert near(found[number], to_uint8(generator.to_rgb(generator.stages(start)))[0])
+    assert near(found[::4], sampler.pictures([0, 1]))
+    assert near(sampler.pictures([0, 1]), sampler.pictures(range(2)))  # nothing is left behind in the generator
+    with pytest.raises(UserError, match="--space w works on w"):
+        Journey(sampler, FilmConfig(space="w"))
+
+
+@pytest.mark.parametrize("make", [styled, without_w])
+def test_without_classes(make):
+    sampler = sampler_of(make(classes=0), noise_mode="const")
+    found = frames_of(sampler, space="z", keyframes=2, frames=2)
+    assert near(found[::2], sampler.pictures([0, 1]))
+    z = [draw(sampler.generator, [index], 0)[0] for index in (0, 1)]
+    assert near(found[1], to_uint8(sampler.generator(slerp(z[0], z[1], torch.tensor([[0.5]])), None, noise="const"))[0])
+
+
+@pytest.mark.parametrize("space", ["w", "z"])
+@pytest.mark.parametrize("batch_size", [1, 3, 7])
+def test_frames_do_not_depend_on_the_batch(generator, space, batch_size):
+    config = {"space": space, "keyframes": 3, "frames": 4}
+    whole = frames_of(sampler_of(generator), **config)
+    assert near(whole, frames_of(sampler_of(generator, batch_size=batch_size), **config))
+
+
+def test_one_frame_a_segment_shows_the_samples(generator):
+    sampler = sampler_of(generator, noise_mode="const", batch_size=2)
+    assert near(frames_of(sampler, keyframes=5, frames=1), sampler.pictures(range(5)))
+
+
+def test_how_many_samples_it_goes_through(generator):
+    assert len(Journey(sampler_of(generator), FilmConfig(frames=1))) == 8
+    assert len(Journey(sampler_of(styled(classes=12)), FilmConfig(frames=2))) == 24
+    assert len(Journey(sampler_of(styled(classes=20)), FilmConfig(frames=1))) == 16
+
+
+def test_a_film_is_written(generator, tmp_path):
+    sampler = sampler_of(generator, noise_mode="const")
+    config = FilmConfig(keyframes=2, frames=3, fps=10)
+    assert draw_film(sampler, tmp_path / "x.gif", config) == 6
+    expected = frames_of(sampler, keyframes=2, frames=3)
+    with Image.open(tmp_path / "x.gif") as image:
+        assert (getattr(image, "n_frames", 0), image.size, image.info["duration"]) == (6, (256, 256), 100)
+        for number in range(6):
+            image.seek(number)
+            found = torch.from_numpy(np.asarray(image.convert("L"))[::32, ::32].copy())
+            assert torch.equal(found, expected[number, 0])
+    assert draw_film(sampler, tmp_path / "x.mp4", FilmConfig(keyframes=2, frames=3, scale=2)) == 6
+    with pytest.raises(UserError, match=r".mp4 or .gif"):
+        draw_film(sampler, tmp_path / "x.webm", config)
+
+
+@pytest.mark.parametrize("wrong", [{"keyframes": 1}, {"frames": 0}, {"fps": 0}, {"scale": 0}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(UserError, match=r"--n 1|must be 1 or more"):
+        FilmConfig(**wrong)
+
+
+def test_the_embedding_of_a_class_is_linear():
+    """What `_without_w` relies on."""
+    embed = without_w().embed
+    one_hot = F.one_hot(torch.tensor([0, 2]), 3).float()
+    mixed = embed(0.25 * one_hot[:1] + 0.75 * one_hot[1:])
+    torch.testing.assert_close(mixed, 0.25 * embed(one_hot[:1]) + 0.75 * embed(one_hot[1:]))

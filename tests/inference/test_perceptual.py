@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch.autograd import gradcheck, gradgradcheck
+
+from inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
+from metrics.resnet50 import MEAN, STD
+from models.resnet import build_torchvision
+from tests.inference.conftest import draws, styled
+from utils.errors import UserError
+from utils.seeding import forked
+
+
+@pytest.fixture(scope="module")
+def network():
+    """A ResNet-50 with random weights, in float64, whose features neither vanish nor explode."""
+    with forked(0, "init", "perceptual"):
+        network = build_torchvision("resnet50", he_strides=True)
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.get_buffer("running_var").uniform_(0.5, 2)
+                module.get_buffer("running_mean").uniform_(-0.1, 0.1)
+    return network.double().eval().requires_grad_(False)
+
+
+def test_channels_are_scaled_to_unit_length():
+    maps = draws(2, 3, 2, 2)
+    maps[1, :, 0, 1] = 0
+    found = unit_length(maps)
+    for n, row, column in np.ndindex(2, 2, 2):
+        vector = maps[n, :, row, column].numpy()
+        expected = vector / np.sqrt((vector**2).sum() + 1e-10)
+        np.testing.assert_allclose(found[n, :, row, column].numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_a_place_without_features_has_a_finite_gradient():
+    maps = torch.zeros(1, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(unit_length(maps)[0, 0, 0, 0], maps)
+    assert torch.isfinite(gradient).all()
+    assert gradient.abs().max() > 0
+
+
+def test_distance_of_features_is_lpips_without_weights():
+    a = [draws(2, 3, 4, 4), draws(2, 5, 2, 2, seed=1)]
+    b = [draws(1, 3, 4, 4, seed=2), draws(1, 5, 2, 2, seed=3)]
+    found = feature_distance(a, b)
+    for n in range(2):
+        expected = 0.0
+        for x, y in zip(a, b, strict=True):
+            _, channels, height, width = x.shape
+            for c, i, j in np.ndindex(channels, height, width):
+                expected += float(x[n, c, i, j] - y[0, c, i, j]) ** 2 / (height * width)
+        assert float(found[n]) == pytest.approx(expected, abs=1e-10)
+
+
+def test_gradients():
+    maps = draws(1, 3, 2, 2).requires_grad_()
+    other = [unit_length(draws(1, 3, 2, 2, seed=1))]
+
+    def loss(x):
+        return feature_distance([unit_length(x)], other)
+
+    assert gradcheck(loss, maps)
+    assert gradgradcheck(loss, maps)
+    pictures = draws(1, 1, 4, 4).requires_grad_()
+    assert gradcheck(lambda x: resize(x, 7), pictures)
+
+
+@pytest.mark.parametrize(("before", "side"), [(8, 64), (16, 24), (96, 64), (300, 256), (64, 64)])
+def test_scaling_is_bilinear(before, side):
+    pictures = draws(2, 3, before, before)
+    expected = F.interpolate(pictures, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+    torch.testing.assert_close(resize(pictures, side), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 64), (3, 64, 64), (3, 96, 96), (1, 128, 112)])
+def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen, monkeypatch):
+    """The oracle: hooks on the whole network, fed by hand."""
+    monkeypatch.setattr("inference.perceptual.LARGEST", 112)
+    pictures = draws(1, channels, side, side).clamp(-1, 1)
+    caught = {}
+    hooks = [
+        getattr(network, name).register_forward_hook(lambda module, _, output, name=name: caught.update({name: output}))
+        for name in ("bn1", "layer1", "layer2", "layer3", "layer4")
+    ]
+    wanted = F.interpolate(pictures, size=(seen, seen), mode="bilinear", align_corners=False, antialias=True)
+    rgb = wanted.expand(-1, 3, -1, -1) * 0.5 + 0.5
+    mean, std = (torch.tensor(numbers).view(3, 1, 1) for numbers in (MEAN, STD))
+    network((rgb - mean.double()) / std.double())
+    for hook in hooks:
+        hook.remove()
+    found = ResNetFeatures(network)(pictures)
+    assert [maps.shape[1] for maps in found] == [64, 256, 512, 1024, 2048]
+    for name, maps in zip(("bn1", "layer1", "layer2", "layer3", "layer4"), found, strict=True):
+        raw = caught[name].relu()
+        expected = raw / (raw.square().sum(1, keepdim=True) + 1e-10).sqrt()
+        torch.testing.assert_close(maps, expected, rtol=0, atol=1e-6)  # MEAN and STD are held in float32
+
+
+def test_equal_pictures_are_at_distance_0_and_others_are_not(network):
+    target, other = draws(1, 1, 16, 16).clamp(-1, 1), draws(2, 1, 16, 16, seed=1).clamp(-1, 1)
+    features = ResNetFeatures(network)
+    distance = Distance(target, features=features, pixel_weight=0.5)
+    assert float(distance(target)) == 0
+    found = distance(other)
+    assert found.shape == (2,)
+    expected = feature_distance(features(other), features(target)) + 0.5 * (other - target).square().mean((1, 2, 3))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert (found > 0.1).all()
+    pixels = Distance(target, features=None, pixel_weight=0.5)
+    torch.testing.assert_close(pixels(other), 0.5 * (other - target).square().mean((1, 2, 3)), rtol=0, atol=1e-10)
+    assert not pixels.has_features
+    with pytest.raises(ValueError, match="no features"):
+        pixels.perceptual(other)
+
+
+def test_the_gradient_reaches_w_and_is_right(network):
+    """Against central differences along a random direction, through generator and network."""
+    generator = styled().double()
+    distance = Distance(draws(1, 1, 8, 8).clamp(-1, 1), features=ResNetFeatures(network), pixel_weight=1.0)
+
+    def loss(ws):
+        return distance(generator.synthesis(ws, "const")).sum()
+
+    ws, way = draws(1, 4, 8), draws(1, 4, 8, seed=1)
+    (gradient,) = torch.autograd.grad(loss(ws.requires_grad_()), ws)
+    assert (gradient.abs().amax(dim=2) > 0).all()  # of every layer
+    with torch.no_grad():
+        slope = (loss(ws + 1e-6 * way) - loss(ws - 1e-6 * way)) / 2e-6
+    assert float((gradient * way).sum()) == pytest.approx(float(slope), rel=1e-4)
+
+
+def test_building_and_what_is_missing(network, tmp_path, no_weights):
+    cpu = torch.device("cpu")
+    assert build_features("pixels", None, cpu) is None
+    with pytest.raises(UserError, match="--weights is for --features resnet50"):
+        build_features("pixels", tmp_path / "x", cpu)
+    with pytest.raises(UserError, match=r"--weights.*--features pixels"):
+        build_features("resnet50", None, cpu)
+    state = {key: value.float() if value.is_floating_point() else value for key, value in network.state_dict().items()}
+    save_file(state, tmp_path / "x.safetensors", metadata={"stride": "conv1"})
+    pictures = draws(1, 1, 16, 16).clamp(-1, 1)
+    built = build_features("resnet50", tmp_path / "x.safetensors", cpu)
+    assert built is not None
+    for found, expected in zip(built(pictures.float()), ResNetFeatures(network)(pictures), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,243 @@
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from inference.perceptual import Distance
+from inference.projection import ProjectionConfig, Projector, correlation, normalise_, rate
+from models.sampling import to_uint8
+from tests.inference.conftest import draws, sampler_of, styled
+from utils.errors import UserError
+from utils.seeding import generator as keyed_generator
+
+
+def projector(generator, target, *, seed=0, **config):
+    """A search for a picture uint8 [C, H, W] by its pixels."""
+    wanted = target[None].to(generator.w_avg.dtype) / 127.5 - 1
+    distance = Distance(wanted, features=None, pixel_weight=1.0)
+    return Projector(generator, distance, ProjectionConfig(**config), seed=seed)
+
+
+@pytest.fixture
+def own(generator):
+    """A picture that the generator itself has drawn, of class 2, with the stored noise."""
+    return sampler_of(generator, chosen=[2], noise_mode="const", seed=9).pictures([0])[0]
+
+
+def test_its_own_sample_is_found(generator, own):
+    search = projector(generator, own, steps=100)
+    start = search.start([2])
+    in_w = search.search("w", start)
+    in_every_layer = search.search("w+", in_w, refine=True)
+    assert start.rmse > 0.05
+    assert in_w.rmse < 0.15 * start.rmse
+    assert in_every_layer.loss <= in_w.loss
+    assert (in_w.ws == in_w.ws[0]).all()
+    assert in_w.ws.shape == in_every_layer.ws.shape == (4, 8)
+
+
+def test_every_layer_its_own_w_comes_nearer(generator):
+    """To a picture that no single w gives."""
+    sampler = sampler_of(generator, noise_mode="none")
+    z, labels, _ = sampler.latents([0, 1, 2, 3])
+    ws = generator.mapping(z, labels)[None]
+    target = to_uint8(generator.synthesis(ws, "none"))[0]
+    search = projector(generator, target, steps=60, noise_mode="none")
+    in_w = search.search("w", search.start([0, 1, 2]))
+    found = search.search("w+", in_w, refine=True)
+    assert found.rmse < 0.6 * in_w.rmse
+    assert not (found.ws == found.ws[0]).all()
+    alone = search.search("w+", search.start([0, 1, 2]))
+    assert alone.rmse < in_w.rmse
+
+
+def test_a_search_never_ends_farther_than_it_began(generator, own):
+    search = projector(generator, own, steps=100)
+    near = search.search("w", search.start([2]))
+    search.config = ProjectionConfig(steps=1, lr=5.0)
+    again = search.search("w", near)
+    assert torch.equal(again.ws, near.ws)
+    assert again.loss == near.loss
+
+
+def test_what_was_found_is_not_shaken_away(generator, own):
+    search = projector(generator, own, steps=1, lr=1e-9, shake=10.0)
+    start = search.start([1])
+    seen = []
+    plain = generator.synthesis
+
+    def watched(ws, noise):
+        seen.append(ws)
+        return plain(ws, noise)
+
+    generator.synthesis = watched
+    search.search("w", start, refine=True)
+    assert torch.equal(seen[0][0], start.ws)
+    seen.clear()
+    search.search("w", start)
+    assert not torch.equal(seen[0][0], start.ws)
+
+
+def test_what_is_told_is_what_is_seen(generator, own):
+    """Picture and distances again from the styles."""
+    search = projector(generator, own, steps=5)
+    found = search.search("w+", search.start([0]))
+    image = generator.synthesis(found.ws[None], "const")[0]
+    picture = (image * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+    assert torch.equal(found.picture, picture)
+    difference = (picture.double() - own.double()) / 255
+    assert found.rmse == pytest.approx(math.sqrt(difference.square().mean()), rel=1e-5)
+    assert found.loss == pytest.approx(4 * found.rmse**2, rel=1e-5)
+    assert found.perceptual is None
+    assert found.distances == [f"rmse {found.rmse:.3f}"]
+
+
+def test_the_first_steps_are_adams(generator, own):
+    """The oracle: the update written out, with the shaken w, for two steps."""
+    config = {"steps": 8, "lr": 0.3, "shake": 0.2}
+    search = projector(generator, own, seed=3, **config)
+    start = search.start([1])
+    seen = []
+    w = start.ws[0].clone()
+    mean, square = torch.zeros(8), torch.zeros(8)
+    for step in range(8):
+        noise = torch.randn(1, 8, generator=keyed_generator(3, "project", "w", step))[0]
+        shaken = w + 0.2 * search.spread * max(0.0, 1 - step / 8 / 0.75) ** 2 * noise
+        shaken.requires_grad_()
+        image = generator.synthesis(shaken.expand(4, -1)[None], "const")
+        (gradient,) = torch.autograd.grad((image - (own / 127.5 - 1)).square().mean(), shaken)
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        lr = 0.3 * min(1.0, (step + 1) / 0.4) * (0.5 - 0.5 * math.cos(math.pi * min(1.0, (1 - step / 8) / 0.25)))
+        w = w - lr * (mean / (1 - 0.9 ** (step + 1))) / ((square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+        seen.append(lr)
+    torch.testing.assert_close(search.search("w", start).ws[0], w, rtol=1e-3, atol=1e-4)
+    assert seen[-1] < seen[0]
+
+
+def test_it_starts_from_the_class_that_looks_most_like_the_target(generator, own):
+    alone = {label: projector(generator, own).start([label]) for label in range(3)}
+    best = min(alone, key=lambda label: alone[label].loss)
+    search = projector(generator, own)
+    start = search.start([0, 1, 2])
+    assert search.label == best
+    assert torch.equal(start.ws, alone[best].ws)
+    assert len({result.loss for result in alone.values()}) == 3
+    z = torch.randn(1000, generator.z_dim, generator=keyed_generator(0, "project", "mean"))
+    w = generator.mapping(z, torch.full([1000], best))
+    torch.testing.assert_close(start.ws, w.mean(0).expand(4, -1))
+    spread = math.sqrt((w - w.mean(0)).square().sum(1).mean())
+    assert search.spread == pytest.approx(spread, rel=1e-4)
+
+
+def test_without_classes_it_starts_at_w_avg():
+    generator = styled(classes=0)
+    search = projector(generator, torch.zeros(1, 8, 8, dtype=torch.uint8))
+    assert torch.equal(search.start([]).ws, generator.w_avg.expand(4, -1))
+    assert search.label is None
+    assert search.spread > 0
+
+
+def test_a_seed_gives_one_result(generator, own):
+    def found(seed, space):
+        search = projector(generator, own, steps=6, seed=seed, noise_mode="optimise")
+        return search.search(space, search.start([0, 1, 2])).ws
+
+    for space in ("w", "w+"):
+        assert torch.equal(found(0, space), found(0, space))
+        assert not torch.equal(found(0, space), found(1, space))
+
+
+def test_the_generator_stays_as_it_is(generator, own):
+    before = {key: value.clone() for key, value in generator.state_dict().items()}
+    search = projector(generator, own, steps=3, noise_mode="optimise")
+    start = search.start([0])
+    ws, maps = start.ws.clone(), [m.clone() for m in start.noise]
+    search.search("w", start)
+    assert all(torch.equal(before[key], value) for key, value in generator.state_dict().items())
+    assert all(parameter.grad is None for parameter in generator.parameters())
+    assert torch.equal(start.ws, ws)
+    assert all(torch.equal(a, b) for a, b in zip(start.noise, maps, strict=True))
+
+
+def test_noise_is_searched_for_if_asked(generator, own):
+    search = projector(generator, own, steps=40, noise_mode="optimise", noise_weight=0.0)
+    start = search.start([0])
+    free = search.search("w", start)
+    assert [m.shape for m in free.noise] == [(1, 1, 4, 4), (1, 1, 8, 8), (1, 1, 8, 8)]
+    for before, level in zip(start.noise, free.noise, strict=True):
+        assert not torch.equal(before, level)
+        assert float(level.mean()) == pytest.approx(0, abs=1e-5)
+        assert float(level.square().mean()) == pytest.approx(1, abs=1e-4)
+    strict = projector(generator, own, steps=40, noise_mode="optimise", noise_weight=1e5)
+    held = strict.search("w", strict.start([0]))
+    assert correlation(held.noise) < 0.1 * correlation(free.noise)
+    assert projector(generator, own, noise_mode="none").start([0]).noise == "none"
+
+
+def test_steps_are_counted(generator, own):
+    search, ticks = projector(generator, own, steps=7), []
+    search.search("w", search.start([0]), tick=lambda: ticks.append(1))
+    assert len(ticks) == 7
+
+
+def test_float64_is_searched_in_float64(monkeypatch):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        generator = styled()
+        assert generator.w_avg.dtype == torch.float64
+        search = projector(generator, torch.zeros(1, 8, 8, dtype=torch.uint8), steps=2, noise_mode="optimise")
+        found = search.search("w+", search.start([0]))
+    finally:
+        torch.set_default_dtype(before)
+    assert found.ws.dtype == torch.float64
+
+
+def test_learning_rate_rises_stays_and_falls():
+    """Appendix D of 1912.04958: 1000 steps, linear over the first 50, cosine over the last 250."""
+    rates = [rate(step, 1000) for step in range(1000)]
+    assert rates[0] == pytest.approx(1 / 50)
+    assert rates[24] == pytest.approx(0.5)
+    assert rates[49:751] == [1.0] * 702
+    assert rates[875] == pytest.approx(0.5)
+    assert rates[999] == pytest.approx(0.5 - 0.5 * math.cos(math.pi / 250))
+    assert all(a >= b for a, b in pairwise(rates[750:]))
+    assert rate(0, 1) == 1
+
+
+def test_correlation_is_that_of_neighbours_at_every_size():
+    maps = [draws(1, 1, 4, 4), draws(1, 1, 32, 32, seed=1)]
+    expected = 0.0
+    for level in maps:
+        values = level[0, 0].numpy()
+        while True:
+            size = len(values)
+            for down, right in ((1, 0), (0, 1)):
+                total = 0.0
+                for i, j in np.ndindex(size, size):
+                    total += values[i, j] * values[(i - down) % size, (j - right) % size]
+                expected += (total / size**2) ** 2
+            if size <= 8:
+                break
+            values = values.reshape(size // 2, 2, size // 2, 2).sum(axis=(1, 3)) / 2
+    assert float(correlation(maps)) == pytest.approx(expected, abs=1e-10)
+    assert gradcheck(lambda x: correlation([x]), draws(1, 1, 16, 16).requires_grad_())
+
+
+def test_maps_are_brought_to_mean_0_and_square_1():
+    level = draws(1, 1, 8, 8) * 3 + 2
+    expected = (level - level.mean()) / level.var(unbiased=False).sqrt()
+    normalise_([level])
+    torch.testing.assert_close(level, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"lr": 0.0}, {"shake": -1.0}, {"noise_weight": -1.0}, {"pixel_weight": -1.0}]
+)
+def test_settings_are_checked(wrong):
+    with pytest.raises(UserError, match="--"):
+        ProjectionConfig(**wrong)

@@ -1,0 +1,189 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from inference import tables
+from inference.grid import draw_grid
+from inference.pictures import PADDING, save_table
+from inference.tables import draw_mix, draw_truncation, parse_layers, parse_psis
+from models.sampling import draw, to_uint8
+from tests.inference.conftest import sampler_of, styled, without_w
+from tests.inference.test_samples import apart
+from tests.metrics.conftest import CLASSES
+from utils.errors import UserError
+
+NOWHERE = Path("x.png")  # nothing is written where `table` catches it
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L"))
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """What would be drawn: {"rows", "row_heads", "column_heads"}."""
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(tables, "save_table", lambda rows, path, **named: seen.update(rows=rows, **named))
+    return seen
+
+
+@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
+@pytest.mark.parametrize("cutoff", [None, 2])
+def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_mode, cutoff):
+    options = {"noise_mode": noise_mode, "truncation_cutoff": cutoff, "seed": 3}
+    psis = [0.0, 0.4, 1.0, -1.0]
+    assert draw_truncation(sampler_of(generator, batch_size=2, **options), CLASSES, NOWHERE, psis=psis, count=5) == 5
+    assert table["row_heads"] == ["psi 0", "psi 0.4", "psi 1", "psi -1"]
+    assert table["column_heads"] == ["dark", "grey", "light", "dark", "grey"]
+    for psi, row in zip(psis, table["rows"], strict=True):
+        expected = sampler_of(generator, truncation_psi=psi, **options).pictures(range(5))
+        assert apart(torch.stack(row), expected) <= 1
+    if cutoff is None and noise_mode != "random":
+        assert all(torch.equal(picture, table["rows"][0][0]) for picture in table["rows"][0])
+    assert apart(torch.stack(table["rows"][2]), torch.stack(table["rows"][1])) > 10
+
+
+@pytest.mark.parametrize("noise_mode", ["random", "const"])
+def test_mix_takes_styles_and_noise_of_b_at_the_layers(generator, table, noise_mode):
+    """The oracle: each cell from its own styles and maps, one by one."""
+    layers = [1, 3]
+    sampler = sampler_of(generator, seed=1, noise_mode=noise_mode, truncation_psi=0.8, chosen=[2, 0], batch_size=2)
+    assert draw_mix(sampler, CLASSES, NOWHERE, layers=layers, count=3) == 3
+    assert table["row_heads"] == ["", "A light", "A dark", "A light"]
+    assert table["column_heads"] == ["", "B light", "B dark", "B light"]
+    keys = {"A": [(0, 2), (0, 0), (2, 2)], "B": [(1, 2), (1, 0), (3, 2)]}  # the how many-th of which class
+
+    def source(side, number):
+        position, label = keys[side][number]
+        z, maps = draw(generator, [position * 3 + label], 1)
+        w = generator.mapping(z, torch.tensor([label]))
+        w = generator.w_avg + 0.8 * (w - generator.w_avg)
+        return [w] * 4, [*maps, None]
+
+    def picture(styles, maps):
+        noise = maps[:3] if noise_mode == "random" else "const"
+        return to_uint8(generator.synthesis(torch.stack(styles, dim=1), noise))[0]
+
+    assert table["rows"][0][0] is None
+    for number in range(3):
+        assert apart(table["rows"][0][number + 1], picture(*source("B", number))) <= 1
+        assert apart(table["rows"][number + 1][0], picture(*source("A", number))) <= 1
+    for row in range(3):
+        for column in range(3):
+            (a, a_maps), (b, b_maps) = source("A", row), source("B", column)
+            styles = [b[i] if i in layers else a[i] for i in range(4)]
+            maps = [b_maps[i] if i in layers else a_maps[i] for i in range(4)]
+            assert apart(table["rows"][row + 1][column + 1], picture(styles, maps)) <= 1
+
+
+def test_all_layers_give_b_and_none_a(generator, table):
+    draw_mix(sampler_of(generator), CLASSES, NOWHERE, layers=[0, 1, 2, 3], count=3)
+    head, *rows = table["rows"]
+    for row in rows:
+        assert apart(torch.stack(row[1:]), torch.stack(head[1:])) <= 1
+    draw_mix(sampler_of(generator), CLASSES, NOWHERE, layers=[], count=3)
+    for row in table["rows"][1:]:
+        assert all(apart(picture, row[0]) <= 1 for picture in row[1:])
+    sources = [*table["rows"][0][1:], *(row[0] for row in table["rows"][1:])]
+    assert len({picture.numpy().tobytes() for picture in sources}) == 6
+
+
+def test_how_many_are_shown(generator, table):
+    assert draw_truncation(sampler_of(generator), CLASSES, NOWHERE, psis=[1.0]) == 8
+    many = styled(classes=20)
+    names = [str(label) for label in range(20)]
+    assert draw_truncation(sampler_of(many), names, NOWHERE, psis=[1.0]) == 16
+    assert draw_mix(sampler_of(many), names, NOWHERE, layers=[0]) == 8
+
+
+def test_samples_without_classes_are_numbered(table):
+    draw_mix(sampler_of(styled(classes=0, channels=3)), [], NOWHERE, layers=[0], count=2)
+    assert table["row_heads"] == ["", "A 0", "A 2"]
+    assert table["column_heads"] == ["", "B 1", "B 3"]
+
+
+def test_without_w_they_are_refused():
+    sampler = sampler_of(without_w())
+    with pytest.raises(UserError, match=r"truncation works on w.*grid, interpolate --space z"):
+        draw_truncation(sampler, CLASSES, NOWHERE, psis=[1.0])
+    with pytest.raises(UserError, match="mix works on w"):
+        draw_mix(sampler, CLASSES, NOWHERE, layers=[0])
+
+
+def test_layers_are_read():
+    assert parse_layers("0-3", 8) == [0, 1, 2, 3]
+    assert parse_layers(" 6, 0 - 1,1", 8) == [0, 1, 6]
+    assert parse_layers("7", 8) == [7]
+
+
+@pytest.mark.parametrize("text", ["8", "3-8", "3-1", "", "a", "1-", "-1", "1--2", "1,,2"])
+def test_other_layers_are_refused(text):
+    with pytest.raises(UserError, match="--layers"):
+        parse_layers(text, 8)
+
+
+def test_psis_are_read():
+    assert parse_psis("-1, 0,.5") == [-1.0, 0.0, 0.5]
+    for text in ("", "a", "1,", "nan", "inf,1"):
+        with pytest.raises(UserError, match="--psis"):
+            parse_psis(text)
+
+
+def shade(value, channels=1, side=8):
+    return torch.full((channels, side, side), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("margin", [PADDING, 20])
+def test_a_table_holds_the_pictures_pixel_by_pixel(tmp_path, margin):
+    ramp = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8)
+    rows = [[None, shade(50), shade(100)], [shade(150), ramp, shade(0)]]
+    save_table(rows, tmp_path / "x.png", row_heads=["", "$a_b"], column_heads=["", "i\nMMMM", "one"], margin=margin)
+    found = pixels(tmp_path / "x.png")
+    height, width = found.shape
+    last, left = 96 + PADDING, 3 * 96 + PADDING + margin + PADDING  # of the pictures, from the right and from below
+    x = [width - left, width - left + 96 + margin, width - last]
+    y = [height - last - 96 - margin, height - last]
+    assert (found[y[0] : y[0] + 96, x[0] : x[0] + 96] == 255).all()
+    assert (found[y[0] : y[0] + 96, x[1] : x[1] + 96] == 50).all()
+    assert (found[y[0] : y[0] + 96, x[2] : x[2] + 96] == 100).all()
+    assert (found[y[1] : y[1] + 96, x[0] : x[0] + 96] == 150).all()
+    np.testing.assert_array_equal(
+        found[y[1] : y[1] + 96, x[1] : x[1] + 96], ramp[0].numpy().repeat(12, 0).repeat(12, 1)
+    )
+    assert (found[y[0] : y[0] + 96, x[1] + 96 : x[2]] == 255).all()
+    above, beside = found[: y[0]], found[:, : x[0]]
+    first, second = ((part[:, x[1] : x[1] + 96] < 100).sum() for part in (above[:14], above[14:]))
+    assert 0 < 4 * first < second  # letters, few in the first line and many in the second
+    assert above[:14, x[2] : x[2] + 96].min() == 255  # one line stands next to its picture, the first is free
+    assert above[14:, x[2] : x[2] + 96].min() < 100
+    assert beside[y[1] :].min() < 100
+    assert beside[y[0] : y[1]].min() == 255
+
+
+def test_large_and_coloured_pictures_and_long_heads(tmp_path):
+    save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
+    found = pixels(tmp_path / "x.png")
+    assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
+    assert found.shape[1] < 150 + 128 + 4 * PADDING
+    assert (found[:, -PADDING:] == 255).all()
+
+
+def test_grid_has_a_row_for_each_class(generator, tmp_path):
+    assert draw_grid(sampler_of(generator, chosen=[1, 2]), tmp_path / "x.png", count=5) == 5
+    found = pixels(tmp_path / "x.png")
+    assert found.shape == (2 * 64, 3 * 64)
+    expected = sampler_of(generator, chosen=[1, 2]).pictures(range(5))
+    for number in range(5):
+        row, column = number % 2 * 64, number // 2 * 64
+        np.testing.assert_array_equal(found[row : row + 64 : 8, column : column + 64 : 8], expected[number, 0])
+    assert (found[64:, 128:] == 255).all()
+    assert draw_grid(sampler_of(generator), tmp_path / "x.png") == 24
+    assert draw_grid(sampler_of(generator), tmp_path / "x.png", count=2) == 2
+    assert pixels(tmp_path / "x.png").shape == (2 * 64, 64)
+    assert draw_grid(sampler_of(styled(classes=0)), tmp_path / "x.png") == 64
+    assert pixels(tmp_path / "x.png").shape == (8 * 64, 8 * 64)

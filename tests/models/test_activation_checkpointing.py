@@ -1,0 +1,152 @@
+"""`checkpoint: true` keeps fewer activations and changes no number, in first and second derivatives."""
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from tests.models.test_layers import draw, randomised
+from utils.seeding import forked
+
+CONTEXTS = [None, torch.bfloat16, torch.float16]
+LABELS = torch.tensor([0, 2, 1, 1])
+
+
+def precision(dtype):
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+def build_generator(checkpoint, **more):
+    sizes: dict[str, Any] = {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_base": 128, "channel_max": 8}
+    config = GeneratorConfig(**sizes, activation_checkpointing=checkpoint, fp16_resolutions=2, **more)
+    with forked(0, "init", "checkpointing"):
+        return randomised(Generator(config, resolution=32, channels=3, classes=3)).float()
+
+
+def build_discriminator(checkpoint, architecture="residual", progressive=False):
+    config = DiscriminatorConfig(
+        architecture=architecture,
+        channel_base=128,
+        channel_max=8,
+        activation_checkpointing=checkpoint,
+        fp16_resolutions=2,
+    )
+    with forked(0, "init", "checkpointing"):
+        network = Discriminator(config, resolution=32, channels=3, classes=3, progressive=progressive)
+        return randomised(network).float()
+
+
+def gradients(network):
+    return {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+
+
+def same(both, least):
+    """Both runs' outputs and gradients are equal to the bit, and there are at least `least` gradients."""
+    (first, first_gradients), (second, second_gradients) = both
+    assert first.equal(second)
+    assert first_gradients.keys() == second_gradients.keys()
+    assert len(first_gradients) >= least
+    for name, gradient in first_gradients.items():
+        assert gradient.equal(second_gradients[name]), name
+
+
+def run_generator(checkpoint, dtype, *, path_length, stage):
+    generator = build_generator(checkpoint)
+    maps = [draw(4, *shape, key=f"{shape}").float() for shape in generator.noise_shapes(stage.get("resolution"))]
+    with precision(dtype):
+        w = generator.mapping(draw(4, 4, key="z").float(), LABELS)
+        ws = w[:, None].repeat(1, generator.num_ws, 1)
+        images = generator.synthesis(ws, maps, **stage)
+    loss = images.square().mean()
+    if path_length:
+        noise = draw(*images.shape, key="path").float() / images.shape[-1]
+        (slopes,) = torch.autograd.grad((images * noise).sum(), ws, create_graph=True)
+        loss = loss + (slopes.square().sum(dim=2).mean(dim=1).sqrt() - 1).square().mean()
+    loss.backward()
+    return images, gradients(generator)
+
+
+@pytest.mark.parametrize("dtype", CONTEXTS)
+@pytest.mark.parametrize("path_length", [False, True])
+@pytest.mark.parametrize("stage", [{}, {"resolution": 16, "alpha": torch.tensor(0.3)}])
+def test_a_generator_is_the_same_to_the_bit(dtype, path_length, stage):
+    both = [run_generator(checkpoint, dtype, path_length=path_length, stage=stage) for checkpoint in (False, True)]
+    same(both, 25)
+
+
+def run_discriminator(checkpoint, dtype, *, architecture, penalty, alpha):
+    network = build_discriminator(checkpoint, architecture, progressive=alpha is not None)
+    images = draw(4, 3, 16 if alpha is not None else 32, 16 if alpha is not None else 32).float().requires_grad_()
+    with precision(dtype):
+        logits = network(images, LABELS, **({} if alpha is None else {"alpha": alpha}))
+    loss = torch.nn.functional.softplus(-logits).mean()
+    if penalty:
+        (slopes,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
+        loss = loss + slopes.square().sum(dim=(1, 2, 3)).mean()
+    loss.backward()
+    return logits, gradients(network) | {"images": images.grad}
+
+
+@pytest.mark.parametrize("dtype", CONTEXTS)
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+@pytest.mark.parametrize(("penalty", "alpha"), [(False, None), (True, None), (True, torch.tensor(0.3))])
+def test_a_discriminator_is_the_same_to_the_bit(dtype, architecture, penalty, alpha):
+    options = {"architecture": architecture, "penalty": penalty, "alpha": alpha}
+    same([run_discriminator(checkpoint, dtype, **options) for checkpoint in (False, True)], 17)
+
+
+def test_a_frozen_discriminator_hands_the_gradient_on():
+    found = []
+    for checkpoint in (False, True):
+        network = build_discriminator(checkpoint).requires_grad_(False)
+        images = draw(4, 3, 32, 32).float().requires_grad_()
+        network(images, LABELS).sum().backward()
+        found.append(images.grad)
+    assert found[0].equal(found[1])
+    assert found[0].ne(0).any()
+
+
+def kept_bytes(function):
+    """Bytes of what the graph of `function()` keeps, parameters included."""
+    storages: dict[int, torch.Tensor] = {}  # alive until they are counted, so that no address comes twice
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        output = function()
+    assert output.requires_grad
+    return sum(x.untyped_storage().nbytes() for x in storages.values())
+
+
+def test_fewer_bytes_are_kept():
+    for build, shape in ((build_generator, [4]), (build_discriminator, [3, 32, 32])):
+        x = draw(4, *shape).float()
+        kept = [kept_bytes(partial(build(checkpoint), x, LABELS)) for checkpoint in (False, True)]
+        assert kept[1] < 0.5 * kept[0]
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_blocks_are_computed_again_once(checkpoint):
+    generator, network = build_generator(checkpoint), build_discriminator(checkpoint)
+    calls = []
+    for block in (*generator.blocks, *network.blocks, network.from_rgb):
+        block.register_forward_pre_hook(lambda *hook: calls.append(hook[0]))
+    blocks = len(generator.blocks) + len(network.blocks) + 1
+    loss = network(generator(draw(4, 4).float(), LABELS), LABELS).sum()
+    assert len(calls) == blocks
+    loss.backward()
+    assert len(calls) == (2 * blocks if checkpoint else blocks)
+
+
+def test_nothing_is_computed_again_without_a_graph():
+    generator = build_generator(True)
+    with torch.no_grad():
+        images = generator(draw(4, 4).float(), LABELS)
+    assert not images.requires_grad
+    assert images.equal(build_generator(False)(draw(4, 4).float(), LABELS))

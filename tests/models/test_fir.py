@@ -1,0 +1,176 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import fir
+from models.fir import blur_fir, downsample_fir, fir_kernel, upsample_fir
+from tests.models import reference
+from tests.models.test_layers import close, draw
+
+CASES = {
+    "blur 0": (lambda x: blur_fir(x, padding=0), lambda x: reference.blur(x, pad=0)),
+    "blur 1": (lambda x: blur_fir(x, padding=1, gain=4.0), lambda x: reference.blur(x, pad=1, gain=4.0)),
+    "blur 2": (lambda x: blur_fir(x, padding=2), lambda x: reference.blur(x, pad=2)),
+    "blur 3": (lambda x: blur_fir(x, padding=3, gain=0.5), lambda x: reference.blur(x, pad=3, gain=0.5)),
+    "down": (downsample_fir, reference.down),
+    "up": (upsample_fir, reference.up),
+}
+each_case = pytest.mark.parametrize("name", CASES)
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+
+
+def matrix(oracle, shape):
+    """The oracle as a matrix: its answers to the unit pictures [C, H, W] in the columns."""
+    units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
+    return np.stack([oracle(unit).reshape(-1) for unit in units], axis=1)
+
+
+def test_fir_kernel_is_the_outer_product_of_1331():
+    kernel = fir_kernel(2, 4.0, torch.zeros(1, dtype=torch.float64))
+    assert kernel.shape == (2, 1, 4, 4)
+    for channel in kernel:
+        close(channel[0], np.outer([1, 3, 3, 1], [1, 3, 3, 1]) / 16)
+
+
+def test_fir_kernel_first_made_in_inference_mode_can_be_trained_with():
+    fir._kept.clear()
+    with torch.inference_mode():
+        blur_fir(torch.zeros(1, 1, 4, 4), padding=1)
+    x = torch.ones(1, 1, 4, 4, requires_grad=True)
+    blur_fir(x, padding=1).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [(4, 6), (8, 4)])
+@each_case
+def test_values_up_to_the_borders(name, size, layout):
+    function, oracle = CASES[name]
+    x = draw(2, 3, *size)
+    expected = np.stack([oracle(picture) for picture in x.numpy()])
+    x = x.to(memory_format=layout)
+    found = function(x)
+    close(found, expected)
+    close(function(x.clone().requires_grad_()), expected)  # with a graph
+    assert found.is_contiguous(memory_format=layout)
+
+
+def test_downsampling_to_a_single_pixel():
+    x = draw(2, 3, 2, 2)
+    close(downsample_fir(x), np.stack([reference.down(picture) for picture in x.numpy()]))
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 3), (4, 3)])
+def test_upsampling_odd_and_single_pixels(height, width):
+    x = draw(2, 3, height, width)
+    found = upsample_fir(x)
+    assert found.shape == (2, 3, 2 * height, 2 * width)
+    close(found, np.stack([reference.up(picture) for picture in x.numpy()]))
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2])
+def test_blur_of_odd_sizes(padding):
+    x = draw(2, 3, 5, 7)
+    close(blur_fir(x, padding=padding), np.stack([reference.blur(picture, pad=padding) for picture in x.numpy()]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_case
+def test_gradient_is_the_transposed_matrix_and_its_gradient_the_matrix(name, layout):
+    function, oracle = CASES[name]
+    x = draw(1, 2, 4, 6).to(memory_format=layout).requires_grad_()
+    y = function(x)
+    dense = matrix(oracle, (2, 4, 6))
+    outer = draw(*y.shape, key="outer").to(memory_format=layout).requires_grad_()
+    (grad,) = torch.autograd.grad(y, x, outer, create_graph=True)
+    close(grad.reshape(-1), dense.T @ outer.detach().reshape(-1).numpy())
+    assert grad.is_contiguous(memory_format=layout)
+    again = draw(*x.shape, key="again")
+    (second,) = torch.autograd.grad(grad, outer, again)
+    close(second.reshape(-1), dense @ again.reshape(-1).numpy())
+
+
+@each_case
+def test_can_be_differentiated_twice(name):
+    function, _ = CASES[name]
+    x = draw(1, 2, 4, 4).requires_grad_()
+    assert torch.autograd.gradcheck(function, (x,))
+    # linear in x: the second derivative of its square is not zero
+    assert torch.autograd.gradgradcheck(lambda x: function(x).square(), (x,))
+
+
+@each_case
+def test_does_not_change_its_input_or_its_gradient(name):
+    function, _ = CASES[name]
+    x = draw(1, 2, 4, 4).requires_grad_()
+    before = x.detach().clone()
+    y = function(x)
+    outer = draw(*y.shape, key="outer")
+    kept = outer.clone()
+    y.backward(outer)
+    assert torch.equal(x, before)
+    assert torch.equal(outer, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_case
+def test_lower_precisions_round_the_same_numbers(name, layout, dtype):
+    function, _ = CASES[name]
+    x = draw(2, 8, 8, 8).to(dtype).to(memory_format=layout).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    found, expected = function(x), function(exact)
+    assert found.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps * expected.abs().max().item()
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)
+    outer = draw(*found.shape, key="outer").to(dtype)
+    (grad,), (exact_grad,) = torch.autograd.grad(found, x, outer), torch.autograd.grad(expected, exact, outer.double())
+    assert grad.dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps * exact_grad.abs().max().item()
+    torch.testing.assert_close(grad.double(), exact_grad, rtol=0, atol=tolerance)
+
+
+def test_upsampling_is_bilinear_interpolation_inside():
+    # (1, 3) / 4 and (3, 1) / 4 are the weights of half-pixel centres: no shift, gain 1 for a constant
+    x = draw(1, 2, 6, 6)
+    expected = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+    close(upsample_fir(x)[:, :, 1:-1, 1:-1], expected[:, :, 1:-1, 1:-1].numpy())
+
+
+def test_downsampling_keeps_a_ramp_and_a_constant_inside():
+    ramp = torch.arange(12.0, dtype=torch.float64).expand(1, 1, 12, 12)
+    expected = 2 * torch.arange(6.0, dtype=torch.float64) + 0.5
+    close(downsample_fir(ramp)[0, 0, 1:-1, 1:-1], expected[1:-1].expand(4, 4).numpy())
+
+
+@pytest.mark.parametrize("size", [(4, 5), (5, 4)])
+def test_odd_sizes_cannot_be_halved(size):
+    with pytest.raises(ValueError, match=f"{size[0]} x {size[1]} pixels are not even"):
+        downsample_fir(torch.zeros(1, 1, *size))
+
+
+@pytest.mark.parametrize("padding", [-1, 4])
+def test_blur_refuses_a_padding_whose_transpose_is_none(padding):
+    with pytest.raises(ValueError, match=f"padding {padding} must be 0 to 3"):
+        blur_fir(torch.zeros(1, 1, 8, 8), padding=padding)
+
+
+@each_case
+def test_every_derivative_is_a_node_of_our_own(name):
+    function, _ = CASES[name]
+    x = torch.ones(1, 1, 4, 4, requires_grad=True)
+    y = function(x)
+    outer = torch.ones_like(y).requires_grad_()
+    (grad,) = torch.autograd.grad(y, x, outer, create_graph=True)
+    for tensor in (y, grad):
+        assert "Resample" in type(tensor.grad_fn).__name__
+
+
+@each_case
+def test_plain_operators_where_there_is_no_graph(name, monkeypatch):
+    monkeypatch.setattr(fir, "_Resample", None)  # not looked at
+    function, _ = CASES[name]
+    function(torch.ones(1, 1, 4, 4))
+    with torch.no_grad():
+        function(torch.ones(1, 1, 4, 4, requires_grad=True))

@@ -1,0 +1,296 @@
+"""Mixed precision: what runs in fp16, what keeps it from overflowing, and that nothing of it touches bf16 and fp32."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from models.stylegan2_layers import DiscriminatorBlock, ModulatedConv2d, StyledLayer, ToRGB
+from tests.models import reference
+from tests.models.test_layers import close, draw, randomised
+from utils.seeding import forked
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def fp16():
+    return torch.autocast("cpu", dtype=FP16)
+
+
+def build_generator(resolution=16, classes=0, channels=3, **more):
+    config = GeneratorConfig(z_dim=8, w_dim=8, mapping_layers=1, channel_base=256, channel_max=16, **more)
+    with forked(0, "init", "fp16 generator"):
+        return randomised(Generator(config, resolution=resolution, channels=channels, classes=classes)).float()
+
+
+def build_discriminator(resolution=16, classes=0, channels=3, architecture="residual", **more):
+    config = DiscriminatorConfig(
+        architecture=architecture, channel_base=256, channel_max=16, minibatch_std_group=2, **more
+    )
+    with forked(0, "init", "fp16 discriminator"):
+        network = Discriminator(config, resolution=resolution, channels=channels, classes=classes)
+        return randomised(network).float()
+
+
+def error(found, expected):
+    assert found.dtype == FP32
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def dtypes(network, layers, run):
+    """The output dtypes of `layers` (name -> module) while `run` runs the network."""
+    seen = {}
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out, name=name: seen.update({name: out.dtype}))
+        for name, layer in layers.items()
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+# --- whole networks
+
+
+@pytest.mark.parametrize("resolutions", [1, 2, 4])
+def test_a_generator_in_fp16_is_close_to_one_in_fp32(resolutions):
+    generator = build_generator(fp16_resolutions=resolutions)
+    z = draw(4, 8).float()
+    with fp16():
+        found = generator(z)
+    assert 1e-5 < error(found, generator(z)) < 5e-3
+
+
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+@pytest.mark.parametrize("resolutions", [1, 4])
+def test_a_discriminator_in_fp16_is_close_to_one_in_fp32(architecture, resolutions):
+    network = build_discriminator(architecture=architecture, classes=2, fp16_resolutions=resolutions)
+    images, labels = draw(4, 3, 16, 16).float(), torch.tensor([0, 1, 1, 0])
+    with fp16():
+        found = network(images, labels)
+    assert 1e-6 < error(found, network(images, labels)) < 5e-3
+
+
+@pytest.mark.parametrize(("resolutions", "lowest"), [(0, 64), (1, 32), (2, 16), (3, 8), (4, 8), (9, 8)])  # 4 px: never
+def test_only_the_largest_resolutions_run_in_fp16(resolutions, lowest):
+    generator = build_generator(32, channels=1, fp16_resolutions=resolutions)
+    sizes = [4, 8, 16, 32]
+    layers: dict[Any, Any] = {size: block.second for size, block in zip(sizes, generator.blocks, strict=True)}
+    with fp16():
+        found = dtypes(generator, layers, lambda: generator(draw(1, 8).float()))
+    assert found == {size: FP16 if size >= lowest else FP32 for size in sizes}
+    network = build_discriminator(32, channels=1, fp16_resolutions=resolutions)
+    layers = {size: block.second for size, block in zip([32, 16, 8], network.blocks, strict=True)}
+    layers |= {"rgb": network.from_rgb, "last": network.last_conv, "hidden": network.last_linear}
+    with fp16():
+        found = dtypes(network, layers, lambda: network(draw(2, 1, 32, 32).float()))
+    expected: dict[Any, Any] = {size: FP16 if size >= lowest else FP32 for size in (32, 16, 8)}
+    assert found == {**expected, "rgb": expected[32], "last": FP32, "hidden": FP32}
+
+
+def test_no_resolution_in_fp16_is_fp32_to_the_bit():
+    generator, network = build_generator(fp16_resolutions=0), build_discriminator(fp16_resolutions=0)
+    with torch.no_grad():
+        generator.blocks[1].second.bias.fill_(1e4)  # beyond the clamp, which goes with fp16
+    z, images = draw(2, 8).float(), draw(2, 3, 16, 16).float()
+    with fp16():
+        assert generator(z).equal(generator(z))
+        found = generator(z), network(images)
+    assert found[0].equal(generator(z))
+    assert found[1].equal(network(images))
+
+
+@pytest.mark.parametrize(("dtype", "context"), [(FP32, nullcontext()), (BF16, torch.autocast("cpu", dtype=BF16))])
+def test_the_settings_of_fp16_do_not_touch_other_precisions(dtype, context):
+    z, images, found = draw(2, 8).float(), draw(2, 3, 16, 16).float(), []
+    for more in ({"fp16_resolutions": 0}, {"fp16_resolutions": 4, "conv_clamp": 0.01}):
+        generator, network = build_generator(**more), build_discriminator(**more)
+        layers = {"lowest": generator.blocks[0].second, "top": generator.blocks[2].second, "d": network.blocks[1].first}
+        with context:
+            seen = dtypes(generator, layers, lambda g=generator, d=network: found.append((g(z), d(images))))
+        assert seen == {"lowest": dtype, "top": dtype, "d": dtype}
+    assert found[0][0].equal(found[1][0])
+    assert found[0][1].equal(found[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BF16])
+def test_nothing_is_normalised_without_fp16(monkeypatch, dtype):
+    def refuse(*_):
+        raise AssertionError("normalised")
+
+    monkeypatch.setattr(ModulatedConv2d, "_normalised", refuse)
+    generator = build_generator().to(torch.float64 if dtype == torch.float64 else FP32)
+    z = draw(1, 8).to(generator.constant.dtype)
+    with torch.autocast("cpu", dtype=BF16, enabled=dtype == BF16):
+        generator(z)
+    with fp16(), pytest.raises(AssertionError, match="normalised"):
+        build_generator()(z.float())
+
+
+def test_r1_through_fp16_is_nearer_to_that_of_fp32_than_bf16s():
+    network = build_discriminator()
+    gradients = []
+    for context, scale in ((nullcontext(), 1.0), (fp16(), 128.0), (torch.autocast("cpu", dtype=BF16), 1.0)):
+        images = draw(4, 3, 16, 16).float().requires_grad_()
+        with context:
+            logits = network(images)
+        (inner,) = torch.autograd.grad((logits * scale).sum(), images, create_graph=True)
+        ((inner / scale).square().sum() * scale).backward()
+        flat = [(p.grad / scale).flatten() for p in network.parameters() if p.grad is not None]
+        gradients.append(torch.cat(flat))
+        network.zero_grad()
+    # second derivatives jump where rounding moves an activation across leaky ReLU's kink
+    lost = [error(found, gradients[0]) for found in gradients[1:]]
+    assert lost[0] < 0.25
+    assert lost[0] < 0.5 * lost[1]
+
+
+# --- normalisation
+
+
+@pytest.mark.parametrize("demodulate", [False, True])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e3])
+def test_normalising_is_neutral(demodulate, size):
+    layer = randomised(ModulatedConv2d(3, 5, 3, 6, demodulate=demodulate))
+    with torch.no_grad():
+        layer.affine.weight.mul_(size)
+        layer.affine.bias.mul_(size)
+    x, w = draw(2, 3, 4, 4), draw(2, 6, key="w")
+
+    def normalised():
+        style = layer.affine(w)
+        energy = (style[:, None, :, None, None] * layer.weight).square().sum(dim=(2, 3, 4))
+        scale = torch.rsqrt(energy + 1e-8 / layer.weight_gain**2) if demodulate else None
+        style, weight, scale = layer._normalised(style, scale)
+        torch.testing.assert_close(style.abs().amax(dim=1), torch.ones(2, dtype=torch.float64))
+        torch.testing.assert_close(
+            weight.abs().amax(dim=(1, 2, 3)), torch.full((5,), layer.weight_gain, dtype=torch.float64)
+        )
+        return F.conv2d(x * style[:, :, None, None], weight, padding=1) * scale[:, :, None, None]
+
+    def plain():
+        out, scale = layer(x, w)
+        return out if scale is None else out * scale
+
+    close(normalised(), reference.modulated(layer, x.numpy(), w.numpy(), demodulate=demodulate), 1e-10)
+    for first, second in zip(*(derivatives(f(), list(layer.parameters())) for f in (plain, normalised)), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-9, atol=1e-12)
+
+
+def derivatives(output, parameters):
+    """First derivatives of a curved function of `output`, and those of their squares' sum."""
+    first = torch.autograd.grad(output.square().sum(), parameters, create_graph=True)
+    return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), parameters)]
+
+
+@pytest.mark.parametrize(("styles", "weights"), [(1e5, 1.0), (1.0, 1e5), (1e4, 1e4), (1e-6, 1e-6)])
+@pytest.mark.parametrize("kind", ["styled", "upsampling", "rgb"])
+def test_huge_and_tiny_styles_and_weights_stay_in_range(monkeypatch, kind, styles, weights):
+    layer = ToRGB(16, 3, 8) if kind == "rgb" else StyledLayer(16, 16, 8, 8, upsample=kind == "upsampling")
+    with torch.no_grad():
+        randomised(layer).float()
+        layer.conv.affine.weight.mul_(styles)
+        layer.conv.affine.bias.mul_(styles)
+        layer.conv.weight.mul_(weights)
+    arguments = (10 * draw(2, 16, 8, 8).float(), draw(2, 8, key="w").float()) + (() if kind == "rgb" else (None,))
+    expected = layer(*arguments)
+    with fp16():
+        found = layer(*arguments)
+    assert error(found.float(), expected) < 5e-3
+    if styles * weights > 1:  # the numbers are such that without the normalisation fp16 overflows
+        monkeypatch.setattr(ModulatedConv2d, "_normalised", not_normalised)
+        with fp16():
+            assert not torch.isfinite(layer(*arguments)).all()
+
+
+def not_normalised(layer, style, scale):
+    return style, layer.weight if layer.demodulate else layer.weight * layer.weight_gain, scale
+
+
+def test_a_large_style_that_meets_only_zeros_gives_no_nan():
+    layer = StyledLayer(2, 2, 2, 4)
+    with torch.no_grad():
+        layer.conv.affine.weight.zero_()
+        layer.conv.affine.bias.copy_(torch.tensor([1e6, 1e-3]))
+        layer.conv.weight[:, 0] = 0
+        layer.conv.weight[:, 1] = 1e6
+    x = draw(1, 2, 4, 4).float()
+    with fp16():
+        assert torch.isfinite(layer(x, torch.zeros(1, 2), None)).all()
+    with torch.no_grad():
+        layer.conv.affine.bias.zero_()
+        layer.conv.weight.zero_()
+    with fp16():
+        assert layer(x, torch.zeros(1, 2), None).eq(0).all()  # no division by a norm of zero
+
+
+# --- the clamp
+
+
+@pytest.mark.parametrize("limit", [256.0, 3.0, None])
+def test_the_generators_layers_are_clamped(limit):
+    layer = randomised(StyledLayer(4, 4, 4, 8)).float()
+    with torch.no_grad():
+        layer.bias.copy_(torch.tensor([1e3, -1e4, 0.0, 0.0]))
+    x, w = draw(2, 4, 8, 8).float(), draw(2, 4, key="w").float()
+    free = layer(x, w, None)
+    assert free.max() > 1000 * math.sqrt(2) - 10
+    assert free.min() < -2000 * math.sqrt(2) + 10
+    found = layer(x, w, None, limit)
+    assert found.equal(free if limit is None else free.clamp(-limit, limit))
+    rgb = randomised(ToRGB(4, 3, 4)).float()
+    with torch.no_grad():
+        rgb.bias.copy_(torch.tensor([1e3, -1e3, 0.0]))
+    assert rgb(x, w, limit).equal(rgb(x, w) if limit is None else rgb(x, w).clamp(-limit, limit))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_discriminators_convolutions_are_clamped_with_their_gain(residual):
+    block = randomised(DiscriminatorBlock(3, 3, residual=residual))
+    x, limit, gain = 5 * draw(2, 3, 8, 8), 2.0, math.sqrt(0.5) if residual else 1.0
+    y = block.second(block.first(x).clamp(-limit, limit)).clamp(-limit * gain, limit * gain)
+    if block.skip is not None:
+        skip = block.skip(x)
+        assert skip.abs().max() > limit * gain
+        y = y + skip.clamp(-limit * gain, limit * gain)
+    torch.testing.assert_close(block(x, limit), y, rtol=0, atol=0)
+    assert not torch.allclose(block(x), y)
+
+
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_values_beyond_fp16_are_clamped_wherever_they_arise(block):
+    # 4 px in fp32 and the others in fp16: also what enters the first one must be within its range
+    generator = build_generator()
+    with torch.no_grad():
+        generator.blocks[block].second.bias.fill_(1e6)
+    z = draw(2, 8).float()
+    with fp16():
+        found = generator(z)
+    assert torch.isfinite(found).all()
+    generator.fp16.conv_clamp = None
+    with fp16():
+        assert not torch.isfinite(generator(z)).all()
+
+
+@pytest.mark.parametrize(("limit", "bound"), [(0.5, True), (None, False)])
+def test_the_clamp_of_the_configuration_reaches_every_layer(limit, bound):
+    z, images = draw(2, 8).float(), 4 * draw(2, 3, 16, 16).float()
+    generator, network = build_generator(conv_clamp=limit), build_discriminator(conv_clamp=limit)
+    sizes = []
+    blocks = [layer for block in generator.blocks for layer in (*block.layers, block.to_rgb)]
+    for layer in blocks:
+        layer.register_forward_hook(lambda *hook: sizes.append(hook[2].abs().max().item()))
+    for block in network.blocks:
+        block.first.register_forward_pre_hook(lambda _, given: sizes.append(given[0].abs().max().item()))
+    with fp16():
+        generator(z)
+        network(images)
+    most = [0.5 if bound else math.inf] * len(blocks) + [0.5 if bound else math.inf, math.sqrt(0.5) + 1e-3]
+    assert [a <= b for a, b in zip(sizes[:-1], most, strict=False)] == [True] * (len(sizes) - 1)
+    assert (max(sizes[:-1]) <= 0.5) == bound
+    assert (sizes[-1] <= most[-1]) == bound  # two clamped branches, each times sqrt(0.5)

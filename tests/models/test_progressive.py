@@ -1,0 +1,205 @@
+"""Both networks at the stages of progressive growing."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.fir import upsample_fir
+from models.progressive import StageGenerator
+from models.sampling import generate
+from tests.models import reference, test_discriminator, test_generator
+from tests.models.test_layers import close, draw
+
+STAGES = [4, 8, 16, 32]
+ALPHAS = [0.0, 0.3, 1.0]
+
+
+def build_generator(**more):
+    return test_generator.build(32, 3, 2, channel_base=128, **more)
+
+
+def build_discriminator(architecture="residual", **more):
+    with_stages: dict[str, Any] = {"channel_base": 128, "architecture": architecture, "progressive": True}
+    return test_discriminator.build(32, 3, 2, **with_stages | more)
+
+
+def tensor(alpha):
+    return torch.tensor(alpha, dtype=torch.float64)
+
+
+# --- the generator
+
+
+@pytest.mark.parametrize("resolution", STAGES)
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("kind", [float, tensor])
+def test_a_generators_stage_equals_the_reference(resolution, alpha, kind):
+    generator = build_generator()
+    ws = draw(3, generator.num_ws_at(resolution), generator.w_dim, key="ws")
+    maps = [draw(3, *shape, key=f"{shape}") for shape in generator.noise_shapes(resolution)]
+    found = generator.synthesis(ws, maps, resolution=resolution, alpha=kind(alpha))
+    assert found.shape == (3, 3, resolution, resolution)
+    drawn = [m.numpy() for m in maps]
+    close(found, reference.synthesis(generator, ws.numpy(), drawn, resolution=resolution, alpha=alpha), 1e-10)
+
+
+def test_every_stage_has_its_own_number_of_styles_and_noise_maps():
+    generator = build_generator()
+    assert [generator.num_ws_at(stage) for stage in STAGES] == [2, 4, 6, 8]
+    assert generator.num_ws_at() == generator.num_ws == 8
+    assert generator.noise_shapes(4) == [(1, 4, 4)]
+    assert generator.noise_shapes(16) == [(1, 4, 4), (1, 8, 8), (1, 8, 8), (1, 16, 16), (1, 16, 16)]
+    assert generator.noise_shapes(32) == generator.noise_shapes()
+
+
+@pytest.mark.parametrize("resolution", [8, 16, 32])
+@pytest.mark.parametrize("kind", [float, tensor])
+def test_alpha_0_is_the_stage_before_upsampled(resolution, kind):
+    generator = build_generator()
+    ws = draw(2, 8, generator.w_dim, key="ws")
+    before = generator.synthesis(ws, "const", resolution=resolution // 2)
+    found = generator.synthesis(ws, "const", resolution=resolution, alpha=kind(0.0))
+    assert found.equal(upsample_fir(before))
+
+
+@pytest.mark.parametrize("noise", ["const", "none"])
+@pytest.mark.parametrize("alpha", [1.0, 1, tensor(1.0)])
+def test_the_last_stage_at_alpha_1_is_the_ordinary_generator_to_the_bit(noise, alpha):
+    generator = build_generator()
+    z, labels = draw(2, 5), torch.tensor([0, 1])
+    found = generator(z, labels, noise=noise, resolution=32, alpha=alpha)
+    assert found.equal(generator(z, labels, noise=noise))
+    ws = draw(2, 8, generator.w_dim, key="ws")
+    assert generator.synthesis(ws, noise, resolution=32, alpha=alpha).equal(generator.synthesis(ws, noise))
+
+
+def test_further_styles_are_not_looked_at():
+    generator = build_generator()
+    ws = draw(2, 8, generator.w_dim, key="ws")
+    whole = generator.synthesis(ws, "none", resolution=8)
+    assert whole.equal(generator.synthesis(ws[:, :4], "none", resolution=8))
+    with pytest.raises(ValueError, match="takes 4 styles, but 3 were given"):
+        generator.synthesis(ws[:, :3], "none", resolution=8)
+
+
+@pytest.mark.parametrize("resolution", [2, 12, 64])
+def test_a_resolution_that_is_no_stage_is_refused(resolution):
+    generator = build_generator()
+    for use in (generator.num_ws_at, generator.noise_shapes, lambda r: StageGenerator(generator, r)):
+        with pytest.raises(ValueError, match=rf"of 32 px has no stage of {resolution} px; its stages are \[4, 8, 16,"):
+            use(resolution)
+
+
+def test_a_stage_trains_its_own_blocks_and_no_others():
+    generator = build_generator()
+    maps = [draw(2, *shape, key=f"{shape}") for shape in generator.noise_shapes(16)]
+    labels = torch.tensor([0, 1])
+    generator(draw(2, 5), labels, noise=maps, resolution=16, alpha=0.5).square().sum().backward()
+    trained = {name for name, p in generator.named_parameters() if p.grad is not None and p.grad.ne(0).any()}
+    # the RGB of a stage that is no longer the newest still counts: the image is a sum
+    assert trained == {name for name, _ in generator.named_parameters() if not name.startswith("blocks.3")}
+
+
+def test_a_stage_can_be_sampled_from_like_a_generator_of_its_size():
+    generator = build_generator().float()
+    stage = StageGenerator(generator, 8, alpha=torch.tensor(0.25))
+    assert (stage.resolution, stage.channels, stage.classes, stage.z_dim, stage.num_ws) == (8, 3, 2, 5, 4)
+    assert stage.noise_shapes() == generator.noise_shapes(8)
+    z, labels = draw(2, 5).float(), torch.tensor([0, 1])
+    maps = [draw(2, *shape).float() for shape in stage.noise_shapes()]
+    for noise in ("const", "none", maps):
+        found = stage(z, labels, noise=noise, truncation_psi=0.5, truncation_cutoff=2)
+        ws = generator.truncate(generator.mapping(z, labels)[:, None].expand(-1, 4, -1), 0.5, 2)
+        assert found.equal(generator.synthesis(ws, noise, resolution=8, alpha=0.25))
+    assert generate(stage, labels=labels, indices=[3, 4], seed=0).shape == (2, 3, 8, 8)
+    assert {id(p) for p in stage.parameters()} == {id(p) for p in generator.parameters()}
+
+
+def test_a_stage_can_be_shown_at_another_size():
+    generator = build_generator().float()
+    z, labels = draw(2, 5).float(), torch.tensor([0, 1])
+    shown = StageGenerator(generator, 8, 0.5, shown=32)
+    assert (shown.resolution, shown.num_ws, shown.noise_shapes()) == (32, 4, generator.noise_shapes(8))
+    expected = StageGenerator(generator, 8, 0.5)(z, labels)
+    found = shown(z, labels)
+    assert found.equal(expected.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3))
+    assert StageGenerator(generator, 32, shown=32)(z, labels).equal(generator(z, labels))
+
+
+# --- the discriminator
+
+
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+@pytest.mark.parametrize("resolution", STAGES)
+@pytest.mark.parametrize("alpha", ALPHAS)
+@pytest.mark.parametrize("kind", [float, tensor])
+def test_a_discriminators_stage_equals_the_reference(architecture, resolution, alpha, kind):
+    network = build_discriminator(architecture)
+    images, labels = draw(2, 3, resolution, resolution), torch.tensor([1, 0])
+    form: dict[str, Any] = {"residual": architecture == "residual", "group": 2, "alpha": alpha}
+    close(network(images, labels, kind(alpha)), reference.discriminator(network, images.numpy(), labels, **form), 1e-10)
+    close(network.hidden(images, alpha=kind(alpha)), reference.hidden(network, images.numpy(), **form), 1e-10)
+
+
+@pytest.mark.parametrize("resolution", [8, 16, 32])
+@pytest.mark.parametrize("kind", [float, tensor])
+def test_alpha_0_is_the_stage_before_on_2x2_means(resolution, kind):
+    network = build_discriminator()
+    images = draw(2, 3, resolution, resolution)
+    found = network.features(images, alpha=kind(0.0))
+    assert found.equal(network.features(F.avg_pool2d(images, 2)))
+
+
+@pytest.mark.parametrize("architecture", ["residual", "plain"])
+@pytest.mark.parametrize("alpha", [1.0, 1, tensor(1.0)])
+def test_the_last_stage_at_alpha_1_is_the_ordinary_discriminator_to_the_bit(architecture, alpha):
+    network = build_discriminator(architecture)
+    ordinary = build_discriminator(architecture, progressive=False)
+    extra = ordinary.load_state_dict(network.state_dict(), strict=False).unexpected_keys
+    assert extra == [f"from_rgbs.{size}.{name}" for size in (16, 8, 4) for name in ("weight", "bias")]
+    images, labels = draw(4, 3, 32, 32), torch.tensor([0, 1, 1, 0])
+    assert network(images, labels, alpha).equal(ordinary(images, labels))
+    assert network.hidden(images, alpha=alpha).equal(ordinary.hidden(images))
+
+
+def test_a_discriminators_stage_trains_its_own_layers_and_no_others():
+    network = build_discriminator()
+    network(draw(2, 3, 16, 16), torch.tensor([0, 1]), alpha=0.5).sum().backward()
+    trained = {name for name, p in network.named_parameters() if p.grad is not None and p.grad.ne(0).any()}
+    left_out = ("from_rgb.", "blocks.0", "from_rgbs.4")
+    assert trained == {name for name, _ in network.named_parameters() if not name.startswith(left_out)}
+
+
+def test_a_progressive_discriminator_refuses_other_sizes():
+    network = build_discriminator()
+    with pytest.raises(ValueError, match="of 32 px has no stage of 64 px"):
+        network(draw(2, 3, 64, 64), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="images of 8x16"):
+        network(draw(2, 3, 16, 8), torch.tensor([0, 1]))
+
+
+# --- reduced precision
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("resolution", STAGES)
+def test_stages_in_reduced_precision_are_close_to_fp32(dtype, resolution):
+    # fp16 from 16 px up, so that a fade may join a block in fp16 and one in fp32
+    generator, network = build_generator(fp16_resolutions=2).float(), build_discriminator(fp16_resolutions=2).float()
+    ws, labels = draw(4, 8, generator.w_dim).float(), torch.tensor([0, 1, 1, 0])
+    images, alpha = draw(4, 3, resolution, resolution).float(), torch.tensor(0.3)
+
+    def outputs():
+        return (
+            generator.synthesis(ws, "const", resolution=resolution, alpha=alpha),
+            network(images, labels, alpha),
+        )
+
+    expected = outputs()
+    with torch.autocast("cpu", dtype=dtype):
+        found = outputs()
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() / b.norm() < 0.03

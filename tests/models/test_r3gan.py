@@ -1,0 +1,395 @@
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from models import r3gan
+from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
+from tests.models import reference_r3gan as reference
+from tests.models.test_r3gan_layers import close, draw, randomised
+from training.losses import squared_gradient_norm
+from utils.errors import UserError
+from utils.seeding import forked, generator
+
+TINY: dict[str, Any] = {"width": 4, "cardinality": 2, "blocks": 1, "expansion": 2}
+
+
+def build_g(resolution=8, channels=1, classes=0, **more):
+    """A generator in float64 whose parameters are all away from their start."""
+    with forked(0, "init", "generator"):
+        config = R3GeneratorConfig(**{**TINY, "z_dim": 5, "embed_dim": 3, **more})
+        return randomised(R3Generator(config, resolution=resolution, channels=channels, classes=classes))
+
+
+def build_d(resolution=8, channels=1, classes=0, **more):
+    """A discriminator in float64 whose parameters are all away from their start."""
+    with forked(0, "init", "discriminator"):
+        config = R3DiscriminatorConfig(**{**TINY, **more})
+        return randomised(R3Discriminator(config, resolution=resolution, channels=channels, classes=classes))
+
+
+def numbers(network):
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+CASES = [  # resolution, channels, classes, batch, sizes
+    (8, 1, 0, 3, {}),
+    (8, 3, 4, 1, {"blocks": 2, "expansion": 1}),
+    (16, 3, 0, 5, {"cardinality": 8}),
+    (32, 1, 3, 2, {"cardinality": 1}),
+    (64, 3, 2, 1, {"width": 2, "cardinality": 2, "expansion": 3}),
+]
+
+
+@pytest.mark.parametrize(("resolution", "channels", "classes", "batch", "more"), CASES)
+def test_images_equal_the_reference(resolution, channels, classes, batch, more):
+    network = build_g(resolution, channels, classes, **more)
+    z, labels = draw(batch, 5), torch.arange(batch) % classes if classes else None
+    close(network(z, labels), reference.generator(network, resolution, z.numpy(), labels))
+
+
+@pytest.mark.parametrize(("resolution", "channels", "classes", "batch", "more"), CASES)
+def test_logits_equal_the_reference(resolution, channels, classes, batch, more):
+    network = build_d(resolution, channels, classes, **more)
+    images, labels = draw(batch, channels, resolution, resolution), torch.arange(batch) % classes if classes else None
+    close(network.hidden(images), reference.hidden(network, resolution, images.numpy()))
+    close(network(images, labels), reference.discriminator(network, resolution, images.numpy(), labels))
+    assert network.hidden(images).shape == (batch, 4 if more.get("width") != 2 else 2)
+    assert network.features(images).shape == (batch, network.hidden(images).shape[1] if classes else 1)
+
+
+def test_embedding_of_the_discriminator_may_have_its_own_size():
+    network = build_d(8, 1, 3, embed_dim=7)
+    images, labels = draw(2, 1, 8, 8), torch.tensor([2, 0])
+    assert network.features(images).shape == (2, 7)
+    close(network(images, labels), reference.discriminator(network, 8, images.numpy(), labels))
+
+
+def test_parameters_of_the_papers_networks():
+    # published: 20.8M and 21.3M for CIFAR-10 with labels
+    with torch.device("meta"):
+        shape: dict[str, int] = {"resolution": 32, "channels": 3, "classes": 10}
+        assert numbers(R3Generator(R3GeneratorConfig(), **shape)) == 20_781_952
+        assert numbers(R3Discriminator(R3DiscriminatorConfig(), **shape)) == 21_280_512
+        block = 2 * 768 * 1536 + 1536 * 16 * 9 + 2 * 1536
+        shape = {"resolution": 32, "channels": 1, "classes": 0}
+        assert numbers(R3Generator(R3GeneratorConfig(), **shape)) == 8 * block + 768 * 16 + 64 * 768 + 768
+        assert numbers(R3Discriminator(R3DiscriminatorConfig(), **shape)) == 8 * block + 768 * 16 + 768 + 768
+
+
+def test_widths_and_cardinalities_halve_above_32_px():
+    assert R3GeneratorConfig().sizes(256) == [
+        *((size, 768, 96) for size in (4, 8, 16, 32)),
+        (64, 384, 48),
+        (128, 192, 24),
+        (256, 96, 12),
+    ]
+    assert R3DiscriminatorConfig(width=64, cardinality=16).sizes(8) == [(4, 64, 16), (8, 64, 16)]
+
+
+@pytest.mark.parametrize("classes", [0, 10])
+@pytest.mark.parametrize("resolution", [32, 64])
+def test_start_of_the_parameters(resolution, classes):
+    sizes: dict[str, Any] = {"width": 64, "cardinality": 4}
+    shape: dict[str, int] = {"resolution": resolution, "channels": 3, "classes": classes}
+    with forked(0, "init", "start"):
+        networks = (
+            R3Generator(R3GeneratorConfig(**sizes, z_dim=200, embed_dim=300), **shape),
+            R3Discriminator(R3DiscriminatorConfig(**sizes, embed_dim=300), **shape),
+        )
+    count = 2 * (4 if resolution == 32 else 5)  # blocks in all
+    block_gain = math.sqrt(2 / 1.04) / count**0.25
+    for network, basis_fan_in in zip(networks, (1, 16), strict=True):
+        for name, parameter in network.named_parameters():
+            if name.endswith("bias") or "reduce" in name:
+                assert parameter.eq(0).all(), name
+                continue
+            gain = block_gain if ".blocks." in name else 1.0
+            if name == "embed.weight" and network is networks[1]:
+                gain = 1 / math.sqrt(300)
+            fan_in = basis_fan_in if name == "basis" else parameter[0].numel()
+            sigma = gain / math.sqrt(fan_in)
+            assert parameter.std().item() == pytest.approx(sigma, abs=5 * sigma / math.sqrt(2 * parameter.numel())), (
+                name
+            )
+            assert abs(parameter.mean().item()) < 5 * sigma / math.sqrt(parameter.numel()), name
+
+
+def test_blocks_are_the_identity_at_the_start_and_samples_have_the_scale_of_pictures():
+    with forked(0, "init", "identity"):
+        network = R3Generator(R3GeneratorConfig(width=32, cardinality=4), resolution=32, channels=3, classes=0)
+    z = torch.randn(16, 64, generator=generator(0, "test"))
+    x = network.linear(z)[:, :, None, None] * network.basis
+    for _ in range(3):
+        x = r3gan.upsample(x)
+    torch.testing.assert_close(network(z), network.to_rgb(x), rtol=1e-5, atol=1e-5)
+    assert 0.3 < network(z).std().item() < 1.5
+
+
+def test_the_networks_can_be_differentiated_twice_by_input_and_parameters():
+    z, images, labels = draw(1, 2), draw(1, 1, 8, 8), torch.tensor([1])
+    sizes = {"width": 2, "expansion": 1}
+    for network, inputs in ((build_g(8, 1, 2, z_dim=2, embed_dim=1, **sizes), z), (build_d(8, 1, 2, **sizes), images)):
+        names, parameters = zip(*network.named_parameters(), strict=True)
+
+        def apply(x, *values, network=network, names=names):
+            return torch.func.functional_call(network, dict(zip(names, values, strict=True)), (x, labels))
+
+        arguments = (inputs.requires_grad_(), *parameters)
+        # along random directions; entry by entry in the layers' tests
+        assert torch.autograd.gradcheck(apply, arguments, fast_mode=True)
+        assert torch.autograd.gradgradcheck(lambda *a, apply=apply: apply(*a).sin(), arguments, fast_mode=True)
+
+
+def penalised(network, images, labels, dtype=None):
+    """The gradients of R3GAN's whole discriminator loss, by parameter."""
+    network.zero_grad()
+    real, fake = (picture.clone().requires_grad_() for picture in images)
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        logits = network(real, labels), network(fake, labels)
+    penalty = squared_gradient_norm(logits[0], real) + squared_gradient_norm(logits[1], fake)
+    (torch.nn.functional.softplus(logits[1] - logits[0]) + 0.5 * penalty).mean().backward()
+    return {name: parameter.grad.clone() for name, parameter in network.named_parameters()}
+
+
+def test_gradients_of_both_penalties_equal_those_of_torchs_own_convolutions(monkeypatch):
+    network, images, labels = build_d(16, 3, 2, blocks=2), draw(2, 3, 3, 16, 16), torch.tensor([0, 1, 1])
+    found = penalised(network, images, labels)
+    monkeypatch.setattr(r3gan, "convolve_twice", r3gan._convolution)
+    expected = penalised(network, images, labels)
+    assert [name for name, gradient in found.items() if gradient.eq(0).all()] == []
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_checkpointing_changes_no_bit_of_the_discriminators_gradients(dtype):
+    network, labels = build_d(64, 3, 2, blocks=2, width=8, cardinality=4).float(), torch.tensor([0, 1])
+    images = draw(2, 2, 3, 64, 64).float()
+    expected = penalised(network, images, labels, dtype)
+    network.stages.recompute = True
+    found = penalised(network, images, labels, dtype)
+    assert all(found[name].equal(expected[name]) for name in expected)
+    assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_checkpointing_changes_no_bit_of_the_generators_gradients(dtype):
+    shape: dict[str, int] = {"resolution": 64, "channels": 3, "classes": 2}
+    z, labels, gradients, pictures = draw(3, 5).float(), torch.tensor([0, 1, 1]), [], []
+    for recompute in (False, True):
+        network = build_g(**shape, activation_checkpointing=recompute).float()
+        assert network.stages.recompute == recompute
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            images = network(z, labels)
+        images.square().sum().backward()
+        pictures.append(images)
+        gradients.append([parameter.grad for parameter in network.parameters()])
+    assert pictures[0].equal(pictures[1])
+    assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("build", [build_g, build_d])
+def test_checkpointing_keeps_less(build):
+    def kept(recompute):
+        network = build(32, 1, 0, blocks=4, activation_checkpointing=recompute)
+        seen: dict[int, int] = {}
+
+        def note(tensor):
+            seen[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = network(draw(2, 5) if build is build_g else draw(2, 1, 32, 32))
+        del output
+        return sum(seen.values())
+
+    assert kept(True) < 0.4 * kept(False)
+
+
+def test_samples_do_not_depend_on_their_batch():
+    g, d, labels = build_g(16, 3, 3), build_d(16, 3, 3), torch.tensor([0, 2, 1])
+    z, images = draw(3, 5), draw(3, 3, 16, 16)
+    assert d.config.group == 1
+    for row in range(3):
+        rows = slice(row, row + 1)
+        torch.testing.assert_close(g(z[rows], labels[rows]), g(z, labels)[rows], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(d(images[rows], labels[rows]), d(images, labels)[rows], rtol=1e-12, atol=1e-12)
+
+
+def test_one_pass_can_be_projected_onto_several_labels():
+    network, images, others = build_d(8, 1, 3), draw(2, 1, 8, 8), torch.tensor([1, 1])
+    features = network.features(images)
+    torch.testing.assert_close(network.project(features, others), network(images, others), rtol=0, atol=0)
+    assert not network(images, others).equal(network(images, torch.tensor([0, 2])))
+
+
+def test_labels_are_ignored_without_classes_and_needed_with_them():
+    z, images, labels = draw(2, 5), draw(2, 1, 8, 8), torch.tensor([5, 7])
+    torch.testing.assert_close(build_g()(z, labels), build_g()(z), rtol=0, atol=0)
+    torch.testing.assert_close(build_d()(images, labels), build_d()(images), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="needs labels"):
+        build_g(classes=2)(z)
+    with pytest.raises(ValueError, match="needs labels"):
+        build_d(classes=2)(images)
+
+
+def test_the_generator_takes_no_noise_and_cannot_be_truncated():
+    network, z = build_g(), draw(2, 5)
+    assert network.noise_shapes() == []
+    noises: list[Any] = ["random", "const", []]
+    for noise in noises:
+        assert network(z, noise=noise, truncation_psi=1.0, truncation_cutoff=3).equal(network(z))
+    with pytest.raises(UserError, match=r"truncation_psi 0\.7: R3GAN has no w to truncate"):
+        network(z, truncation_psi=0.7)
+
+
+def test_attributes_that_others_read():
+    g, d = build_g(16, 3, 4), build_d(16, 3, 4)
+    assert (g.z_dim, g.classes, g.channels, g.resolution, g.config.z_dim) == (5, 4, 3, 16, 5)
+    assert (d.classes, d.channels, d.resolution, d.config.width) == (4, 3, 16, 4)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8), (1, 8, 4)])
+def test_the_discriminator_refuses_other_pictures(shape):
+    with pytest.raises(ValueError, match=r"for a discriminator of \(1, 8, 8\)"):
+        build_d()(draw(2, *shape))
+
+
+def test_bf16_in_the_stages_and_fp32_outside_them():
+    with forked(0, "init", "bf16"):
+        g = R3Generator(R3GeneratorConfig(width=32, cardinality=4), resolution=16, channels=3, classes=2)
+        d = R3Discriminator(R3DiscriminatorConfig(width=32, cardinality=4), resolution=16, channels=3, classes=2)
+    with torch.no_grad():
+        for parameter in (*g.parameters(), *d.parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator(0, "test", parameter.numel())))
+    seen: dict[str, set[torch.dtype]] = {}
+    for network in (g, d):
+        for name, module in network.named_modules():
+            if isinstance(module, (r3gan.Linear, r3gan.Stage, r3gan.Convolution)):
+                kind = name.split(".")[0]
+                module.register_forward_hook(
+                    lambda _, __, output, kind=kind: seen.setdefault(kind, set()).add(output.dtype)
+                )
+    z, labels = draw(4, 64).float(), torch.tensor([0, 1, 1, 0])
+    images = g(z, labels)
+    expected = d(images, labels)
+    seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = g(z, labels)
+        logits, hidden = d(images, labels), d.hidden(images)
+    full, reduced = {torch.float32}, {torch.bfloat16}
+    assert (found.dtype, logits.dtype, hidden.dtype) == (torch.float32,) * 3
+    assert seen == {
+        **dict.fromkeys(["embed", "linear", "to_rgb", "output"], full),
+        **dict.fromkeys(["from_rgb", "stages"], reduced),
+    }
+    assert 0 < (found - images).norm() / images.norm() < 0.03
+    assert 0 < (logits - expected).norm() / expected.norm() < 0.03
+
+
+def test_channels_last_is_kept_through_the_stages_and_changes_no_number():
+    g, d, labels = build_g(32, 3, 2), build_d(32, 3, 2), torch.tensor([0, 1])
+    z, images = draw(2, 5), draw(2, 3, 32, 32)
+    expected = g(z, labels), d(images, labels)
+    layouts = []
+    for network in (g, d):
+        network.to(memory_format=torch.channels_last)
+        for stage in network.stages:
+            for block in stage.blocks:
+                block.register_forward_hook(
+                    lambda _, __, x: layouts.append(x.is_contiguous(memory_format=torch.channels_last))
+                )
+    torch.testing.assert_close(g(z, labels), expected[0], rtol=1e-10, atol=1e-10)
+    images = images.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(d(images, labels), expected[1], rtol=1e-10, atol=1e-10)
+    assert layouts == [True] * 8
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_the_networks_can_be_traced_and_compiled_in_one_piece():
+    labels = torch.tensor([1, 0])
+    for network, inputs in ((build_g(8, 1, 2), draw(2, 5)), (build_d(8, 1, 2), draw(2, 1, 8, 8))):
+        expected = network(inputs, labels)
+        traced = torch.jit.trace(network, (inputs, labels), check_trace=False)  # what TensorBoard's graph is made of
+        torch.testing.assert_close(traced(inputs, labels), expected, rtol=1e-10, atol=1e-10)
+        compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+        found = compiled(inputs, labels)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        gradients = [torch.autograd.grad(y.sin().sum(), list(network.parameters())) for y in (found, expected)]
+        for mine, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_meta_device_leaves_no_tensor_and_a_state_dict_brings_them_all():
+    labels = torch.tensor([1, 0])
+    for build, inputs in ((build_g, draw(2, 5)), (build_d, draw(2, 3, 64, 64))):
+        network = build(64, 3, 2)
+        assert list(network.buffers()) == []
+        with torch.device("meta"):
+            hollow = type(network)(network.config, resolution=64, channels=3, classes=2).double()
+        assert all(tensor.is_meta for tensor in hollow.state_dict().values())
+        filled = hollow.to_empty(device="cpu")
+        filled.load_state_dict(network.state_dict())
+        assert filled(inputs, labels).equal(network(inputs, labels))
+        assert copy.deepcopy(network)(inputs, labels).equal(network(inputs, labels))
+
+
+def test_state_dict_names_stay():
+    block = [
+        f"blocks.0.{name}" for name in ("expand.weight", "expand.bias", "group.weight", "group.bias", "reduce.weight")
+    ]
+    for network, own in (
+        (build_g(64, 1, 2), ["embed.weight", "linear.weight", "basis", "to_rgb.weight", "stages.4.change.weight"]),
+        (build_d(64, 1, 2), ["from_rgb.weight", "basis", "output.weight", "embed.weight", "stages.1.change.weight"]),
+    ):
+        assert set(network.state_dict()) == {*own, *(f"stages.{stage}.{name}" for stage in range(5) for name in block)}
+
+
+def test_every_parameter_gets_a_gradient():
+    labels = torch.tensor([0, 1, 2])
+    for network, inputs in ((build_g(64, 3, 3), draw(3, 5)), (build_d(64, 3, 3), draw(3, 3, 64, 64))):
+        network(inputs, labels).sum().backward()
+        assert [name for name, p in network.named_parameters() if p.grad is None or p.grad.eq(0).all()] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 0}, "width 0 must be 1 or more"),
+        ({"blocks": 0}, "blocks 0 must be 1 or more"),
+        ({"cardinality": -1}, "cardinality -1 must be 1 or more"),
+        ({"expansion": 0}, "expansion 0 must be 1 or more"),
+        ({"width": 10, "cardinality": 3}, r"cardinality 3 does not divide the 20 channels .* a divisor of 20"),
+    ],
+)
+def test_sizes_that_do_not_fit(settings, message):
+    for config_class, section in ((R3GeneratorConfig, "generator"), (R3DiscriminatorConfig, "discriminator")):
+        with pytest.raises(UserError, match=rf"^{section}\.{message}"):
+            config_class(**{**TINY, **settings})
+
+
+def test_embeddings_need_dimensions():
+    for name in ("z_dim", "embed_dim"):
+        with pytest.raises(UserError, match="z_dim and embed_dim"):
+            R3GeneratorConfig(**{name: 0})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"discriminator\.embed_dim 0"):
+        R3DiscriminatorConfig(embed_dim=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "resolution", "message"),
+    [
+        ({}, 12, "resolution 12 is not a power of two"),
+        ({}, 4, "resolution 4 is not a power of two"),
+        ({"width": 12, "cardinality": 8}, 256, "width 12 is halved .* make it a multiple of 8 for 256 px"),
+        ({"width": 16, "cardinality": 4}, 256, "cardinality 4 is halved .* make it a multiple of 8 for 256 px"),
+    ],
+)
+def test_resolutions_that_do_not_work(settings, resolution, message):
+    for build in (build_g, build_d):
+        with pytest.raises(UserError, match=message):
+            build(resolution, **settings)
+    assert R3GeneratorConfig(width=16, cardinality=4).sizes(128)[-1] == (128, 4, 1)

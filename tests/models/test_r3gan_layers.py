@@ -1,0 +1,261 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+
+from models import r3gan
+from models.fir import downsample_fir, upsample_fir
+from models.r3gan import Block, Convolution, Linear, Stage, convolve_twice, downsample, upsample
+from tests.models import reference_r3gan as reference
+from utils.seeding import forked, generator
+
+
+def draw(*shape, key="x"):
+    """Normal numbers in float64."""
+    return torch.randn(shape, generator=generator(0, "test", key), dtype=torch.float64)
+
+
+def randomised(module):
+    """The module in float64 with every parameter away from its start."""
+    module = module.double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.add_(0.5 * draw(*parameter.shape, key=name))
+    return module
+
+
+def close(found, expected, tolerance=1e-10):
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+def each(function, pictures):
+    return np.stack([function(picture) for picture in pictures.detach().numpy()])
+
+
+CONVOLUTIONS = [(1, 3, 2, 1), (1, 2, 3, 3), (2, 4, 6, 3), (3, 3, 3, 3), (2, 2, 2, 5)]
+
+
+@pytest.mark.parametrize(("groups", "inputs", "outputs", "size"), CONVOLUTIONS)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_convolution_equals_the_reference(groups, inputs, outputs, size, with_bias, trained):
+    x, weight = draw(3, inputs, 4, 5), draw(outputs, inputs // groups, size, size, key="weight")
+    bias = draw(outputs, key="bias") if with_bias else None
+    constant = None if bias is None else bias.numpy()
+    expected = each(lambda p: reference.convolution(p, weight.numpy(), constant, groups), x)
+    close(convolve_twice(x, weight.requires_grad_(trained), bias, groups), expected)
+
+
+@pytest.mark.parametrize(("groups", "inputs", "outputs", "size"), CONVOLUTIONS)
+def test_convolution_can_be_differentiated_twice_by_everything(groups, inputs, outputs, size):
+    x, weight = draw(2, inputs, 2, 3), draw(outputs, inputs // groups, size, size, key="weight")
+    arguments = [tensor.requires_grad_() for tensor in (x, weight, draw(outputs, key="bias"))]
+    assert torch.autograd.gradcheck(lambda x, w, b: convolve_twice(x, w, b, groups), arguments)
+    # the sines put a graph before and after it
+    assert torch.autograd.gradgradcheck(lambda x, w, b: convolve_twice(x.sin(), w.sin(), b, groups).sin(), arguments)
+
+
+@pytest.mark.parametrize("trained", [(), ("x",), ("weight",), ("bias",), ("x", "weight"), ("x", "bias")])
+def test_gradients_go_where_they_are_wanted_and_equal_torchs(trained):
+    tensors = {"x": draw(2, 4, 3, 4), "weight": draw(6, 2, 3, 3, key="weight"), "bias": draw(6, key="bias")}
+    for name in trained:
+        tensors[name].requires_grad_()
+    found = convolve_twice(tensors["x"], tensors["weight"], tensors["bias"], 2)
+    expected = F.conv2d(tensors["x"], tensors["weight"], tensors["bias"], padding=1, groups=2)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert found.requires_grad == bool(trained)
+    if trained:
+        grad, inputs = draw(*found.shape, key="grad"), [tensors[name] for name in trained]
+        pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
+        for mine, theirs in pairs:
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_third_derivatives_are_right_too():
+    x, weight = draw(1, 2, 3, 3).requires_grad_(), draw(2, 1, 3, 3, key="weight").requires_grad_()
+
+    def second(function):
+        y = function().sin().sum()
+        first = torch.autograd.grad(y, (x, weight), create_graph=True)
+        pair = torch.autograd.grad([g.sin().sum() for g in first], (x, weight), create_graph=True)
+        return torch.autograd.grad([g.sin().sum() for g in pair], (x, weight))
+
+    found = second(lambda: convolve_twice(x, weight, None, 2))
+    expected = second(lambda: F.conv2d(x, weight, padding=1, groups=2))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def nodes(tensor):
+    """Names of all nodes of a tensor's graph."""
+    seen, todo = set(), [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [before for before, _ in node.next_functions]
+    return {type(node).__name__ for node in seen}
+
+
+def test_a_penalty_takes_no_slow_second_derivative_and_its_inner_gradient_none_for_weights(monkeypatch):
+    asked = []
+
+    def count(*arguments, of_input):
+        asked.append("input" if of_input else "weight")
+        return original(*arguments, of_input=of_input)
+
+    original = r3gan._convolution_gradient
+    monkeypatch.setattr(r3gan, "_convolution_gradient", count)
+    with forked(0, "init", "penalty"):
+        stage = Stage(4, 6, [Block(6, 12, 3, gain=1.0, twice=True)], "down")
+    stage = randomised(stage)
+    x = draw(2, 4, 8, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(stage(x).sin().sum(), x, create_graph=True)
+    assert asked == ["input"] * 5  # three convolutions of the block, the change of width, the low-pass
+    penalty = gradient.square().sum()
+    assert not any(name.startswith("ConvolutionBackward") for name in nodes(penalty))
+    penalty.backward()
+    assert asked.count("weight") == 8  # once as the weight of a convolution, once as the weight of its gradient
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (4, 6), (8, 8)])
+def test_downsampling_equals_the_reference_and_the_fir_of_1331(height, width):
+    x = draw(3, 2, height, width)
+    close(downsample(x), each(reference.down, x))
+    torch.testing.assert_close(downsample(x), downsample_fir(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (4, 3), (8, 8)])
+def test_upsampling_equals_the_reference_and_the_fir_of_1331(height, width):
+    x = draw(3, 2, height, width)
+    close(upsample(x), each(reference.up, x))
+    torch.testing.assert_close(upsample(x), upsample_fir(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("resample", [upsample, downsample])
+def test_resampling_can_be_differentiated_twice(resample):
+    x = draw(1, 2, 4, 4).requires_grad_()
+    assert torch.autograd.gradcheck(resample, (x,))
+    assert torch.autograd.gradgradcheck(lambda x: resample(x).square(), (x,))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
+def test_low_pass_first_used_in_another_mode_can_be_trained_with(mode):
+    r3gan._taps.clear()
+    with mode():
+        upsample(torch.zeros(1, 1, 2, 2))
+    x = torch.ones(1, 1, 2, 2, requires_grad=True)
+    upsample(x).sum().backward()
+    assert x.grad is not None
+    assert type(x.grad) is torch.Tensor
+    assert len(r3gan._taps) == 1
+
+
+@pytest.mark.parametrize(("size", "groups", "gain"), [(1, 1, 1.0), (3, 4, 1.3), (3, 1, 0.7)])
+def test_convolutions_start_with_variance_gain_squared_over_fan_in(size, groups, gain):
+    with forked(0, "init", "conv"):
+        layer = Convolution(128, 256, size, groups=groups, gain=gain, activation=True, twice=True)
+    fan_in = 128 // groups * size**2
+    assert layer.weight.shape == (256, 128 // groups, size, size)
+    assert layer.weight.std().item() == pytest.approx(gain / math.sqrt(fan_in), rel=0.02)
+    assert layer.weight.mean().abs().item() < 4 * gain / math.sqrt(fan_in * layer.weight.numel())
+    assert layer.bias is not None
+    assert layer.bias.eq(0).all()
+    assert Convolution(4, 4, 1, twice=False).bias is None
+    assert Convolution(4, 4, 1, gain=0.0, twice=False).weight.eq(0).all()
+
+
+def test_linear_starts_with_variance_gain_squared_over_fan_in_and_has_no_bias():
+    with forked(0, "init", "linear"):
+        layer = Linear(100, 400, gain=0.5)
+    assert layer.weight.std().item() == pytest.approx(0.05, rel=0.02)
+    assert [name for name, _ in layer.named_parameters()] == ["weight"]
+    x = draw(2, 100)
+    close(layer.double()(x), x.numpy() @ layer.weight.detach().numpy().T)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("activation", [False, True])
+def test_convolution_layer(twice, activation):
+    layer = randomised(Convolution(4, 6, 3, groups=2, activation=activation, twice=twice))
+    x = draw(3, 4, 5, 6)
+    state = reference.arrays(layer)
+    expected = each(lambda p: reference.convolution(p, state["weight"], state.get("bias"), 2), x)
+    close(layer(x), reference.leaky(expected) if activation else expected)
+    with torch.no_grad():
+        close(layer(x), reference.leaky(expected) if activation else expected)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_block(twice):
+    layer = randomised(Block(4, 12, 3, gain=1.0, twice=twice))
+    x = draw(3, 4, 5, 6)
+    state = {f"b.{name}": value for name, value in reference.arrays(layer).items()}
+    close(layer(x), each(lambda p: reference.block(state, "b", p, 3), x))
+
+
+def test_a_block_is_the_identity_at_the_start_and_keeps_the_variance_inside():
+    gain = r3gan.LEAKY_GAIN
+    with forked(0, "init", "block"):
+        layer = Block(64, 256, 16, gain=gain, twice=True)
+    x = torch.randn(16, 64, 16, 16, generator=generator(0, "test"))
+    assert layer(x).equal(x)
+    assert layer.reduce.weight.eq(0).all()
+    inside = layer.group(layer.expand(x))[:, :, 1:-1, 1:-1]
+    assert inside.square().mean().item() == pytest.approx(1.0, rel=0.1)  # sqrt(2 / 1.04) undoes the leaky ReLU
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_block_can_be_differentiated_twice_by_input_and_parameters(twice):
+    layer = randomised(Block(2, 4, 2, gain=1.0, twice=twice))
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+
+    def apply(x, *values):
+        return torch.func.functional_call(layer, dict(zip(names, values, strict=True)), (x,)).sin()
+
+    arguments = (draw(1, 2, 3, 2).requires_grad_(), *parameters)
+    assert torch.autograd.gradcheck(apply, arguments)
+    assert torch.autograd.gradgradcheck(apply, arguments)
+
+
+@pytest.mark.parametrize("before", [4, 6])
+@pytest.mark.parametrize("resample", ["up", "down"])
+def test_stages_change_the_width_before_upsampling_and_after_downsampling(before, resample):
+    twice = resample == "down"
+    stage = randomised(Stage(before, 4, [Block(4, 8, 2, gain=1.0, twice=twice) for _ in range(2)], resample))
+    assert (stage.change is None) == (before == 4)
+    x = draw(2, before, 4, 6)
+    order = []
+    hooks = [(stage.change, "change"), (stage.blocks, "blocks")]
+    for module, name in hooks:
+        if module is not None:
+            module.register_forward_hook(lambda _, inputs, __, name=name: order.append((name, inputs[0].shape[2])))
+    found = stage(x)
+    state = {f"s.{name}": value for name, value in reference.arrays(stage).items()}
+
+    def expected(picture):
+        weight = state.get("s.change.weight")
+        picture = picture if resample == "up" else reference.down(picture)
+        picture = picture if weight is None else reference.convolution(picture, weight)
+        picture = picture if resample == "down" else reference.up(picture)
+        for number in range(2):
+            picture = reference.block(state, f"s.blocks.{number}", picture, 2)
+        return picture
+
+    close(found, each(expected, x))
+    small, large = (2, 2) if resample == "down" else (4, 8)  # heights at the change and in the blocks
+    assert order == [("change", small)] * (before == 6) + [("blocks", large)]
+
+
+@pytest.mark.parametrize("resample", ["up", "down"])
+def test_channels_last_gives_the_same_numbers_and_stays(resample):
+    stage = randomised(Stage(6, 4, [Block(4, 8, 2, gain=1.0, twice=resample == "down")], resample))
+    x = draw(2, 6, 4, 4)
+    expected = stage(x)
+    found = stage.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert found.is_contiguous(memory_format=torch.channels_last)

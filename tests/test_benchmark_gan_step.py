@@ -1,0 +1,168 @@
+"""The GAN step's benchmark at a tiny size: it counts what it says, and every figure it promises is there."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import gan_step
+from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
+from models.fir import blur_fir
+from training.gan_config import GanConfig
+from utils.config import read_yaml
+from utils.errors import UserError
+
+CPU = torch.device("cpu")
+LAYOUTS = (torch.channels_last, torch.contiguous_format)
+CASES = {  # kernel, stride, padding, transposed, pixels
+    "3x3": (3, 1, 1, False, 8),
+    "1x1": (1, 1, 0, False, 8),
+    "strided": (3, 2, 0, False, 9),
+    "strided, even": (3, 2, 1, False, 8),
+    "transposed": (3, 2, 0, True, 5),
+}
+
+
+def convolution(name, layout=torch.channels_last):
+    """x, weight and the convolution of them."""
+    kernel, stride, padding, transposed, size = CASES[name]
+    x = torch.randn(2, 3, size, size).to(memory_format=layout).requires_grad_()
+    weight = torch.randn(*((3, 5) if transposed else (5, 3)), kernel, kernel).to(memory_format=layout).requires_grad_()
+    function = F.conv_transpose2d if transposed else F.conv2d
+    return x, weight, lambda: function(x, weight, stride=stride, padding=padding)
+
+
+def record(work, layout=torch.channels_last):
+    with Recorder(channels_last=layout is torch.channels_last) as recorder:
+        work()
+    return recorder.calls
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_convolution_and_its_gradients_are_counted_as_torch_counts_them(name, layout):
+    x, weight, run = convolution(name, layout)
+    for inputs in ((), (x,), (weight,), (x, weight)):
+
+        def work(inputs=inputs):
+            y = run()
+            if inputs:
+                torch.autograd.grad(y.square().sum(), inputs)
+
+        with FlopCounterMode(display=False) as counter:
+            work()
+        calls = record(work, layout)
+        assert flops(calls) == counter.get_total_flops() == (1 + len(inputs)) * flops(record(run))
+        assert sum(calls.values()) == (2 if inputs else 1)
+        assert bare_seconds(calls, CPU, runs=1) > 0
+        call = next(iter(calls))
+        assert call.x.stride == x.stride()
+        assert call.output_shape() == run().shape
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_second_derivative_counts_as_a_convolution_and_a_gradient_of_its_weight(name, layout):
+    x, weight, run = convolution(name, layout)
+
+    def work():
+        (grad,) = torch.autograd.grad(run().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    once = flops(record(run))
+    calls = record(work, layout)
+    # the convolution, its gradient; of that the convolution again and the weight's gradient; nothing of the input's
+    assert flops(calls) == pytest.approx(4 * once)
+    assert bare_seconds(calls, CPU, runs=1) > 0
+    of_weight = [call for call in calls if call.grad is not None and call.wanted == (False, True, False)]
+    kernels = {call.weight.shape[2:] for call in of_weight}
+    assert kernels == {tuple(weight.shape[2:])}
+    for call in of_weight:
+        shape = torch.empty(call.x.shape, device="meta").to(memory_format=layout)
+        assert call.x.stride == shape.stride()
+
+
+def test_filters_and_matrix_products_are_no_dense_convolutions():
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+
+    def work():
+        y = blur_fir(x, padding=1) + F.conv2d(x, torch.ones(4, 1, 4, 4), padding=1, groups=4)
+        (y.flatten(1) @ torch.ones(4 * 49, 2)).sum().backward()
+
+    assert not record(work)
+
+
+def test_bare_time_is_weighted_by_how_often_a_convolution_runs(monkeypatch):
+    _, _, run = convolution("3x3")
+    (call,) = record(run)
+    ticks = iter(range(1000))
+    monkeypatch.setattr("benchmarks.gan.convolutions.time.perf_counter", lambda: next(ticks))
+    assert bare_seconds({call: 2.5}, CPU) == 2.5
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A recipe of a few channels, with every penalty in every second step."""
+    tree = read_yaml("configs/bench_gan_step.yaml")
+    tree["batch_size"] = 8
+    tree["generator"] |= {"z_dim": 4, "w_dim": 4, "mapping_layers": 1, "channel_max": 4}
+    tree["discriminator"] |= {"channel_max": 4}
+    tree["loss"] |= {"r1_interval": 2, "path_length_interval": 2}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def test_every_figure_is_there_and_the_last_line_is_flat(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(gan_step, "peak_memory", lambda *_: (3.0, 2.0))  # a process each: not here
+    options = ["--config", str(tiny), "--repeats", "1", "--steps", "2", "--size", "8", "--json"]
+    gan_step.main(options)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert all(isinstance(value, (int, float, str)) for value in result.values())
+    for name in ("bf16", "fp32", "fp32_nchw"):
+        assert 0 < result[f"{name}_conv_share"] < 1.5
+        parts = sum(value for key, value in result.items() if key.startswith(f"{name}_phase_"))
+        step = result[f"{name}_step_ms"]
+        assert parts == pytest.approx(step)
+        assert result[f"{name}_images_per_second"] == pytest.approx(8000 / step)
+        assert result[f"{name}_gflops"] / result[f"{name}_bare_gflops"] == pytest.approx(
+            result[f"{name}_conv_share"], rel=0.01
+        )
+        assert result[f"{name}_phase_generator_path_length_ms"] > 0
+        assert result[f"{name}_phase_discriminator_penalty_ms"] > 0
+        assert result[f"{name}_peak_mib"] == 3
+    ratio = result["fp32_nchw_step_ms"] / result["bf16_step_ms"]
+    assert result["bf16_vs_fp32_nchw_ratio"] == pytest.approx(ratio)
+
+
+def test_peak_memory_of_a_process_of_its_own():
+    config = GanConfig(batch_size=4, steps=4)
+    config.generator.channel_max = config.discriminator.channel_max = 4
+    peak, above = gan_step._peak_memory(config, 8, 1, 0, "cpu")
+    assert peak >= above >= 0
+    assert peak > 10
+    assert math.isfinite(peak)
+
+
+@pytest.mark.parametrize(("steps", "name"), [(8, "r1_interval 16"), (0, "r1_interval"), (18, "r1_interval 16")])
+def test_a_repeat_must_hold_every_penalty_at_its_rate(steps, name):
+    config = GanConfig()
+    with pytest.raises(UserError, match=name):
+        gan_step.check_steps(config, steps)
+
+
+def test_a_repeat_without_penalties_may_have_any_length():
+    config = GanConfig()
+    config.loss.r1_gamma = 0.0
+    gan_step.check_steps(config, 3)
+    config.loss.path_length_weight = 2.0
+    with pytest.raises(UserError, match="path_length_interval 4"):
+        gan_step.check_steps(config, 3)
+
+
+def test_a_classifiers_recipe_is_refused():
+    with pytest.raises(UserError, match="not a recipe of task gan"):
+        gan_step.main(["--config", "configs/quickstart_classifier.yaml"])

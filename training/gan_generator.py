@@ -1,0 +1,195 @@
+"""The generator's half of a GAN's step: its losses, apart or summed, path-length regularisation, its averages."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.resnet import Classifier, fit_pictures
+from training import losses
+from training.draws import Latents
+from training.ema import EMA, half_life_beta
+from training.gan_parts import Parts, Pictures, Work
+from training.optim import Updater
+from training.profile import phase
+from training.schedules import cosine
+from training.separate import TermGradients
+from utils import distributed
+
+
+class PathLength(torch.nn.Module):
+    """The moving mean of path lengths: a buffer without a graph, the same on all ranks (StyleGAN2, section 3.2)."""
+
+    mean: Tensor
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("mean", torch.zeros([]))
+
+    @torch.no_grad()
+    def update(self, batch_mean: Tensor) -> Tensor:
+        """Move towards a (global) batch's mean length and return the new mean; a non-finite one changes nothing."""
+        moved = self.mean.lerp(batch_mean.to(self.mean.dtype), self.decay)
+        self.mean.copy_(torch.where(torch.isfinite(moved), moved, self.mean))
+        return moved
+
+
+class GeneratorPhase:
+    """One update of the generator and of its moving average."""
+
+    def __init__(self, parts: Parts, updater: Updater, ema: EMA, teacher: Classifier | None) -> None:
+        self.parts, self.updater, self.ema, self.teacher = parts, updater, ema, teacher
+        self.loss = parts.config.loss
+        self.path_length = PathLength(self.loss.path_length_decay).to(parts.device)
+
+    @property
+    def needs_reals(self) -> bool:
+        """Whether the generator's losses look at real pictures."""
+        return self.loss.objective == "relativistic" or self.loss.feature_matching_weight > 0
+
+    def run(self, work: Work, reals: Sequence[Pictures], metrics: dict[str, Tensor]) -> list[Pictures]:
+        """Update G and its average; returns the samples (detached), which D may judge next.
+
+        `reals`: real pictures in micro-batches, where `needs_reals`. D's parameters and gradients stay as they are.
+        """
+        parts, generator = self.parts, self.parts.generator
+        gradients = TermGradients(
+            self.updater.parameters, parts.mixed, apart=self.loss.gradients_due(work.step)
+        )
+        self.updater.zero_grad()
+        parts.discriminator.requires_grad_(False)  # its gradients are not this phase's business
+        try:
+            fakes, w_sum = self._adversarial(work, reals, gradients, metrics)
+            if self.loss.path_length_due(work.step):
+                with phase("generator/path_length"):
+                    self._regularise_path_length(work, gradients, metrics)
+        finally:
+            parts.discriminator.requires_grad_(True)
+        with phase("generator/optimizer"):
+            metrics.update(gradients.finish("generator"))
+            update = self.updater.step(work.step)
+        with phase("ema"):
+            if w_sum is not None:
+                generator.update_w_avg(distributed.all_reduce_sum_(w_sum) / work.batch_size)
+            self.ema.update(generator, self.ema_beta(work), update.skipped)
+        metrics.update(update.metrics("generator"))
+        return fakes
+
+    def ema_beta(self, work: Work) -> float:
+        """The average's decay at this step. A transfer starts from a trained generator and has no ramp."""
+        ema, batch, over = self.parts.config.ema, work.batch_size, self.parts.schedule_images
+        kimg = ema.half_life_kimg if ema.half_life_kimg is not None else batch * 10 / 32
+        if ema.half_life_kimg_start is not None:
+            kimg = cosine(ema.half_life_kimg_start, kimg, work.images_seen, over)
+        ramp = None if self.parts.config.init_from else ema.ramp
+        return half_life_beta(batch, work.images_seen + batch, kimg * 1000, ramp)
+
+    def _adversarial(
+        self, work: Work, reals: Sequence[Pictures], gradients: TermGradients, metrics: dict[str, Tensor]
+    ) -> tuple[list[Pictures], Tensor | None]:
+        """Backward of all losses of one forward pass a micro-batch; the samples, and the sum of their w."""
+        parts = self.parts
+        latents, noise = parts.latents(work, "generator", work.batch_size)
+        if self.loss.objective == "relativistic":  # a sample has the label of the picture it is paired with
+            latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
+        fakes: list[Pictures] = []
+        w_sum: Tensor | None = None
+        for index, piece in enumerate(work.pieces()):
+            rows = work.rows(piece)
+            with phase("generator/forward"):
+                with parts.mixed.autocast():
+                    images, _, w = parts.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
+                fake = Pictures(images, latents.labels[rows])
+                terms = self._terms(work, piece, fake, reals[index] if self.needs_reals else None, metrics)
+            with phase("generator/backward"):
+                gradients.backward(terms)
+            if w is not None:
+                own = w.detach().sum(dim=0)
+                w_sum = own if w_sum is None else w_sum + own
+            fakes.append(Pictures(images.detach(), fake.labels))
+        return fakes, w_sum
+
+    def _terms(
+        self, work: Work, piece: slice, fake: Pictures, real: Pictures | None, metrics: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
+        parts, loss, batch = self.parts, self.loss, work.batch_size
+        # several losses taken apart retain their graph, which a compiled network does not allow
+        apart = loss.gradients_due(work.step)
+        hidden = parts.hidden(parts.augmented(fake, work, piece, "generator"), work.stage, fast=not apart)
+        logits = parts.discriminator.project(parts.features(hidden), fake.labels)
+        real_hidden = None if real is None else self._judge_real(work, piece, real)
+        if loss.objective == "relativistic" and real is not None and real_hidden is not None:
+            real_logits = parts.discriminator.project(parts.features(real_hidden), real.labels)
+            adversarial = losses.generator_relativistic(logits, real_logits)
+        else:
+            adversarial = losses.generator_nonsaturating(logits)
+        terms = {"adversarial": adversarial.sum() / batch}
+        _add(metrics, "loss/generator", terms["adversarial"])
+        if self.teacher is not None and loss.classifier_weight:
+            wrong = self._class_loss(fake) / batch
+            _add(metrics, "loss/classifier", wrong)
+            terms["classifier"] = wrong * loss.classifier_weight
+        if loss.feature_matching_weight and real_hidden is not None:
+            group = loss.feature_matching_group
+            distance = losses.feature_matching(hidden, real_hidden, group).sum() * (group / batch)
+            _add(metrics, "loss/feature_matching", distance)
+            terms["feature_matching"] = distance * loss.feature_matching_weight
+        return terms
+
+    @torch.no_grad()
+    def _judge_real(self, work: Work, piece: slice, real: Pictures) -> Tensor:
+        """D's hidden activations of real pictures, without a graph: G has no part in them."""
+        return self.parts.hidden(self.parts.augmented(real, work, piece, "generator/real"), work.stage)
+
+    def _class_loss(self, fake: Pictures) -> Tensor:
+        """Summed cross entropy of the classifier that was given, for the labels the samples were asked for."""
+        assert self.teacher is not None
+        with self.parts.mixed.autocast():
+            logits = self.teacher(fit_pictures(fake.images, self.teacher.resolution, self.teacher.channels))
+        return F.cross_entropy(logits.to(fake.images.dtype), fake.labels, reduction="sum")
+
+    def _regularise_path_length(self, work: Work, gradients: TermGradients, metrics: dict[str, Tensor]) -> None:
+        """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its interval.
+
+        The moving mean is updated first, and needs the lengths of the whole (global) half batch: where that is more
+        than one micro-batch, they are computed once without and once with a graph.
+        """
+        parts, half, batch = self.parts, work.half(), work.batch_size // 2
+        draws = parts.latents(work, "path", batch)
+        shape = (parts.generator.channels, work.stage.resolution, work.stage.resolution)
+        noise = parts.draws.path_noise(work.step, batch, shape)
+        rows = [half.rows(piece) for piece in half.pieces()]
+        graphs = [self._lengths(work, draws, noise, row, create_graph=len(rows) == 1) for row in rows]
+        total = distributed.all_reduce_sum_(torch.stack([lengths.detach().sum() for lengths in graphs]).sum())
+        mean = self.path_length.update(total / batch)
+        for index, row in enumerate(rows):
+            lengths = graphs[index] if len(rows) == 1 else self._lengths(work, draws, noise, row, create_graph=True)
+            penalty = (lengths - mean).square().sum() / batch
+            _add(metrics, "loss/path_length", penalty)
+            weight = self.loss.path_length_weight * self.loss.path_length_interval
+            gradients.backward({"path_length": penalty * weight})
+        metrics["path_length/mean"] = mean / distributed.world_size()
+
+    def _lengths(
+        self,
+        work: Work,
+        draws: tuple[Latents, list[Tensor]],
+        noise: Tensor,
+        rows: slice,
+        *,
+        create_graph: bool,
+    ) -> Tensor:
+        latents, maps = draws
+        with self.parts.mixed.autocast():
+            images, ws, _ = self.parts.sample(latents, maps, rows, work.stage)
+        assert ws is not None  # the config refuses path lengths for generators without styles
+        scale = self.parts.mixed.scale()
+        return losses.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
+
+
+def _add(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add a micro-batch's share to a metric of the step."""
+    metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
