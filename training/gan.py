@@ -165,6 +165,8 @@ class GanTask:
         work = self._begin(step)
         metrics: dict[str, Tensor] = {}
         reals = self.parts.reals(next(batches), work)
+        if self.generator_phase.shares(work):  # D's gradients begin there
+            self.discriminator_phase.updater.zero_grad()
         fakes = self.generator_phase.run(work, reals, metrics)
         if self.config.loss.objective == "relativistic":
             reals = self.parts.reals(next(batches), work, "discriminator")

@@ -18,17 +18,25 @@ class DiscriminatorPhase:
     def __init__(self, parts: Parts, updater: Updater) -> None:
         self.parts, self.updater = parts, updater
         self.loss = parts.config.loss
+        self._judged = False  # whether this step's samples have been judged in the generator's half
 
     def run(
         self, work: Work, reals: Sequence[Pictures], fakes: Sequence[Pictures], metrics: dict[str, Tensor]
     ) -> None:
-        """Update D from micro-batches of real and generated pictures (without graphs); G stays as it is."""
+        """Update D from micro-batches of real and generated pictures (without graphs); G stays as it is.
+
+        Where `metrics` tell that D has judged the samples already, its gradients on them are kept and added to.
+        """
         names = ["loss/discriminator", "logits/real", "logits/fake", "logits/real_sign"]
         gamma = self._gamma(work) if self.loss.penalty_due(work.step) else 0.0
         names += ["loss/r1"] * (self.penalty("r1", gamma) > 0) + ["loss/r2"] * (self.penalty("r2", gamma) > 0)
         sums = {name: torch.zeros((), device=self.parts.device) for name in names}
         judge = self._judge_pairs if self.loss.objective == "relativistic" else self._judge_apart
-        self.updater.zero_grad()
+        self._judged = "logits/fake" in metrics
+        if not self._judged:
+            self.updater.zero_grad()
+        else:
+            sums |= {name: metrics[name] for name in ("loss/discriminator", "logits/fake")}
         for piece, real, fake in zip(work.pieces(), reals, fakes, strict=True):
             judge(work, piece, real, fake, gamma, sums)
         with phase("discriminator/optimizer"):
@@ -53,9 +61,11 @@ class DiscriminatorPhase:
     ) -> None:
         """Non-saturating loss: fakes, then reals, each with its own graph and backward pass."""
         parts, batch = self.parts, work.batch_size
-        images, logits, _ = self._judge(work, piece, fake, "fake", self.penalty("r2", gamma))
-        self._note(sums, "fake", logits, batch)
-        self._backward(losses.discriminator_fake(logits).sum() / batch, [("r2", logits, images)], gamma, work, sums)
+        if not self._judged:
+            images, logits, _ = self._judge(work, piece, fake, "fake", self.penalty("r2", gamma))
+            self._note(sums, "fake", logits, batch)
+            fake_loss = losses.discriminator_fake(logits).sum() / batch
+            self._backward(fake_loss, [("r2", logits, images)], gamma, work, sums)
         images, logits, features = self._judge(work, piece, real, "real", self.penalty("r1", gamma))
         self._note(sums, "real", logits, batch)
         loss = losses.discriminator_real(logits).sum() / batch

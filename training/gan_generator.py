@@ -43,23 +43,36 @@ class GeneratorPhase:
         self.parts, self.updater, self.ema, self.teacher = parts, updater, ema, teacher
         self.loss = parts.config.loss
         self.path_length = PathLength(self.loss.path_length_decay).to(parts.device)
+        self.sharing = True  # D's forward pass on the samples serves both players where it can; see `shares`
 
     @property
     def needs_reals(self) -> bool:
         """Whether the generator's losses look at real pictures."""
         return self.loss.objective == "relativistic" or self.loss.feature_matching_weight > 0
 
+    def shares(self, work: Work) -> bool:
+        """Whether D judges this step's samples once for both players: its weights are the same for both, so where both
+        look at the same pictures, nothing else is differentiated through D and no penalty is taken of samples, its
+        gradients are those of a second pass to the bit.
+        """
+        loss = self.loss
+        more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
+        penalised = loss.r2_gamma > 0 and loss.penalty_due(work.step)
+        alone = loss.objective == "nonsaturating" and not more and not loss.gradients_due(work.step)
+        return self.sharing and alone and not penalised and not self.parts.ada.active
+
     def run(self, work: Work, reals: Sequence[Pictures], metrics: dict[str, Tensor]) -> list[Pictures]:
         """Update G and its average; returns the samples (detached), which D may judge next.
 
-        `reals`: real pictures in micro-batches, where `needs_reals`. D's parameters and gradients stay as they are.
+        `reals`: real pictures in micro-batches, where `needs_reals`. D's parameters stay as they are, and so do its
+        gradients unless the step `shares`: then they become those of its own loss on the samples, noted in `metrics`.
         """
         parts, generator = self.parts, self.parts.generator
         gradients = TermGradients(
             self.updater.parameters, parts.mixed, apart=self.loss.gradients_due(work.step)
         )
         self.updater.zero_grad()
-        parts.discriminator.requires_grad_(False)  # its gradients are not this phase's business
+        parts.discriminator.requires_grad_(self.shares(work))  # else its gradients are not this phase's business
         try:
             fakes, w_sum = self._adversarial(work, reals, gradients, metrics)
             if self.loss.path_length_due(work.step):
@@ -98,18 +111,40 @@ class GeneratorPhase:
         w_sum: Tensor | None = None
         for index, piece in enumerate(work.pieces()):
             rows = work.rows(piece)
-            with phase("generator/forward"):
-                with parts.mixed.autocast():
-                    images, _, w = parts.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
-                fake = Pictures(images, latents.labels[rows])
-                terms = self._terms(work, piece, fake, reals[index] if self.needs_reals else None, metrics)
-            with phase("generator/backward"):
-                gradients.backward(terms)
+            with phase("generator/forward"), parts.mixed.autocast():
+                images, _, w = parts.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
+            fake = Pictures(images, latents.labels[rows])
+            if self.shares(work):
+                self._judge_once(work, fake, metrics)
+            else:
+                with phase("generator/forward"):
+                    terms = self._terms(work, piece, fake, reals[index] if self.needs_reals else None, metrics)
+                with phase("generator/backward"):
+                    gradients.backward(terms)
             if w is not None:
                 own = w.detach().sum(dim=0)
                 w_sum = own if w_sum is None else w_sum + own
             fakes.append(Pictures(images.detach(), fake.labels))
         return fakes, w_sum
+
+    def _judge_once(self, work: Work, fake: Pictures, metrics: dict[str, Tensor]) -> None:
+        """Gradients of both players' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
+        parts, batch = self.parts, work.batch_size
+        seen = fake.images.detach().requires_grad_()
+        with phase("discriminator/forward"):
+            hidden = parts.hidden(seen, work.stage)
+            logits = parts.discriminator.project(parts.features(hidden), fake.labels)
+        with phase("generator/backward"):
+            adversarial = losses.generator_nonsaturating(logits).sum() / batch
+            (gradient,) = torch.autograd.grad(adversarial * parts.mixed.scale(), seen, retain_graph=True)
+        with phase("discriminator/backward"):
+            judged = losses.discriminator_fake(logits).sum() / batch
+            parts.mixed.backward(judged, list(parts.discriminator.parameters()))
+        with phase("generator/backward"):
+            fake.images.backward(gradient, inputs=self.updater.parameters)
+        _add(metrics, "loss/generator", adversarial)
+        _add(metrics, "loss/discriminator", judged)
+        _add(metrics, "logits/fake", logits.sum() / batch)
 
     def _terms(
         self, work: Work, piece: slice, fake: Pictures, real: Pictures | None, metrics: dict[str, Tensor]

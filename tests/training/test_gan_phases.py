@@ -295,3 +295,36 @@ def test_half_a_batch_must_be_whole(folder):
     odd = {"batch_size": 3, "discriminator": {"minibatch_std_group": 1}, "loss": {"path_length_weight": 1.0}}
     with pytest.raises(UserError, match="path_length_weight"):
         Run(folder, GAN, **odd)
+
+
+@pytest.mark.parametrize("more", [{}, {"micro_batch": 4}, {"precision": "bf16"}, {"precision": "fp16"}])
+def test_judging_the_samples_once_gives_the_same_bits(folder, more):
+    results = []
+    for sharing in (True, False):
+        run = Run(folder, GAN, loss={"r1_interval": 2}, **more)
+        run.task.generator_phase.sharing = sharing
+        figures = [run.step() for _ in range(3)]
+        results.append((figures, state(run.task.generator), state(run.task.discriminator)))
+    shared, apart = results
+    for one, other in zip(shared[0], apart[0], strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    for one, other in zip(shared[1:], apart[1:], strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_samples_are_judged_once_only_where_that_is_the_same(folder):
+    def shares(tree, step=0, **more):
+        phases = Run(folder, tree, **more).task
+        return phases.generator_phase.shares(phases._begin(step))
+
+    assert shares(GAN)
+    assert not shares(GAN, ada=ADA)
+    assert not shares(GAN, loss={"r2_gamma": 1.0})
+    assert shares(GAN, step=1, loss={"r2_gamma": 1.0})  # no penalty in this step
+    assert not shares(GAN, loss={"gradients_every": 2})
+    assert shares(GAN, step=1, loss={"gradients_every": 2})
+    assert not shares(GAN, loss={"feature_matching_weight": 1.0, "feature_matching_group": 2})
+    assert not shares(GAN, loss=LOSSES)
+    assert not shares(R3GAN, loss=PAIRS)
