@@ -3,8 +3,6 @@
 Adversarial losses return one value a sample [N]. Relativistic ones take real and fake logits in pairs.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,8 +81,3 @@ def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
     together = difference.sum(dim=1).square().sum(dim=1)
     alone = difference.square().sum(dim=(1, 2))
     return (together - alone) / (group * (group - 1))
-
-
-def weighted_sum(terms: Sequence[Tensor]) -> Tensor:
-    """The sum of 0-d losses that carry their weights already."""
-    return torch.stack(list(terms)).sum()

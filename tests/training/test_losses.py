@@ -102,10 +102,6 @@ def test_relativistic_losses_are_softplus_of_the_pairs_difference(loss):
     assert loss(torch.tensor([2.0]), torch.tensor([-2.0])) < loss(torch.tensor([-2.0]), torch.tensor([2.0]))
 
 
-def mean_features_squared_distance(fake, real):
-    return float((fake.mean(dim=0) - real.mean(dim=0)).square().sum())
-
-
 def test_feature_matching_is_an_unbiased_estimate_of_the_means_distance():
     fake, real = draw(6, 5) + 0.3, draw(6, 5).flip(0)
     (alone,) = losses.feature_matching(fake, real, 6)
@@ -117,7 +113,6 @@ def test_feature_matching_is_an_unbiased_estimate_of_the_means_distance():
     real = torch.randn(40_000, 3, generator=generator(2, "test"), dtype=torch.float64)
     estimates = losses.feature_matching(many + 0.5, real, 4)
     assert abs(float(estimates.mean()) - 0.75) < 5 * float(estimates.std()) / math.sqrt(len(estimates))
-    assert mean_features_squared_distance(many[:4] + 0.5, real[:4]) > 0
 
 
 def test_feature_matching_is_of_whole_groups():
