@@ -73,10 +73,12 @@ class GanDraws:
 def mix_styles(model: Generator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:
     """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim]."""
     labels = latents.labels[rows] if model.classes else None
-    w = model.mapping(latents.z[rows], labels)
-    ws = w[:, None].expand(-1, num_ws, -1)
+    z = latents.z[rows]
     if latents.z_mixed is None or latents.crossover is None:
-        return ws, w
-    other = model.mapping(latents.z_mixed[rows], labels)
+        w = model.mapping(z, labels)
+        return w[:, None].expand(-1, num_ws, -1), w
+    # both styles in one pass: its layers are small and cost by the call
+    both = None if labels is None else labels.repeat(2)
+    w, other = model.mapping(torch.cat([z, latents.z_mixed[rows]]), both).chunk(2)
     first = torch.arange(num_ws, device=w.device)[None, :, None] < latents.crossover[rows][:, None, None]
-    return torch.where(first, ws, other[:, None]), w
+    return torch.where(first, w[:, None], other[:, None]), w

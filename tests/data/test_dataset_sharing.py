@@ -40,6 +40,7 @@ def batches(dataset: Dataset, **options: object) -> list[list[torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than this machine has cores
 def test_torch_data_loader(tmp_path: Path) -> None:
     """Its workers are processes, however they are started; also with decoding threads in them."""
     dataset = Dataset(pack_shards(tmp_path, "png"), workers=2)
