@@ -1,22 +1,24 @@
 """Name what pictures show with a trained classifier."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit
+from inference import gradcam
 from metrics.evaluate_gan import judge_pictures
 from models.resnet import Classifier
 from models.restore import classifier_from
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
-from utils.cli import Parser
+from utils.cli import Parser, did_you_mean
 from utils.distributed import choose_device
-from utils.errors import EXIT_OK, EXIT_USER, run_cli
+from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
 SHOWN = 3  # classes of a picture in the table
 
@@ -30,6 +32,9 @@ def parser() -> Parser:
     add("--top", type=positive, metavar="K", help=f"only the K likeliest classes (default: all; in the table {SHOWN})")
     add("--resize", choices=("crop", "pad"), help="how pictures are brought to size (default: as in training)")
     add("--json", action="store_true", help="print a JSON array instead of a table")
+    add("--gradcam", type=Path, metavar="DIR", help="write each picture with the parts that speak for its class")
+    add("--gradcam-class", metavar="NAME", help="which class they are to speak for (default: the one it is named)")
+    add("--gradcam-layer", metavar="NAME", help=f"whose maps are used (default: {gradcam.LAYER}; layer3 is finer)")
     return options
 
 
@@ -38,12 +43,15 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     checkpoint = load(resolve(options.checkpoint, options.which))
     classifier = classifier_from(checkpoint, choose_device(options.device))
+    maps = gradcam_options(options, checkpoint["classes"])
     mode = options.resize or training_mode(checkpoint)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     results: list[dict[str, Any]] = []
     for start in range(0, len(options.pictures), options.batch_size):
         files = options.pictures[start : start + options.batch_size]
-        results += predict(classifier, checkpoint["classes"], files, mode=mode, top=top)
+        batch = range(start, start + len(files))
+        here = None if maps is None else maps._replace(files=[maps.files[i] for i in batch])
+        results += predict(classifier, checkpoint["classes"], files, mode=mode, top=top, maps=here)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
     unreadable = sum("error" in result for result in results)
     if unreadable:
@@ -56,10 +64,35 @@ def training_mode(checkpoint: dict[str, Any]) -> str:
     return "pad" if checkpoint["data"]["resize_filter"].startswith(RESIZE_FILTERS["pad"]) else "crop"
 
 
+class Maps(NamedTuple):
+    """Which Grad-CAM pictures are wanted."""
+
+    files: list[Path]  # where they go, one for each picture
+    label: int | None  # of the class that is asked for; None: the one that is named
+    layer: str
+
+
+def gradcam_options(options: argparse.Namespace, classes: list[str]) -> Maps | None:
+    """What `--gradcam` asks for. Raises UserError for an unknown class and a folder that cannot be written."""
+    name, layer = options.gradcam_class, options.gradcam_layer
+    if options.gradcam is None:
+        if name is not None or layer is not None:
+            raise UserError("--gradcam-class and --gradcam-layer belong to --gradcam DIR; add it")
+        return None
+    if name is not None and name not in classes:
+        known = ", ".join(classes)
+        raise UserError(f"--gradcam-class {name}: no class{did_you_mean(name, classes)}; choose one of {known}")
+    label = None if name is None else classes.index(name)
+    return Maps(gradcam.output_files(options.gradcam, options.pictures), label, layer or gradcam.LAYER)
+
+
 def predict(
-    classifier: Classifier, classes: list[str], files: list[str], *, mode: str, top: int
+    classifier: Classifier, classes: list[str], files: list[str], *, mode: str, top: int, maps: Maps | None = None
 ) -> list[dict[str, Any]]:
-    """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`."""
+    """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
+
+    With `maps` also `gradcam`, the picture that was written.
+    """
     results: list[dict[str, Any]] = [{"file": file} for file in files]
     pictures, found = [], []
     for file, result in zip(files, results, strict=True):
@@ -72,19 +105,39 @@ def predict(
         except PictureError as error:
             result["error"] = str(error)
     if pictures:
-        probabilities = judge_pictures(classifier, torch.from_numpy(np.stack(pictures)))
+        images = torch.from_numpy(np.stack(pictures))
+        probabilities = judge_pictures(classifier, images)
         for result, row in zip(found, probabilities, strict=True):
             order = row.sort(descending=True, stable=True).indices.tolist()
             result["label"] = classes[order[0]]
             result["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
+        if maps is not None:
+            places = [place for result, place in zip(results, maps.files, strict=True) if "error" not in result]
+            save_maps(classifier, classes, images, probabilities, maps._replace(files=places))
+            for result, place in zip(found, places, strict=True):
+                result["gradcam"] = str(place)
     return results
+
+
+def save_maps(
+    classifier: Classifier, classes: list[str], images: torch.Tensor, probabilities: torch.Tensor, maps: Maps
+) -> None:
+    """Write a picture beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
+    named = probabilities.argmax(1)
+    asked = named if maps.label is None else torch.full_like(named, maps.label)
+    heats = gradcam.picture_heat(classifier, images, asked, maps.layer)
+    for image, heat, row, label, place in zip(images, heats, probabilities, asked.tolist(), maps.files, strict=True):
+        best = int(row.argmax())
+        what = f"speaks for {classes[label]} {row[label]:.3f}" if heat.any() else f"nothing speaks for {classes[label]}"
+        gradcam.save_overlay(image, heat, [f"named {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"], place)
 
 
 def line(result: dict[str, Any]) -> str:
     """A result as text."""
     if "error" in result:
         return f"{result['file']}: {result['error']}"
-    return f"{result['file']}: " + ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    found = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
+    return f"{result['file']}: {found}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
 
 
 if __name__ == "__main__":

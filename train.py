@@ -28,6 +28,12 @@ def parser() -> Parser:
     parse.add_argument(
         "--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them"
     )
+    parse.add_argument(
+        "--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type"
+    )
+    parse.add_argument("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
+    parse.add_argument("--lr-find-from", type=float, metavar="RATE", help="the first of them (default: 1e-6)")
+    parse.add_argument("--lr-find-to", type=float, metavar="RATE", help="the last of them (default: 10)")
     parse.add_argument("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
     return parse
 
@@ -38,6 +44,12 @@ def main(argv: list[str]) -> int:
         raise UserError("--config FILE is missing; recipes are in configs/, e.g. --config configs/quickstart_gan.yaml")
     if options.profile is not None and (options.dry_run or options.max_steps is not None):
         raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
+    given = {"steps": options.lr_find_steps, "first": options.lr_find_from, "last": options.lr_find_to}
+    sweep = {name: value for name, value in given.items() if value is not None}
+    if sweep and not options.lr_find:
+        raise UserError("--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it")
+    if options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None):
+        raise UserError("--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out")
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     gpus = parse_gpus(options.gpus) if options.gpus else []
@@ -60,6 +72,7 @@ def main(argv: list[str]) -> int:
         device=device,
         max_steps=options.max_steps,
         profile_steps=options.profile,
+        sweep=sweep if options.lr_find else None,
         dry_run=options.dry_run,
     )
 

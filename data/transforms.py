@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from data import trivial
 from utils.errors import UserError
-from utils.seeding import generator
+from utils.seeding import Key, generator
 
 ERASE_AREA = (0.02, 0.33)  # share of the picture; Zhong et al., "Random Erasing Data Augmentation", section 4.2
 ERASE_ASPECT = (0.3, 3.3)  # height / width
@@ -22,6 +23,7 @@ class Augment:
 
     flip: bool = False  # left-right, with probability 1/2
     shift: int = 0  # px: padded by so many black pixels on all sides and cropped at a random place
+    trivial: bool = False  # TrivialAugment: one of 14 operations (data/trivial.py), at a random strength
     erase: float = 0.0  # probability that a random rectangle is blackened
 
     def __post_init__(self) -> None:
@@ -115,9 +117,9 @@ def draw_and_apply(
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
-    if not (config.flip or config.shift or config.erase):
+    if not (config.flip or config.shift or config.trivial or config.erase):
         return images
-    key = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
+    key: tuple[Key, ...] = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
     numbers = generator(*key, device=images.device)
     draws = torch.rand(global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32)
     draws = draws[start : start + len(images)]
@@ -125,6 +127,9 @@ def draw_and_apply(
         images = random_flip(images, draws[:, 0] < 0.5)
     if config.shift:
         images = random_shift(images, _integers(draws[:, 1:3], 2 * config.shift + 1), config.shift)
+    if config.trivial:
+        rows = slice(start, start + len(images))
+        images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))
     if config.erase:
         boxes = erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3])
         images = random_erase(images, boxes)

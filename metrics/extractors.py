@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from data.transforms import to_float
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.resnet50 import ResNet50Features
-from metrics.weights import read_state_dict
 from models.resnet import Classifier, fit_pictures
+from models.weights import read_state_dict
 from utils.cli import did_you_mean
 from utils.errors import UserError
 

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metrics.weights import read_state_dict
-from models.resnet import build_torchvision
+from models.resnet import MEAN, STD, build_torchvision
+from models.weights import fitted, read_state_dict
 from utils.errors import UserError
 
 FILE_NAME = "resnet50-imagenet.safetensors"
 CHECKOUT = Path(__file__).resolve().parents[1]
 PLACES = (CHECKOUT / "weights" / FILE_NAME, CHECKOUT.parent / "shared" / "weights" / FILE_NAME)
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel, in [0, 1] units
 
 
 def find_weights(given: str | Path | None = None) -> Path | None:
@@ -77,16 +76,7 @@ def load_resnet50(path: Path) -> nn.Module:
     he_strides = metadata.get("stride", "").startswith("conv1")
     with torch.device("meta"):  # no time is spent on an initialisation that is overwritten
         network = build_torchvision("resnet50", he_strides=he_strides)
-    expected = network.state_dict()
-    for key in expected.keys() - state.keys():
-        if key.endswith("num_batches_tracked"):  # old files lack this counter, which evaluation does not use
-            state[key] = torch.tensor(0)
-    for key in sorted(expected.keys() | state.keys()):
-        found = list(state[key].shape) if key in state else "absent"
-        wanted = list(expected[key].shape) if key in expected else "absent"
-        if found != wanted:
-            raise UserError(f"{path}: {key} is {found}, a ResNet-50 has it {wanted}; give a ResNet-50's weights file")
-    state = {key: value.float() if value.is_floating_point() else value for key, value in state.items()}
+    state = fitted(state, network.state_dict(), path, "resnet50")
     network.load_state_dict(state, assign=True)
     network.fc = nn.Identity()  # the pooled features are the output
     return network.eval().requires_grad_(False)

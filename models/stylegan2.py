@@ -206,7 +206,7 @@ class Generator(nn.Module):
         blocks, maps = self._blocks(resolution), self._maps(noise, resolution)
         if ws.shape[1] < 2 * len(blocks):
             raise ValueError(f"this stage takes {2 * len(blocks)} styles, but {ws.shape[1]} were given")
-        x, image, index = self.constant.expand(len(ws), -1, -1, -1), None, 0
+        x, image, index = self.constant.expand(ws.shape[0], -1, -1, -1), None, 0
         clamp = self.fp16.clamp(x)
         for number, block in enumerate(blocks):
             stop = index + len(block.layers)

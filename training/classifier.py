@@ -2,44 +2,42 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from data.dataset import Dataset
 from data.loader import Batch, read_batch
-from data.transforms import Augment, draw_and_apply, to_float
+from data.mixing import Mixing, MixingAugment, draw_mixing, mix_pictures, partners
+from data.transforms import draw_and_apply, to_float
 from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
 from models.resnet import Classifier, ResNetConfig
+from models.weights import load_pretrained
+from training.classifier_loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
+from training.compiled import Compiled, CompileSetting
 from training.config import RunConfig
-from training.data import check_same_classes
+from training.data import check_same_classes, label_shares
 from training.ema import EMA
+from training.micro_batch import MicroBatch
 from training.optim import Mixed, OptimizerConfig, Updater, restore_where_
 from training.profile import phase
+from training.trained import TrainConfig, Trained
 from utils import distributed
-from utils.errors import UserError
+from utils.errors import TrainingHalted, UserError
 from utils.images import grid
+from utils.logging import say
+from utils.memory import ran_out
 from utils.seeding import forked
 
 
 @dataclass(kw_only=True)
-class ClassifierLossConfig:
-    """Cross entropy."""
-
-    label_smoothing: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"loss.label_smoothing {self.label_smoothing} must lie in [0, 1)")
-
-
-@dataclass(kw_only=True)
 class ClassifierEmaConfig:
-    """The moving average of the classifier: the network that is evaluated and used."""
+    """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
+    network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
+    """
 
     decay: float = 0.999  # per step; ramps up as (1 + step) / (10 + step)
 
@@ -56,13 +54,17 @@ def _sgd() -> OptimizerConfig:
 class ClassifierConfig(RunConfig):
     """Everything a classifier's training can be told."""
 
+    can_halve: ClassVar[bool] = True
+
     task: Literal["classifier"] = "classifier"
+    compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
     sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
     model: ResNetConfig = field(default_factory=ResNetConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
     loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
     optimizer: OptimizerConfig = field(default_factory=_sgd)
     ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
-    augment: Augment = field(default_factory=Augment)
+    augment: MixingAugment = field(default_factory=MixingAugment)
 
 
 def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
@@ -85,6 +87,31 @@ def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset
         check_same_classes(config.data, reader, val_reader)
 
 
+def check_batches(config: ClassifierConfig, world_size: int) -> None:
+    """Raise UserError unless a process's share can be mixed, and cut up, as the config asks."""
+    share = config.share(world_size)
+    if config.augment.mixes and share % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {share}; make batch_size "
+            f"a multiple of {2 * world_size}"
+        )
+    if config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto":
+        raise UserError(
+            "micro_batch auto cannot cut up batches over which several processes synchronise BatchNorm: the one "
+            "without memory would leave the others waiting; give a number, or set sync_bn off"
+        )
+
+
+class Prepared(NamedTuple):
+    """A process's share of a step: augmented uint8 pictures, and how they are mixed if they are."""
+
+    images: Tensor
+    labels: Tensor
+    others: Tensor | None = None  # the partners' pictures
+    other_labels: Tensor | None = None
+    mixing: Mixing | None = None
+
+
 class ClassifierTask:
     """A ResNet, its optimizer and average, and one step."""
 
@@ -96,25 +123,39 @@ class ClassifierTask:
         world = distributed.world_size()
         check_classes(config, reader, val_reader)
         self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
-        self.share, self.micro = config.share(world), config.micro(world)
+        check_batches(config, world)
+        if config.early_stopping.patience is not None and val_reader is None:
+            raise UserError("early_stopping.patience needs held-out pictures; give data.val_path")
+        self.share = config.share(world)
+        self.micro = MicroBatch(config.micro_batch, self.share)
         self.first = distributed.rank() * self.share
         meta = reader.meta
         self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
+        taken = load_pretrained(model)
+        if taken and distributed.is_main():
+            say(taken)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
         self.ema = EMA(model, buffers="average")
         synced = world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
         self.model.train()  # and it stays so: only the average is evaluated
-        self.statistics = [b for b in self.model.buffers() if b.is_floating_point()]  # BatchNorm's running ones
+        self.statistics = list(self.model.buffers())  # BatchNorm's running ones
+        self.forward = Compiled(self.model, "classifier", setting=config.compile, device=device)
+        weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
+        self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.mixed = Mixed(config.precision, device)
-        self.updater = Updater(self.model, config.optimizer, self.mixed, config.steps)
+        self.trained = Trained(self.model, config.train, steps_per_epoch=len(reader) / config.batch_size)
+        groups = self.trained.groups(config.optimizer.weight_decay)
+        rates, head = config.optimizer.for_batch(config.batch_size), model.network.fc.parameters()
+        self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups)
 
     def registry(self) -> dict[str, Any]:
         """Name -> object with a state dict: all that a checkpoint must hold."""
-        return {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.mixed}
+        parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.mixed}
+        return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
         """Name -> network and example inputs, for summaries and TensorBoard's graph."""
@@ -126,43 +167,101 @@ class ClassifierTask:
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
         batch = next(batches)
-        self.updater.zero_grad()
+        self.trained.at(step)
         before = [b.clone() for b in self.statistics]
-        loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for start in range(0, self.share, self.micro):
-            with phase("augment"):
-                images = self._augmented(batch.images[start : start + self.micro], step, start)
-            labels = batch.labels[start : start + self.micro]
-            with phase("forward"):
-                with self.mixed.autocast():
-                    logits = self.model(images)
-                logits = logits.to(loss_sum.dtype)
-                smoothing = self.config.loss.label_smoothing
-                loss = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
-                loss = loss / self.config.batch_size
-            with phase("backward"):
-                self.mixed.backward(loss)
-            loss_sum += loss.detach()
-            correct += (logits.detach().argmax(1) == labels).sum()
+        loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
             update = self.updater.step(step)
             restore_where_(self.statistics, before, update.skipped)
             self.mixed.update_scale()
         with phase("ema"):
-            self.ema.update(self.model, min(self.config.ema.decay, (1 + step) / (10 + step)), update.skipped)
-        figures = {"loss/classifier": loss_sum, "accuracy/train": correct / self.config.batch_size}
+            average = self.updater.average(self.model.parameters())
+            decay = min(self.config.ema.decay, (1 + step) / (10 + step))
+            self.ema.update(self.model, decay, update.skipped, average)
+        figures = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
         return figures | update.metrics("classifier")
 
-    def _augmented(self, images: Tensor, step: int, start: int) -> Tensor:
-        augmented = draw_and_apply(  # in uint8: a quarter of the memory
-            images,
-            self.config.augment,
-            seed=self.config.seed,
-            step=step,
-            start=self.first + start,
-            global_batch=self.config.batch_size,
+    def _gradients(self, batch: Batch, step: int, before: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of this process's share; again, in smaller parts, where memory runs out and the
+        config allows it. `before` are the statistics to begin with. Returns the loss and how many were right.
+        """
+        while True:
+            self.updater.zero_grad()
+            found = self._try_gradients(batch, step)
+            if not self.micro.auto or not distributed.agree(int(found is None)):
+                assert found is not None
+                return found
+            del found
+            self.updater.zero_grad()
+            for tensor, old in zip(self.statistics, before, strict=True):
+                tensor.copy_(old)
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
+            told = self.micro.halve()
+            if distributed.is_main():
+                say(told)
+
+    def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
+        """None: memory ran out. (By the time of the return what the failed pass held is free again.)"""
+        try:
+            return self._accumulate(batch, step)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            if not self.micro.auto:
+                raise TrainingHalted(
+                    f"memory ran out at step {step} with {self.micro.size} samples per forward pass; give "
+                    f"--micro-batch auto or a number below {self.micro.size}, and the same command goes on from the "
+                    "last checkpoint"
+                ) from error
+        return None
+
+    def _accumulate(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        with phase("augment"):
+            prepared = self._prepared(batch.images, batch.labels, step, self.first)
+        for rows in self.micro.parts():
+            with phase("augment"):
+                images, targets = self._part(prepared, rows)
+            with phase("forward"):
+                with self.mixed.autocast():
+                    logits = self.forward(images)
+                logits = logits.to(loss_sum.dtype)
+                loss = classifier_loss(logits, targets, self.config.loss, self.class_weights) / self.config.batch_size
+            with phase("backward"):
+                self.mixed.backward(loss)
+            loss_sum += loss.detach()
+            correct += targets.correct(logits.detach())
+        return loss_sum, correct
+
+    def _prepared(self, images: Tensor, labels: Tensor, step: int, start: int) -> Prepared:
+        """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
+        config = self.config
+        images = draw_and_apply(
+            images, config.augment, seed=config.seed, step=step, start=start, global_batch=config.batch_size
         )
-        return to_float(augmented, channels_last=self.config.channels_last)
+        if not config.augment.mixes:
+            return Prepared(images, labels)
+        mixing = draw_mixing(
+            config.augment,
+            seed=config.seed,
+            step=step,
+            start=start,
+            count=len(images),
+            global_batch=config.batch_size,
+            size=(images.shape[2], images.shape[3]),
+            device=images.device,
+        )
+        return Prepared(images, labels, partners(images), partners(labels), mixing)
+
+    def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
+        """Some rows as the network takes them."""
+        images, labels = to_float(prepared.images[rows], channels_last=self.config.channels_last), prepared.labels[rows]
+        if prepared.others is None or prepared.other_labels is None or prepared.mixing is None:
+            return images, Targets(labels)
+        others = to_float(prepared.others[rows], channels_last=self.config.channels_last)
+        mixing = prepared.mixing.rows(rows)
+        return mix_pictures(images, others, mixing), Targets(labels, prepared.other_labels[rows], mixing.own)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """At the start, the first training pictures as the network will see them; later there is nothing new to
@@ -171,11 +270,13 @@ class ClassifierTask:
         if step:
             return None
         count = min(64, len(self.reader), self.config.batch_size)
-        images = read_batch(self.reader, np.arange(count)).images.to(self.device)
-        shown = draw_and_apply(
-            images, self.config.augment, seed=self.config.seed, step=0, start=0, global_batch=self.config.batch_size
-        )
-        return grid(shown.cpu())
+        count -= count % 2 if self.config.augment.mixes else 0
+        batch = read_batch(self.reader, np.arange(count)).to(self.device)
+        shown = self._prepared(batch.images, batch.labels, 0, 0)
+        if shown.mixing is None:
+            return grid(shown.images.cpu())
+        mixed, _ = self._part(shown, slice(0, count))
+        return grid(((mixed + 1) * 127.5).round().to(torch.uint8).cpu())
 
     def images_at(self, step: int) -> int:
         """Training pictures seen before update number `step`."""

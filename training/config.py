@@ -1,8 +1,10 @@
 """What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from training.micro_batch import MicroBatchSetting
+from training.stopping import EarlyStoppingConfig
 from utils.errors import UserError
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -47,10 +49,16 @@ class LogConfig:
     every: int = 50  # rows of metrics.jsonl
     samples_every: int = 500  # picture grids; 0 switches them off
     tensorboard: bool = True
+    layers: list[str] = field(default_factory=list)  # whose statistics go to TensorBoard: names or patterns
+    layers_every: int = 100  # steps from one look at these layers to the next
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.samples_every < 0:
             raise UserError("log.every must be 1 or more and log.samples_every 0 or more")
+        if self.layers_every < 1:
+            raise UserError(f"log.layers_every {self.layers_every}: must be 1 or more; empty log.layers switches off")
+        if self.layers and not self.tensorboard:
+            raise UserError("log.layers go to TensorBoard, which is off; set log.tensorboard true")
 
 
 @dataclass(kw_only=True)
@@ -86,12 +94,15 @@ class EvaluationConfig:
 class RunConfig:
     """The keys every task has."""
 
+    can_halve: ClassVar[bool] = False  # whether the task's micro-batches can be cut up where memory runs out
+
     task: str
     seed: int = 0
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
     steps: int = 10_000  # length of the training and of its schedules; a step is one update of each network
     batch_size: int = 64  # global: over all processes and micro-batches
-    micro_batch: int | None = None  # samples a forward pass per process; None: this process's whole share
+    # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
+    micro_batch: MicroBatchSetting = None
     precision: Precision = "fp32"
     channels_last: bool = True
     nonfinite_cap: int = 20  # updates skipped for non-finite gradients before training stops itself
@@ -99,12 +110,17 @@ class RunConfig:
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.nonfinite_cap < 0:
             raise UserError("steps and batch_size must be 1 or more, nonfinite_cap 0 or more")
-        if self.micro_batch is not None and self.micro_batch < 1:
+        if self.micro_batch == "auto" and not self.can_halve:
+            raise UserError(f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null")
+        if isinstance(self.micro_batch, int) and self.micro_batch < 1:
             raise UserError("micro_batch must be 1 or more, or null for the whole share of a process")
+        if self.early_stopping.patience is not None and not self.evaluation.every:
+            raise UserError("early_stopping.patience needs evaluations on the way; set evaluation.every, in steps")
 
     def spans(self, resolution: int) -> list[tuple[int, int, int]]:
         """(first step, px, global batch size) of every part of the training that has its own, for pictures of
@@ -133,12 +149,12 @@ class RunConfig:
             )
         return self.batch_size // world_size
 
+    @property
+    def micro_limit(self) -> int | None:
+        """Samples per forward pass and process that are asked for; None: the whole share."""
+        return None if self.micro_batch == "auto" else self.micro_batch
+
     def micro(self, world_size: int) -> int:
-        """Samples per forward pass; raises UserError unless they divide a process's share."""
+        """Samples per forward pass, at most; raises UserError as `share` does."""
         share = self.share(world_size)
-        micro = min(self.micro_batch or share, share)
-        if share % micro:
-            raise UserError(
-                f"micro_batch {micro} does not divide the {share} samples a process holds; make it a divisor of {share}"
-            )
-        return micro
+        return min(self.micro_limit or share, share)

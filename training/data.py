@@ -68,9 +68,11 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"{config.data.path}: its pictures have sizes of their own; set data.resolution N, or pack again with "
             "--size N"
         )
+    _check_not_empty(training, "data.path")
     _check_labels(training)
     if held_out is None:
         return
+    _check_not_empty(held_out, "data.val_path")
     _check_labels(held_out)
     side, channels = held_out.meta.resolutions[-1], held_out.meta.channels
     scaled = config.data.resolution is not None or side in (0, training.resolution)  # as asked for, or not at all
@@ -95,6 +97,12 @@ def _warn_of_leaks(config: DataConfig, training: Dataset, held_out: Dataset) -> 
             f"warning: {leaked:,} of the {len(held_out):,} pictures of {config.val_path} are training pictures too; "
             f"see `python -m data.duplicates {config.path} {config.val_path}`"
         )
+
+
+def _check_not_empty(dataset: Dataset, key: str) -> None:
+    if len(dataset) == 0:
+        remedy = "pack some pictures" + (", or leave it out" if key == "data.val_path" else "")
+        raise UserError(f"{key} {dataset.path}: holds no picture; {remedy}")
 
 
 def _check_labels(dataset: Dataset) -> None:

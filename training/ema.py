@@ -1,6 +1,7 @@
 """Exponential moving average of a network's weights."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -25,7 +26,13 @@ class EMA(Generic[Network]):
         self.average_buffers = buffers == "average"
 
     @torch.no_grad()
-    def update(self, model: nn.Module, beta: float, skipped: Tensor | None = None) -> None:
+    def update(
+        self,
+        model: nn.Module,
+        beta: float,
+        skipped: Tensor | None = None,
+        average: Sequence[Tensor] | None = None,  # of the parameters, by the optimizer: taken instead of our own
+    ) -> None:
         """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the average stays."""
         reference = next(self.model.parameters())
         weight = torch.as_tensor(1 - beta, device=reference.device, dtype=reference.dtype)
@@ -33,14 +40,15 @@ class EMA(Generic[Network]):
             weight = weight * (1 - skipped.to(weight.dtype))
         pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))
         averaged = [(a, b) for a, b in pairs if self.average_buffers and a.is_floating_point()]
-        foreach_lerp_(
-            [*self.model.parameters(), *(a for a, _ in averaged)],
-            [*model.parameters(), *(b for _, b in averaged)],
-            weight,
-        )
-        for mine, theirs in pairs:
-            if not (self.average_buffers and mine.is_floating_point()):
-                mine.copy_(theirs)
+        mine, theirs = [a for a, _ in averaged], [b for _, b in averaged]
+        if average is None:
+            mine, theirs = [*self.model.parameters(), *mine], [*model.parameters(), *theirs]
+        else:
+            torch._foreach_copy_(list(self.model.parameters()), list(average))
+        foreach_lerp_(mine, theirs, weight)
+        for a, b in pairs:
+            if not (self.average_buffers and a.is_floating_point()):
+                a.copy_(b)
 
     def state_dict(self) -> dict[str, Any]:
         return self.model.state_dict()

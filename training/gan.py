@@ -80,7 +80,7 @@ class GanTask:
         )
         steps = config.schedule_steps
         teacher = self._teacher()
-        more = {"growing": self.stages.growing}
+        more: dict[str, Any] = {"growing": self.stages.growing}
         updater = Updater(self.generator, config.generator_optimizer, self.mixed, steps, **more)
         self.generator_phase = GeneratorPhase(self.parts, updater, self.ema, teacher)
         updater = Updater(self.discriminator, config.discriminator_optimizer, self.mixed, steps, **more)
@@ -186,7 +186,7 @@ class GanTask:
             self.generator_phase.updater.reset()
             self.discriminator_phase.updater.reset()
         self._stage = stage
-        return Work.of(step, self.stages.images_at(step), stage, self.config.micro_batch)
+        return Work.of(step, self.stages.images_at(step), stage, self.config.micro_limit)
 
     def shown(self) -> Any:
         """The average generator as the last step's stage has it: what is shown and evaluated."""

@@ -136,7 +136,7 @@ class GanConfig(RunConfig):
         if loss.feature_matching_weight:
             passes["loss.feature_matching_group"] = loss.feature_matching_group
         shares = {"loss.path_length_weight (half a batch)": 2} if loss.path_length_weight else {}
-        stages.check_batches(world_size, micro_batch=self.micro_batch, passes=passes, shares=shares)
+        stages.check_batches(world_size, micro_batch=self.micro_limit, passes=passes, shares=shares)
 
 
 def _r3_adam() -> OptimizerConfig:

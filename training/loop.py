@@ -22,7 +22,9 @@ from data.staged import StagedLoader
 from data.store import DamageError
 from training import profile_measure, profile_text
 from training.config import RunConfig
+from training.layer_log import LayerLog
 from training.profile import phase
+from training.stopping import EarlyStopping
 from utils import checkpoint as checkpoints
 from utils import distributed
 from utils.config import to_tree
@@ -129,9 +131,11 @@ class Loop:
         self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.transfer)
         self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
         self.window = MetricWindow()
+        self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
         self.log = RunLog(
             folder.path, active=distributed.is_main(), tensorboard=config.log.tensorboard, total_steps=config.steps
         )
+        self.layers = LayerLog(config.log, task.registry(), folder.path)
         self._signal: int | None = None
         self._saved_step = -1
         self._tick_started, self._tick_step = 0.0, 0
@@ -142,10 +146,17 @@ class Loop:
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "best": dict(self.best), "updates": dict(self.updates)}
+        return {
+            "step": self.step,
+            "best": dict(self.best),
+            "updates": dict(self.updates),
+            "stopping": self.stopping.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
+        if "stopping" in state:  # older runs have none
+            self.stopping.load_state_dict(state["stopping"])
 
     # --- saving and resuming
 
@@ -201,6 +212,8 @@ class Loop:
             )
         for name, part in self.registry().items():
             if name not in content["state"]:
+                if getattr(part, "optional", False):
+                    continue
                 raise UserError(
                     f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
                 )
@@ -214,6 +227,11 @@ class Loop:
         return None if found is None else str(found[0])
 
     # --- the run
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train: all steps are done, or early stopping has ended it."""
+        return self.step >= self.config.steps or self.stopping.reached
 
     def run(self, max_steps: int | None = None, *, profile: int | None = None) -> None:
         """Train up to step `max_steps` (default: the config's), evaluating, saving and logging on the way.
@@ -237,6 +255,7 @@ class Loop:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             self.log.close()
+            self.layers.close()
             self.loader.close()
 
     def _show_start(self) -> None:
@@ -254,8 +273,12 @@ class Loop:
 
     def _run_until(self, target: int) -> None:
         config, batches = self.config, self._batches()
-        while self.step < target:
-            self.window.add(self.task.step(batches, self.step))
+        while self.step < target and not self.stopping.reached:
+            try:
+                with self.layers.watching(self.step + 1):
+                    self.window.add(self.task.step(batches, self.step))
+            except TrainingHalted as error:
+                self._halt(str(error))
             self.step += 1
             self.log.advance()
             # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
@@ -371,6 +394,10 @@ class Loop:
             better = previous is None or (value < previous if self.task.best_is_lower else value > previous)
         if better and value is not None:
             self.best = {self.task.best_metric: value, "step": self.step}
+        if value is not None:
+            self.stopping.see(value)
+            if self.stopping.reached and self.step < self.config.steps:
+                say_main(f"step {self.step}: {self.stopping.reason}")
         path = self.save()
         if better and value is not None and path is not None:
             checkpoints.point(self.folder.checkpoints, "best", path, metric=self.task.best_metric, value=value)

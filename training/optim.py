@@ -1,67 +1,19 @@
-"""Optimizers, schedules, and the one place that turns gradients into an update."""
+"""Optimizers, and the one place that turns gradients into an update."""
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from training.clipping import clip_adaptively_
 from training.config import Precision
-from training.schedules import cosine
+from training.optimizer_config import OptimizerConfig
+from training.schedule_free import ScheduleFree
 from utils import distributed
 from utils.errors import UserError
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(kw_only=True)
-class OptimizerConfig:
-    """Optimizer and learning-rate schedule."""
-
-    name: Literal["adam", "adamw", "sgd"] = "adam"
-    lr: float = 0.001  # peak rate
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
-    beta2_final: float | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
-    eps: float = 1e-8
-    momentum: float = 0.9  # SGD's (Nesterov)
-    weight_decay: float = 0.0  # decoupled for adamw; not applied to norms and biases
-    clip_norm: float | None = None  # largest total gradient norm
-    warmup_steps: int = 0  # linear from 0
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    hold: float = 0.0  # share of the training at the peak rate before cosine or linear decay begins
-    final_lr: float = 0.0  # where the decay ends, as a share of lr
-
-    def __post_init__(self) -> None:
-        if self.lr <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise UserError("optimizer: lr must be positive, weight_decay and warmup_steps 0 or more")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optimizer: betas {self.betas} must be two numbers in [0, 1)")
-        if self.beta2_final is not None and not 0 <= self.beta2_final < 1:
-            raise UserError(f"optimizer: beta2_final {self.beta2_final} must lie in [0, 1), or null")
-        if not 0 <= self.hold < 1 or not 0 <= self.final_lr <= 1:
-            raise UserError("optimizer: hold must lie in [0, 1), final_lr in [0, 1]: both are shares")
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise UserError("optimizer: clip_norm must be positive, or null for no clipping")
-
-    def betas_at(self, step: int, steps: int) -> tuple[float, float]:
-        """Adam's betas of update number `step` (from 0) out of `steps`."""
-        beta1, beta2 = (float(beta) for beta in self.betas)
-        return beta1, beta2 if self.beta2_final is None else cosine(beta2, self.beta2_final, step, steps)
-
-    def lr_at(self, step: int, steps: int) -> float:
-        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
-        save.
-        """
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.lr
-        start = max(self.warmup_steps, self.hold * steps)
-        progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
-        left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.lr * (self.final_lr + (1 - self.final_lr) * left)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -74,10 +26,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The fused optimizer of `config` over the model's trained parameters; fused ones can be masked on the device."""
-    groups = parameter_groups(model, config.weight_decay)
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, groups: Sequence[dict[str, Any]] | None = None
+) -> torch.optim.Optimizer:
+    """The fused optimizer of `config` over `groups` (None: the model's trained parameters, see `parameter_groups`);
+    fused ones can be masked on the device.
+    """
+    if groups is None:
+        groups = parameter_groups(model, config.weight_decay)
+    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
+    groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
     betas = (float(config.betas[0]), float(config.betas[1]))
+    if config.name == "schedulefree-sgd" or config.name == "schedulefree-adamw":
+        kind: Literal["sgd", "adamw"] = "sgd" if config.name == "schedulefree-sgd" else "adamw"
+        return ScheduleFree(groups, kind=kind, lr=config.lr, betas=(config.average_beta, betas[1]), eps=config.eps)
     if config.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
         if config.momentum > 0:
@@ -159,13 +121,21 @@ class Updater:
         steps: int,
         *,
         growing: bool = False,  # a step may leave parameters out, the same on all ranks: they are not updated then
+        head: Iterable[Tensor] = (),  # parameters that are not clipped adaptively (2102.06171, section 4.1)
+        groups: Sequence[dict[str, Any]] | None = None,  # of the optimizer, each with its `lr_scale`; None: as usual
     ) -> None:
+        if config.lr_batch_size is not None:
+            raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
         self.model, self.growing = model, growing
         self.config = config
         self.mixed = mixed
         self.steps = steps  # length of the schedules
-        self.optimizer = build_optimizer(model, config)
+        self.groups = groups
+        self.optimizer = build_optimizer(model, config, groups)
+        self.lr_scales = [group.get("lr_scale", 1.0) for group in groups or self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        excluded = {id(p) for p in head}
+        self.clipped = [p for p in self.parameters if id(p) not in excluded]
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -177,12 +147,14 @@ class Updater:
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        if self.config.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr_at(step, self.steps)
+        self._clip(norm)
+        for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
+            group["lr"] = self.config.lr_at(step, self.steps) * scale
             if self.config.beta2_final is not None:
                 group["betas"] = self.config.betas_at(step, self.steps)
+            momentum = self.config.momentum_at(step, self.steps)
+            if momentum is not None:
+                group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
         skipped = (~torch.isfinite(norm)).float()
         if scaler.is_enabled():
             scaler.step(self.optimizer)
@@ -193,15 +165,40 @@ class Updater:
         # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
         return Update(norm, skipped, skipped * (self.mixed.scale() <= 1))
 
+    def _clip(self, norm: Tensor) -> None:
+        """Clip the gradients, whose total norm is `norm`, as the config says."""
+        if self.config.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
+        if self.config.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
+        if self.config.clip_adaptive is not None:
+            clip_adaptively_(self.clipped, self.config.clip_adaptive)
+
+    def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
+        """The weights to evaluate, where the optimizer averages them itself (schedule-free); else None."""
+        return self.optimizer.average(parameters) if isinstance(self.optimizer, ScheduleFree) else None
+
     def reset(self) -> None:
         """Forget the optimizer's moments: the next update is a first one."""
-        self.optimizer = build_optimizer(self.model, self.config)
+        self.optimizer = build_optimizer(self.model, self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError for the state of other parameter groups: it would go to the wrong parameters."""
+        here = self.optimizer.state_dict()
+        if _members(state["param_groups"]) != _members(here["param_groups"]):
+            raise UserError(
+                "the checkpoint's optimizer has other groups of parameters: the train section was changed since; "
+                "give the run's own, or start in another --run-dir with --init-from and this run"
+            )
         self.optimizer.load_state_dict(state)
+
+
+def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
+    """Whose state stands in each group of a state dict: the parameters' names, or their numbers where it has none."""
+    return [group.get("param_names", group["params"]) for group in groups]
 
 
 @torch.no_grad()

@@ -3,19 +3,23 @@
 import copy
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchinfo
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from data.dataset import Dataset
 from data.staged import levels_text
+from models.resnet import Classifier
 from training.config import RunConfig
 from training.data import data_text
 from training.loop import Task
-from training.optim import OptimizerConfig
+from training.optim import OptimizerConfig, Updater
+from training.trained import Trained, plain
 from utils import distributed
 from utils.errors import UserError
 
@@ -59,6 +63,7 @@ def plan_rows(
     if len(spans) == 1:
         rows["batch"] = (
             f"{config.batch_size} global = {world} x {config.share(world)}, in micro-batches of {config.micro(world)}"
+            + (", halved where memory runs out" if config.micro_batch == "auto" else "")
         )
     else:
         rows["levels"] = levels_text(reader, [side for _, side, _ in spans])
@@ -70,7 +75,10 @@ def plan_rows(
     rows["length"] = f"{config.steps:,} steps = {pictures:,} pictures = {pictures / len(reader):.1f} epochs"
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
-            rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps)
+            rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps, config.batch_size)
+    trained = getattr(task, "trained", None)
+    if isinstance(trained, Trained) and trained.describe():
+        rows["what trains"] = "; ".join(trained.describe())
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     rows["checkpoint"] = (
@@ -80,9 +88,12 @@ def plan_rows(
     return rows
 
 
-def schedule_text(config: OptimizerConfig, steps: int) -> str:
-    """An optimizer's rates at a glance."""
+def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
+    """An optimizer's rates at a glance, and what the global batch made of them."""
+    given, config = config, config.for_batch(batch_size)
     text = f"{config.name}, lr {config.lr:g}"
+    if given.lr_batch_size is not None:
+        text += f" (= {given.lr:g} x batch {batch_size} / {given.lr_batch_size})"
     if config.warmup_steps:
         text += f" after {config.warmup_steps} warm-up steps"
     if config.schedule != "constant":
@@ -90,7 +101,9 @@ def schedule_text(config: OptimizerConfig, steps: int) -> str:
             f"{config.lr_at(step, steps):.2g} at {step}" for step in (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
         )
         text += f", {config.schedule}: {marks}"
-    return text + (f", clipped at norm {config.clip_norm:g}" if config.clip_norm else "")
+    for key, value in (("norm", config.clip_norm), ("value", config.clip_value), ("ratio", config.clip_adaptive)):
+        text += f", clipped at {key} {value:g}" if value else ""
+    return text
 
 
 def table(rows: Mapping[str, str]) -> str:
@@ -99,26 +112,66 @@ def table(rows: Mapping[str, str]) -> str:
     return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items())
 
 
-def saved_bytes(network: torch.nn.Module, inputs: tuple[Any, ...]) -> int:
-    """Bytes that autograd keeps for the backward pass of `network(*inputs)`, its parameters not counted."""
+def saved_bytes(network: nn.Module, inputs: tuple[Any, ...]) -> int:
+    """Bytes that autograd keeps for the backward pass of `network(*inputs)`, its parameters not counted; under
+    activation checkpointing the stages' inputs, and the stage that needs most when it is computed again.
+    """
     parameters = {p.data_ptr() for p in network.parameters()}
+    if not (isinstance(network, Classifier) and network.config.activation_checkpointing):
+        return _kept_by(lambda: network(*inputs), parameters)
+    given, again = [0], [0]
+
+    def stage(function: Callable[[Tensor], Tensor], x: Tensor, _norms: nn.Module) -> Tensor:
+        found: list[Tensor] = []
+        again.append(_kept_by(lambda: found.append(function(x)), parameters))
+        if found[0].requires_grad:
+            given.append(x.numel() * x.element_size())
+        return found[0]
+
+    network._stage = stage  # type: ignore[method-assign, assignment]
+    head = _kept_by(lambda: network(*inputs), parameters)  # the stages' own tensors go to the inner count
+    return head + sum(given) + max(again)
+
+
+def _kept_by(forward: Callable[[], object], parameters: set[int]) -> int:
     kept: dict[int, int] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: Tensor) -> Tensor:
         if tensor.data_ptr() not in parameters:
             kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = network(*inputs)
+        output = forward()
     del output
     return sum(kept.values())
 
 
-def model_summary(name: str, network: torch.nn.Module, inputs: tuple[Any, ...], micro: int) -> str:
-    """Layers with output shapes and parameters (torchinfo), and the memory of a training step at this micro-batch."""
-    network = copy.deepcopy(network).requires_grad_(True)  # a forward pass in training mode would change statistics
-    activations = saved_bytes(network, inputs) / inputs[0].shape[0] * micro
+def model_summary(
+    name: str, network: nn.Module, inputs: tuple[Any, ...], micro: int, *, task: Task | None = None
+) -> str:
+    """Layers with output shapes and parameters, and the memory of a training step at this micro-batch; of a task that
+    says what trains, also how.
+    """
+    trained, updater = getattr(task, "trained", None), getattr(task, "updater", None)
+    clone = copy.deepcopy(network)  # a forward pass in training mode would change statistics
+    if isinstance(trained, Trained) and isinstance(updater, Updater):
+        layers = layer_table(network, inputs, trained, updater.config)
+        for key, parameter in clone.named_parameters():
+            parameter.requires_grad_(trained.begins[key] is not None)
+    else:
+        layers = _torchinfo(clone.requires_grad_(True), inputs)
+    activations = saved_bytes(clone, inputs) / inputs[0].shape[0] * micro
+    weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    total = activations + 5 * weights
+    memory = (
+        f"memory of its training step: about {total / GIB:.2f} GiB (kept for the backward pass {activations / MIB:.0f} "
+        f"MiB in fp32 at {micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
+    )
+    return f"{name}\n{layers}\n{memory}"
+
+
+def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchinfo counts multiply-adds with deprecated calls
         info = torchinfo.summary(
@@ -129,11 +182,55 @@ def model_summary(name: str, network: torch.nn.Module, inputs: tuple[Any, ...], 
             col_names=("output_size", "num_params"),
             row_settings=("var_names",),
         )
-    weights = sum(p.numel() * p.element_size() for p in network.parameters())
-    layers = str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers
-    total = activations + 5 * weights
-    memory = (
-        f"memory of its training step: about {total / GIB:.2f} GiB (kept for the backward pass {activations / MIB:.0f} "
-        f"MiB in fp32 at {micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
-    )
-    return f"{name}\n{layers}\n{memory}"
+    return str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers
+
+
+HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
+
+
+def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: Trained, config: OptimizerConfig) -> str:
+    """Every layer in the order of the forward pass: output shape, parameters, rate at the peak, weight decay, and from
+    which update it trains. `network` is in evaluation mode, its parameters named as those of `trained`.
+    """
+    shapes: dict[str, str] = {}
+    modules = {prefix: module for prefix, module in network.named_modules() if not any(True for _ in module.children())}
+
+    def note(prefix: str, output: Tensor) -> None:
+        shapes.setdefault(prefix, " x ".join(map(str, output.shape)))
+
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, prefix=prefix: note(prefix, output))
+        for prefix, module in modules.items()
+    ]
+    with torch.no_grad():
+        network(*inputs)
+    for hook in hooks:
+        hook.remove()
+    rows = [HEADINGS, *(_layer_row(prefix, shapes[prefix], modules[prefix], trained, config) for prefix in shapes)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    ever = sum(p.numel() for name, p in trained.parameters.items() if trained.begins[name] is not None)
+    total = sum(p.numel() for p in trained.parameters.values())
+    totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
+    return "\n".join([*lines, *(f"{label} params: {count:,}" for label, count in totals)])
+
+
+def _layer_row(
+    prefix: str, shape: str, module: nn.Module, trained: Trained, config: OptimizerConfig
+) -> tuple[str, ...]:
+    """Values that differ between a layer's parameters are told of each, in their order."""
+    names = {f"{prefix}.{name}": p for name, p in module.named_parameters(recurse=False)}
+    kind = type(module).__name__
+    if not names:
+        return plain(prefix), kind, shape, "", "", "", ""
+    begins = [trained.begins[name] for name in names]
+    rates = [f"{config.lr * trained.factors[name]:.3g}" if trained.begins[name] is not None else "-" for name in names]
+    decays = [
+        "-" if trained.begins[name] is None else f"{config.weight_decay if p.ndim > 1 else 0:g}"
+        for name, p in names.items()
+    ]
+    trains = ["no" if begin is None else f"from step {begin}" if begin else "yes" for begin in begins]
+    if trained.config.freeze_bn and isinstance(module, _BatchNorm):
+        trains = [f"{text}, statistics kept" for text in trains]
+    count = f"{sum(p.numel() for p in names.values()):,}"
+    return plain(prefix), kind, shape, count, *("/".join(dict.fromkeys(cells)) for cells in (rates, decays, trains))

@@ -1,10 +1,11 @@
 """One training run from a config file to a finished run folder; what `train.py` calls in every process."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from training import data, plan, profile_measure, transfer
+from training import data, lr_find, plan, profile_measure, transfer
 from training.config import RunConfig
 from training.loop import Loop, Task
 from training.tasks import TASKS, build_run_config
@@ -25,12 +26,16 @@ def train(
     device: str | None = None,
     max_steps: int | None = None,
     profile_steps: int | None = None,
+    sweep: dict[str, Any] | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Train, or resume, or (profile_steps) measure that many steps, or (dry_run) say what would be done. Returns the
-    exit code; raises what `run_cli` prints.
+    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: what `lr_find.Sweep` is told) search the
+    learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
     """
     config = build_run_config(read_yaml(config_file), overrides, config_file)
+    rates = None if sweep is None else lr_find.Sweep(**sweep)
+    if rates is not None:
+        lr_find.check_task(config)
     torch_device = distributed.choose_device(device)
     if torch_device.type == "cpu":
         keep_freed_memory()
@@ -41,6 +46,8 @@ def train(
         if dry_run:
             distributed.on_main(lambda: _print_plan(loop))
             return 0
+        if rates is not None:
+            return _find_rate(loop, rates)
         if profile_steps is not None:
             _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
         return _run(loop, max_steps, profile_steps)
@@ -61,7 +68,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
 
     Raises UserError with the remedy.
     """
-    distributed.on_main(lambda: folder.accept_config(to_tree(config)) and None)
+    distributed.on_main(lambda: _accept_config(folder, config) and None)
     reader = data.open_training(config.data)
     val_reader = data.open_held_out(config.data, reader)
     data.check_data(config, reader, val_reader)
@@ -87,14 +94,38 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
 
 def _print_plan(loop: Loop) -> None:
     for name, (network, inputs) in loop.task.networks().items():
-        print(plan.model_summary(name, network, inputs, loop.config.micro(distributed.world_size())))
+        micro = loop.config.micro(distributed.world_size())
+        print(plan.model_summary(name, network, inputs, micro, task=loop.task))
     print("dry run: everything up to the first step is in order; nothing was written")
+
+
+def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
+    """The folder's notices; where only a rate was searched there is no run to compare with."""
+    return [] if lr_find.only_searched(folder.path) else folder.accept_config(
+        to_tree(config), defaults=to_tree(type(config)(task=config.task))
+    )
 
 
 def _open_folder(loop: Loop) -> None:
     loop.folder.open()
-    for notice in loop.folder.accept_config(to_tree(loop.config)):
+    for notice in _accept_config(loop.folder, loop.config):
         say(notice)
+
+
+def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
+    """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
+    distributed.on_main(lambda: _open_folder(loop))
+    if loop.resume() and distributed.is_main():
+        say(f"searching from step {loop.step} of {loop.config.steps} on")
+    try:
+        found = lr_find.search(loop, sweep)
+    finally:
+        loop.loader.close()
+    distributed.on_main(lambda: lr_find.write(found, loop.folder.path))
+    summary = lr_find.text(found, loop.folder.path)
+    if distributed.is_main():
+        print(summary)
+    return 0
 
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
@@ -112,8 +143,9 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     except BaseException as error:
         loop.folder_status("failed", f"{type(error).__name__}: {error}".split("\n")[0], getattr(error, "exit_code", 1))
         raise
-    finished = loop.step >= loop.config.steps
-    reason = "" if finished else "max_steps" if profile_steps is None else "profile"
+    finished = loop.finished
+    why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
+    reason = "" if loop.step >= loop.config.steps else why
     loop.folder_status("finished" if finished else "stopped", reason, 0)
     if distributed.is_main():
         if profile_steps is not None:

@@ -14,3 +14,19 @@ def cosine(start: float, end: float, images_seen: int, over_images: int) -> floa
     if images_seen <= 0:
         return start
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * images_seen / over_images))
+
+
+def one_cycle(step: int, steps: int, *, rise: float, start: float, peak: float, end: float) -> float:
+    """From `start` up to `peak`, then down to `end`, along half cosines (1708.07120, as torch's OneCycleLR).
+
+    The peak is update number `rise` x `steps` - 1, the end the last update, `steps` - 1; both may lie between two
+    updates. From there on it stays at `end`.
+    """
+    top, last = rise * steps - 1, steps - 1
+    if step <= top:
+        return _between(start, peak, step / top if top > 0 else 1.0)
+    return _between(peak, end, min(1.0, (step - top) / (last - top) if last > top else 1.0))
+
+
+def _between(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))

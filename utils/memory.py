@@ -20,6 +20,16 @@ def available_bytes() -> int:
     return free
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether `error` says that memory could not be had: on an accelerator, or on the CPU where the system refuses it
+    (Linux mostly grants it and kills the process later).
+    """
+    import torch  # here: this module is used before the accelerators are chosen
+
+    refused = "DefaultCPUAllocator" in str(error) and "memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and refused)
+
+
 def _cached_bytes() -> int:
     """The container's file cache: a packed file that was read counts as used memory, but is given back when asked."""
     counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

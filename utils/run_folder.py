@@ -14,7 +14,8 @@ from utils.files import replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
 BREAKING = re.compile(
-    r"(task|seed|architecture|progressive\.start)$|(generator|discriminator|model)\.|(\w+_)?optimizer\.name$"
+    r"(task|seed|architecture|progressive\.start)$|(generator|discriminator|model)\.(?!weights$|inplace$|activation_)|"
+    r"train\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
 )
 
 
@@ -74,15 +75,16 @@ class RunFolder:
             )
         return None
 
-    def accept_config(self, config: Tree) -> list[str]:
-        """Compare with the config of the run that is here; one line per harmless difference.
+    def accept_config(self, config: Tree, *, defaults: Tree | None = None) -> list[str]:
+        """Compare with the config of the run that is here; one line per harmless difference. A key that an older
+        version did not write has its value of `defaults`.
 
         Raises UserError when a difference would break the saved state (another task, model or seed).
         """
         saved = self.saved_config()
         if saved is None:
             return []
-        changed = differences(saved, config)
+        changed = differences(_filled(saved, defaults or {}), config)
         breaking = {key: pair for key, pair in changed.items() if BREAKING.match(key)}
         if breaking:
             told = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
@@ -103,3 +105,9 @@ class RunFolder:
         status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         replace_file(self.path / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
+
+
+def _filled(tree: Tree, defaults: Tree) -> Tree:
+    """`tree` with the keys of `defaults` that it lacks, in its sections too."""
+    both = {key for key, value in defaults.items() if isinstance(value, dict) and isinstance(tree.get(key), dict)}
+    return {**defaults, **tree, **{key: _filled(tree[key], defaults[key]) for key in both}}

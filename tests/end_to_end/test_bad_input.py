@@ -60,7 +60,7 @@ def test_typo_on_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.C
         (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),
         (["--data.path="], "data.path"),
         (["--model.classes", "5"], "model.classes"),
-        (["--micro-batch", "7"], "micro_batch 7"),
+        (["--micro-batch", "0"], "micro_batch must be 1"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--device", "gpu"], "gpu"),
         (["--procs", "0"], "--procs"),

@@ -1,12 +1,26 @@
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
-from models.resnet import Classifier, ResNetConfig, build_torchvision
+from models.batchnorm import CPUSyncBatchNorm2d
+from models.resnet import (
+    MEAN,
+    NAMES,
+    STAGES,
+    STD,
+    Classifier,
+    ResNetConfig,
+    build_torchvision,
+    normalisation,
+    stage_of,
+    statistics_kept,
+)
 from tests.models.test_layers import draw
 from utils.errors import UserError
 from utils.seeding import forked
@@ -97,7 +111,216 @@ def test_the_imagenet_weights_fit_every_key():
 
 
 def test_what_no_network_can_be_built_from():
-    with pytest.raises(UserError, match=r"'resnet99' is unknown; choose one of resnet18"):
+    with pytest.raises(
+        UserError, match=r"'resnet99' is unknown \(did you mean 'resnet\w+'\?\); choose one of resnet18"
+    ):
         build_torchvision("resnet99")
     with pytest.raises(UserError, match=r"two classes or more, the data has 1"):
         build(classes=1)
+
+
+# --- every network, heads, what happens to pictures
+
+
+BOTTLENECKS = [name for name in NAMES if name not in ("resnet18", "resnet34")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_torchvisions_network(name):
+    with torch.device("meta"):
+        ours = build_torchvision(name).state_dict()
+        theirs = torchvision.models.get_model(name).state_dict()
+    assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hes_strides_are_for_bottlenecks(name):
+    with torch.device("meta"):
+        if name not in BOTTLENECKS:
+            with pytest.raises(UserError, match=rf"he_strides is for bottlenecks .*; {name} has none: leave it out"):
+                build_torchvision(name, he_strides=True)
+            return
+        network = build_torchvision(name, he_strides=True)
+    strides = [
+        (stage[0].conv1.stride[0], stage[0].conv2.stride[0])
+        for stage in (network.layer1, network.layer2, network.layer3, network.layer4)
+    ]
+    assert strides == [(1, 1), (2, 1), (2, 1), (2, 1)]
+
+
+def test_the_hidden_head():
+    model = build(classes=7, head="hidden", head_width=9).eval()
+    linear, relu, last = model.network.fc
+    assert (linear.weight.shape, last.weight.shape, relu.inplace) == ((9, 512), (7, 9), True)
+    x = draw(2, 3, 32, 32).float()
+    hidden = (model.features(x) @ linear.weight.T + linear.bias).clamp_min(0)
+    torch.testing.assert_close(model(x), hidden @ last.weight.T + last.bias)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_relus_overwrite_their_input_or_not_and_give_the_same(inplace):
+    model, other = build(head="hidden", inplace=inplace), build(head="hidden", inplace=not inplace)
+    assert {m.inplace for m in model.modules() if isinstance(m, nn.ReLU)} == {inplace}
+    x = draw(4, 3, 32, 32).float()
+    (model(x).square().sum() + other(x).square().sum()).backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("conv1.weight", "stem"),
+        ("network.bn1.bias", "stem"),
+        ("layer3.1.bn2.weight", "layer3"),
+        ("network.fc.0.bias", "head"),
+    ],
+)
+def test_stages(name, stage):
+    assert stage_of(name) == stage
+    assert stage in STAGES
+
+
+@pytest.mark.parametrize("weights", [None, "file.pth"])
+@pytest.mark.parametrize("normalise", ["auto", "symmetric", "imagenet"])
+def test_pictures_are_normalised_as_asked(weights, normalise):
+    model = build(stem="small", weights=weights, normalise=normalise)
+    x = draw(2, 3, 8, 8).float().clamp(-1, 1)
+    if normalise == "imagenet" or (normalise == "auto" and weights):
+        expected = torchvision.transforms.functional.normalize(
+            (x + 1) / 2, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+        )
+        torch.testing.assert_close(model.prepare(x), expected)
+    else:
+        assert model.prepare(x) is x
+    assert not any("input_" in name for name in model.state_dict())  # old checkpoints fit
+
+
+def test_the_network_sees_normalised_and_scaled_pictures():
+    model, plain = build(normalise="imagenet", input_size=48).eval(), build().eval()
+    seen: list[torch.Tensor] = []
+    model.network.conv1.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    x = draw(2, 3, 32, 32).float()
+    found = model(x)
+    larger = F.interpolate(x, size=(48, 48), mode="bilinear", antialias=True)
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    torch.testing.assert_close(seen[0], ((larger + 1) / 2 - mean.view(3, 1, 1)) / std.view(3, 1, 1))
+    torch.testing.assert_close(found, plain(seen[0]))
+    torch.testing.assert_close(model.features(x), plain.features(seen[0]))
+
+
+@pytest.mark.parametrize(("side", "scaled"), [(32, False), (48, True), (20, True)])
+def test_pictures_of_the_networks_size_are_left_alone(side, scaled):
+    model = build(input_size=32)
+    x = draw(1, 3, side, side).float()
+    assert (model.prepare(x) is not x) == scaled
+    assert model.prepare(x).shape == (1, 3, 32, 32)
+
+
+def test_shrinking_averages():
+    """Without antialiasing only the two middle pixels of every four would be seen: all white."""
+    stripes = torch.tensor([-1.0, 1.0, 1.0, -1.0]).repeat(8).expand(1, 3, 32, 32).contiguous()
+    assert F.interpolate(stripes, size=(8, 8), mode="bilinear").min() == 1
+    assert build(input_size=8).prepare(stripes).max() < 0.6
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_numbers_of_channels_are_normalised_too(channels):
+    scale, shift = normalisation(channels)
+    assert scale.shape == shift.shape == (1, channels, 1, 1)
+    mean, std = (torch.tensor(MEAN), torch.tensor(STD))
+    if channels == 1:
+        mean, std = mean.mean()[None], std.mean()[None]
+    white = scale.flatten() + shift.flatten()
+    torch.testing.assert_close(white, ((1 - mean) / std).repeat(2)[:channels])
+    torch.testing.assert_close(shift.flatten() - scale.flatten(), (-mean / std).repeat(2)[:channels])
+
+
+def test_normalisation_follows_the_networks_precision():
+    model = build(normalise="imagenet", stem="small").double().eval()
+    x = draw(1, 3, 8, 8)
+    assert model(x).dtype == torch.float64
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
+    torch.testing.assert_close(model.prepare(x), ((x + 1) / 2 - mean) / std, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [{"head_width": 0}, {"input_size": 7}])
+def test_bad_settings(bad):
+    with pytest.raises(UserError, match=f"model.{next(iter(bad))}"):
+        ResNetConfig(**bad)
+
+
+# --- activation checkpointing
+
+
+def trained_once(checkpointing, *, frozen=()):
+    """Two steps' worth of gradients and statistics at batch 4."""
+    model = build(name="resnet18", activation_checkpointing=checkpointing, normalise="imagenet").train()
+    for prefix, module in model.named_modules():
+        if prefix.startswith(tuple(frozen)) and frozen:
+            module.eval().requires_grad_(False)
+    for key in ("a", "b"):
+        model(draw(4, 3, 32, 32, key=key).float()).square().sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("frozen", [(), ("network.conv1", "network.bn1", "network.layer1")])
+def test_checkpointing_changes_no_gradient_and_no_statistic(frozen):
+    plain, checkpointed = trained_once(False, frozen=frozen), trained_once(True, frozen=frozen)
+    assert plain.network.layer4[1].bn2.num_batches_tracked == 2
+    for (name, a), b in zip(plain.state_dict().items(), checkpointed.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None) == name.startswith(tuple(frozen) or ("none",)), name
+        assert a.grad is None or torch.equal(a.grad, b.grad), name
+    norms = [m for m in checkpointed.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert {norm.momentum for norm in norms} == {0.1}
+
+
+def test_checkpointing_keeps_less():
+    kept = {}
+    for checkpointing in (False, True):
+        model = build(activation_checkpointing=checkpointing).train()
+        sizes: list[int] = []
+
+        def note(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            model(draw(4, 3, 32, 32).float())
+        kept[checkpointing] = sum(sizes)
+    assert kept[True] < 0.2 * kept[False]
+
+
+def test_checkpointing_is_for_training_only(monkeypatch):
+    calls: list[object] = []
+
+    def checkpoint(function, x, **_):
+        calls.append(function)
+        return function(x)
+
+    monkeypatch.setattr("models.resnet.checkpoint", checkpoint)
+    model = build(activation_checkpointing=True)
+    x = draw(2, 3, 32, 32).float()
+    model.eval()(x)
+    with torch.no_grad():
+        model.train()(x)
+    assert not calls
+    model(x)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, CPUSyncBatchNorm2d])
+def test_statistics_are_kept_inside_the_block_only(kind):
+    norm = kind(3).train()
+    x = draw(4, 3, 2, 2).float()
+    norm(x)
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    with contextlib.suppress(RuntimeError), statistics_kept(norm):
+        torch.testing.assert_close(norm(x).mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
+        raise RuntimeError  # as torch does, to end a recomputation early
+    assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+    norm(x + 1)
+    assert norm.num_batches_tracked == 2
+    assert not torch.equal(norm.running_mean, before["running_mean"])

@@ -11,7 +11,14 @@ from utils.errors import UserError
 
 @pytest.mark.parametrize(
     ("batch", "micro", "world", "share", "passes"),
-    [(64, None, 1, 64, 64), (64, None, 4, 16, 16), (64, 8, 4, 16, 8), (64, 999, 4, 16, 16), (6, 1, 3, 2, 1)],
+    [
+        (64, None, 1, 64, 64),
+        (64, None, 4, 16, 16),
+        (64, 8, 4, 16, 8),
+        (64, 999, 4, 16, 16),
+        (6, 1, 3, 2, 1),
+        (64, 5, 2, 32, 5),
+    ],
 )
 def test_shares_and_micro_batches(batch, micro, world, share, passes):
     config = RunConfig(task="x", batch_size=batch, micro_batch=micro)
@@ -24,8 +31,14 @@ ALONE = DiscriminatorConfig(minibatch_std_group=1)
 def test_batches_that_cannot_be_shared_name_the_divisor():
     with pytest.raises(UserError, match=r"batch_size 64 cannot be shared by 3 processes; make it a multiple of 3"):
         RunConfig(task="x", batch_size=64).share(3)
-    with pytest.raises(UserError, match=r"micro_batch 5 does not divide the 32 samples .* divisor of 32"):
-        RunConfig(task="x", batch_size=64, micro_batch=5).micro(2)
+
+
+def test_only_a_classifier_finds_its_micro_batch_by_itself():
+    assert ClassifierConfig(micro_batch="auto", batch_size=64).micro(2) == 32
+    with pytest.raises(UserError, match=r"micro_batch auto is for classifiers; give a gan a number"):
+        GanConfig(micro_batch="auto")
+    config = build_run_config({"task": "classifier"}, ["--micro-batch", "auto"], "f.yaml")
+    assert config.micro_batch == "auto"
 
 
 def test_every_forward_pass_holds_whole_groups():

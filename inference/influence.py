@@ -1,0 +1,219 @@
+"""Which training pictures helped or hurt a prediction, and whose labels are likely wrong.
+
+`python -m inference.influence --checkpoint RUN --data train.lmdb (--picture FILE | --mislabelled) --out FILE.png`.
+Every checkpoint that the run has kept counts, by its learning rate; train with `--checkpoint.keep 10` to have some.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from data.dataset import Dataset, dataset_for_model
+from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit
+from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
+from metrics.evaluate_gan import judge_pictures
+from metrics.pictures import save_captioned
+from models.resnet import Classifier
+from models.restore import classifier_from
+from utils.arguments import positive
+from utils.checkpoint import load, newest_first, resolve
+from utils.cli import Parser, did_you_mean
+from utils.distributed import choose_device
+from utils.errors import UserError, run_cli
+from utils.files import check_writable
+
+TOP = 8  # pictures of each kind
+MEASURES = ("self-influence", "probability")
+
+
+def parser() -> Parser:
+    """The options of this script."""
+    options = Parser(prog="python -m inference.influence", description=__doc__)
+    add = options.add_argument
+    add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder (all its checkpoints) or one file")
+    add("--data", required=True, metavar="X.lmdb", help="the training pictures")
+    add("--picture", metavar="FILE", help="show the training pictures that helped and hurt its prediction most")
+    add("--label", metavar="NAME", help="class that is explained (default: the one the picture is named)")
+    add("--mislabelled", action="store_true", help="show the training pictures whose labels are likely wrong")
+    add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
+    add("--layers", nargs="+", default=[], metavar="NAME", help="layers whose gradients count (default: the head's)")
+    add("--top", type=positive, default=TOP, metavar="N", help=f"pictures of each kind (default: {TOP})")
+    add("--out", required=True, type=Path, metavar="FILE.png", help="the picture grid")
+    add("--json", action="store_true", help="print one JSON document instead of a table")
+    add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
+    add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Score all training pictures, write the grid, print the list."""
+    options = parser().parse_args(argv)
+    _check_options(options)
+    files = _checkpoint_files(options.checkpoint)
+    last = load(files[-1])
+    stages = [_stage(file, choose_device(options.device)) for file in files]
+    trained = (last["config"].get("data") or {}).get("resolution")
+    with dataset_for_model(options.data, trained, last["shape"]["resolution"]) as reader:
+        _check_data(reader, last, options.data)
+        found = (_mislabelled if options.mislabelled else _explain)(options, stages, reader, last)
+    document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **found}
+    print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
+    print(f"wrote {options.out}", file=sys.stderr)
+    return 0
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if (options.picture is None) == (not options.mislabelled):
+        raise UserError("give either --picture FILE or --mislabelled")
+    if options.label is not None and options.picture is None:
+        raise UserError("--label belongs to --picture; leave it out")
+    if options.by is not None and not options.mislabelled:
+        raise UserError("--by belongs to --mislabelled; leave it out")
+    if options.out.suffix.lower() != ".png":
+        raise UserError(f"--out {options.out}: its name must end in .png")
+    check_writable(options.out.parent)
+
+
+def _checkpoint_files(run_or_file: str) -> list[Path]:
+    """All checkpoints of a run, the earliest first, or the one file."""
+    file = resolve(run_or_file)
+    return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
+
+
+def _stage(file: Path, device: torch.device) -> Stage:
+    checkpoint = load(file, verify=False)
+    if checkpoint["task"] != "classifier":
+        raise UserError(f"{file}: is a checkpoint of task {checkpoint['task']!r}; give one of a classifier")
+    # read again when its turn comes: all of a run's networks at once may not fit into memory
+    return Stage(checkpoint["step"], rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
+
+
+def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
+    """Raise UserError unless the pictures have the classifier's classes; note where they are not its training's."""
+    if reader.classes != checkpoint["classes"]:
+        raise UserError(f"{path}: has other classes than the classifier; give the pictures that it was trained on")
+    if not len(reader):
+        raise UserError(f"{path}: holds no picture; give the pictures that the classifier was trained on")
+    if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
+        print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
+
+
+class _Bar:
+    """A progress bar on stderr; none where that is not a terminal."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is None:
+            self._bar = tqdm(total=total, desc=what, unit="picture", file=sys.stderr, disable=None)
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()
+
+
+# --- one prediction
+
+
+def _explain(
+    options: argparse.Namespace, stages: list[Stage], reader: Dataset, checkpoint: dict[str, Any]
+) -> dict[str, Any]:
+    classes, model = reader.classes, stages[-1].load()
+    image = _read(options.picture, model, checkpoint)
+    probabilities = judge_pictures(model, image[None])[0]
+    named = int(probabilities.argmax())
+    if options.label is not None and options.label not in classes:
+        raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
+    label = named if options.label is None else classes.index(options.label)
+    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": _Bar()}
+    scores = influence(stages, reader, image, label, **more)
+    kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
+    labels = reader.labels()
+    blank = torch.full_like(image, 255)
+    pictures, captions = [], []
+    for kind, rows in kinds.items():
+        head = f"named {classes[named]} {probabilities[named]:.2f}" if kind == "helped" else ""
+        pictures.append(image if kind == "helped" else blank)
+        captions.append(f"{head}\n{kind} {classes[label]}:")
+        pictures += _pictures(reader, rows) + [blank] * (options.top - len(rows))
+        captions += [f"{row}: {classes[labels[row]]}\n{scores[row]:+.3g}" for row in rows]
+        captions += [""] * (options.top - len(rows))
+    save_captioned(pictures, captions, options.out, columns=options.top + 1)
+    told = {
+        kind: [{"record": row, "label": classes[labels[row]], "score": float(scores[row])} for row in rows]
+        for kind, rows in kinds.items()
+    }
+    head_ = {"picture": options.picture, "named": classes[named], "probability": float(probabilities[named])}
+    return {**head_, "label": classes[label], **told}
+
+
+def _read(file: str, model: Classifier, checkpoint: dict[str, Any]) -> Tensor:
+    """A picture file as the classifier takes it, uint8 [C, H, W]; brought to size as its training data was."""
+    padded = checkpoint["data"]["resize_filter"].startswith(RESIZE_FILTERS["pad"])
+    try:
+        pixels = decode_file(Path(file).read_bytes(), model.channels)
+        pixels = fit(pixels, model.resolution, "pad" if padded else "crop")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give a picture file") from error
+    except PictureError as error:
+        raise UserError(f"{file}: {error}; give a picture file") from error
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+
+
+# --- likely wrong labels
+
+
+def _mislabelled(
+    options: argparse.Namespace, stages: list[Stage], reader: Dataset, _checkpoint: dict[str, Any]
+) -> dict[str, Any]:
+    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": _Bar()}
+    found = suspicion(stages, reader, **more)
+    measure = options.by or "probability"
+    rows = found.order(measure)[: options.top].tolist()
+    listed = [_suspect(found, row, reader.classes) for row in rows]
+    captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in listed]
+    save_captioned(_pictures(reader, rows), captions, options.out, columns=min(10, len(rows)))
+    return {"measure": measure, "issues": int((found.issues() >= 0).sum()), "mislabelled": listed}
+
+
+def _suspect(found: Suspicion, row: int, classes: list[str]) -> dict[str, Any]:
+    """What is said of one picture: its label and what the classifier would rather name it."""
+    others = found.probabilities[row].clone()
+    others[found.labels[row]] = -1
+    named = int(others.argmax())
+    return {
+        "record": row,
+        "label": classes[int(found.labels[row])],
+        "given": float(found.given[row]),
+        "named": classes[named],
+        "probability": float(others[named]),
+        "self_influence": float(found.self_influence[row]),
+    }
+
+
+def _pictures(reader: Dataset, rows: list[int]) -> list[Tensor]:
+    return list(torch.from_numpy(reader.read(rows)[0])) if rows else []
+
+
+def _table(document: dict[str, Any]) -> str:
+    """The document for people."""
+    if "mislabelled" in document:
+        lines = [f"confident learning would change {document['issues']} labels; the first by {document['measure']}:"]
+        for item in document["mislabelled"]:
+            rather = f"rather {item['named']} {item['probability']:.3f}"
+            lines.append(f"record {item['record']}: {item['label']} {item['given']:.3f}, {rather}")
+        return "\n".join(lines)
+    lines = [f"{document['picture']}: {document['named']} {document['probability']:.3f}; for {document['label']}"]
+    for kind in ("helped", "hurt"):
+        lines += [f"{kind} {item['score']:+.3g}: record {item['record']}, {item['label']}" for item in document[kind]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,114 @@
+"""Gradients of every picture's own loss: with torch.func for any parameters, in closed form for a linear head."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
+
+
+def sample_gradients(
+    model: nn.Module,  # pictures -> logits, in evaluation mode: BatchNorm must not mix the pictures
+    images: Tensor,  # [n, C, H, W] as the model takes them
+    labels: Tensor,  # int64 [n]
+    names: Sequence[str],  # of the parameters that gradients are taken of
+    *,
+    chunk: int | None = None,  # pictures at once; None: as many as MOST_ELEMENTS allows
+) -> Tensor:
+    """d cross_entropy(model(x_i), y_i) / d parameters, [n, P]: the named parameters flattened one after the other.
+
+    vmap over grad; parameters need not require gradients and their `.grad` is not touched. Raises ValueError for a
+    model in training mode.
+    """
+    if any(module.training for module in model.modules()):
+        raise ValueError("per-sample gradients need a model in evaluation mode: BatchNorm mixes the pictures otherwise")
+    tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+    asked = {name: tensors.pop(name) for name in names}
+
+    def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, (parameters, tensors), (image[None],))
+        return F.cross_entropy(logits, label[None])
+
+    size = sum(tensor.numel() for tensor in asked.values())
+    found = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk or max(1, MOST_ELEMENTS // size))(
+        asked, images, labels
+    )
+    return torch.cat([found[name].reshape(len(images), -1) for name in names], dim=1)
+
+
+@dataclass(frozen=True)
+class HeadGradients:
+    """Gradients of the last linear layer for n pictures, as the factors of an outer product: [n, K] x [n, F].
+
+    With p = softmax(logits) and y the label as one-hot, the weight's gradient is (p - y) f^T and the bias's p - y.
+    """
+
+    errors: Tensor  # p - y [n, K]
+    inputs: Tensor  # f [n, F]
+    bias: bool = True
+
+    def dot(self, other: "HeadGradients") -> Tensor:
+        """Dot products [n, m] of all these gradients with all of `other`'s, without making any of them."""
+        return (self.errors @ other.errors.T) * (self.inputs @ other.inputs.T + self.bias)
+
+    def squared_norms(self) -> Tensor:
+        """[n]: the dot product of each with itself."""
+        return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
+
+    def full(self) -> Tensor:
+        """The gradients themselves, [n, K F + K]: weight, then bias."""
+        weight = (self.errors[:, :, None] * self.inputs[:, None]).flatten(1)
+        return torch.cat([weight, self.errors], 1) if self.bias else weight
+
+
+def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[HeadGradients, Tensor]:
+    """Gradients of each picture's cross entropy with respect to the last linear layer, and the logits [n, K].
+
+    One forward pass. Raises UserError for a model whose output is not that of its last linear layer.
+    """
+    head = last_linear(model)
+    seen: list[tuple[Tensor, Tensor]] = []
+    handle = head.register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
+    try:
+        with torch.no_grad():
+            logits = model(images)
+    finally:
+        handle.remove()
+    if not seen or not torch.equal(seen[-1][1], logits):
+        raise UserError("the network does not end in a linear layer; name the layers with --layers")
+    errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
+    return HeadGradients(errors, seen[-1][0], head.bias is not None), logits
+
+
+def last_linear(model: nn.Module) -> nn.Linear:
+    """The linear layer that comes last by registration. Raises UserError where there is none."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not layers:
+        raise UserError("the network has no linear layer; name the layers with --layers")
+    return layers[-1]
+
+
+def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Parameters whose name, or its end after a dot, fits a pattern, or lies below it: `layer4.1`, `layer4.*.weight`.
+
+    Raises UserError for a pattern that fits none; the near name is told.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    found = set()
+    for pattern in patterns:
+        fits = {n for n in names if any(fnmatchcase(f".{n}", f"*.{p}") for p in (pattern, f"{pattern}.*"))}
+        if not fits:
+            paths = [name.split(".") for name in names]
+            spans = [(path, i, j) for path in paths for i in range(len(path)) for j in range(i + 1, len(path) + 1)]
+            layers = {".".join(path[i:j]) for path, i, j in spans}
+            raise UserError(f"--layers {pattern}: fits no parameter{did_you_mean(pattern, sorted(layers))}")
+        found |= fits
+    return [name for name in names if name in found]

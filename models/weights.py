@@ -1,0 +1,263 @@
+"""Weights files: read without running anything in them, and fitted into our networks.
+
+Read are `.safetensors`, whatever `torch.save` wrote of names and tensors (Python 2's and other programs' wrappers
+included), and this program's own checkpoints. What does not fit is refused by name; only the head may be left out.
+"""
+
+import argparse
+import socket
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torchvision
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.resnet import NAMES, Classifier, ResNetConfig, build_torchvision
+from utils import checkpoint as checkpoints
+from utils import distributed
+from utils.cli import did_you_mean
+from utils.config import build, near_file
+from utils.errors import UserError
+
+OPTION = "model.weights"
+# under which other programs keep the state dict, the average first: it is the network to use
+WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model", "net", "network")
+SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".bin", ".ckpt")
+SECONDS = 30  # without an answer before a download is given up
+
+State = dict[str, Tensor]
+
+
+def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
+    """State dict on the CPU and what the file says of its network, by restricted unpickling.
+
+    Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile (`_orig_mod.`) are taken
+    off. The second part is a safetensors file's metadata, or of our own checkpoints `stride` and `normalise`.
+
+    Raises:
+        UserError: the file is missing, damaged, or holds anything but names and tensors; `option` is in the remedy.
+    """
+    remedy = f"fetch the file again, or give another with {option}"
+    if not path.is_file():
+        raise UserError(f"{option} {path}: no such file{near_file(path)}")
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+                return _plain_names(state), file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path} is not a whole safetensors file ({error}); {remedy}") from error
+    try:
+        # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
+        # torchvision's own training writes one into its checkpoints
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
+            warnings.filterwarnings("ignore", message="pickle_load_args only works")
+            content = torch.load(path, map_location="cpu", weights_only=True, encoding="latin1")
+    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
+        # torch's own message advises to read the file unsafely, so it is not passed on
+        raise UserError(
+            f"{path} is damaged or no plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) "
+            f"writes it); {remedy}"
+        ) from error
+    if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
+        return _ours(path, content)
+    found = _unwrapped(content)
+    if found is None:
+        raise UserError(f"{path} is no plain state dict (name -> tensor); {remedy}")
+    return _plain_names(found), {}
+
+
+def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
+    """The averaged classifier of our own checkpoint, whose checksum is held against the file beside it."""
+    if content["task"] != "classifier":
+        raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
+    checkpoints.load(path)
+    config = build(ResNetConfig, content["config"]["model"], source=f"{path}: its model")
+    about = {"stride": "conv1" if config.he_strides else "conv2"}
+    about["normalise"] = "imagenet" if config.imagenet_normalised else "symmetric"
+    return _plain_names(content["state"]["model_ema"]), about
+
+
+def _unwrapped(content: Any) -> State | None:
+    """The innermost state dict, or None where there is none."""
+    while isinstance(content, dict) and content:
+        if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()):
+            return content
+        content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
+    return None
+
+
+def _plain_names(state: Mapping[str, Tensor]) -> State:
+    """`state` by the network's own names, without what averaging and wrapping added."""
+    plain = {}
+    for name, tensor in state.items():
+        name = name.replace("_orig_mod.", "")
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        plain[name] = tensor
+    plain.pop("n_averaged", None)  # of torch's AveragedModel
+    for prefix in ("network.", "model.", "net."):
+        if plain and all(name.startswith(prefix) for name in plain):
+            plain = {name.removeprefix(prefix): tensor for name, tensor in plain.items()}
+    return plain
+
+
+# --- where they are
+
+
+def find_weights(weights: str, name: str) -> Path:
+    """The file that `model.weights` means for the network `name`: a file, a run folder's last checkpoint, or a member
+    of torchvision's enum, which is downloaded once.
+
+    Raises UserError when there is none, and without a network.
+    """
+    path = Path(weights)
+    if path.is_dir():
+        return checkpoints.resolve(path)
+    if path.is_file() or weights.lower().endswith(SUFFIXES) or "/" in weights:
+        return path
+    members = torchvision.models.get_model_weights(name).__members__
+    if weights not in members:
+        near = did_you_mean(weights, list(members)) or near_file(path)
+        raise UserError(f"{OPTION} {weights!r}: no such file{near}; {name} has {', '.join(members)}, or give a file")
+    url = members[weights].url
+    return Path(distributed.on_main(lambda: _download(url, f"{OPTION} {weights}")))
+
+
+def _download(url: str, what: str) -> str:
+    """The file of `url` in torch's cache, fetched if it is not there and checked by the hash in its name."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    if path.is_file():
+        return str(path)
+    before = socket.getdefaulttimeout()
+    try:
+        socket.setdefaulttimeout(SECONDS)  # a network that swallows packets must not hang the start
+        path.parent.mkdir(parents=True, exist_ok=True)
+        hashed = torch.hub.HASH_REGEX.search(path.name)
+        torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)
+    except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"{what}: cannot be downloaded ({reason}); fetch {url} on a machine with a network and give the file with "
+            f"--{OPTION} FILE"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(before)
+    return str(path)
+
+
+# --- how they fit
+
+
+def load_pretrained(model: Classifier) -> str:
+    """Copy the weights that `model.config.weights` names into `model`; returns what was taken, for a person.
+
+    The first convolution is fitted to the channels and the stem, the head is left new where it does not fit.
+
+    Raises UserError when the file cannot be had or read, or holds another network; then nothing is changed.
+    """
+    config = model.config
+    if config.weights is None:
+        return ""
+    path = find_weights(config.weights, config.name)
+    state, about = read_state_dict(path, option=f"--{OPTION}")
+    check_built_alike(path, about, he_strides=config.he_strides, imagenet=config.imagenet_normalised)
+    expected = model.network.state_dict()
+    notes = []
+    first = state.get("conv1.weight")
+    if first is not None and first.ndim == 4:
+        state["conv1.weight"], told = fit_first(first, expected["conv1.weight"])
+        notes += [told] if told else []
+    head = {name for name in expected if name.startswith("fc.")}
+    theirs = {name for name in state if name.startswith("fc.")}
+    takes_head = head == theirs and all(state[name].shape == expected[name].shape for name in head)
+    if not takes_head:
+        state = {name: value for name, value in state.items() if name not in theirs}
+        state |= {name: expected[name] for name in head}
+    model.network.load_state_dict(fitted(state, expected, path, config.name))
+    taken = len(expected) - (0 if takes_head else len(head))
+    notes.insert(0, "head taken" if takes_head else "head new")
+    return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join(notes)}"
+
+
+def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool, imagenet: bool) -> None:
+    """Raise UserError where the file says that its network differs in what no shape shows."""
+    if "stride" in about and about["stride"].startswith("conv1") != he_strides:
+        wanted = str(not he_strides).lower()
+        raise UserError(
+            f"{path}: its network has the stride of 2 in {about['stride'].split()[0]} of each stage's first block; set "
+            f"--model.he-strides {wanted}"
+        )
+    given = about.get("normalise")
+    if given in ("symmetric", "imagenet") and (given == "imagenet") != imagenet:
+        raise UserError(f"{path}: its network has seen pictures normalised {given}; set --model.normalise {given}")
+
+
+def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
+    """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of `like`, and what was
+    done; filters that already fit come back as they are.
+
+    Grey sums the filters over the channels: a grey picture as RGB gives the same outputs. Other numbers of channels
+    repeat them, scaled so that equal channels give the same outputs. A smaller kernel takes their middle.
+    """
+    done, (channels, wanted) = [], (filters.shape[1], like.shape[1])
+    if channels != wanted:
+        filters = filters.to(like.dtype)
+        if wanted == 1:
+            filters = filters.sum(dim=1, keepdim=True)
+        else:
+            index = torch.arange(wanted) % channels
+            filters = filters[:, index] * (channels / wanted)
+        done.append(f"first filters from {channels} to {wanted} channels")
+    cut = filters.shape[-1] - like.shape[-1]
+    if cut > 0 and cut % 2 == 0:
+        filters = filters[..., cut // 2 : -(cut // 2), cut // 2 : -(cut // 2)]
+        done.append(
+            f"first filters' middle {like.shape[-1]}x{like.shape[-1]} taken (model.stem imagenet with model.input_size "
+            "keeps them whole)"
+        )
+    return filters, ", ".join(done)
+
+
+def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) -> State:
+    """`state` in the types of `expected`, if it has exactly these names and shapes, in finite numbers; the counters of
+    batches, which old files lack, are added.
+
+    Raises UserError naming the first tensor at fault, and the network that the file belongs to where that is clear.
+    """
+    state = dict(state)
+    for key in expected.keys() - state.keys():
+        if key.endswith("num_batches_tracked"):
+            state[key] = torch.tensor(0)
+    for key in sorted(expected.keys() | state.keys()):
+        found = list(state[key].shape) if key in state else "absent"
+        wanted = list(expected[key].shape) if key in expected else "absent"
+        if found != wanted:
+            raise UserError(f"{path}: {key} is {found}, {name} has it {wanted}; {_remedy(state, name)}")
+        if state[key].is_floating_point() != expected[key].is_floating_point():
+            raise UserError(
+                f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"
+            )
+        if not torch.isfinite(state[key]).all():
+            raise UserError(f"{path}: {key} holds numbers that are not finite; give another file")
+    # on the CPU: `expected` may be on the meta device
+    return {key: state[key].to(expected[key].dtype) for key in expected}
+
+
+def _remedy(state: State, name: str) -> str:
+    """What to do about weights of another shape."""
+    shapes = {key: value.shape for key, value in state.items() if not key.startswith(("fc.", "conv1.")) and value.ndim}
+    for other in NAMES:
+        with torch.device("meta"):
+            network = build_torchvision(other)
+        theirs = {key: value.shape for key, value in network.state_dict().items() if value.ndim}
+        if shapes == {key: shape for key, shape in theirs.items() if not key.startswith(("fc.", "conv1."))}:
+            if other != name:
+                return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
+            return f"give a whole {name}'s weights file with --model.weights"
+    return f"give a {name}'s weights file, by torchvision's names"

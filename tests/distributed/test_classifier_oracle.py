@@ -1,0 +1,88 @@
+"""Ranks and micro-batches do not change what a classifier's training does, with all of its settings on, in float64.
+
+As a module it is one rank: `python -m tests.distributed.test_classifier_oracle OUT DATA VARIANT...`, see worker.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.writer import pack_arrays
+from tests.distributed import worker
+from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
+from utils.launch import launch
+
+Records = dict[int, dict[str, list[dict[str, Any]]]]
+
+EVERYTHING: dict[str, Any] = {
+    "augment": {"flip": True, "shift": 1, "trivial": True, "erase": 0.3, "mixup": 0.4, "cutmix": 1.0, "mix": 0.8},
+    "loss": {"class_weights": "balanced", "label_smoothing": 0.1},
+    "optimizer": worker.TREES["classifier"]["optimizer"] | {"lr": 0.05, "clip_adaptive": 0.02},
+}
+SMALL = worker.TREES["classifier"] | {"model": {"name": "resnet18", "stem": "small-stride2"}}
+worker.TREES["classifier-everything"] = SMALL | EVERYTHING
+# without BatchNorm's statistics of the batch, micro-batches must not matter either
+fixed = SMALL | EVERYTHING | {"train": {"freeze_bn": True}}
+worker.TREES["classifier-fixed"] = fixed | {"loss": {"kind": "squared-error", "class_weights": {"b": 3.0}}}
+worker.TREES["classifier-plain"] = SMALL | {"augment": {"mixup": 0.4}}
+average = {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "weight_decay": 0.1}
+worker.TREES["classifier-average"] = SMALL | {"optimizer": average}
+VARIANTS = {
+    1: [f"classifier-{name}" for name in ("everything:0", "fixed:0", "fixed:3", "average:0", "plain:0")],
+    2: [f"classifier-{name}" for name in ("everything:0", "fixed:3", "average:0")],
+}
+SPLITS = [(1, "classifier-fixed:3"), *((2, variant) for variant in VARIANTS[2])]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux"),
+    pytest.mark.timeout(900),  # the records of all variants are made at once
+]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """What each world size recorded, from 32 random 16 px RGB pictures of three classes, not equally many."""
+    folder = tmp_path_factory.mktemp("oracle")
+    pictures = np.random.default_rng(0).integers(0, 256, (32, 3, 16, 16), dtype=np.uint8)
+    labels = np.array([0, 0, 1, 2] * 8)
+    pack_arrays(folder / "data.lmdb", pictures, labels=labels, classes=CLASSES, smallest=8)
+    found = {}
+    for processes, variants in VARIANTS.items():
+        out = folder / f"{processes}.pt"
+        command = ["-m", "tests.distributed.test_classifier_oracle", str(out), str(folder / "data.lmdb"), *variants]
+        assert launch(command, processes) == 0
+        found[processes] = torch.load(out, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
+@pytest.mark.parametrize(("processes", "variant"), SPLITS)
+def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
+    whole = records[1][f"{variant.partition(':')[0]}:0"]
+    assert largest_difference(whole, records[processes][variant], part) < TOLERANCE
+
+
+def test_the_comparison_is_of_something(records: Records) -> None:
+    one = records[1]
+    for variant in ("classifier-everything:0", "classifier-fixed:0", "classifier-average:0"):
+        assert largest_difference(one[variant][:1], one[variant][-1:], "weights") > 1e-4
+    assert largest_difference(one["classifier-everything:0"], one["classifier-plain:0"], "gradients") > 1e-4
+    norms = [one[f"classifier-{name}:0"][0]["metrics"]["gradient_norm/classifier"] for name in ("everything", "plain")]
+    kept = [
+        torch.stack([g.norm() for g in one[f"classifier-{name}:0"][0]["gradients"].values()]).norm().item()
+        for name in ("everything", "plain")
+    ]
+    assert kept[0] < 0.9 * norms[0]  # it was clipped
+    assert kept[1] == pytest.approx(norms[1])
+
+
+def test_the_evaluated_network_of_a_schedule_free_training_is_its_own(records: Records) -> None:
+    last = records[2]["classifier-average:0"][-1]
+    difference = (last["average"]["network.fc.weight"] - last["weights"]["model.network.fc.weight"]).abs().max()
+    assert difference > 1e-7
+
+
+if __name__ == "__main__":
+    worker.main(sys.argv[1], sys.argv[2], sys.argv[3:])

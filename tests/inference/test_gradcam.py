@@ -1,0 +1,260 @@
+"""Grad-CAM: the map against slow computations, where it peaks, and what `predict.py --gradcam` writes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import predict
+from inference.gradcam import grad_cam, output_files, overlay, picture_heat
+from models.resnet import Classifier, ResNetConfig
+from tests.metrics.conftest import CLASSES, classifier_run
+from utils.errors import UserError, run_cli
+from utils.seeding import forked, generator
+
+
+def classifier(side=32):
+    """An untrained ResNet-18 whose logits differ, in float64."""
+    with forked(0, "init", "gradcam"):
+        model = Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=3, resolution=side)
+    return model.double().eval().requires_grad_(False)
+
+
+def images(count=2, side=32):
+    return torch.rand(count, 1, side, side, dtype=torch.float64, generator=generator(0, "test", "gradcam")) * 2 - 1
+
+
+def slow_cam(before: nn.Module, after: nn.Module, image: torch.Tensor, label: int) -> np.ndarray:
+    """Equations 1 and 2 of the paper in loops, without autograd: the mean over a map of the logit's derivatives is its
+    derivative along the whole map, divided by the number of places.
+    """
+    maps = before(image[None])
+    _, channels, height, width = maps.shape
+    steps = 1e-6 * torch.eye(channels, dtype=maps.dtype)[:, :, None, None]  # one channel each
+    alphas = (after(maps + steps) - after(maps - steps))[:, label] / 2e-6 / (height * width)
+    heat = np.zeros((height, width))
+    for k in range(channels):
+        for i in range(height):
+            for j in range(width):
+                heat[i, j] += alphas[k].item() * maps[0, k, i, j].item()
+    return np.maximum(heat, 0)
+
+
+def resnet_parts():
+    net = classifier().network
+    before = nn.Sequential(net.conv1, net.bn1, net.relu, net.layer1, net.layer2, net.layer3, net.layer4)
+    return before, nn.Sequential(net.avgpool, nn.Flatten(), net.fc)
+
+
+def small_parts():
+    """What comes after the layer is not linear."""
+    with forked(0, "init", "small"):
+        after = nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(6 * 36, 3))
+        return nn.Conv2d(1, 4, 3, stride=2).double(), after.double()
+
+
+@pytest.mark.parametrize(("parts", "layer"), [(resnet_parts, "0.6"), (small_parts, "0")])
+@torch.no_grad()
+def test_the_map_is_the_papers(parts, layer):
+    before, after = parts()
+    model, batch = nn.Sequential(before, after).eval(), images(side=18)
+    found = grad_cam(model, batch, torch.tensor([2, 0]), layer)
+    for image, label, heat in zip(batch, (2, 0), found, strict=True):
+        expected = slow_cam(before, after, image, label)
+        assert expected.max() > 0
+        np.testing.assert_allclose(heat.numpy(), expected, rtol=1e-6, atol=1e-8 * expected.max())
+
+
+def test_at_the_last_stage_it_is_cam():
+    """With a mean and a linear head alpha is the class's weight over the number of places: CAM (1512.04150)."""
+    model, batch = classifier(), images()
+    net = model.network
+    maps = net.layer4(net.layer3(net.layer2(net.layer1(net.relu(net.bn1(net.conv1(batch)))))))
+    expected = (net.fc.weight[1][:, None, None] * maps).sum(1).relu() / maps[0, 0].numel()
+    torch.testing.assert_close(grad_cam(model, batch, torch.tensor([1, 1])), expected, rtol=1e-10, atol=1e-14)
+
+
+def stripes(count: int, side: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pictures with one striped patch at a random place on noise; its direction is the class. Corners [n, 2]."""
+    draw = generator(0, "test", "stripes")
+    batch = 0.2 * torch.randn(count, 1, side, side, generator=draw)
+    labels = torch.arange(count) % 2
+    corners = torch.randint(0, side - 6, (count, 2), generator=draw)
+    for image, label, corner in zip(batch, labels.tolist(), corners.tolist(), strict=True):
+        put(image, label, *corner)
+    return batch, labels, corners
+
+
+def put(image: torch.Tensor, label: int, top: int, left: int) -> None:
+    patch = torch.tensor([1.0, -1.0] * 3).expand(6, 6)
+    image[0, top : top + 6, left : left + 6] = patch if label else patch.T
+
+
+def test_the_map_peaks_at_the_object_of_the_class_that_is_asked_for():
+    with forked(0, "init", "stripes"):
+        stem = [
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.ReLU(inplace=True),
+        ]
+        model = nn.Sequential(*stem, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
+    batch, labels, _ = stripes(64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch), labels).backward()
+        optimizer.step()
+    assert (model(batch).argmax(1) == labels).float().mean() > 0.95
+    both = 0.2 * torch.randn(8, 1, 24, 24, generator=generator(1, "test", "stripes"))
+    places = [(2, 2), (14, 15)]
+    for number, image in enumerate(both):  # an object of each class; where it lies decides what the map must show
+        for label in (0, 1):
+            put(image, label, *places[(label + number) % 2])
+    for label in (0, 1):
+        heat = grad_cam(model, both, torch.full((8,), label), "3")
+        for number, picture in enumerate(heat):
+            row, column = divmod(int(picture.argmax()), 24)
+            top, left = places[(label + number) % 2]
+            assert top - 1 <= row <= top + 6, (label, number, row, column)
+            assert left - 1 <= column <= left + 6
+
+
+def test_layers_without_maps_and_unknown_ones_are_refused():
+    with pytest.raises(UserError, match=r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"):
+        grad_cam(classifier(), images(), torch.tensor([0, 1]), "fc")
+    with pytest.raises(UserError, match=r"no layer is called 'layer5' \(did you mean 'layer[1-4]'\?\)"):
+        grad_cam(classifier(), images(), torch.tensor([0, 1]), "layer5")
+
+
+def test_heat_is_scaled_picture_by_picture_and_may_be_none(monkeypatch):
+    model = classifier().float()
+    pictures = torch.randint(0, 256, (3, 1, 32, 32), dtype=torch.uint8, generator=generator(0, "test"))
+    heat = picture_heat(model, pictures, torch.tensor([0, 1, 2]))
+    assert heat.dtype == torch.float32
+    assert heat.min() >= 0
+    assert heat.amax((1, 2)).tolist() == [1.0, 1.0, 1.0]
+    model.network.fc.weight.fill_(-1.0)  # every map speaks against every class
+    assert picture_heat(model, pictures, torch.tensor([0, 1, 2])).abs().max() == 0
+
+
+def test_overlay_leaves_a_picture_as_it_is_where_there_is_no_heat():
+    picture = torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8, generator=generator(0, "test"))
+    heat = torch.zeros(4, 4)
+    large, shown = overlay(picture, heat)
+    assert large.shape == (3, 224, 224)
+    assert torch.equal(large, shown)
+    assert torch.equal(large[:, ::28, ::28], picture.expand(3, -1, -1))
+    heat[0, 3] = 1.0
+    _, shown = overlay(picture, heat)
+    changed = (shown != large).any(0)
+    assert changed[10, 210]
+    assert not changed[112:, :].any()
+    assert not changed[:, :100].any()
+    red, _, blue = (shown[:, 0, 223].double() - 0.35 * large[:, 0, 223]).tolist()
+    assert red > 3 * blue  # the hottest end of the colours is red
+
+
+# --- files
+
+
+def test_output_files_neither_collide_nor_leave_the_folder_nor_hit_an_input(tmp_path):
+    files = [
+        "a/cat.png",
+        "b/cat.jpg",
+        "b/CAT.jpg",
+        "cat-gradcam-2.png",
+        str(tmp_path / "cat-gradcam.png"),
+        "../..",
+        ".png",
+        "x" * 250 + ".png",
+        "x" * 251 + ".png",
+        "é" * 150,
+    ]
+    found = output_files(tmp_path, files)
+    assert len({str(path).casefold() for path in found}) == len(files)
+    assert tmp_path / "cat-gradcam.png" not in found
+    for path in found:
+        assert path.resolve().parent == tmp_path.resolve()
+        assert path.suffix == ".png"
+        path.write_bytes(b"")
+    assert found[0].name == "cat-gradcam-2.png"
+
+
+def run_folder(tmp_path: Path) -> Path:
+    return classifier_run(tmp_path / "run", resize_filter="area")
+
+
+def draw_files(tmp_path: Path) -> list[str]:
+    files: list[str] = []
+    for folder, name in (("a", "cat.png"), ("b", "cat.png"), ("b", "dog.png")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        pixels = np.random.default_rng(len(files)).integers(0, 256, (12, 10), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / folder / name)
+        files.append(str(tmp_path / folder / name))
+    return files
+
+
+def test_predict_writes_a_picture_for_each_readable_file(tmp_path, capsys):
+    files = draw_files(tmp_path)
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"no picture")
+    out = tmp_path / "maps"
+    common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--json", "--batch-size", "2"]
+    arguments = [*common, files[0], str(broken), *files[1:]]
+    assert run_cli(predict.main, arguments) == 2
+    plain = json.loads(capsys.readouterr().out)
+    assert run_cli(predict.main, [*arguments, "--gradcam", str(out), "--gradcam-layer", "layer3"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    names = [result.pop("gradcam", None) for result in found]
+    assert found == plain
+    written = ["cat-gradcam.png", None, "cat-gradcam-2.png", "dog-gradcam.png"]
+    assert names == [name and str(out / name) for name in written]
+    assert sorted(path.name for path in out.iterdir()) == sorted(filter(None, written))
+    for path in out.iterdir():
+        with Image.open(path) as picture:
+            assert abs(picture.width - 2 * (224 + 12)) < 20
+            assert abs(picture.height - (224 + 2 * 14 + 14)) < 10
+
+
+def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch):
+    asked: list[list[int]] = []
+    real = predict.gradcam.picture_heat
+
+    def spy(model, images, targets, layer):
+        asked.append(targets.tolist())
+        return real(model, images, targets, layer)
+
+    monkeypatch.setattr(predict.gradcam, "picture_heat", spy)
+    files = draw_files(tmp_path)
+    common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--gradcam", str(tmp_path / "m"), *files]
+    assert run_cli(predict.main, common) == 0
+    labels = [line.split(": ")[1].split(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert asked.pop() == [CLASSES.index(label) for label in labels]
+    other = next(name for name in CLASSES if name not in labels)
+    assert run_cli(predict.main, [*common, "--gradcam-class", other]) == 0
+    assert asked.pop() == [CLASSES.index(other)] * 3
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--gradcam-class", "dark"], "belong to --gradcam DIR"),
+        (["--gradcam", "{}/m", "--gradcam-class", "darc"], "no class (did you mean 'dark'?)"),
+        (["--gradcam", "{}/m", "--gradcam-layer", "layer9"], "no layer is called 'layer9'"),
+        (["--gradcam", "/proc/nowhere"], "cannot be written"),
+    ],
+)
+def test_refusals(tmp_path, capsys, more, told):
+    arguments = [part.format(tmp_path) for part in more]
+    files = draw_files(tmp_path)
+    assert (
+        run_cli(predict.main, ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", *files, *arguments]) == 2
+    )
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert told in errors[0]

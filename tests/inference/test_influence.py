@@ -1,0 +1,328 @@
+"""Per-sample gradients against loops of backward passes, influence against its definition, and wrong labels found."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from data.dataset import Dataset
+from data.writer import pack_arrays
+from inference import influence as command
+from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion, weights_of
+from inference.sample_gradients import head_gradients, matching_parameters, sample_gradients
+from models.resnet import Classifier, ResNetConfig
+from models.restore import classifier_from
+from tests.conftest import sample_pictures
+from tests.end_to_end.test_train_kill_resume import train_in_process
+from tests.metrics.conftest import gan_run
+from utils.checkpoint import load, newest_first
+from utils.errors import UserError, run_cli
+from utils.seeding import forked, generator, numpy_generator
+
+CHOSEN = ["trouser", "sneaker", "bag", "dress"]
+FLIPPED = 0.05
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm with statistics of its own, and two linear layers."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 3, 3, stride=2), nn.BatchNorm2d(3)
+        self.hidden, self.fc = nn.Linear(3, 5), nn.Linear(5, 4, bias=bias)
+        with torch.no_grad():
+            self.norm.running_mean.uniform_(-1, 1)  # type: ignore[union-attr]
+            self.norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
+
+    def forward(self, x):
+        return self.fc(self.hidden(self.norm(self.conv(x)).relu().mean((2, 3))).tanh())
+
+
+def net(**options) -> Net:
+    with forked(0, "init", "influence"):
+        return Net(**options).double().eval()
+
+
+def batch(count=5):
+    draw = generator(0, "test", "influence")
+    return torch.randn(count, 1, 8, 8, dtype=torch.float64, generator=draw), torch.arange(count) % 4
+
+
+def loop_of_backwards(model, images, labels, names):
+    rows = []
+    for image, label in zip(images, labels, strict=True):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(image[None]), label[None]).backward()
+        rows.append(torch.cat([model.get_parameter(name).grad.flatten() for name in names]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 2])
+def test_sample_gradients_are_those_of_single_backward_passes(chunk):
+    model, (images, labels) = net(), batch()
+    names = [name for name, _ in model.named_parameters()]
+    expected = loop_of_backwards(model, images, labels, names)
+    model.zero_grad()
+    model.requires_grad_(False)
+    found = sample_gradients(model, images, labels, names, chunk=chunk)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+    assert all(p.grad is None for p in model.parameters())
+    part = sample_gradients(model, images, labels, ["norm.weight", "fc.bias"], chunk=chunk)
+    torch.testing.assert_close(
+        part, loop_of_backwards(model.requires_grad_(), images, labels, ["norm.weight", "fc.bias"])
+    )
+
+
+def test_sample_gradients_of_a_resnet():
+    with forked(0, "init", "influence"):
+        model = Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=3, resolution=8).double().eval()
+    images, labels = batch(2)
+    names = ["network.conv1.weight", "network.layer3.1.bn2.weight", "network.fc.bias"]
+    expected = loop_of_backwards(model, images, labels, names)
+    torch.testing.assert_close(sample_gradients(model, images, labels, names), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_model_in_training_mode_is_refused():
+    model, (images, labels) = net(), batch()
+    model.norm.train()
+    with pytest.raises(ValueError, match="evaluation mode"):
+        sample_gradients(model, images, labels, ["fc.bias"])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_heads_closed_form_is_what_vmap_finds(bias):
+    model, (images, labels) = net(bias=bias), batch()
+    names = ["fc.weight", "fc.bias"][: 1 + bias]
+    expected = sample_gradients(model, images, labels, names)
+    found, logits = head_gradients(model, images, labels)
+    torch.testing.assert_close(found.full(), expected, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(found.dot(found), expected @ expected.T, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(found.squared_norms(), expected.square().sum(1), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(logits, model(images).detach(), rtol=0, atol=0)
+
+
+def test_a_network_that_does_not_end_in_a_linear_layer_is_refused():
+    images, labels = batch()
+    for model in (nn.Sequential(net(), nn.Tanh()), nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten())):
+        with pytest.raises(UserError, match="name the layers with --layers"):
+            head_gradients(model.double().eval(), images, labels)
+
+
+def test_parameters_are_named_by_layers_and_patterns():
+    model = nn.ModuleDict({"network": net()})
+    assert matching_parameters(model, ["fc", "norm.weight"]) == [
+        "network.norm.weight",
+        "network.fc.weight",
+        "network.fc.bias",
+    ]
+    assert matching_parameters(model, ["network"]) == [name for name, _ in model.named_parameters()]
+    assert matching_parameters(model, ["*.bias"])[-1] == "network.fc.bias"
+    with pytest.raises(UserError, match=r"--layers hiden: fits no parameter \(did you mean 'hidden'\?\)"):
+        matching_parameters(model, ["fc", "hiden"])
+
+
+# --- the flipped labels: a short real training
+
+
+@pytest.fixture(scope="module")
+def flipped(tmp_path_factory):
+    """A run on 240 pictures of which 12 have another class's label; (run, data, numbers of the wrong ones)."""
+    folder = tmp_path_factory.mktemp("flipped")
+    images, labels, names = sample_pictures("train", 60)
+    kept = [names.index(next(n for n in names if n.lower() == name)) for name in CHOSEN]
+    rows = np.isin(labels, kept)
+    images, labels = images[rows], np.array([kept.index(label) for label in labels[rows]])
+    draw = numpy_generator(0, "test", "flipped")
+    wrong = np.sort(draw.choice(len(labels), round(FLIPPED * len(labels)), replace=False))
+    labels[wrong] = (labels[wrong] + draw.integers(1, len(kept), len(wrong))) % len(kept)
+    pack_arrays(folder / "train.lmdb", images, labels=labels, classes=CHOSEN)
+    (folder / "recipe.yaml").write_text(f"""
+task: classifier
+steps: 60
+batch_size: 24
+data: {{path: {folder}/train.lmdb}}
+model: {{stem: small-stride2}}
+optimizer: {{lr: 0.02, warmup_steps: 5}}
+ema: {{decay: 0.9}}
+log: {{tensorboard: false, samples_every: 0}}
+checkpoint: {{every: 20, keep: 5}}
+evaluation: {{every: 0}}
+""")
+    assert train_in_process(folder / "recipe.yaml", folder / "run") == 0
+    return folder / "run", folder / "train.lmdb", wrong
+
+
+def stages_of(run) -> list[Stage]:
+    return [
+        Stage(c["step"], rate_of(c), partial(classifier_from, c))
+        for c in map(load, newest_first(run / "checkpoints")[::-1])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by", "layers"), [("probability", []), ("self-influence", []), ("self-influence", ["layer4.1.bn2"])]
+)
+def test_wrong_labels_are_found(flipped, by, layers):
+    run, data, wrong = flipped
+    with Dataset(data) as reader:
+        found = suspicion(stages_of(run), reader, layers=layers)
+    order = found.order(by).numpy()
+    share = np.isin(order[: len(wrong)], wrong).mean()
+    place = np.median(np.flatnonzero(np.isin(order, wrong))) / len(order)  # 0: the first, by chance 0.5
+    if by == "probability":
+        assert share >= max(0.6, 5 * FLIPPED)
+    assert place < 0.35
+
+
+def test_influence_is_its_definition(flipped):
+    """Checkpoint by checkpoint, rate times the product of gradients, the rates scaled to a sum of 1."""
+    run, data, _ = flipped
+    stages = stages_of(run)
+    assert len(stages) == 3
+    rates = [load(path)["state"]["optimizer"]["param_groups"][0]["lr"] for path in newest_first(run / "checkpoints")]
+    assert len(set(rates)) == 3
+    with Dataset(data) as reader:
+        images, labels = (torch.from_numpy(part) for part in reader.read([3, 100, 201]))
+        for layers, names in (
+            ([], ["fc.weight", "fc.bias"]),
+            (["layer4.1.bn2"], ["layer4.1.bn2.weight", "layer4.1.bn2.bias"]),
+        ):
+            scores = influence(stages, reader, images[1], 2, layers=layers, batch_size=100)
+            expected = torch.zeros(3, dtype=torch.float64)
+            for stage, rate in zip(stages, rates[::-1], strict=True):
+                model = stage.load().double().requires_grad_()
+                inputs = images.double() / 127.5 - 1
+                names = [f"network.{n.removeprefix('network.')}" for n in names]
+                own = loop_of_backwards(model, inputs[1:2], torch.tensor([2]), names)[0]
+                expected += rate / sum(rates) * (loop_of_backwards(model, inputs, labels, names) @ own)
+            torch.testing.assert_close(
+                scores[[3, 100, 201]], expected, rtol=1e-3, atol=1e-6 * scores.abs().max().item()
+            )
+
+
+def test_a_step_on_a_helpful_picture_lowers_the_loss():
+    """The sign: of a linear model's head, to first order."""
+    model, (images, labels) = net(), batch()
+    own, _ = head_gradients(model, images[:1], labels[:1])
+    others, _ = head_gradients(model, images, labels)
+    before = nn.functional.cross_entropy(model(images[:1]), labels[:1]).item()
+    for row, score in enumerate(others.dot(own)[:, 0].tolist()):
+        stepped = net()
+        with torch.no_grad():
+            gradient = others.full()[row]
+            stepped.fc.weight.sub_(1e-6 * gradient[:20].view(4, 5))
+            stepped.fc.bias.sub_(1e-6 * gradient[20:])
+        after = nn.functional.cross_entropy(stepped(images[:1]), labels[:1]).item()
+        assert (before - after) / 1e-6 == pytest.approx(score, rel=1e-4)
+
+
+def test_weights_of_checkpoints():
+    def stages(*rates):
+        return [Stage(i, rate, lambda: None) for i, rate in enumerate(rates)]  # type: ignore[arg-type, return-value]
+
+    assert weights_of(stages(0.3, 0.1)) == pytest.approx([0.75, 0.25])
+    assert weights_of(stages(0.0, 0.0)) == [0.5, 0.5]
+    assert rate_of({"state": {}}) == 1
+    assert most(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
+
+
+def test_confident_learning_by_hand():
+    """Thresholds are the mean probability of each class in the pictures labelled so: 0.5 and 0.8."""
+    own = [[0.8, 0.2], [0.2, 0.8], [0.1, 0.9], [0.35, 0.65], [0.05, 0.95]]
+    found = Suspicion(torch.tensor([1.0, 3, 2, 0, 0]), torch.tensor(own).double(), torch.tensor([0, 0, 1, 1, 1]))
+    assert found.given.tolist() == pytest.approx([0.8, 0.2, 0.9, 0.65, 0.95])
+    # picture 1: class 1 has 0.8, below its threshold (0.9 + 0.65 + 0.95) / 3 = 0.833, so that it is not an issue
+    assert found.issues().tolist() == [-1, -1, -1, -1, -1]
+    own[1] = [0.1, 0.9]
+    found = Suspicion(found.self_influence, torch.tensor(own).double(), found.labels)
+    assert found.issues().tolist() == [-1, 1, -1, -1, -1]
+    assert found.order("probability").tolist() == [1, 3, 0, 2, 4]
+    assert found.order("self-influence").tolist() == [1, 2, 0, 3, 4]
+
+
+# --- the command
+
+
+def run(capsys, *arguments):
+    code = run_cli(command.main, [*map(str, arguments), "--device", "cpu"])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command_lists_wrong_labels(flipped, tmp_path, capsys):
+    folder, data, wrong = flipped
+    common = ["--checkpoint", folder, "--data", data, "--mislabelled", "--out", tmp_path / "x" / "wrong.png"]
+    code, out, err = run(capsys, *common, "--top", 12, "--json")
+    document = json.loads(out)
+    assert (code, len(document["checkpoints"]), document["measure"]) == (0, 3, "probability")
+    assert len({item["record"] for item in document["mislabelled"]} & set(wrong.tolist())) >= 7
+    for item in document["mislabelled"]:
+        assert item["label"] != item["named"]
+    assert "not what the classifier was trained on" not in err
+    with Image.open(tmp_path / "x" / "wrong.png") as picture:
+        assert picture.width > 1000
+    code, out, _ = run(capsys, *common, "--top", 2, "--by", "self-influence")
+    assert code == 0
+    assert len(out.splitlines()) == 3
+
+
+def test_the_command_explains_a_prediction(flipped, tmp_path, capsys):
+    folder, data, _ = flipped
+    with Dataset(data) as reader:
+        Image.fromarray(reader.picture(5)[0][:, :, 0]).save(tmp_path / "shown.png")
+    common = [
+        "--checkpoint",
+        folder,
+        "--data",
+        data,
+        "--picture",
+        tmp_path / "shown.png",
+        "--out",
+        tmp_path / "why.png",
+    ]
+    code, out, _ = run(capsys, *common, "--top", 3, "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["label"] == document["named"]
+    for kind, sign in (("helped", 1), ("hurt", -1)):
+        scores = [sign * item["score"] for item in document[kind]]
+        assert scores == sorted(scores, reverse=True)
+        assert all(score > 0 for score in scores)
+    assert len(document["helped"]) == 3
+    assert {item["label"] for item in document["helped"]} == {document["label"]}
+    other = next(name for name in CHOSEN if name != document["label"])
+    code, out, _ = run(capsys, *common, "--label", other)
+    assert code == 0
+    assert f"for {other}" in out.splitlines()[0]
+    with Image.open(tmp_path / "why.png") as picture:
+        assert picture.width > 9 * 100
+
+
+def test_refusals(flipped, tmp_path, capsys):
+    folder, data, _ = flipped
+    gan = gan_run(tmp_path / "gan", data={})
+    pack_arrays(tmp_path / "other.lmdb", np.zeros((2, 1, 16, 16), np.uint8), labels=[0, 1], classes=["a", "b"])
+    (tmp_path / "broken.png").write_bytes(b"no")
+    out = ["--out", tmp_path / "o.png"]
+    good = ["--checkpoint", folder, "--data", data]
+    cases = [
+        ([*good, *out], "give either --picture FILE or --mislabelled"),
+        ([*good, *out, "--mislabelled", "--picture", "x.png"], "give either"),
+        ([*good, *out, "--mislabelled", "--label", "bag"], "--label belongs to --picture"),
+        ([*good, *out, "--picture", "x.png", "--by", "probability"], "--by belongs to --mislabelled"),
+        ([*good, "--out", tmp_path / "o.jpg", "--mislabelled"], "must end in .png"),
+        ([*good, *out, "--picture", tmp_path / "broken.png"], "give a picture file"),
+        ([*good, *out, "--picture", tmp_path / "none.png"], "cannot be read"),
+        ([*good, *out, "--mislabelled", "--layers", "layer9"], "--layers layer9: fits no parameter (did you mean"),
+        (["--checkpoint", gan, "--data", data, *out, "--mislabelled"], "task 'gan'; give one of a classifier"),
+        (["--checkpoint", folder, "--data", tmp_path / "other.lmdb", *out, "--mislabelled"], "has other classes"),
+    ]
+    for arguments, told in cases:
+        code, _, err = run(capsys, *arguments)
+        assert code == 2, told
+        assert told in err.splitlines()[-1]
+    assert not (tmp_path / "o.png").exists()

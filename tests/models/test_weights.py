@@ -1,0 +1,389 @@
+"""Weights files: how they are read, what of them is taken, what is refused."""
+
+import argparse
+import io
+import re
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from models import weights as module
+from models.resnet import Classifier, ResNetConfig
+from models.weights import find_weights, fit_first, load_pretrained, read_state_dict
+from tests.models.test_layers import draw
+from utils import checkpoint as checkpoints
+from utils.errors import UserError
+from utils.seeding import forked
+
+WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
+
+
+@pytest.fixture(scope="module")
+def donor():
+    """torchvision's ResNet-18 for 5 classes with statistics of its own."""
+    with forked(0, "init", "donor"):
+        network = torchvision.models.resnet18(num_classes=5)
+        for norm in network.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.get_buffer("running_var").uniform_(0.5, 2)
+                norm.get_buffer("running_mean").uniform_(-0.2, 0.2)
+    return network.eval()
+
+
+@pytest.fixture
+def file(donor, tmp_path):
+    torch.save(donor.state_dict(), tmp_path / "donor.pth")
+    return tmp_path / "donor.pth"
+
+
+def build(weights, *, channels=3, classes=5, **config):
+    with forked(1, "init", "test weights"):
+        model = Classifier(
+            ResNetConfig(weights=str(weights), **config), channels=channels, classes=classes, resolution=32
+        )
+    return model.eval()
+
+
+def loaded(weights, **options):
+    model = build(weights, **options)
+    told = load_pretrained(model)
+    return model, told
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        assert torch.equal(value, b[key]), key
+
+
+# --- reading
+
+
+def test_a_plain_file_gives_torchvisions_outputs(file, donor):
+    model, told = loaded(file, normalise="symmetric")
+    x = draw(2, 3, 32, 32).float()
+    torch.testing.assert_close(model(x), donor(x), rtol=0, atol=0)
+    assert told == f"weights from {file}: 122 of 122 tensors; head taken"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: {"state_dict": state, "epoch": 3, "best_acc1": torch.ones(1)},
+        lambda state: {"model": state, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=0.1)},
+        lambda state: {"state_dict": {k: v + 1 for k, v in state.items()}, "state_dict_ema": state},
+        lambda state: {
+            "model": {},
+            "model_ema": {"n_averaged": torch.tensor(4)} | {f"module.{k}": v for k, v in state.items()},
+        },
+        lambda state: {f"module.{k}": v for k, v in state.items()},
+        lambda state: {f"module._orig_mod.{k}": v for k, v in state.items()},
+        lambda state: {f"_orig_mod.module.{k}": v for k, v in state.items()},
+        lambda state: {"state_dict": {f"model.{k}": v for k, v in state.items()}},
+        lambda state: {f"network.{k}": v for k, v in state.items()},
+        lambda state: {
+            "model": {"state_dict": {k: nn.Parameter(v) if v.is_floating_point() else v for k, v in state.items()}}
+        },
+    ],
+)
+def test_wrappers_and_prefixes_are_taken_off(wrap, donor, tmp_path):
+    torch.save(wrap(donor.state_dict()), tmp_path / "wrapped.pth")
+    state, about = read_state_dict(tmp_path / "wrapped.pth")
+    same(state, dict(donor.state_dict()))
+    assert about == {}
+
+
+def test_python_2_files_with_latin_1_names(donor, tmp_path):
+    """Python 2 pickled str as bytes; its `\\xe9` is no UTF-8."""
+    buffer = io.BytesIO()
+    name = "fc.weight"
+    torch.save({name: donor.fc.weight.detach(), "café": torch.ones(2)}, buffer, _use_new_zipfile_serialization=False)
+    content = buffer.getvalue()
+    for key in (name, "café"):
+        as_unicode = b"X" + len(key.encode()).to_bytes(4, "little") + key.encode()
+        assert content.count(as_unicode) == 1
+        content = content.replace(as_unicode, b"U" + bytes([len(key)]) + key.encode("latin1"))
+    (tmp_path / "old.pth").write_bytes(content)
+    state, _ = read_state_dict(tmp_path / "old.pth")
+    assert list(state) == [name, "café"]
+    assert torch.equal(state[name], donor.fc.weight)
+
+
+def test_safetensors_and_their_metadata(donor, tmp_path):
+    save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata={"stride": "conv1 of all"})
+    state, about = read_state_dict(tmp_path / "a.safetensors")
+    same(state, dict(donor.state_dict()))
+    assert about == {"stride": "conv1 of all"}
+
+
+class Trap:
+    """Unpickling it creates the file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_nothing_in_a_file_is_run(donor, tmp_path):
+    torch.save({"state_dict": donor.state_dict(), "args": Trap(tmp_path / "sprung")}, tmp_path / "trap.pth")
+    with pytest.raises(
+        UserError, match=r"trap\.pth is damaged or no plain state dict .*give another with --model\.weights"
+    ):
+        load_pretrained(build(tmp_path / "trap.pth"))
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"epoch": 3}, {"state_dict": {"a": 1}}, torch.ones(2)])
+def test_files_of_other_things(content, tmp_path):
+    torch.save(content, tmp_path / "x.pth")
+    with pytest.raises(UserError, match=r"x\.pth is no plain state dict"):
+        read_state_dict(tmp_path / "x.pth")
+
+
+@pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
+def test_damaged_and_missing_files(name, file, tmp_path):
+    (tmp_path / name).write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"x\.\w+ is .*; fetch the file again, or give another with --model\.weights"):
+        load_pretrained(build(tmp_path / name))
+    with pytest.raises(
+        UserError, match=r"--model\.weights .*dono\.pth: no such file \(did you mean '.*donor\.pth'\?\)"
+    ):
+        load_pretrained(build(tmp_path / "dono.pth"))
+
+
+# --- our own checkpoints
+
+
+def own_checkpoint(folder, **config):
+    shape = {"channels": 3, "classes": 5, "resolution": 32}
+    with forked(2, "init", "own"):
+        model, average = (Classifier(ResNetConfig(**config), **shape) for _ in range(2))
+    content = {"schema": 1, "task": "classifier", "step": 7, "config": {"model": config}, "classes": list("abcde")}
+    content |= {"shape": shape, "state": {"model": model.state_dict(), "model_ema": average.state_dict()}}
+    path = checkpoints.save(folder / "checkpoints", content)
+    checkpoints.point(folder / "checkpoints", "last", path)
+    return path, average
+
+
+def test_our_own_runs_give_their_average(tmp_path):
+    path, average = own_checkpoint(tmp_path / "run", stem="small")
+    for given in (path, tmp_path / "run"):
+        model, _ = loaded(given, stem="small", normalise="symmetric")
+        same(dict(model.state_dict()), dict(average.state_dict()))
+
+
+def test_our_own_runs_must_have_seen_the_same_pictures(tmp_path):
+    path, _ = own_checkpoint(tmp_path / "run")
+    with pytest.raises(UserError, match=r"has seen pictures normalised symmetric; set --model\.normalise symmetric"):
+        loaded(path)
+    path, _ = own_checkpoint(tmp_path / "other", normalise="auto", weights="x.pth")
+    loaded(path)
+    with pytest.raises(UserError, match=r"set --model\.normalise imagenet"):
+        loaded(path, normalise="symmetric")
+
+
+def test_our_own_runs_strides_must_be_the_same(tmp_path):
+    path, _ = own_checkpoint(tmp_path / "run", name="resnet50", he_strides=True)
+    with pytest.raises(UserError, match=r"stride of 2 in conv1 .*set --model\.he-strides true"):
+        loaded(path, name="resnet50", normalise="symmetric")
+    loaded(path, name="resnet50", normalise="symmetric", he_strides=True)
+
+
+def test_our_own_damaged_runs_and_those_of_a_gan(tmp_path):
+    path, _ = own_checkpoint(tmp_path / "run")
+    path.with_name(path.name + ".sha256").write_text("0" * 64)
+    with pytest.raises(UserError, match="damaged"):
+        loaded(path, normalise="symmetric")
+    gan = {"schema": 1, "task": "gan", "step": 1, "config": {}, "classes": [], "shape": {}, "state": {}}
+    torch.save(gan, tmp_path / "gan.pt")
+    with pytest.raises(UserError, match=r"checkpoint of task 'gan'; give one of a classifier"):
+        loaded(tmp_path / "gan.pt")
+
+
+# --- what is taken
+
+
+@pytest.mark.parametrize(("classes", "head"), [(5, "hidden"), (7, "linear"), (7, "hidden")])
+def test_a_head_that_does_not_fit_stays_new(classes, head, file, donor):
+    before = build(file, classes=classes, head=head).network.fc.state_dict()
+    model, told = loaded(file, classes=classes, head=head)
+    same(dict(model.network.fc.state_dict()), dict(before))
+    body = {k: v for k, v in model.network.state_dict().items() if not k.startswith("fc.")}
+    same(body, {k: v for k, v in donor.state_dict().items() if not k.startswith("fc.")})
+    assert told == f"weights from {file}: 120 of {122 if head == 'linear' else 124} tensors; head new"
+
+
+def test_a_file_without_head_and_counters(donor, tmp_path):
+    kept = {k: v for k, v in donor.state_dict().items() if not k.startswith("fc.") and "num_batches" not in k}
+    torch.save(kept, tmp_path / "body.pth")
+    model, told = loaded(tmp_path / "body.pth")
+    assert "head new" in told
+    assert torch.equal(model.network.layer4[1].bn2.running_var, donor.layer4[1].bn2.running_var)
+    assert model.network.bn1.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_are_cast(dtype, donor, tmp_path):
+    torch.save(
+        {k: v.to(dtype) if v.is_floating_point() else v for k, v in donor.state_dict().items()}, tmp_path / "h.pth"
+    )
+    model, _ = loaded(tmp_path / "h.pth")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert torch.equal(model.network.conv1.weight, donor.conv1.weight.to(dtype).float())
+
+
+def test_grey_pictures_give_what_they_would_give_in_colour(file, donor):
+    model, told = loaded(file, channels=1, normalise="symmetric")
+    grey = draw(2, 1, 32, 32).float()
+    torch.testing.assert_close(model(grey), donor(grey.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)
+    assert "first filters from 3 to 1 channels" in told
+
+
+def test_more_channels_repeat_the_filters():
+    filters = draw(2, 3, 5, 5)
+    found, _ = fit_first(filters, torch.empty(2, 5, 5, 5, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.stack([filters[:, c % 3] * 3 / 5 for c in range(5)], dim=1))
+    back, _ = fit_first(filters[:, :1], filters)
+    torch.testing.assert_close(back.sum(1), filters[:, 0])
+
+
+def test_a_small_stem_takes_the_middle_of_the_filters(file, donor):
+    model, told = loaded(file, stem="small")
+    assert torch.equal(model.network.conv1.weight, donor.conv1.weight[:, :, 2:5, 2:5])
+    assert "middle 3x3 taken (model.stem imagenet with model.input_size keeps them whole)" in told
+
+
+def test_filters_that_fit_are_not_touched():
+    filters = draw(2, 3, 3, 3).half()
+    found, told = fit_first(filters, torch.empty(2, 3, 3, 3))
+    assert found is filters
+    assert told == ""
+
+
+def test_without_weights_nothing_happens():
+    model = Classifier(ResNetConfig(), channels=3, classes=5, resolution=32)
+    assert load_pretrained(model) == ""
+
+
+@pytest.mark.skipif(not WEIGHTS.is_file(), reason="the ImageNet weights file is not on this machine")
+def test_hes_imagenet_file():
+    with pytest.raises(
+        UserError, match=r"stride of 2 in conv1 of each stage's first block; set --model\.he-strides true"
+    ):
+        loaded(WEIGHTS, name="resnet50")
+    model, told = loaded(WEIGHTS, name="resnet50", he_strides=True)
+    assert "head new" in told
+    assert model.config.imagenet_normalised
+    assert torch.equal(model.network.layer4[2].conv3.weight, load_file(WEIGHTS)["layer4.2.conv3.weight"].float())
+
+
+# --- what is refused
+
+
+def changed(donor, tmp_path, change):
+    state = dict(donor.state_dict())
+    change(state)
+    torch.save(state, tmp_path / "changed.pth")
+    return tmp_path / "changed.pth"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda s: s.pop("layer3.1.conv1.weight"),
+            r"layer3\.1\.conv1\.weight is absent, resnet18 has it \[256, 256, 3, 3\]",
+        ),
+        (lambda s: s.update({"layer9.x": torch.zeros(2)}), r"layer9\.x is \[2\], resnet18 has it absent"),
+        (lambda s: s.update({"bn1.bias": torch.zeros(3)}), r"bn1\.bias is \[3\], resnet18 has it \[64\]"),
+        (
+            lambda s: s.update({"conv1.weight": torch.zeros(64, 3, 5, 5)}),
+            r"conv1\.weight is \[64, 3, 5, 5\], .*\[64, 3, 7, 7\]",
+        ),
+        (
+            lambda s: s.update({"bn1.bias": torch.full((64,), torch.nan)}),
+            r"bn1\.bias holds numbers that are not finite",
+        ),
+        (
+            lambda s: s.update({"bn1.bias": torch.zeros(64, dtype=torch.int8)}),
+            r"bn1\.bias holds torch\.int8.*unquantised",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(change, told, donor, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "NAMES", ("resnet18", "resnet50"))  # to build fewer networks
+    path = changed(donor, tmp_path, change)
+    model = build(path)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=rf"changed\.pth: {told}; |changed\.pth: {told}"):
+        load_pretrained(model)
+    same(dict(model.state_dict()), before)
+
+
+def test_another_networks_file_is_recognised(file):
+    with pytest.raises(UserError, match=r"the file is a resnet18's: set --model\.name resnet18, or give a resnet50's"):
+        loaded(file, name="resnet50")
+
+
+# --- torchvision's enum
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty cache of downloads, and no network."""
+    asked: list[tuple[str, str | None]] = []
+
+    def fetch(url: str, path: str, hash_prefix: str | None = None, progress: bool = True) -> None:
+        asked.append((url, hash_prefix))
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr("torch.hub.download_url_to_file", fetch)
+    return tmp_path / "hub", asked
+
+
+def test_without_a_network_there_is_a_remedy(hub):
+    url = torchvision.models.ResNet50_Weights.IMAGENET1K_V2.url
+    with pytest.raises(UserError) as caught:
+        find_weights("IMAGENET1K_V2", "resnet50")
+    told = str(caught.value)
+    assert re.match(
+        r"model\.weights IMAGENET1K_V2: cannot be downloaded \(.*Name or service not known.*\); fetch ", told
+    )
+    assert f"fetch {url} on a machine with a network and give the file with --model.weights FILE" in told
+    assert hub[1] == [(url, url.rpartition("-")[2].removesuffix(".pth"))]
+    assert module.socket.getdefaulttimeout() is None
+
+
+def test_a_download_is_made_once(hub, monkeypatch, donor):
+    folder, _ = hub
+    name = Path(torchvision.models.ResNet18_Weights.DEFAULT.url).name
+    fetched: list[str] = []
+
+    def fetch(url: str, path: str, *_: Any, **__: Any) -> None:
+        fetched.append(url)
+        torch.save(donor.state_dict(), path)
+
+    monkeypatch.setattr("torch.hub.download_url_to_file", fetch)
+    for _ in range(2):
+        model, told = loaded("DEFAULT")
+    assert len(fetched) == 1
+    assert str(folder / "checkpoints" / name) in told
+    assert torch.equal(model.network.conv1.weight, donor.conv1.weight)
+
+
+def test_unknown_members_are_refused(hub):
+    with pytest.raises(
+        UserError, match=r"'IMAGENET1K_V3': no such file \(did you mean 'IMAGENET1K_V.'\?\); resnet50 has IMAGE"
+    ):
+        find_weights("IMAGENET1K_V3", "resnet50")
+    with pytest.raises(UserError, match=r"'IMAGENET1K_V2': no such file.*; resnet18 has IMAGENET1K_V1"):
+        find_weights("IMAGENET1K_V2", "resnet18")

@@ -1,0 +1,56 @@
+"""Early stopping: the training ends when evaluations have not shown anything better for a while."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class EarlyStoppingConfig:
+    """When to stop before the last step, by the figure that chooses the best checkpoint."""
+
+    patience: int | None = None  # evaluations in a row without a better figure; None: train to the last step
+    min_delta: float = 0.0  # by more than this a figure must be better to count
+
+    def __post_init__(self) -> None:
+        if self.patience is not None and self.patience < 1:
+            raise UserError(f"early_stopping.patience {self.patience}: evaluations, 1 or more, or null for never")
+        if not 0 <= self.min_delta < math.inf:
+            raise UserError(f"early_stopping.min_delta {self.min_delta}: must be 0 or more")
+
+
+class EarlyStopping:
+    """Counts evaluations without a better figure. `best` is the last figure that counted as better."""
+
+    def __init__(self, config: EarlyStoppingConfig, metric: str, *, lower_is_better: bool) -> None:
+        self.config, self.metric, self.lower_is_better = config, metric, lower_is_better
+        self.best: float | None = None
+        self.waited = 0  # evaluations since
+
+    def see(self, value: float) -> None:
+        """Take note of an evaluation's figure; one that is not a number is no better than any."""
+        gain = math.inf if self.best is None else self.best - value if self.lower_is_better else value - self.best
+        if not math.isnan(value) and gain > self.config.min_delta:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+
+    @property
+    def reached(self) -> bool:
+        """Whether training is to end here."""
+        return self.config.patience is not None and self.waited >= self.config.patience
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        best = "nothing" if self.best is None else f"{self.best:.4g}"
+        margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
+        return f"early stopping: {self.waited} evaluations without {self.metric} better than {best}{margin}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "waited": self.waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state["best"], state["waited"]
