@@ -1,0 +1,80 @@
+"""Write a trained network to one file for use elsewhere, checked against the original before it is left behind."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inference.export.check import document, table
+from inference.export.files import Job, export, failed
+from inference.export.formats import FORMATS
+from inference.export.weights_file import SUFFIX, read_weights
+from utils.arguments import positive
+from utils.checkpoint import load, resolve
+from utils.cli import Parser
+from utils.errors import run_cli
+
+FORMAT_HELP = (
+    "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "
+    "integers, smaller and faster on CPUs"
+)
+
+
+def parser() -> Parser:
+    """The options of this script."""
+    options = Parser(prog="export.py", description=__doc__)
+    add = options.add_argument
+    add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder, checkpoint or .safetensors file")
+    add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
+    add("--format", required=True, choices=tuple(FORMATS), help=FORMAT_HELP)
+    add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
+    add("--overwrite", action="store_true", help="replace --out if it exists")
+    add("--data", metavar="X.lmdb", help="pictures of the check (default: the run's held-out, else training pictures)")
+    add("--calibration", metavar="X.lmdb", help="pictures for int8's ranges (default: the run's training pictures)")
+    add("--n", type=positive, default=Job.count, metavar="N", help=f"pictures of the check (default: {Job.count})")
+    calibrated = f"pictures for int8's ranges (default: {Job.calibrated})"
+    add("--calibrated", type=positive, default=Job.calibrated, metavar="N", help=calibrated)
+    add("--batch-size", type=positive, default=Job.batch_size, metavar="N", help="the larger batch that is timed")
+    add("--repeats", type=positive, default=Job.repeats, help=f"of the timing, medians (default: {Job.repeats})")
+    add("--json", action="store_true", help="print one JSON document instead of a table; logs go to stderr")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good as the original."""
+    options = parser().parse_args(argv)
+    given = Path(options.checkpoint)
+    path = given if given.suffix == SUFFIX else resolve(given, options.which)
+    checkpoint = read_weights(path) if given.suffix == SUFFIX else load(path)
+    job = Job(
+        form=options.format,
+        out=options.out,
+        overwrite=options.overwrite,
+        data=options.data,
+        calibration=options.calibration,
+        count=options.n,
+        calibrated=options.calibrated,
+        batch_size=options.batch_size,
+        repeats=options.repeats,
+    )
+    rows, subject, wrong = export(job, checkpoint, say=lambda text: print(text, file=sys.stderr))
+    checked = sum(len(batch[0]) for batch in subject.batches)
+    if options.json:
+        head: dict[str, Any] = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"]}
+        head |= {"format": job.form, "file": str(job.out), "passed": wrong is None, "reason": wrong, "checked": checked}
+        head |= {"batch_size": job.batch_size, "threads": torch.get_num_threads()}
+        print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
+    else:
+        what = "pictures" if subject.is_classifier else "samples"
+        print(f"checked on {checked} {what}; {torch.get_num_threads()} threads; speeds against fp32 eager")
+        print(table(rows, batch=job.batch_size))
+    if wrong is not None:
+        raise failed(job, wrong)
+    print(f"wrote {job.out}, {job.out.stat().st_size / 2**20:.2f} MiB", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

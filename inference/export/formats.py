@@ -1,0 +1,177 @@
+"""The formats: how each is written, and how it is loaded again to be compared."""
+
+import contextlib
+import importlib
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference.export.subject import Drawing, Inputs, Subject
+from inference.export.weights_file import ENTRY, contents, read_weights, write_weights
+from models.restore import classifier_from, generator_from
+from utils.errors import UserError
+
+Runner = Callable[[Inputs], Tensor]
+EXAMPLES = 2  # rows that a network is traced with; a batch of one would be taken for a constant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One kind of file."""
+
+    write: Callable[[Subject, Path], None]
+    open: Callable[[Subject, Path], Runner]
+    limit: float | None  # largest difference that is allowed, as a share of the outputs' largest magnitude above 1
+    needs: tuple[str, ...] = ()  # packages beyond the ordinary ones
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what exporters have to tell their own developers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def import_extra(name: str) -> ModuleType:
+    """An optional package. Raises UserError, with what to install, where it is missing."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"this format needs {name.partition('.')[0]} ({error}); `pip install onnx onnxruntime onnxscript`"
+        ) from error
+
+
+# --- safetensors
+
+
+def write_safetensors(subject: Subject, path: Path) -> None:
+    """The weights and what they are."""
+    write_weights(path, subject.checkpoint)
+
+
+def open_safetensors(subject: Subject, path: Path) -> Runner:
+    """The network built from the file alone."""
+    checkpoint = read_weights(path)
+    network = classifier_from(checkpoint) if subject.is_classifier else Drawing(generator_from(checkpoint))
+    return lambda inputs: network(*inputs)
+
+
+# --- torch.export
+
+
+def _program(subject: Subject) -> torch.export.ExportedProgram:
+    """The network as a graph of torch's operators, BatchNorm folded, for any number of rows."""
+    batch = torch.export.Dim("batch", min=1)
+    shapes = tuple({0: batch} for _ in subject.names)
+    return torch.export.export(subject.fast(), subject.rows(EXAMPLES), dynamic_shapes=shapes)
+
+
+def write_torch_export(subject: Subject, path: Path) -> None:
+    """A program of torch.export; `contents` as JSON in its extra file `duet.json`."""
+    with _quiet(), torch.no_grad():
+        program = _program(subject)
+        with open(path, "wb") as file:
+            torch.export.save(program, file, extra_files={f"{ENTRY}.json": json.dumps(contents(subject.checkpoint))})
+
+
+def open_torch_export(_subject: Subject, path: Path) -> Runner:
+    """The program as a module."""
+    with _quiet(), open(path, "rb") as file:
+        network = torch.export.load(file).module()
+    return lambda inputs: network(*inputs)
+
+
+# --- ONNX
+
+
+def write_onnx(subject: Subject, path: Path) -> None:
+    """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`."""
+    for name in ONNX_PACKAGES:
+        import_extra(name)
+    with _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            _program(subject),
+            input_names=list(subject.names),
+            output_names=[subject.output],
+            dynamo=True,
+            verbose=False,
+        )
+        assert program is not None  # it is where dynamo is True
+        program.model.metadata_props[ENTRY] = json.dumps(contents(subject.checkpoint))
+        program.save(str(path))
+
+
+def open_onnx(subject: Subject, path: Path) -> Runner:
+    """A session of onnxruntime on the CPU, with as many threads as torch has."""
+    runtime = import_extra("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3  # errors
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def run(inputs: Inputs) -> Tensor:
+        arrays = {name: x.contiguous().numpy() for name, x in zip(subject.names, inputs, strict=True)}
+        return torch.from_numpy(session.run([subject.output], arrays)[0])
+
+    return run
+
+
+# --- int8
+
+
+class _Reader:
+    """Calibration pictures as onnxruntime asks for them."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._batches = iter(subject.calibration)
+        self._name = subject.names[0]
+
+    def get_next(self) -> dict[str, Any] | None:
+        batch = next(self._batches, None)
+        return None if batch is None else {self._name: batch[0].contiguous().numpy()}
+
+
+def write_int8(subject: Subject, path: Path) -> None:
+    """An ONNX graph in 8-bit integers: weights by output channel, activations by the ranges of the calibration
+    pictures, static.
+    """
+    assert subject.is_classifier  # a generator was refused before
+    quantization = import_extra("onnxruntime.quantization")
+    prepare = import_extra("onnxruntime.quantization.shape_inference").quant_pre_process
+    exact, prepared = path.with_name("fp32.onnx"), path.with_name("prepared.onnx")
+    write_onnx(subject, exact)
+    with _quiet():
+        prepare(str(exact), str(prepared), skip_symbolic_shape=True)
+        quantization.quantize_static(
+            str(prepared),
+            str(path),
+            _Reader(subject),
+            quant_format=quantization.QuantFormat.QDQ,
+            activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType.QInt8,
+            per_channel=True,
+        )
+
+
+ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+FORMATS = {
+    "safetensors": Format(write=write_safetensors, open=open_safetensors, limit=0.0),
+    "torch-export": Format(write=write_torch_export, open=open_torch_export, limit=1e-4),
+    "onnx": Format(write=write_onnx, open=open_onnx, limit=1e-4, needs=ONNX_PACKAGES),
+    "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX_PACKAGES),
+}

@@ -1,0 +1,163 @@
+"""What is exported: a network as a plain function of tensors, and the inputs that it is checked with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from data.dataset import Dataset
+from data.loader import read_batch
+from inference.fold import InBfloat16, fold_batchnorm
+from metrics.extractors import classifier_input
+from models.gan import AnyGenerator
+from models.resnet import Classifier
+from models.restore import classifier_from, generator_from
+from models.sampling import draw
+from utils.errors import UserError
+from utils.seeding import numpy_generator
+
+Inputs = tuple[Tensor, ...]
+
+SAMPLES = 64  # of a generator, that it is checked with
+
+
+class Drawing(nn.Module):
+    """A generator as a function of z [N, z_dim] and labels [N] (int64; left out without classes): pictures [N,
+    channels, resolution, resolution], about [-1, 1], at psi 1 and with its stored noise.
+    """
+
+    def __init__(self, generator: AnyGenerator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.generator(z, labels, noise="const")
+
+
+class InAutocast(nn.Module):
+    """A network under bfloat16 autocast: what may be reduced without harm is for its layers to say."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.model(*inputs).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A trained network on the CPU and what is known of it."""
+
+    checkpoint: dict[str, Any]
+    network: nn.Module  # in evaluation mode, a function of its inputs
+    names: tuple[str, ...]  # of the inputs
+    output: str  # name of the output
+    batches: list[Inputs]  # what it is checked with
+    labels: Tensor | None  # int64 [n], the true classes of all batches' pictures; None: unknown, or a generator
+    calibration: list[Inputs]  # a classifier's: other pictures, for the ranges of int8
+
+    @property
+    def is_classifier(self) -> bool:
+        return self.checkpoint["task"] == "classifier"
+
+    def fast(self) -> nn.Module:
+        """The network with BatchNorm folded; a generator, which has none, itself."""
+        return fold_batchnorm(self.network) if self.is_classifier else self.network
+
+    def in_bfloat16(self) -> nn.Module:
+        """The fast network in bfloat16: a classifier whole, a generator as autocast has it."""
+        return InBfloat16(self.fast()) if self.is_classifier else InAutocast(self.network)
+
+    def rows(self, count: int) -> Inputs:
+        """Inputs of `count` rows, those of the check over and over."""
+        columns = [torch.cat(column) for column in zip(*self.batches, strict=True)]
+        wanted = torch.arange(count) % len(columns[0])
+        return tuple(_channels_last(column[wanted]) for column in columns)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x.contiguous()
+
+
+def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject:
+    """A GAN's generator, with the latents of the samples that evaluation draws, seed 0, its classes in turn."""
+    generator = generator_from(checkpoint)
+    z, _ = draw(generator, range(SAMPLES), 0)
+    labels = torch.arange(SAMPLES) % generator.classes if generator.classes else None
+    columns = (z,) if labels is None else (z, labels)
+    return Subject(
+        checkpoint=checkpoint,
+        network=Drawing(generator).eval(),
+        names=("z", "labels")[: len(columns)],
+        output="pictures",
+        batches=list(zip(*(column.split(batch_size) for column in columns), strict=True)),
+        labels=None,
+        calibration=[],
+    )
+
+
+def classifier_subject(
+    checkpoint: dict[str, Any],
+    pictures: Dataset,
+    *,
+    count: int,  # pictures of the check, at most
+    batch_size: int,
+    calibration: Dataset | None = None,  # None: no int8 is wanted
+    calibrated: int = 0,  # pictures of the calibration, at most
+) -> Subject:
+    """A classifier, with pictures drawn from the file, and others, from the same or another one, to calibrate with.
+
+    Raises UserError if the pictures' classes are not the classifier's, or if too few are there.
+    """
+    classifier = classifier_from(checkpoint)
+    _check_classes(checkpoint["classes"], pictures)
+    order = _drawn(pictures)
+    ranges: list[Inputs] = []
+    if calibration is not None:
+        same = calibration.meta.content_hash == pictures.meta.content_hash
+        others = order[::-1] if same else _drawn(calibration)
+        calibrated = min(calibrated, len(order) // 2 if same else len(others))
+        order = order[: len(order) - calibrated] if same else order
+        ranges = _inputs(classifier, calibration, others[:calibrated], batch_size)[0]
+    batches, labels = _inputs(classifier, pictures, order[:count], batch_size)
+    if not batches or (calibration is not None and not ranges):
+        raise UserError(f"{pictures.path}: too few pictures to check an export with; give another file with --data")
+    return Subject(
+        checkpoint=checkpoint,
+        network=classifier,
+        names=("images",),
+        output="logits",
+        batches=batches,
+        labels=labels if pictures.classes else None,
+        calibration=ranges,
+    )
+
+
+def _drawn(reader: Dataset) -> np.ndarray:
+    """All records in a random order: files are often packed class by class."""
+    return numpy_generator(0, "eval", "export").permutation(len(reader))
+
+
+def _inputs(
+    classifier: Classifier, reader: Dataset, records: np.ndarray, batch_size: int
+) -> tuple[list[Inputs], Tensor]:
+    """The records' pictures as the classifier takes them, in batches, and their labels."""
+    batches: list[Inputs] = []
+    labels = [torch.empty(0, dtype=torch.int64)]
+    for start in range(0, len(records), batch_size):
+        batch = read_batch(reader, np.sort(records[start : start + batch_size]))
+        batches.append((_channels_last(classifier_input(classifier, batch.images)),))
+        labels.append(batch.labels)
+    return batches, torch.cat(labels)
+
+
+def _check_classes(names: list[str], pictures: Dataset) -> None:
+    if pictures.classes and list(pictures.classes) != list(names):
+        raise UserError(
+            f"{pictures.path}: its {len(pictures.classes)} classes are not the classifier's {len(names)}, or in "
+            "another order; give pictures of the same classes with --data"
+        )

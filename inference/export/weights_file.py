@@ -1,0 +1,64 @@
+"""A trained network in one .safetensors file that needs nothing else: the weights, and in the metadata what they are.
+
+The metadata's entry `duet` is JSON with the keys of a checkpoint that building the network takes (`task`, `classes`,
+`shape`, `config`, ...), so that what `read_weights` gives goes where a checkpoint goes: `models.restore`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from utils.checkpoint import SCHEMA
+from utils.errors import UserError
+
+ENTRY = "duet"
+SUFFIX = ".safetensors"
+NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}  # the part of a checkpoint's state that is used
+SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
+MORE = ("stage", "teachers")  # keys that not every checkpoint has
+KEYS = ("schema", "task", "step", "config", "classes", "shape")
+
+
+def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a weights file says about its weights: a checkpoint without its state, and without paths and settings of
+    the training, since such files are given to others.
+    """
+    task, config = checkpoint["task"], checkpoint["config"]
+    kept = {name: config[name] for name in SECTIONS[task] if name in config}
+    resolution = (config.get("data") or {}).get("resolution")
+    data = {"resize_filter": checkpoint.get("data", {}).get("resize_filter", "none")}
+    told = {name: checkpoint[name] for name in (*KEYS, *MORE) if name in checkpoint}
+    return told | {"config": kept | {"data": {"resolution": resolution}}, "data": data}
+
+
+def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
+    """Write the network that `checkpoint` is used for, its average one, and what it is. Raises OSError."""
+    state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    try:
+        save_file(tensors, str(path), {"format": "pt", ENTRY: json.dumps(contents(checkpoint))})
+    except SafetensorError as error:  # it hides the system's error in its text
+        raise OSError(f"{path}: {error}") from error
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """The checkpoint in a file of `write_weights`, its tensors on the CPU. Nothing in the file is executed.
+
+    Raises UserError if it is missing, damaged or was not written by export.py.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            told = json.loads((file.metadata() or {}).get(ENTRY, "null"))
+        tensors = load_file(str(path))
+    except (SafetensorError, ValueError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
+    if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in NETWORKS:
+        raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
+    if told["schema"] > SCHEMA:
+        raise UserError(f"{path}: schema {told['schema']} is newer than this program's {SCHEMA}; update Duet")
+    return told | {"state": {NETWORKS[told["task"]]: tensors}}

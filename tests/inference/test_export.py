@@ -1,0 +1,246 @@
+"""export.py: the check, what it prints, and that a file which fails it is not left behind."""
+
+import json
+import math
+from itertools import count
+
+import pytest
+import torch
+
+import export as script
+from inference.export import check, files
+from inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
+from inference.export.formats import FORMATS, Format
+from tests.metrics.conftest import CLASSES, classifier_run, pack
+from utils.errors import EXIT_HALTED, EXIT_USER, UserError, run_cli
+
+NEAR, INT8 = FORMATS["onnx"], FORMATS["int8"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A classifier's run whose config names its pictures."""
+    folder = tmp_path_factory.mktemp("export")
+    places = {"path": str(pack(folder / "train.lmdb", seed=1)), "val_path": str(pack(folder / "test.lmdb", seed=2))}
+    return classifier_run(folder / "run", data=places)
+
+
+def command(run, out, *more, form="safetensors"):
+    quick = ["--n", "20", "--calibrated", "10", "--batch-size", "8", "--repeats", "1"]
+    return ["--checkpoint", str(run), "--format", form, "--out", str(out), *quick, *more]
+
+
+def of_logits(found, original, labels=None):
+    found, original = torch.tensor(found), torch.tensor(original)
+    return compare("x", 1, found, original, None if labels is None else torch.tensor(labels), classes=True)
+
+
+def test_a_row_has_difference_agreement_and_accuracy():
+    original = [[1.0, 0.0], [0.0, 1.0], [3.0, 2.0], [0.0, 5.0]]
+    found = [[1.0, 0.0], [0.5, 0.25], [3.0, 2.0], [0.0, 4.0]]
+    row = of_logits(found, original, [0, 1, 1, 1])
+    assert (row.largest_difference, row.agreement, row.accuracy, row.accuracy_change) == (1.0, 0.75, 0.5, -0.25)
+    row = of_logits(found, original)
+    assert (row.agreement, row.accuracy, row.accuracy_change) == (0.75, None, None)
+    pictures = compare("x", 1, torch.zeros(2, 1, 2, 2), torch.ones(2, 1, 2, 2), None, classes=False)
+    assert (pictures.largest_difference, pictures.agreement) == (1.0, None)
+    assert compare("x", 1, torch.zeros(2, 3), torch.zeros(1, 3), None, classes=False).largest_difference == math.inf
+
+
+def test_outputs_must_be_within_the_limit_which_grows_with_large_ones():
+    def row(difference):
+        return Row(name="x", bytes=1, largest_difference=difference, agreement=1.0, accuracy=None, accuracy_change=None)
+
+    small, large = torch.tensor([0.5, -0.1]), torch.tensor([2.0, -20.0])
+    assert judge(row(0.9e-4), NEAR, small) is None
+    assert judge(row(1.1e-4), NEAR, small) is not None
+    assert judge(row(19e-4), NEAR, large) is None
+    assert judge(row(21e-4), NEAR, large) is not None
+    assert "differ from the original's by up to nan" in (judge(row(math.nan), NEAR, small) or "")
+    assert judge(row(0.0), FORMATS["safetensors"], small) is None
+    assert judge(row(1e-9), FORMATS["safetensors"], small) is not None
+
+
+def test_int8_may_lose_one_point_of_accuracy_or_of_agreement_where_there_are_no_labels():
+    def row(agreement, change, difference=3.0):
+        accuracy = None if change is None else 0.9 + change
+        return Row(
+            name="x",
+            bytes=1,
+            largest_difference=difference,
+            agreement=agreement,
+            accuracy=accuracy,
+            accuracy_change=change,
+        )
+
+    original = torch.ones(2, 2)
+    assert judge(row(0.5, -0.01), INT8, original) is None
+    assert judge(row(0.5, 0.02), INT8, original) is None
+    assert "accuracy falls by 1.10 points" in (judge(row(0.99, -0.011), INT8, original) or "")
+    assert judge(row(0.99, None), INT8, original) is None
+    assert "other classes than the original by 1.50 points" in (judge(row(0.985, None), INT8, original) or "")
+    assert judge(row(1.0, 0.0, math.nan), INT8, original) == "its outputs are not finite"
+
+
+def test_speeds_are_medians_of_alternating_turns(monkeypatch):
+    class Subject:
+        def rows(self, rows):
+            return (torch.zeros(rows),)
+
+    now, took = [0.0], {"a": {1: 0.01, 20: 0.4}, "b": {1: 0.002, 20: 0.1}}
+    monkeypatch.setattr("inference.export.check.time.perf_counter", lambda: now[0])
+    order = []
+
+    def contender(name):
+        calls = count()
+
+        def run(inputs):
+            order.append((name, len(inputs[0])))
+            outlier = 100 if next(calls) == 2 else 1  # one slow call does not count
+            now[0] += took[name][len(inputs[0])] * outlier
+            return inputs[0]
+
+        return run
+
+    rows = {
+        name: Row(name=name, bytes=1, largest_difference=0.0, agreement=None, accuracy=None, accuracy_change=None)
+        for name in took
+    }
+    runs = {name: contender(name) for name in took}
+    measure_speed(runs, Subject(), rows, batch=20, repeats=3)  # type: ignore[arg-type]
+    assert rows["a"].batch1_ms == pytest.approx(10)
+    assert rows["b"].batch1_ms == pytest.approx(2)
+    assert rows["b"].images_per_second == pytest.approx(200)
+    assert rows["a"].batch1_speedup == rows["a"].batch_speedup == pytest.approx(1)
+    assert rows["b"].batch1_speedup == pytest.approx(5)
+    assert rows["b"].batch_speedup == pytest.approx(4)
+    large = [name for name, size in order if size == 20]
+    assert large == ["a", "b"] * 4
+    text = table(list(rows.values()), batch=20)
+    assert "10.00 ms   1.00x" in text
+    assert "200/s   4.00x" in text
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch-export"])
+def test_a_good_export_is_left_behind_and_told_of(run, tmp_path, capsys, form):
+    out = tmp_path / "new" / "model.bin"
+    assert script.main([*command(run, out, form=form), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["passed"], told["format"], told["checked"], told["reason"]) == (True, form, 20, None)
+    rows = {row["name"]: row for row in told["rows"]}
+    assert list(rows) == ["fp32 eager", "folded", "bf16", form]
+    assert rows[form]["bytes"] == out.stat().st_size
+    assert rows[form]["accuracy_change"] == 0
+    assert rows["bf16"]["bytes"] < 0.51 * rows["fp32 eager"]["bytes"]
+    assert 0 < rows["bf16"]["largest_difference"] < 1
+    assert all(row["batch1_ms"] > 0 and row["images_per_second"] > 0 for row in rows.values())
+    assert sorted(path.name for path in out.parent.iterdir()) == ["model.bin"]
+
+
+def test_the_file_of_weights_can_be_exported_on(run, tmp_path, capsys):
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    data = str(run.parent / "test.lmdb")
+    assert script.main(command(run, first, "--data", data)) == 0
+    assert "largest difference" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no pictures to check.*its config names none.*with --data X\.lmdb"):
+        script.main(command(first, second))
+    assert script.main(command(first, second, "--data", data)) == 0
+    assert second.stat().st_size == first.stat().st_size
+
+
+def test_generators_are_exported_without_pictures(runs, tmp_path, capsys):
+    assert script.main([*command(runs["grey"], tmp_path / "g.safetensors"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["rows"]] == ["fp32 eager", "bf16", "safetensors"]
+    assert told["rows"][2]["accuracy"] is None
+    assert told["checked"] == 64
+
+
+def spoilt(form, monkeypatch, *, by=0.01):
+    """That format, whose file gives other outputs than it should."""
+    good = FORMATS[form]
+
+    def open_spoilt(subject, path):
+        run = good.open(subject, path)
+        return lambda inputs: run(inputs) + by
+
+    monkeypatch.setitem(FORMATS, form, Format(write=good.write, open=open_spoilt, limit=good.limit))
+
+
+@pytest.mark.parametrize("by", [0.01, math.nan])
+def test_a_file_that_fails_its_check_is_not_left_behind(run, tmp_path, monkeypatch, capsys, by):
+    spoilt("torch-export", monkeypatch, by=by)
+    out = tmp_path / "model.pt2"
+    assert run_cli(script.main, [*command(run, out, form="torch-export"), "--json"]) == EXIT_HALTED
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told["passed"] is False
+    assert "outputs differ" in told["reason"]
+    assert told["rows"][-1]["batch1_ms"] is None  # nobody wants its speed
+    error = captured.err.splitlines()[-1]
+    assert error.startswith(f"error: {out}: not written, its outputs differ from the original's by up to")
+    assert "choose another --format" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_file_stays_where_the_new_one_fails_and_goes_where_it_passes(run, tmp_path, monkeypatch):
+    out = tmp_path / "model.safetensors"
+    out.write_bytes(b"older")
+    with pytest.raises(UserError, match="exists; give --overwrite, or another name"):
+        script.main(command(run, out))
+    with monkeypatch.context() as patch:
+        spoilt("safetensors", patch)
+        with pytest.raises(CheckFailed, match="the one that was there is as it was"):
+            script.main(command(run, out, "--overwrite"))
+    assert out.read_bytes() == b"older"
+    assert script.main(command(run, out, "--overwrite")) == 0
+    assert out.stat().st_size > 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_an_exporter_that_breaks_leaves_nothing(run, tmp_path, monkeypatch):
+    def write(subject, path):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(FORMATS, "safetensors", Format(write=write, open=NEAR.open, limit=0.0))
+    with pytest.raises(UserError, match=r"cannot write .*No space left on device; choose another place"):
+        script.main(command(run, tmp_path / "x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, capsys):
+    cases = {
+        "is a folder; name a file": command(run, tmp_path),
+        "int8 is for classifiers": command(runs["grey"], tmp_path / "x", form="int8"),
+        "no pictures to check the export with": command(runs["classifier"], tmp_path / "x"),
+        "nowhere.lmdb": command(run, tmp_path / "x", "--data", "nowhere.lmdb"),
+        "no such run folder or checkpoint": command(tmp_path / "none", tmp_path / "x"),
+    }
+    for expected, arguments in cases.items():
+        assert run_cli(script.main, arguments) == EXIT_USER
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ")
+        assert expected in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_held_out_pictures_come_first_then_those_of_training(run, tmp_path):
+    test, train = run.parent / "test.lmdb", run.parent / "train.lmdb"
+    config = {"data": {"path": str(train), "val_path": str(test)}}
+    checkpoint = {"config": config, "shape": {"resolution": 8}}
+    with files._readable(checkpoint, None, (str(test), str(train))) as reader:
+        assert reader.path == str(test)
+    with files._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"), str(train))) as reader:
+        assert reader.path == str(train)
+    with files._readable(checkpoint, str(train), (str(test),)) as reader:
+        assert reader.path == str(train)
+    with pytest.raises(UserError, match=r"gone\.lmdb.*give packed ones with --calibration X\.lmdb"):
+        files._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"),), option="--calibration")
+
+
+def test_a_checkpoint_whose_own_outputs_are_not_finite_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "outputs", lambda run, batches: torch.full((2, len(CLASSES)), math.nan))
+    with pytest.raises(UserError, match="the checkpoint's own outputs are not finite"):
+        script.main(command(run, tmp_path / "x"))
+    assert list(tmp_path.iterdir()) == []

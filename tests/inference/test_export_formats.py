@@ -1,0 +1,166 @@
+"""Every format, of every network that it takes: written, loaded again, equal for any number of rows."""
+
+import json
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from data.dataset import Dataset
+from inference.export.formats import FORMATS, import_extra
+from inference.export.subject import SAMPLES, classifier_subject, generator_subject
+from metrics.extractors import classifier_input
+from models.sampling import draw
+from tests.inference.conftest import gan_run, styled
+from tests.metrics.conftest import CLASSES, pack
+from utils.checkpoint import load, resolve
+from utils.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A packed file in the order of classes."""
+    return pack(tmp_path_factory.mktemp("pictures") / "x.lmdb", count=60)
+
+
+@pytest.fixture(scope="module")
+def subjects(runs, pictures, tmp_path_factory):
+    """Networks by name; `growing` is at a smaller stage of its growth, half faded in."""
+    made = {name: generator_subject(load(resolve(runs[name])), batch_size=24) for name in ("grey", "plain", "r3")}
+    grown = load(resolve(gan_run(tmp_path_factory.mktemp("runs") / "growing", styled(side=16))))
+    made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24)
+    with Dataset(pictures) as reader:
+        checkpoint = load(resolve(runs["classifier"]))
+        made["classifier"] = classifier_subject(
+            checkpoint, reader, count=30, batch_size=16, calibration=reader, calibrated=20
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def written(subjects, tmp_path_factory):
+    """(network, format) -> its file, written once; skips where packages are missing."""
+    folder, files = tmp_path_factory.mktemp("written"), {}
+
+    def file(name, form):
+        for package in FORMATS[form].needs:
+            pytest.importorskip(package)
+        if (name, form) not in files:
+            files[name, form] = folder / f"{name}.{form}"
+            FORMATS[form].write(subjects[name], files[name, form])
+        return files[name, form]
+
+    return file
+
+
+# a program of StyleGAN2 takes seconds to make
+CASES = [
+    *(("safetensors", name) for name in ("classifier", "grey", "plain", "r3", "growing")),
+    *(("torch-export", name) for name in ("classifier", "plain", "r3", "growing")),
+    *(("onnx", name) for name in ("classifier", "grey", "r3")),
+]
+
+
+@pytest.mark.parametrize(("form", "name"), CASES)
+def test_the_file_gives_what_the_network_gives_for_any_number_of_rows(subjects, written, form, name):
+    subject = subjects[name]
+    run = FORMATS[form].open(subject, written(name, form))
+    for rows in (1, 2, 5):
+        inputs = subject.rows(rows)
+        with torch.no_grad():
+            expected, found = subject.network(*inputs), run(inputs)
+        assert len(found) == rows
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        if rows > 1:
+            assert (expected[0] - expected[1]).abs().max() > 1e-3  # the rows are told apart
+
+
+def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
+    subject, path, exact = subjects["classifier"], written("classifier", "int8"), written("classifier", "onnx")
+    (images,) = subject.batches[0]
+    found, expected = (FORMATS["int8"].open(subject, file)((images,)) for file in (path, exact))
+    error = (found - expected).norm() / expected.norm()
+    assert 0 < error < 0.1
+    assert path.stat().st_size < 0.3 * exact.stat().st_size
+    graph = import_extra("onnx").load(str(path)).graph
+    scales = {i.name: list(i.dims) for i in graph.initializer if i.name.endswith("weight_scale")}
+    by_channel = [dims for dims in scales.values() if dims and dims[0] >= 64]
+    assert len(by_channel) >= 20  # a scale for each output channel of every convolution
+    types = [i.data_type for i in graph.initializer if i.name.endswith("weight_quantized")]
+    assert len(types) >= 20
+    assert set(types) == {3}  # int8
+
+
+@pytest.mark.parametrize("form", ["onnx", "int8"])
+def test_a_graph_says_what_it_is(written, form):
+    model = import_extra("onnx").load(str(written("classifier", form)))
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    assert json.loads(told["duet"])["classes"] == CLASSES
+    assert [i.name for i in model.graph.input] == ["images"]
+    assert [o.name for o in model.graph.output] == ["logits"]
+    assert not any("BatchNorm" in node.op_type for node in model.graph.node)
+
+
+def test_a_program_says_what_it_is_and_has_no_batchnorm_left(written):
+    path, extra = written("classifier", "torch-export"), {"duet.json": ""}
+    with open(path, "rb") as file:
+        program = torch.export.load(file, extra_files=extra)
+    assert json.loads(extra["duet.json"])["classes"] == CLASSES
+    assert "batch_norm" not in program.graph_module.code
+    assert zipfile.is_zipfile(path)
+
+
+def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(UserError, match=r"needs onnxruntime.*`pip install onnx onnxruntime onnxscript`"):
+        import_extra("onnxruntime")
+
+
+# --- what is compared
+
+
+def test_a_generator_is_checked_on_the_samples_of_evaluation(subjects):
+    subject = subjects["grey"]
+    z = torch.cat([batch[0] for batch in subject.batches])
+    labels = torch.cat([batch[1] for batch in subject.batches])
+    assert len(z) == len(labels) == SAMPLES
+    assert z.equal(draw(subject.network.generator, range(SAMPLES), 0)[0])
+    assert labels[:4].tolist() == [0, 1, 2, 0]
+    assert subjects["plain"].names == ("z",)
+
+
+def test_pictures_are_drawn_from_all_classes_and_calibration_sees_others(subjects, pictures):
+    subject = subjects["classifier"]
+    images = torch.cat([batch[0] for batch in subject.batches])
+    ranges = torch.cat([batch[0] for batch in subject.calibration])
+    assert (len(images), len(ranges)) == (30, 20)
+    assert set(subject.labels.tolist()) == {0, 1, 2}
+    with Dataset(pictures) as reader:
+        stored, labels = reader.read(range(60))
+    everything = classifier_input(subject.network, torch.from_numpy(stored))
+    place = [[i for i in range(60) if everything[i].equal(image)] for image in (*images, *ranges)]
+    assert all(len(found) == 1 for found in place)
+    assert len({found[0] for found in place}) == 50
+    assert [labels[found[0]] for found in place[:30]] == subject.labels.tolist()
+
+
+def test_few_pictures_are_shared_between_check_and_calibration(runs, tmp_path):
+    checkpoint = load(resolve(runs["classifier"]))
+    with Dataset(pack(tmp_path / "few.lmdb", count=9)) as reader:
+        subject = classifier_subject(checkpoint, reader, count=50, batch_size=4, calibration=reader, calibrated=50)
+    assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == [5, 4]
+    with Dataset(tmp_path / "few.lmdb") as reader, Dataset(pack(tmp_path / "other.lmdb", seed=4)) as other:
+        subject = classifier_subject(checkpoint, reader, count=50, batch_size=4, calibration=other, calibrated=50)
+    assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == [9, 50]
+
+
+def test_pictures_of_other_classes_are_refused_and_unlabelled_ones_are_not_scored(runs, tmp_path):
+    checkpoint = load(resolve(runs["classifier"]))
+    with (
+        Dataset(pack(tmp_path / "other.lmdb", classes=["a", "b"])) as reader,
+        pytest.raises(UserError, match=r"its 2 classes are not the classifier's 3.*with --data"),
+    ):
+        classifier_subject(checkpoint, reader, count=10, batch_size=4)
+    with Dataset(pack(tmp_path / "none.lmdb", classes=[])) as reader:
+        assert classifier_subject(checkpoint, reader, count=10, batch_size=4).labels is None

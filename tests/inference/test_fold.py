@@ -1,0 +1,107 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inference.fold import InBfloat16, fold_batchnorm
+from models.resnet import Classifier, ResNetConfig
+from utils.seeding import forked
+
+SIZES = [
+    ("resnet18", "small", False, 1),
+    ("resnet18", "imagenet", False, 3),
+    ("resnet50", "small-stride2", True, 3),
+]
+
+
+def lived_in(model: Any) -> Any:
+    """Give every BatchNorm statistics, gains and biases that count."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias)
+            nn.init.normal_(module.running_mean)
+            nn.init.uniform_(module.running_var, 0.5, 2.0)
+    return model.eval()
+
+
+def classifier(name="resnet18", stem="small", he_strides=False, channels=1):
+    with forked(0, "init", "fold"):
+        config = ResNetConfig(name=name, stem=stem, he_strides=he_strides)
+        return lived_in(Classifier(config, channels=channels, classes=4, resolution=16))
+
+
+def norms(model):
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_folded_resnet_gives_the_same_logits_in_float64(sizes):
+    model = classifier(*sizes).double()
+    before = copy.deepcopy(model.state_dict())
+    folded = fold_batchnorm(model)
+    with forked(0, "test"):
+        x = torch.randn(3, sizes[-1], 16, 16, dtype=torch.float64)
+    expected, found = model(x), folded(x)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert not norms(folded)
+    assert norms(model)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert not any(p.requires_grad for p in folded.parameters())
+
+
+def test_eps_and_the_convolutions_own_bias_are_folded_too():
+    with forked(0, "test"):
+        model = lived_in(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.BatchNorm2d(4, eps=0.7))).double()
+        x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    conv, norm = model
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    gain = norm.weight / torch.sqrt(norm.running_var + 0.7)
+    expected = (conv(x) - norm.running_mean.view(-1, 1, 1)) * gain.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)
+    torch.testing.assert_close(fold_batchnorm(model)(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: (nn.Conv2d(2, 2, 1), nn.ReLU(), nn.BatchNorm2d(2)),
+        lambda: (nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1)),
+        lambda: (nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2, track_running_stats=False)),
+    ],
+)
+def test_a_norm_that_does_not_follow_a_convolution_or_knows_no_statistics_stays(layers):
+    with forked(0, "test"):
+        model, x = nn.Sequential(*layers()).eval(), torch.randn(2, 2, 3, 3)
+    folded = fold_batchnorm(model)
+    assert len(norms(folded)) == 1
+    assert folded(x).equal(model(x))
+
+
+def test_the_memory_layout_of_the_weights_is_kept_and_a_training_model_is_left_in_its_mode():
+    model = classifier().to(memory_format=torch.channels_last).train()
+    folded: Any = fold_batchnorm(model)
+    weight = folded.network.layer1[0].conv1.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert not weight.is_contiguous()
+    assert model.training
+    assert not any(module.training for module in folded.modules())
+
+
+def test_bfloat16_takes_and_gives_float32_and_stays_near():
+    model = classifier()
+    with forked(0, "test"):
+        x = torch.randn(4, 1, 16, 16)
+    reduced = InBfloat16(fold_batchnorm(model))
+    assert {p.dtype for p in reduced.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    found, expected = reduced(x), model(x)
+    assert found.dtype == torch.float32
+    error = float((found - expected).detach().norm() / expected.detach().norm())
+    assert 0 < error < 0.03

@@ -1,0 +1,184 @@
+"""torch.hub from a folder whose own modules are called as ours: both sides get their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.export.weights_file import write_weights
+from models.restore import classifier_from, generator_from
+from tests.inference.conftest import R3, gan_run, styled, without_w
+from tests.metrics.conftest import CLASSES, TINY, classifier_run
+from utils.checkpoint import load, resolve
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("utils", "models", "data", "metrics", "inference", "training")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    found = {
+        "classifier": classifier_run(folder / "classifier"),
+        "gan": gan_run(folder / "gan", styled()),
+        "r3": gan_run(folder / "r3", without_w(), architecture="r3gan", sizes=R3),
+    }
+    for name in ("classifier", "gan"):
+        write_weights(folder / f"{name}.safetensors", load(resolve(found[name])))
+        found[f"{name} file"] = folder / f"{name}.safetensors"
+    return found
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A user's folder: modules and packages of our names, each with a mark."""
+    for name in ("utils", "models", "data"):
+        (tmp_path / f"{name}.py").write_text(f"MARK = 'the user''s {name}'\ndef helper():\n    return 42\n")
+    for name in ("metrics", "inference", "training"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"MARK = 'the user''s {name}'\n")
+        (tmp_path / name / "extra.py").write_text("VALUE = 7\n")
+    return tmp_path
+
+
+def run(project, body, *, checks=True):
+    """Run a user's script in their folder; it prints a JSON value as its last line."""
+    before = "\n".join(f"import {name}\nassert {name}.MARK == 'the user''s {name}'" for name in NAMES)
+    after = "\n".join(f"import {name}\nassert {name} is MINE['{name}']" for name in NAMES)
+    mine = f"MINE = {{name: sys.modules[name] for name in {NAMES!r}}}\nPATH = list(sys.path)"
+    script = project / "main.py"
+    parts = ["import json, os, sys", "import torch"]
+    parts += [before, mine, f"REPO = {str(ROOT)!r}", body, after, "assert sys.path == PATH"] if checks else [body]
+    script.write_text("\n".join(parts))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::SyntaxWarning", str(script)]
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_users_own_modules_of_our_names_stay_theirs_and_ours_are_found(project, runs):
+    body = f"""
+x = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8)
+z = torch.linspace(-1, 1, 2 * {TINY["z_dim"]}).view(2, -1)
+labels = torch.tensor([0, 2])
+torch.hub.set_dir("hub")  # as if fetched before: list and help know repositories on GitHub only
+os.mkdir("hub")
+os.symlink(REPO, "hub/someone_duet_main")
+assert torch.hub.list("someone/duet:main", trust_repo=True) == ["r3gan", "resnet_classifier", "stylegan2"]
+assert "logits" in torch.hub.help("someone/duet:main", "resnet_classifier", trust_repo=True)
+assert torch.hub.load("someone/duet:main", "stylegan2", trust_repo=True, resolution=8).resolution == 8
+found = {{}}
+for name in ({str(runs["classifier"])!r}, {str(runs["classifier file"])!r}):
+    model = torch.hub.load(REPO, "resnet_classifier", source="local", checkpoint=name)
+    found[name] = [model(x).tolist(), model.class_names, model.training]
+for name in ({str(runs["gan"])!r}, {str(runs["gan file"])!r}):
+    model = torch.hub.load(REPO, "stylegan2", source="local", checkpoint=name)
+    found[name] = [model(z, labels, truncation_psi=0.5).tolist(), model.class_names, model.training]
+from training.extra import VALUE
+from utils import helper
+assert VALUE == 7 and helper() == 42
+print(json.dumps(found))
+"""
+    found = run(project, body)
+    x = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8)
+    z = torch.linspace(-1, 1, 2 * TINY["z_dim"]).view(2, -1)
+    expected = {
+        "classifier": classifier_from(load(resolve(runs["classifier"])))(x),
+        "gan": generator_from(load(resolve(runs["gan"])))(z, torch.tensor([0, 2]), truncation_psi=0.5),
+    }
+    for name, outputs in expected.items():
+        for given in (runs[name], runs[f"{name} file"]):
+            values, classes, training = found[str(given)]
+            torch.testing.assert_close(torch.tensor(values), outputs, rtol=1e-5, atol=1e-5)
+            assert classes == CLASSES
+            assert training is False
+
+
+def test_modules_imported_only_afterwards_are_the_users_and_late_imports_of_ours_are_ours(project):
+    body = f"""
+REPO = {str(ROOT)!r}
+path = list(sys.path)
+model = torch.hub.load(REPO, "resnet_classifier", source="local", classes=4, channels=1, resolution=8)
+assert sys.path == path
+assert not {{"utils", "models", "data", "inference", "metrics", "training"}} & set(sys.modules)
+import utils, models, training.extra
+assert utils.MARK == 'the user''s utils' and models.helper() == 42 and training.extra.VALUE == 7
+# what our code imports only when it runs, by any form of the statement, is ours as well
+name = type(model).__module__.partition(".")[0]
+ours = sys.modules[name + ".models.resnet"].__dict__
+exec("import utils.errors\\nimport models.layers as layers\\nfrom data import transforms\\nimport math", ours)
+assert ours["utils"].errors.EXIT_USER == 2 and ours["layers"].LEAKY_SLOPE == 0.2
+assert ours["transforms"].Augment and ours["math"].pi > 3
+assert sys.modules["utils"] is utils
+again = torch.hub.load(REPO, "resnet_classifier", source="local", classes=4, channels=1, resolution=8)
+assert type(again) is type(model)
+assert sum(getattr(finder, "name", None) == name for finder in sys.meta_path) == 1
+import copy
+copy.deepcopy(model)
+print(json.dumps([p.equal(q) for p, q in zip(model.parameters(), again.parameters())]))
+"""
+    assert all(run(project, body, checks=False))
+
+
+@pytest.fixture
+def hub():
+    """The entry points, as torch.hub calls them from this folder."""
+    return lambda entry, **options: torch.hub.load(str(ROOT), entry, source="local", **options)
+
+
+def test_the_entry_points_and_nothing_else_are_listed_and_explained(monkeypatch):
+    monkeypatch.setattr(torch.hub, "_get_cache_or_reload", lambda *_, **__: str(ROOT))  # instead of a download
+    assert torch.hub.list("someone/duet") == ["r3gan", "resnet_classifier", "stylegan2"]
+    for name in ("r3gan", "resnet_classifier", "stylegan2"):
+        text = torch.hub.help("someone/duet", name)
+        assert "->" in text
+        assert "checkpoint" in text or "Arguments" in text
+
+
+def test_a_new_network_has_the_sizes_asked_for_and_its_seeds_weights(hub):
+    state = torch.get_rng_state()
+    model = hub("resnet_classifier", name="resnet18", stem="small", classes=4, channels=1, resolution=8)
+    assert model.network.conv1.weight.shape == (64, 1, 3, 3)
+    assert model(torch.zeros(1, 1, 8, 8)).shape == (1, 4)
+    other = hub("resnet_classifier", stem="small", classes=4, channels=1, resolution=8, seed=1)
+    assert not model.network.fc.weight.equal(other.network.fc.weight)
+    generator = hub("stylegan2", resolution=16, classes=2, **TINY)
+    assert generator(torch.zeros(1, 8), torch.tensor([1])).shape == (1, 3, 16, 16)
+    assert hub("stylegan2", **TINY).classes == 0
+    assert hub("r3gan", resolution=8, channels=1, **R3)(torch.zeros(2, 4)).shape == (2, 1, 8, 8)
+    assert not generator.training
+    assert torch.get_rng_state().equal(state)
+
+
+def test_an_r3gan_checkpoint_is_loaded_by_its_own_name(hub, runs):
+    model = hub("r3gan", checkpoint=str(runs["r3"]))
+    assert model.class_names == CLASSES
+    with pytest.raises(ValueError, match=r"architecture r3gan; load 'r3gan'"):
+        hub("stylegan2", checkpoint=str(runs["r3"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("resnet_classifier", {"nam": "resnet18"}, r"unknown key 'nam' \(did you mean 'name'\?\)"),
+        ("stylegan2", {"resolution": 12}, "resolution 12 is not a power of two"),
+        ("stylegan2", {"checkpoint": "nowhere"}, "nowhere: no such run folder or checkpoint"),
+        ("resnet_classifier", {"checkpoint": "no.safetensors"}, "no.safetensors: no such file"),
+        ("resnet_classifier", {"checkpoint": "x", "classes": 3}, "classes: the checkpoint has sizes of its own"),
+        ("stylegan2", {"checkpoint": "x", "z_dim": 3}, "z_dim: the checkpoint has sizes of its own"),
+    ],
+)
+def test_bad_input_is_a_value_error_with_the_remedy(hub, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        hub(name, **options)
+
+
+@pytest.mark.parametrize(("name", "run_name"), [("resnet_classifier", "gan"), ("stylegan2", "classifier")])
+def test_another_tasks_checkpoint_is_refused(hub, runs, name, run_name):
+    with pytest.raises(ValueError, match="checkpoint is needed here"):
+        hub(name, checkpoint=str(runs[run_name]))
