@@ -72,8 +72,8 @@ class Found:
     def option(self) -> float | None:
         """The suggestion as a value of `optimizer.lr`.
 
-        The steepest fall and not the valley, which lay far below every rate that trained well on a ResNet-18's sweep
-        (0.0015; steepest 0.024): noise moves its foot through the flat part of the curve.
+        The steepest fall and not fastai's valley: noise moves the valley's foot through the flat part of the curve, far
+        below the rates that train well.
         """
         return None if self.steepest is None else float(f"{self.steepest * self.scale:.2g}")
 
