@@ -25,11 +25,14 @@ $(STAMP): requirements.lock requirements-dev.lock
 quickstart: $(STAMP) ## Pack the sample, train and evaluate both models, write runs/quickstart/report.html
 	$(BIN)/python quickstart.py
 
+# TESTS: pytest-xdist's processes, one a core unless said; the tests of a file run in one of them, after one another.
+TESTS ?= auto
+
 test: $(STAMP) ## The fast tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile -m "not slow"
 
 test-all: $(STAMP) ## All tests, the slow ones too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

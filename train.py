@@ -17,7 +17,7 @@ def parser() -> Parser:
     parse.add_argument("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
     parse.add_argument("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
     parse.add_argument("--gpus", metavar="0,1", help="GPUs to use, one process each")
-    parse.add_argument("--procs", type=int, default=1, metavar="N", help="processes on the CPU (gloo)")
+    parse.add_argument("--procs", type=int, metavar="N", help="processes on the CPU (gloo), or to share the --gpus")
     parse.add_argument("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     parse.add_argument(
         "--max-steps", type=int, metavar="N", help="stop after saving at step N; schedules keep the config's length"
@@ -53,17 +53,19 @@ def main(argv: list[str]) -> int:
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
     gpus = parse_gpus(options.gpus) if options.gpus else []
-    if options.procs < 1 or (options.max_steps is not None and options.max_steps < 1):
+    if (options.procs is not None and options.procs < 1) or (options.max_steps is not None and options.max_steps < 1):
         raise UserError("--procs and --max-steps must be 1 or more")
     if gpus and not under_launcher():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before CUDA starts, here and in the processes below
-    processes = max(options.procs, len(gpus))
+    processes = options.procs or len(gpus) or 1
+    if gpus and len(gpus) % processes:
+        raise UserError(f"--gpus {options.gpus}: {len(gpus)} cannot be shared by --procs {processes}; give a multiple")
     if processes > 1 and not under_launcher():
         return launch([str(Path(__file__).resolve()), *argv], processes)
 
     from training.run import train  # imports torch, which must not happen before --gpus is applied
 
-    wanted = "cuda" if gpus else "cpu" if options.procs > 1 else None  # asked for, so not to be replaced in silence
+    wanted = "cuda" if gpus else "cpu" if processes > 1 else None  # asked for, so not to be replaced in silence
     device = options.device or wanted
     return train(
         options.config,

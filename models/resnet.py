@@ -51,6 +51,9 @@ class ResNetConfig:
     input_size: int | None = None  # px that pictures are scaled to inside the network; None: as they come
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input
+    # training over all of a process's devices, see models/split.py; auto: memory shared evenly; or where each further
+    # device begins: {layer3: 1}
+    split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def __post_init__(self) -> None:
         if self.head_width < 1:

@@ -13,9 +13,8 @@ from utils.errors import UserError
 
 def _require_task(checkpoint: dict[str, Any], task: str) -> None:
     if checkpoint["task"] != task:
-        raise UserError(
-            f"this is a checkpoint of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here"
-        )
+        where = checkpoint.get("file", "the checkpoint")
+        raise UserError(f"{where}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
 
 
 def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> AnyGenerator:

@@ -160,8 +160,8 @@ def planned(target: str, folder: Path) -> str:
     [
         ("setup", ".venv/bin/python -m pip install"),
         ("quickstart", ".venv/bin/python quickstart.py"),
-        ("test", '.venv/bin/python -m pytest -m "not slow"'),
-        ("test-all", ".venv/bin/python -m pytest"),
+        ("test", '--dist loadfile -m "not slow"'),
+        ("test-all", ".venv/bin/python -m pytest -n auto"),
         ("lint", ".venv/bin/mypy"),
         ("bench", "benchmarks/"),
     ],

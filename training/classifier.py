@@ -15,6 +15,7 @@ from data.transforms import draw_and_apply, to_float
 from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
 from models.resnet import Classifier, ResNetConfig
+from models.split import Placement, place
 from models.weights import load_pretrained
 from training.classifier_loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
 from training.compiled import Compiled, CompileSetting
@@ -26,7 +27,7 @@ from training.optim import Mixed, OptimizerConfig, Updater, restore_where_
 from training.profile import phase
 from training.trained import TrainConfig, Trained
 from utils import distributed
-from utils.errors import TrainingHalted, UserError
+from utils.errors import UserError
 from utils.images import grid
 from utils.logging import say
 from utils.memory import ran_out
@@ -65,6 +66,14 @@ class ClassifierConfig(RunConfig):
     optimizer: OptimizerConfig = field(default_factory=_sgd)
     ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
     augment: MixingAugment = field(default_factory=MixingAugment)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.split != "off" and self.compile == "on":
+            raise UserError(
+                "compile on does not go with model.split: a compiled network lies on one device; set compile auto or "
+                "off, or leave model.split out"
+            )
 
 
 def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
@@ -115,7 +124,7 @@ class Prepared(NamedTuple):
 class ClassifierTask:
     """A ResNet, its optimizer and average, and one step."""
 
-    best_metric, best_is_lower = "accuracy", False
+    best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/classifier"
 
     def __init__(
         self, config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
@@ -137,13 +146,20 @@ class ClassifierTask:
         if taken and distributed.is_main():
             say(taken)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
-        model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        self.placement: Placement | None = None
+        if config.model.split == "off":
+            model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        else:
+            model = model.to(memory_format=layout)
+            devices, reduced = distributed.own_devices(device), config.precision != "fp32"
+            self.placement = place(model, devices, samples=self.micro.size, reduced=reduced)
         self.ema = EMA(model, buffers="average")
         synced = world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
         self.model.train()  # and it stays so: only the average is evaluated
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
-        self.forward = Compiled(self.model, "classifier", setting=config.compile, device=device)
+        setting = config.compile if self.placement is None else "off"  # a compiled network lies on one device
+        self.forward = Compiled(self.model, "classifier", setting=setting, device=device)
         weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.mixed = Mixed(config.precision, device)
@@ -206,14 +222,8 @@ class ClassifierTask:
         try:
             return self._accumulate(batch, step)
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
+            if not ran_out(error) or not self.micro.auto:
                 raise
-            if not self.micro.auto:
-                raise TrainingHalted(
-                    f"memory ran out at step {step} with {self.micro.size} samples per forward pass; give "
-                    f"--micro-batch auto or a number below {self.micro.size}, and the same command goes on from the "
-                    "last checkpoint"
-                ) from error
         return None
 
     def _accumulate(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,8 @@ class Targets(NamedTuple):
         named = logits.argmax(1)
         if self.others is None or self.own is None:
             return (named == self.labels).sum()
-        return (self.own * (named == self.labels) + (1 - self.own) * (named == self.others)).sum()
+        own = self.own.to(torch.promote_types(self.own.dtype, logits.dtype))  # the sum is as exact as the loss
+        return (own * (named == self.labels) + (1 - own) * (named == self.others)).sum()
 
 
 def class_weight_list(

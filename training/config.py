@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from training.micro_batch import MicroBatchSetting
+from training.spikes import SpikesConfig
 from training.stopping import EarlyStoppingConfig
 from utils.errors import UserError
 
@@ -67,10 +68,22 @@ class CheckpointConfig:
 
     every: int = 500  # steps
     keep: int = 2  # newest checkpoints kept; the best one is kept besides
+    keep_every: int | None = None  # steps; checkpoints at its multiples are kept for good, whatever else goes
+    asynchronous: bool = True  # written by a thread while training goes on; the files are the same
+    on_disk_full: Literal["warn", "stop"] = "warn"  # stop: a checkpoint that cannot be written ends the run, exit 4
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
             raise UserError("checkpoint.every and checkpoint.keep must be 1 or more")
+        if self.keep_every is not None and (self.keep_every < 1 or self.keep_every % self.every):
+            raise UserError(
+                f"checkpoint.keep_every {self.keep_every}: must be a multiple of checkpoint.every {self.every}, or "
+                "other steps would never be saved; or null"
+            )
+
+    def most(self, steps: int) -> int:
+        """Checkpoints that a run of `steps` steps has on the disk at most, with the best and one being written."""
+        return self.keep + 2 + (steps // self.keep_every if self.keep_every else 0)
 
 
 @dataclass(kw_only=True)
@@ -91,6 +104,21 @@ class EvaluationConfig:
 
 
 @dataclass(kw_only=True)
+class DistributedConfig:
+    """Several processes: what they may wait for each other, and how often it is checked that they agree."""
+
+    start_timeout: float = 600.0  # seconds an operation may take until the first step is done (compiling, first reads)
+    timeout: float = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
+    check_every: int = 100  # steps from one comparison of weights and averages over the processes to the next; 0: never
+
+    def __post_init__(self) -> None:
+        if not (self.timeout > 0 and self.start_timeout > 0):
+            raise UserError("distributed.timeout and distributed.start_timeout: seconds, more than 0")
+        if self.check_every < 0:
+            raise UserError("distributed.check_every: steps, 0 for never")
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """The keys every task has."""
 
@@ -105,12 +133,15 @@ class RunConfig:
     micro_batch: MicroBatchSetting = None
     precision: Precision = "fp32"
     channels_last: bool = True
+    deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
     nonfinite_cap: int = 20  # updates skipped for non-finite gradients before training stops itself
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+    spikes: SpikesConfig = field(default_factory=SpikesConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch_size < 1 or self.nonfinite_cap < 0:

@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from models.split import by_device
 from training.optim import foreach_lerp_
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -44,7 +45,8 @@ class EMA(Generic[Network]):
         if average is None:
             mine, theirs = [*self.model.parameters(), *mine], [*model.parameters(), *theirs]
         else:
-            torch._foreach_copy_(list(self.model.parameters()), list(average))
+            for here, there in by_device(self.model.parameters(), average).values():
+                torch._foreach_copy_(here, there)
         foreach_lerp_(mine, theirs, weight)
         for a, b in pairs:
             if not (self.average_buffers and a.is_floating_point()):

@@ -44,7 +44,7 @@ SEARCHED_PER_SAMPLE = 4  # training pictures among which an evaluation looks for
 class GanTask:
     """Generator, discriminator, their optimizers, and one step of both."""
 
-    best_is_lower = True
+    best_is_lower, loss_metric = True, "loss/discriminator"
 
     def __init__(
         self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device

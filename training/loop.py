@@ -1,122 +1,39 @@
 """The training loop: steps, cadence, signals, checkpoints and logging. It knows no model.
 
-A task owns its networks, optimizers, losses and evaluation; see `Task`.
+A task owns its networks, optimizers, losses and evaluation; see `training.task`.
 """
 
 import os
-import platform
 import signal
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
-import torchvision
 from torch import Tensor
 
 from data.loader import Batch, InfiniteLoader
 from data.staged import StagedLoader
 from data.store import DamageError
-from training import profile_measure, profile_text
+from training import guard, profile_measure, profile_text
 from training.config import RunConfig
 from training.layer_log import LayerLog
 from training.profile import phase
+from training.saving import Keeper
+from training.spikes import SpikeDetector
 from training.stopping import EarlyStopping
-from utils import checkpoint as checkpoints
-from utils import distributed
-from utils.config import to_tree
+from training.task import Task
+from training.window import MetricWindow
+from utils import distributed, inject
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.files import replace_file
+from utils.heartbeat import Heartbeat
 from utils.images import save_png
 from utils.logging import Metrics, RunLog, say
 from utils.run_folder import RunFolder
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-
-class Task(Protocol):
-    """What the loop asks of a task."""
-
-    shape: dict[str, int]  # channels, classes, resolution: what a checkpoint's models are built from
-    best_metric: str  # key of `evaluate()` that chooses the best checkpoint
-    best_is_lower: bool
-
-    def registry(self) -> dict[str, Any]:
-        """Name -> object with state_dict and load_state_dict."""
-
-    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        """One update from the next batch, or batches; 0-d values on the device that add up over the ranks."""
-
-    def evaluate(self) -> dict[str, float]:
-        """Figures on held-out data, the same on all ranks."""
-
-    def sample_grid(self, step: int) -> np.ndarray | None:
-        """A uint8 picture to save, if there is something to show."""
-
-    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
-        """Name -> network and example inputs."""
-
-    def images_at(self, step: int) -> int:
-        """Training pictures seen before update number `step`; a step counts its batch once, whatever it does with
-        it.
-        """
-
-    def describe(self) -> list[str]:
-        """What the plan says of a training that changes on its way, a row each."""
-
-    def provenance(self) -> dict[str, Any]:
-        """What a checkpoint tells about this training besides its state: plain data."""
-
-    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """What a row of metrics says is going wrong, in words, each with what to try; the same on all ranks."""
-
-
-class MetricWindow:
-    """Means of the steps' metrics since the last log tick; they stay on the device until `fold` collects them at
-    once.
-    """
-
-    def __init__(self) -> None:
-        self._pending: dict[str, list[Tensor]] = {}
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, metrics: dict[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            self._pending.setdefault(name, []).append(value)
-
-    def fold(self) -> None:
-        """Add the pending values up over steps and ranks: one transfer and one collective."""
-        if not self._pending:
-            return
-        names = sorted(self._pending)
-        totals = distributed.all_reduce_sum_(
-            torch.stack([torch.stack(self._pending[name]).double().sum() for name in names])
-        )
-        for name, total in zip(names, totals.tolist(), strict=True):
-            self._sums[name] = self._sums.get(name, 0.0) + total
-            self._counts[name] = self._counts.get(name, 0) + len(self._pending[name])
-        self._pending.clear()
-
-    def total(self, prefix: str) -> float:
-        """Sum of the folded metrics `prefix/...` so far."""
-        return sum(total for name, total in self._sums.items() if name.startswith(f"{prefix}/"))
-
-    def take(self) -> dict[str, float]:
-        """The means, and start anew."""
-        self.fold()
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
-        self._sums, self._counts = {}, {}
-        return means
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self._sums), "counts": dict(self._counts)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
 
 
 class Loop:
@@ -130,14 +47,19 @@ class Loop:
         self.best: dict[str, float | int] = {}
         self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.transfer)
         self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
-        self.window = MetricWindow()
+        self.spikes = SpikeDetector(config.spikes)
+        watched = None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
+        self.window = MetricWindow(watched)
+        self.roll_backs = 0
+        self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
         self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
         self.log = RunLog(
             folder.path, active=distributed.is_main(), tensorboard=config.log.tensorboard, total_steps=config.steps
         )
+        self.keeper = Keeper(config, folder, loader)
         self.layers = LayerLog(config.log, task.registry(), folder.path)
+        self._fresh = True  # no step has been done by this process
         self._signal: int | None = None
-        self._saved_step = -1
         self._tick_started, self._tick_step = 0.0, 0
         self._pauses = 0.0  # seconds since the last log tick that were not training
 
@@ -151,80 +73,43 @@ class Loop:
             "best": dict(self.best),
             "updates": dict(self.updates),
             "stopping": self.stopping.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "roll_backs": self.roll_backs,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
         if "stopping" in state:  # older runs have none
             self.stopping.load_state_dict(state["stopping"])
+        if "spikes" in state:
+            self.spikes.load_state_dict(state["spikes"])
+            self.roll_backs = state["roll_backs"]
 
     # --- saving and resuming
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of this step and point `last.json` at it; a full disk is a warning, the old one stays."""
-        if self._saved_step == self.step:
-            return None
+    def save(self, best: dict[str, float | str] | None = None) -> None:
+        """Save this step's state; `best`: the metric and value that make it the best so far (`Keeper.save`)."""
         self.window.fold()
-        if not distributed.is_main():
-            return None
-        meta = self.loader.reader.meta
-        content = {
-            "schema": checkpoints.SCHEMA,
-            "task": self.config.task,
-            "step": self.step,
-            "config": to_tree(self.config),
-            "classes": list(meta.classes),
-            "shape": dict(self.task.shape),
-            "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
-            "origin": self.origin,
-            "versions": versions(),
-            **self.task.provenance(),
-            "state": {name: part.state_dict() for name, part in self.registry().items()},
-        }
-        try:
-            path = checkpoints.save(self.folder.checkpoints, content)
-            checkpoints.point(self.folder.checkpoints, "last", path)
-            checkpoints.rotate(self.folder.checkpoints, self.config.checkpoint.keep)
-            self._saved_step = self.step
-            return path
-        except OSError as error:
-            say(
-                f"warning: checkpoint of step {self.step} was not written ({error.strerror}); the one before is "
-                "kept, training goes on"
-            )
-            return None
+        about = {"shape": dict(self.task.shape), "origin": self.origin, **self.task.provenance()}
+        self.keeper.save(self.step, self.registry(), about, best)
+        self._check_saving()
+
+    def _check_saving(self) -> None:
+        """Stop where a checkpoint could not be written and the config says so; on all ranks."""
+        reason = self.keeper.failure()
+        if reason:
+            self._halt(reason)
 
     def resume(self) -> bool:
         """Take the newest checkpoint of the run folder that can be read; False when there is none.
 
         Raises UserError when it does not fit the data or the task.
         """
-        path = distributed.on_main(self._find_latest)
-        if path is None:
+        content = self.keeper.restore(self.registry())
+        if content is None:
             return False
-        content = checkpoints.load(Path(path), verify=False)
-        data = content.get("data", {})
-        meta = self.loader.reader.meta
-        if data.get("content_hash") != meta.content_hash:
-            raise UserError(
-                f"{self.folder.path}: was trained on other pictures ({data.get('count')} then, {meta.count} in "
-                f"{self.config.data.path} now); choose another --run-dir or give its own data"
-            )
-        for name, part in self.registry().items():
-            if name not in content["state"]:
-                if getattr(part, "optional", False):
-                    continue
-                raise UserError(
-                    f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
-                )
-            part.load_state_dict(content["state"][name])
         self.origin = content.get("origin")
-        self._saved_step = self.step
         return True
-
-    def _find_latest(self) -> str | None:
-        found = checkpoints.load_latest(self.folder.checkpoints, warn=say)
-        return None if found is None else str(found[0])
 
     # --- the run
 
@@ -251,7 +136,10 @@ class Loop:
                 self._pause(lambda: self._profile(profile))
             self._run_until(target)
             self._pause(self.save)
+            self._pause(self.keeper.wait)
+            self._check_saving()
         finally:
+            self.keeper.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
             self.log.close()
@@ -274,16 +162,14 @@ class Loop:
     def _run_until(self, target: int) -> None:
         config, batches = self.config, self._batches()
         while self.step < target and not self.stopping.reached:
-            try:
-                with self.layers.watching(self.step + 1):
-                    self.window.add(self.task.step(batches, self.step))
-            except TrainingHalted as error:
-                self._halt(str(error))
-            self.step += 1
+            self._take_step(batches)
             self.log.advance()
             # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
             if self.step % config.log.every == 0 or self.step == config.steps:
+                here = self.step
                 self._log_tick()
+                if self.step < here:  # rolled back
+                    continue
             if config.log.samples_every and (self.step % config.log.samples_every == 0 or self.step == config.steps):
                 self._pause(self._samples)
             if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
@@ -291,6 +177,43 @@ class Loop:
             elif self.step % config.checkpoint.every == 0:
                 self._pause(self.save)
             self._obey_signal()
+
+    def _take_step(self, batches: Iterator[Batch]) -> None:
+        """One update, and what is watched over at it."""
+        if self.heartbeat is not None:
+            self.heartbeat.step = self.step
+        try:
+            inject.fire(self.step, rank=distributed.rank())
+            with self.layers.watching(self.step + 1):
+                metrics = self.task.step(batches, self.step)
+            self._watch_metrics(metrics)
+            self.step += 1
+            every = self.config.distributed.check_every
+            if every and self.step % every == 0 and distributed.world_size() > 1:
+                guard.check_equal(self.task.registry(), self.step, self.loader.device)
+        except TrainingHalted as error:
+            self._halt(str(error))
+        except (RuntimeError, MemoryError) as error:
+            reason = guard.explain(error, self.config, self.step, self.task.shape["resolution"])
+            if reason is None:
+                raise
+            self._halt(reason, rank_specific=True)
+
+    def _watch_metrics(self, metrics: dict[str, Tensor]) -> None:
+        """Add a step's metrics to the window; after the first step of this process, look at what it was."""
+        watched = self.window.watched
+        if watched is not None and watched not in metrics:
+            names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
+            raise UserError(f"spikes.metric {watched}: not a metric of every step; choose one of {names}")
+        if watched is not None and inject.due("spike", self.step, rank=distributed.rank()):
+            metrics[watched] = metrics[watched] * 1e4 + 1e4
+        self.window.add(metrics)
+        if self._fresh:
+            self._fresh = False
+            distributed.set_timeout(self.config.distributed.timeout)
+            unused = guard.unused_parameters(self.task.registry())
+            if unused:
+                say_main(f"warning: {unused}")
 
     def _profile(self, count: int) -> None:
         """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
@@ -323,15 +246,19 @@ class Loop:
         )
 
     def _pause(self, action: Any) -> None:
-        """Do something that is not training; its time does not count in images per second."""
+        """Do something that is not training; its time does not count in images per second. The ranks wait for one
+        another, as long as it takes.
+        """
         started = time.perf_counter()
         action()
+        distributed.barrier()
         self._pauses += time.perf_counter() - started
 
     def _log_tick(self) -> None:
         self.window.fold()
         for name in self.updates:
             self.updates[name] += self.window.total(name)
+        values = self.window.values
         means = self.window.take()
         now = time.perf_counter()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
@@ -341,6 +268,7 @@ class Loop:
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
         row |= {name: round(count) for name, count in self.updates.items()}
+        row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}
         if self.config.data.on_damage == "skip":
             damaged = torch.tensor(float(self.loader.damaged_records))
             row["damaged_records"] = round(distributed.all_reduce_sum_(damaged).item())  # replaced, by all processes
@@ -348,21 +276,60 @@ class Loop:
         self._warn(row)
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
+        self._check_saving()
         if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
             self._halt(
                 f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
                 f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again from "
                 "the last checkpoint"
             )
+        self._look_for_spikes(values)
+
+    def _look_for_spikes(self, values: list[float]) -> None:
+        """`values` of the watched metric in the steps up to here."""
+        found = self.spikes.see(self.step - len(values), values)
+        if found is None:
+            return
+        spike, value, usual = found
+        told = f"{self.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
+        if self.config.spikes.action != "roll-back":
+            say_main(f"warning: {told}")
+        elif self.roll_backs >= self.config.spikes.limit:
+            self._halt(
+                f"{told}, after {self.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip gradients, "
+                "or look at the data"
+            )
+        else:
+            self._pause(lambda: self._roll_back(spike, told))
+
+    def _roll_back(self, spike: int, told: str) -> None:
+        """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
+        here, position, count = self.step, self.loader.state_dict(), self.roll_backs + 1
+        content = self.keeper.restore(self.registry(), up_to=spike)
+        if content is None:
+            say_main(f"warning: {told}; there is no checkpoint from before it to go back to")
+            return
+        then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
+        self.loader.load_state_dict(position | {key: then[key] for key in ("step", "batch") if key in then})
+        self.roll_backs, self._tick_step = count, self.step
+        self.log.close()
+        self.log.open(self.step)
+        say_main(
+            f"warning: {told}; went back to the checkpoint of step {self.step} and on from there with other "
+            f"pictures: those of the {here - self.step} steps since are left out (roll-back {count} of "
+            f"{self.config.spikes.limit})"
+        )
 
     def _warn(self, row: Metrics) -> None:
         for line in self.task.warnings(self.step, row):
             say_main(f"warning: step {self.step}: {line}")
 
-    def _halt(self, reason: str) -> NoReturn:
-        """Training stops itself: the reason goes into status.json and to the user; exit code 4."""
+    def _halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
+        """Training stops itself: the reason goes into status.json and to the user; exit code 4. `rank_specific`: the
+        others do not know.
+        """
         self.folder_status("failed", reason, TrainingHalted.exit_code)
-        raise TrainingHalted(reason)
+        raise TrainingHalted(reason, rank_specific=rank_specific)
 
     def _samples(self) -> None:
         if not distributed.is_main():
@@ -398,17 +365,15 @@ class Loop:
             self.stopping.see(value)
             if self.stopping.reached and self.step < self.config.steps:
                 say_main(f"step {self.step}: {self.stopping.reason}")
-        path = self.save()
-        if better and value is not None and path is not None:
-            checkpoints.point(self.folder.checkpoints, "best", path, metric=self.task.best_metric, value=value)
-            checkpoints.rotate(self.folder.checkpoints, self.config.checkpoint.keep)
+        self.save({"metric": self.task.best_metric, "value": value} if better and value is not None else None)
 
     # --- signals
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        if self._signal is not None:
-            os._exit(128 + signum)  # asked twice: leave at once
-        self._signal = signum
+        # asked twice: leave at once. SIGUSR1 is a warning, which SLURM may give to all processes and to their launcher
+        if self._signal is not None and signum != signal.SIGUSR1:
+            os._exit(128 + signum)
+        self._signal = self._signal or signum
 
     def _obey_signal(self) -> None:
         """If any rank was told to stop, all of them save after this same step and leave."""
@@ -416,29 +381,24 @@ class Loop:
         if not signum:
             return
         self.save()
+        self._pause(self.keeper.wait)  # the others wait at the barrier, however long it takes
         name = signal.Signals(signum).name
-        saved = distributed.broadcast_object(self._saved_step)
+        saved = distributed.broadcast_object(self.keeper.saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)
         raise StoppedBySignal(
             f"{name} at step {self.step}; saved at step {saved}. The same command goes on from there."
         )
 
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
-        """Write status.json (rank 0)."""
+        """Write status.json (rank 0), unless the disk is full."""
         if distributed.is_main():
-            self.folder.write_status(state, self.step, reason, exit_code)
+            try:
+                self.folder.write_status(state, self.step, reason, exit_code)
+            except OSError as error:
+                say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")
 
 
 def say_main(message: str) -> None:
     """`say` on rank 0 only."""
     if distributed.is_main():
         say(message)
-
-
-def versions() -> dict[str, str]:
-    """What the numbers of a run may depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torchvision": str(torchvision.__version__),
-    }

@@ -6,11 +6,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from models.split import by_device
 from training.clipping import clip_adaptively_
 from training.config import Precision
 from training.optimizer_config import OptimizerConfig
 from training.schedule_free import ScheduleFree
-from utils import distributed
+from utils import distributed, inject
 from utils.errors import UserError
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,17 +137,24 @@ class Updater:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         excluded = {id(p) for p in head}
         self.clipped = [p for p in self.parameters if id(p) not in excluded]
+        self.unused: list[str] | None = None  # parameters that train and had no gradient in the first step here
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, step: int) -> Update:
         """Apply update number `step` (from 0), unless the gradients are not finite."""
+        if self.unused is None:
+            named = self.model.named_parameters()
+            self.unused = [] if self.growing else [n for n, p in named if p.requires_grad and p.grad is None]
+        if inject.due("nan", step, rank=distributed.rank()):
+            next(p.grad for p in self.parameters if p.grad is not None).fill_(float("nan"))
         distributed.all_reduce_gradients(self.parameters, missing="skip" if self.growing else "zeros")
         scaler = self.mixed.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = norm.to(self.mixed.device)  # of several devices it lies where the first gradient does
         self._clip(norm)
         for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
             group["lr"] = self.config.lr_at(step, self.steps) * scale
@@ -206,15 +214,15 @@ def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped:
     """Put `before` back where the 0-d flag `skipped` is 1: a masked step must not leave its NaN in running
     statistics.
     """
-    for tensor, old in zip(tensors, before, strict=True):
-        tensor.copy_(torch.where(skipped > 0, old, tensor))
+    for device, (now, then) in by_device(tensors, before).items():
+        masked = skipped.to(device) > 0
+        for tensor, old in zip(now, then, strict=True):
+            tensor.copy_(torch.where(masked, old, tensor))
 
 
 def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:
     """targets += weight * (sources - targets) for a 0-d `weight` on the device, without waiting for its value."""
-    targets, sources = list(targets), list(sources)
-    if not targets:
-        return
-    delta = torch._foreach_sub(sources, targets)
-    torch._foreach_mul_(delta, weight)
-    torch._foreach_add_(targets, delta)
+    for device, (here, there) in by_device(targets, sources).items():
+        delta = torch._foreach_sub(there, here)
+        torch._foreach_mul_(delta, weight.to(device))
+        torch._foreach_add_(here, delta)

@@ -15,10 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from data.dataset import Dataset
 from data.staged import levels_text
 from models.resnet import Classifier
+from models.split import Placement
 from training.config import RunConfig
 from training.data import data_text
-from training.loop import Task
 from training.optim import OptimizerConfig, Updater
+from training.task import Task
 from training.trained import Trained, plain
 from utils import distributed
 from utils.errors import UserError
@@ -76,14 +77,19 @@ def plan_rows(
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
             rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps, config.batch_size)
+    placement = getattr(task, "placement", None)
+    if isinstance(placement, Placement):
+        rows["split"] = placement.text()
     trained = getattr(task, "trained", None)
     if isinstance(trained, Trained) and trained.describe():
         rows["what trains"] = "; ".join(trained.describe())
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
+    saving = config.checkpoint
+    for_good = f", and every {saving.keep_every} for good" if saving.keep_every else ""
     rows["checkpoint"] = (
-        f"about {state_bytes(task) / MIB:.1f} MiB, every {config.checkpoint.every} steps, {config.checkpoint.keep} "
-        "kept and the best"
+        f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept and the best"
+        f"{for_good}"
     )
     return rows
 

@@ -1,18 +1,26 @@
 """One training run from a config file to a finished run folder; what `train.py` calls in every process."""
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from training import data, lr_find, plan, profile_measure, transfer
+from training import data, guard, lr_find, plan, profile_measure, transfer
 from training.config import RunConfig
-from training.loop import Loop, Task
+from training.loop import Loop
+from training.task import Task
 from training.tasks import TASKS, build_run_config
-from utils import distributed
+from utils import determinism, distributed, inject
+from utils.checkpoint import newest_first
 from utils.config import read_yaml, to_tree
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.heap import keep_freed_memory
+from utils.heartbeat import Heartbeat, silent_ranks
+from utils.launch import under_launcher
 from utils.logging import say
 from utils.report import write_report
 from utils.run_folder import RunFolder
@@ -36,11 +44,16 @@ def train(
     rates = None if sweep is None else lr_find.Sweep(**sweep)
     if rates is not None:
         lr_find.check_task(config)
-    torch_device = distributed.choose_device(device)
+    several = getattr(getattr(config, "model", None), "split", "off") != "off"  # devices for each process
+    torch_device = distributed.choose_device(device, several=several)
     if torch_device.type == "cpu":
         keep_freed_memory()
-    distributed.start(torch_device)
+    if config.deterministic:
+        determinism.switch_on()
+    inject.check()
+    distributed.start(torch_device, config.distributed.start_timeout, several=several)
     folder = RunFolder(run_dir or default_folder(Path(config_file)))
+    loop, lost = None, False
     try:
         loop = prepare(config, folder, torch_device)
         if dry_run:
@@ -51,9 +64,20 @@ def train(
         if profile_steps is not None:
             _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
         return _run(loop, max_steps, profile_steps)
+    except Exception as error:
+        if not distributed.is_peer_error(error):
+            raise
+        lost = True
+        if under_launcher():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has told why
+        halted = guard.lost_rank(folder.path, error)
+        if halted.rank_specific and (folder.path / "config.yaml").is_file():
+            step = 0 if loop is None else loop.step
+            folder.write_status("failed", step, str(halted), halted.exit_code)  # rank 0 may be the one that is missing
+        raise halted from error
     finally:
         folder.close()
-        distributed.stop()
+        distributed.stop(lost=lost)
 
 
 def default_folder(config_file: Path) -> Path:
@@ -74,7 +98,8 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     data.check_data(config, reader, val_reader)
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
     task: Task = TASKS[config.task].task(config, reader, val_reader, device)
-    plan.check_disk(folder.path, task, config.checkpoint.keep)
+    there = len(newest_first(folder.checkpoints))
+    plan.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
     taken = None
     if donor is not None:
         taken = transfer.transfer(
@@ -135,14 +160,17 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
     distributed.on_main(lambda: loop.folder.save_config(to_tree(loop.config)))
-    try:
-        loop.folder_status("running")
-        loop.run(max_steps, profile=profile_steps)
-    except (StoppedBySignal, TrainingHalted):
-        raise  # the loop has written the status
-    except BaseException as error:
-        loop.folder_status("failed", f"{type(error).__name__}: {error}".split("\n")[0], getattr(error, "exit_code", 1))
-        raise
+    with _signs_of_life(loop):
+        try:
+            loop.folder_status("running")
+            loop.run(max_steps, profile=profile_steps)
+        except (StoppedBySignal, TrainingHalted):
+            raise  # the loop has written the status
+        except BaseException as error:
+            if not distributed.is_peer_error(error):
+                told = f"{type(error).__name__}: {error}".split("\n")[0]
+                loop.folder_status("failed", told, getattr(error, "exit_code", 1))
+            raise
     finished = loop.finished
     why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
     reason = "" if loop.step >= loop.config.steps else why
@@ -154,6 +182,32 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         say(f"report: {report}")
         say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
     return 0
+
+
+@contextmanager
+def _signs_of_life(loop: Loop) -> Iterator[None]:
+    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the others'."""
+    folder, rank, world = loop.folder.path, distributed.rank(), distributed.world_size()
+
+    def look() -> None:
+        missing = [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]
+        if missing:
+            raise distributed.PeerLost(missing[0].reason)
+
+    loop.heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
+    loop.heartbeat.start()
+    distributed.barrier()  # from here on everybody's file is there
+    distributed.on_wait(look)
+    try:
+        yield
+    except BaseException as error:
+        told = f"{type(error).__name__}: {error}".split("\n")[0]
+        loop.heartbeat.stop(told, victim=distributed.is_peer_error(error))
+        raise
+    else:
+        loop.heartbeat.stop()
+    finally:
+        distributed.on_wait(None)
 
 
 def _check_profile(loop: Loop, count: int) -> None:

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from models.split import by_device
+
 
 class ScheduleFree(torch.optim.Optimizer):
     """The parameters hold y, where gradients are taken; `average` gives x, the weights to evaluate and to use.
@@ -49,11 +51,11 @@ class ScheduleFree(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                self._step(group, parameters, [p.grad for p in parameters])
+                self._step(group, parameters)
 
-    def _step(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
+    def _step(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         counters: Tensor = group["counters"]
-        skipped = torch.zeros_like(counters[0]) if self.found_inf is None else self.found_inf.to(counters.dtype)
+        skipped = torch.zeros_like(counters[0]) if self.found_inf is None else self.found_inf.to(counters)
         taken = 1 - (skipped > 0).to(counters.dtype)
         updates, weight_sum, highest = counters.unbind()
         updates += taken
@@ -61,9 +63,15 @@ class ScheduleFree(torch.optim.Optimizer):
         weight = highest.square() * taken
         weight_sum += weight
         share = weight / weight_sum.clamp(min=1e-300)  # of the new z in x; 0 where every rate so far was 0
-        lr, beta = group["lr"] * taken, group["betas"][0]
+        for device, (here,) in by_device(parameters).items():
+            numbers = [number.to(device) for number in (taken, updates, share, group["lr"] * taken)]
+            self._move(group, here, *numbers)
 
-        dtype = parameters[0].dtype
+    def _move(
+        self, group: dict[str, Any], parameters: list[Tensor], taken: Tensor, updates: Tensor, share: Tensor, lr: Tensor
+    ) -> None:
+        """The update of parameters that lie on one device, and so do the 0-d numbers."""
+        beta, dtype, grads = group["betas"][0], parameters[0].dtype, [p.grad for p in parameters if p.grad is not None]
         zs = [self.state[p]["z"] for p in parameters]
         # a masked step's gradients are not numbers, and would stay so whatever they are multiplied by
         directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]

@@ -10,12 +10,15 @@ import json
 import os
 import pickle
 import re
-from collections import OrderedDict
+import zipfile
+from collections.abc import Container
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
+from utils import checkpoint_writer, distributed, inject
+from utils.checkpoint_writer import Snapshot
 from utils.config import near_file
 from utils.errors import UserError
 from utils.files import replace_file
@@ -37,23 +40,21 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `checkpoint` as `folder/step-XXXXXXXX.pt`: temporary file, flush, fsync, checksum, rename, fsync of the
+def save(folder: Path, checkpoint: Checkpoint | Snapshot) -> Path:
+    """Write `checkpoint` as `folder/step-XXXXXXXX.pt`: temporary file, flush, fsync, rename, checksum, fsync of the
     folder.
 
     A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
-    (full, read-only); what was there before stays.
+    (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
     """
-    _check_plain(checkpoint)
+    taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{checkpoint['step']:08d}.pt"
+    path = folder / f"step-{taken.step:08d}.pt"
     temporary = folder / f".{path.name}.tmp"
     try:
-        with open(temporary, "wb") as file:
-            _torch_save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        sha256 = file_sha256(temporary)
+        inject.kill_at("kill-before-write", taken.step, rank=distributed.rank())
+        sha256 = checkpoint_writer.write(taken, temporary)
+        inject.kill_at("kill-before-rename", taken.step, rank=distributed.rank())
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
         os.replace(temporary, path)
@@ -62,34 +63,6 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
         temporary.unlink(missing_ok=True)
     _fsync_folder(folder)
     return path
-
-
-def _torch_save(checkpoint: Checkpoint, file: BinaryIO) -> None:
-    """`torch.save`, whose zip writer hides the disk's OSError behind a RuntimeError: here it gets out."""
-    try:
-        torch.save(checkpoint, file)
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            raise
-        raise cause from error
-
-
-def _check_plain(value: Any, where: str = "checkpoint") -> None:
-    """Raise TypeError for anything that restricted loading would refuse: better now than when it is needed."""
-    if type(value) in (list, tuple):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
-    elif type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            _check_plain(key, f"key of {where}")
-            _check_plain(item, f"{where}[{key!r}]")
-    elif type(value) not in (int, float, str, bool, type(None), torch.Tensor, torch.nn.Parameter):
-        raise TypeError(
-            f"{where} is a {type(value).__name__}; checkpoints hold tensors, numbers, strings, lists and dicts only"
-        )
 
 
 def _checksum_file(path: Path) -> Path:
@@ -106,7 +79,10 @@ def _fsync_folder(folder: Path) -> None:
 
 def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
     """Make `which` ("last" or "best") point at `path`: `{"file", "step", "sha256"}` and whatever else is given."""
-    sha256 = _checksum_file(path).read_text().split()[0]
+    checksum = _checksum_file(path)
+    if not checksum.is_file():  # the writer was killed before
+        replace_file(checksum, f"{file_sha256(path)}  {path.name}\n".encode())
+    sha256 = checksum.read_text().split()[0]
     entry = {"file": path.name, "step": step_of(path), "sha256": sha256, **more}
     replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
     _fsync_folder(folder)
@@ -134,17 +110,50 @@ def newest_first(folder: Path) -> list[Path]:
     return sorted((p for p in folder.glob("step-*.pt") if NAME.fullmatch(p.name)), key=step_of, reverse=True)
 
 
-def rotate(folder: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints and what `best.json` names; sweep leftovers of a killed write."""
+def rotate(
+    folder: Path, keep: int, *, every: int | None = None, also: Container[int] = (), until: int | None = None
+) -> None:
+    """Delete all checkpoints but the newest `keep`, those of every `every`-th step, those of the steps `also` and what
+    `best.json` names.
+
+    `until`: the step that was saved last. What is newer was passed over as damaged: it does not count and stays.
+    """
     best = pointer(folder, "best")
-    kept = {path.name for path in newest_first(folder)[:keep]} | ({best["file"]} if best else set())
-    for path in newest_first(folder):
-        if path.name not in kept:
+    paths = [path for path in newest_first(folder) if until is None or step_of(path) <= until]
+    kept = {path.name for path in paths[:keep]} | ({best["file"]} if best else set())
+    for path in paths:
+        step = step_of(path)
+        if not (path.name in kept or step in also or (every and step % every == 0)):
             path.unlink()
             _checksum_file(path).unlink(missing_ok=True)
+    sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed writes have left: temporary files, and checksums of files that are not there."""
     for leftover in [*folder.glob(".*.tmp"), *folder.glob("step-*.pt.sha256")]:
         if leftover.suffix == ".tmp" or not leftover.with_suffix("").exists():
             leftover.unlink(missing_ok=True)
+
+
+def forget_after(folder: Path, step: int) -> bool:
+    """Delete the checkpoints of later steps than `step`, and what points at them; False, and nothing is deleted, where
+    there is none to go back to.
+    """
+    paths = newest_first(folder)
+    kept = [path for path in paths if step_of(path) <= step]
+    if not kept:
+        return False
+    for which in ("last", "best"):
+        entry = pointer(folder, which)
+        if entry is not None and entry["step"] > step:
+            (folder / f"{which}.json").unlink()
+    for path in paths[: len(paths) - len(kept)]:
+        path.unlink()
+        _checksum_file(path).unlink(missing_ok=True)
+    if pointer(folder, "last") is None and _checksum_file(kept[0]).is_file():
+        point(folder, "last", kept[0])
+    return True
 
 
 def load(path: Path, *, verify: bool = True) -> Checkpoint:
@@ -155,14 +164,12 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
-    if verify and _checksum_file(path).is_file():
-        expected = (_checksum_file(path).read_text().split() or [""])[0]
-        if file_sha256(path) != expected:
-            raise CorruptCheckpoint(
-                f"{path}: damaged (its SHA-256 is not the one in {_checksum_file(path).name}); use an earlier one"
-            )
     try:
+        if verify:
+            _verify(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except CorruptCheckpoint:
+        raise
     except pickle.UnpicklingError as error:
         raise CorruptCheckpoint(
             f"{path}: refused, it is not plain data or not a checkpoint; nothing in it was executed"
@@ -172,11 +179,29 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
         raise CorruptCheckpoint(f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one") from error
     if not isinstance(checkpoint, dict) or any(key not in checkpoint for key in KEYS):
         raise CorruptCheckpoint(f"{path}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})")
-    if checkpoint["schema"] > SCHEMA:
+    if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
         raise CorruptCheckpoint(
             f"{path}: schema {checkpoint['schema']} is newer than this program's {SCHEMA}; update Duet"
         )
+    checkpoint["file"] = str(path)  # for messages
     return checkpoint
+
+
+def _verify(path: Path) -> None:
+    """Raise CorruptCheckpoint unless a file is as it was written: by its checksum, and where a kill came before that
+    was written, by those in the zip file, which torch's reader does not look at.
+    """
+    checksum = _checksum_file(path)
+    if checksum.is_file():
+        if (checksum.read_bytes().split() or [b""])[0] != file_sha256(path).encode():
+            raise CorruptCheckpoint(
+                f"{path}: damaged (its SHA-256 is not the one in {checksum.name}); use an earlier one"
+            )
+    elif zipfile.is_zipfile(path):  # what is not, torch.load refuses
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise CorruptCheckpoint(f"{path}: damaged (the checksum of its part {damaged}); use an earlier one")
 
 
 def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | None:
@@ -211,6 +236,10 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
     entry = pointer(folder, which)
     if entry and (folder / entry["file"]).is_file():
         return folder / entry["file"]
+    if which == "best" and (folder / "best.json").exists():
+        raise UserError(
+            f"{folder / 'best.json'}: damaged, or the checkpoint that it names is gone; use --which last or name a file"
+        )
     if which == "best":
         raise UserError(f"{folder}: has no best.json (no evaluation has run yet); use --which last")
     paths = newest_first(folder)

@@ -5,7 +5,8 @@ number of losses, graphs and micro-batches (docs/distributed.md says what goes w
 """
 
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -14,11 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from utils.errors import UserError
+from utils.rendezvous import fresh_store
 
 T = TypeVar("T")
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 BUCKET_ELEMENTS = 25_000_000 // 4  # one collective per this many gradient elements, as DDP's 25 MB buckets
 
-_control: dist.ProcessGroup | None = None
+PATIENCE = timedelta(hours=6)  # for what rank 0 does alone, as long as it is alive
+LOOK_SECONDS = 10.0  # how often a rank that waits so long looks whether the others are alive
+
+_control: dist.ProcessGroup | None = None  # None: the default group
+_patient: dist.ProcessGroup | None = None
+_look: Callable[[], object] | None = None
+
+
+class PeerLost(RuntimeError):
+    """Another rank does not take part in a collective operation any more."""
 
 
 def rank() -> int:
@@ -33,11 +45,11 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def choose_device(requested: str | None) -> torch.device:
+def choose_device(requested: str | None, *, several: bool = False) -> torch.device:
     """The device of this process: `requested` ("cpu", "cuda", "cuda:1"), else the accelerator where there is one.
 
-    Under several processes an accelerator without an index becomes this process's own. Raises UserError when the
-    device does not exist.
+    Under several processes an accelerator without an index becomes this process's own; `several`: the first of them
+    (see `own_devices`). Raises UserError when the device does not exist.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     try:
@@ -48,7 +60,8 @@ def choose_device(requested: str | None) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
         raise UserError(f"--device {requested}: this machine has no usable {device.type} device; use --device cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) if device.index is None else device.index
+    own = int(os.environ.get("LOCAL_RANK", "0")) * (_devices_each() if several else 1)
+    index = own if device.index is None else device.index
     if index >= torch.accelerator.device_count():
         raise UserError(
             f"{device.type}:{index} does not exist: {torch.accelerator.device_count()} visible; give fewer --gpus",
@@ -59,36 +72,108 @@ def choose_device(requested: str | None) -> torch.device:
     return device
 
 
-def start(device: torch.device, timeout_seconds: float = 600) -> None:
+def own_devices(device: torch.device) -> list[torch.device]:
+    """All devices that this process may use for one network, from `device` on: of those that are visible, each process
+    of this machine has as many. The CPU is one device.
+    """
+    if device.type == "cpu":
+        return [device]
+    end = min(device.index + _devices_each(), torch.accelerator.device_count())
+    return [torch.device(device.type, index) for index in range(device.index, end)]
+
+
+def _devices_each() -> int:
+    processes = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    return max(1, torch.accelerator.device_count() // int(processes))
+
+
+def start(device: torch.device, timeout_seconds: float = 600, *, several: bool = False) -> None:
     """Join the process group that the environment describes (torchrun's variables, or `utils.launch`); alone:
     nothing.
 
-    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); a gloo group carries control
-    messages.
+    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control
+    messages. An operation that takes longer than `timeout_seconds` fails.
     """
-    global _control
+    global _control, _patient
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_seconds)
-    dist.init_process_group(backend, timeout=timeout, device_id=None if device.type == "cpu" else device)
+    store = fresh_store(timeout)
+    rank_and_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        store=store,
+        rank=rank_and_size[0],
+        world_size=rank_and_size[1],
+        # NCCL refuses tensors of any other device than this one: a process with several names none
+        device_id=None if device.type == "cpu" or several else device,
+    )
+    _patient = _gloo_group(PATIENCE)
     if backend != "gloo":
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        _control = group if isinstance(group, dist.ProcessGroup) else None
+        _control = _gloo_group(timeout)
 
 
-def stop() -> None:
-    """Leave the process group."""
-    global _control
-    if dist.is_initialized():
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def set_timeout(seconds: float) -> None:
+    """What a collective operation may take from now on. Over NCCL twice as long: it ends the process without a word,
+    and every step has a control message over gloo that fails first.
+    """
+    if world_size() == 1:
+        return
+    if _control is not None:
+        _set_group_timeout(timedelta(seconds=seconds), _control)
+    _set_group_timeout(timedelta(seconds=seconds if _control is None else 2 * seconds), None)
+
+
+def _set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # younger than torch 2.11
+    setter(timeout, group)
+
+
+def on_wait(look: Callable[[], object] | None) -> None:
+    """While a rank waits for what rank 0 does alone, `look` is called now and then; it raises when that is in vain."""
+    global _look
+    _look = look
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether `error` is a collective operation's, because another rank is gone or does not answer."""
+    if isinstance(error, (PeerLost, dist.DistError)):
+        return True
+    told = str(error)
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return world_size() > 1 and isinstance(error, RuntimeError) and any(sign in told for sign in signs)
+
+
+def stop(*, lost: bool = False) -> None:
+    """Leave the process group; `lost`: others are missing, so nothing is said to them."""
+    global _control, _patient
+    if dist.is_initialized() and not lost:
         dist.destroy_process_group()
-    _control = None
+    _control = _patient = None
+    on_wait(None)
 
 
 def barrier() -> None:
-    """Wait until every rank is here."""
-    if world_size() > 1:
-        dist.barrier(group=_control)
+    """Wait until every rank is here, however long one of them works on its own, as long as all are alive."""
+    if world_size() == 1:
+        return
+    work = dist.barrier(group=_patient, async_op=True)
+    assert work is not None
+    pause, looked = 0.0002, time.monotonic()
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(0.02, 2 * pause)
+        if _look is not None and time.monotonic() - looked > LOOK_SECONDS:
+            _look()
+            looked = time.monotonic()
+    work.wait()
 
 
 def agree(flag: int) -> int:
@@ -119,6 +204,7 @@ def on_main(action: Callable[[], T]) -> T:
             outcome = (action(), None)
         except UserError as error:
             outcome = (None, str(error))
+    barrier()  # waits longer than a broadcast would
     value, problem = broadcast_object(outcome)
     if problem is not None:
         raise UserError(problem)
@@ -141,19 +227,18 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zero
     """
     if world_size() == 1:
         return
-    bucket: list[Tensor] = []
+    buckets: dict[torch.device, list[Tensor]] = {}  # a network may lie on several devices: models/split.py
     pending = []
     for parameter in (p for p in parameters if p.requires_grad):
         if parameter.grad is None and missing == "skip":
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        bucket = buckets.setdefault(parameter.grad.device, [])
         bucket.append(parameter.grad)
         if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:
-            pending.append(_reduce_bucket(bucket))
-            bucket = []
-    if bucket:
-        pending.append(_reduce_bucket(bucket))
+            pending.append(_reduce_bucket(buckets.pop(parameter.grad.device)))
+    pending += [_reduce_bucket(bucket) for bucket in buckets.values()]
     for work, flat, grads in pending:
         work.wait()
         pieces = flat.split([g.numel() for g in grads])
@@ -163,3 +248,37 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zero
 def _reduce_bucket(grads: list[Tensor]) -> tuple[dist.Work, Tensor, list[Tensor]]:
     flat = torch.cat([g.reshape(-1) for g in grads])
     return dist.all_reduce(flat, async_op=True), flat, grads
+
+
+def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """A number for the bits of each part's tensors, int64 [parts] on `device`; nobody waits for it.
+
+    It is a sum of the elements' bit patterns, tensor by tensor weighted by odd numbers, modulo 2^64.
+    """
+    sums = []
+    for tensors in parts.values():
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for number, tensor in enumerate(tensors):
+            bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+            total += bits.sum(dtype=torch.int64).to(device) * (2 * number + 1)
+        sums.append(total)
+    return torch.stack(sums)
+
+
+def unequal_ranks(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> dict[str, list[int]]:
+    """Parts whose bits are not the same on all ranks, and which ranks have others than most (of two: rank 1); empty if
+    all are equal. A collective operation.
+    """
+    if world_size() == 1:
+        return {}
+    own = fingerprints(parts, device)
+    everyone = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(everyone, own)
+    table = torch.stack(everyone).cpu()  # [ranks, parts]
+    found = {}
+    for column, name in enumerate(parts):
+        usual = table[:, column].mode().values if world_size() > 2 else table[0, column]
+        others = (table[:, column] != usual).nonzero().flatten().tolist()
+        if others:
+            found[name] = others
+    return found

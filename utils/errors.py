@@ -34,6 +34,11 @@ class TrainingHalted(RuntimeError):
 
     exit_code = EXIT_HALTED
 
+    def __init__(self, message: str, *, rank_specific: bool = False, quiet: bool = False) -> None:
+        super().__init__(message)
+        self.rank_specific = rank_specific  # as UserError's
+        self.quiet = quiet  # another process tells the user
+
 
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
     """Call `main(argv)` and turn what it raises into one line on stderr and an exit code.
@@ -53,7 +58,8 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
         if debug:
             traceback.print_exc()
         rank = os.environ.get("RANK", "0")
-        if rank == "0" or getattr(error, "rank_specific", False):
+        told = rank == "0" or getattr(error, "rank_specific", False)
+        if told and not getattr(error, "quiet", False):
             label = "stopped" if isinstance(error, StoppedBySignal) else "error"
             where = f" on rank {rank}" if rank != "0" else ""
             print(f"{label}{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -180,7 +180,8 @@ class LayerStatistics:
 
         def watch(name: str) -> Callable[..., None]:
             def gradient(grad: Tensor) -> None:
-                self._add((name, "gradient"), grad.detach() / scale)
+                divisor = scale.to(grad.device) if isinstance(scale, Tensor) else scale
+                self._add((name, "gradient"), grad.detach() / divisor)
 
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
                 for tensor in _tensors(output):
@@ -205,7 +206,7 @@ class LayerStatistics:
         """The moments of all layers, [layers, 2, 6] on the device; zeros for what has not been seen. See `merge`."""
         device = next((moments.device for moments in self._moments.values()), torch.device("cpu"))
         rows = [
-            torch.stack([self._moments.get((name, kind), torch.zeros(6, device=device)).double() for kind in KINDS])
+            torch.stack([self._moments.get((name, kind), torch.zeros(6)).to(device).double() for kind in KINDS])
             for name in self.layers
         ]
         return torch.stack(rows)

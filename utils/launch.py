@@ -12,11 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from utils.errors import UserError
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
+LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
+REMEDY = "the same command goes on from the last checkpoint"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -54,6 +57,7 @@ def launch(command: Sequence[str], processes: int) -> int:
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
+        LAUNCHED: "1",
     }
     if "OMP_NUM_THREADS" not in os.environ:
         common["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
@@ -80,24 +84,33 @@ def launch(command: Sequence[str], processes: int) -> int:
             signal.signal(signum, handler)
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a process was sent SIGSTOP (as far as /proc can tell)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
 def _wait(children: list[subprocess.Popen[bytes]]) -> int:
+    """The first failing child's exit code (4 for one that was killed, which is told when all have ended), else 0."""
     failed_at: float | None = None
-    code = 0
+    code, killed = 0, ""
     running = True
     while running:
         running = None in [child.poll() for child in children]
         for index, child in enumerate(children):
-            if code == 0 and child.returncode not in (None, 0):
+            if failed_at is None and child.returncode not in (None, 0):
                 failed_at = time.monotonic()
                 code = child.returncode if child.returncode > 0 else 4
                 if child.returncode < 0:
-                    print(
-                        f"error: rank {index} was ended by {signal.Signals(-child.returncode).name}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+                    killed = f"rank {index} was ended by {signal.Signals(-child.returncode).name}"
+        if failed_at is not None:
+            late = time.monotonic() - failed_at > GRACE_SECONDS
             for child in children:
-                child.kill()
+                if late or _is_stopped(child.pid):  # who is stopped cannot leave by itself
+                    child.kill()
         time.sleep(0.05)
+    if killed:
+        print(f"error: {killed}; {REMEDY}", file=sys.stderr, flush=True)
     return code

@@ -38,6 +38,7 @@ class RunLog:
         self._writer: SummaryWriter | None = None
         self._bar: tqdm[Any] | None = None
         self._said = time.monotonic()
+        self._refused = False  # by the disk
 
     def open(self, step: int) -> None:
         """Begin at `step`: rows of later steps, written by a run that died after its last checkpoint, are cut off."""
@@ -66,14 +67,23 @@ class RunLog:
             row[key] = value if isinstance(value, int) else (float(f"{value:.6g}") if np.isfinite(value) else None)
             if self._writer is not None:
                 self._writer.add_scalar(key, value, step)
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append(json.dumps(row) + "\n")
         self._progress_line(step, metrics)
         losses = {
             key.removeprefix("loss/"): f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")
         }
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
+
+    def _append(self, line: str) -> None:
+        """A full disk costs rows, which is said once, and not the training; half a row is cut off at a resume."""
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(line)
+        except OSError as error:
+            if not self._refused:
+                say(f"warning: {self._path}: rows cannot be written ({error.strerror}); training goes on without them")
+            self._refused = True
 
     def _progress_line(self, step: int, metrics: Metrics) -> None:
         """Where no bar can be drawn (a log file, CI): a line about twice a minute."""

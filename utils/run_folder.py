@@ -14,7 +14,8 @@ from utils.files import replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
 BREAKING = re.compile(
-    r"(task|seed|architecture|progressive\.start)$|(generator|discriminator|model)\.(?!weights$|inplace$|activation_)|"
+    r"(task|seed|architecture|progressive\.start)$|"
+    r"(generator|discriminator|model)\.(?!weights$|inplace$|activation_|split\b)|"
     r"train\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
 )
 

@@ -18,8 +18,8 @@ from data.loader import Batch, InfiniteLoader
 from data.sampler import GlobalSampler
 from training.classifier import ClassifierConfig, ClassifierTask
 from training.config import Precision
-from training.loop import MetricWindow
 from training.profile import PhaseClock, listening, phase
+from training.window import MetricWindow
 from utils.errors import UserError
 from utils.heap import keep_freed_memory
 

@@ -12,8 +12,8 @@ import torch
 
 from data.dataset import Dataset
 from training.data import make_loader
-from training.loop import MetricWindow
 from training.tasks import TASKS, build_run_config
+from training.window import MetricWindow
 from utils import distributed
 
 STEPS = 4
@@ -68,8 +68,8 @@ TREES: dict[str, dict[str, Any]] = {
 TREES["classifier-unsynced"] = TREES["classifier"] | {"sync_bn": "off"}
 
 
-def train(name: str, micro_batch: int, data: str) -> list[dict[str, Any]]:
-    """Four steps of a task; metrics, gradients, weights and averages after each."""
+def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> list[dict[str, Any]]:
+    """Some steps of a task (default: few); metrics, gradients, weights and averages after each."""
     device = torch.device("cpu")
     kind = name.partition("-")[0]
     tree = TREES[name] | {"micro_batch": micro_batch or None, "data": {"path": data}}
@@ -80,7 +80,7 @@ def train(name: str, micro_batch: int, data: str) -> list[dict[str, Any]]:
     loader = make_loader(task.config, reader, device)
     networks = {key: part for key, part in task.registry().items() if isinstance(part, torch.nn.Module)}
     record = []
-    for step in range(STEPS if kind == "gan" else 2):
+    for step in range(steps or (STEPS if kind == "gan" else 2)):
         window = MetricWindow()
         window.add(task.step(loader, step))
         named = [(f"{n}.{k}", p) for n, m in networks.items() for k, p in m.named_parameters()]
@@ -95,14 +95,14 @@ def train(name: str, micro_batch: int, data: str) -> list[dict[str, Any]]:
     return record
 
 
-def main(out: str, data: str, variants: list[str]) -> None:
+def main(out: str, data: str, variants: list[str], steps: int | None = None) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     distributed.start(torch.device("cpu"))
     records = {}
     for variant in variants:
         name, _, micro_batch = variant.partition(":")
-        records[variant] = train(name, int(micro_batch), data)
+        records[variant] = train(name, int(micro_batch), data, steps)
     if distributed.is_main():
         torch.save(records, out)
     distributed.stop()

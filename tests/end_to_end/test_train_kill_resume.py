@@ -1,4 +1,4 @@
-"""Both tasks through the command line: train, kill, resume, evaluate, predict, generate."""
+"""Both tasks through the command line: train, stop, resume, evaluate, predict, generate. (Kills: test_random_kills.)"""
 
 import json
 import signal
@@ -12,51 +12,11 @@ from PIL import Image
 import evaluate
 import generate
 import predict
-import train
 from data.dataset import Dataset
-from tests.end_to_end.helpers import differing, start, state_of, write_config
+from tests.end_to_end.helpers import kill_at_checkpoint as kill_at_checkpoint  # others import them from here
+from tests.end_to_end.helpers import rows as rows
+from tests.end_to_end.helpers import start, train_in_process, write_config
 from utils.errors import run_cli
-
-
-def rows(run: Path) -> list[dict]:
-    timing = ("images_per_second", "data_wait")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in timing} for line in lines]
-
-
-def train_in_process(config: Path, run: Path, *more: str) -> int:
-    return run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more])
-
-
-def kill_at_checkpoint(config: Path, run: Path, step: int, *more: str) -> None:
-    """Start training, kill -9 it as soon as the checkpoint of `step` is there."""
-    process = start("train.py", "--config", config, "--run-dir", run, *more)
-    wanted = run / "checkpoints" / f"step-{step:08d}.pt"
-    deadline = time.monotonic() + 200
-    while not wanted.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.kill()
-    _, errors = process.communicate()
-    assert wanted.exists(), errors
-
-
-@pytest.mark.parametrize(
-    ("task", "precision", "processes"),
-    [("gan", "bf16", 1), ("classifier", "bf16", 1), ("gan", "fp16", 1), ("gan", "fp32", 2), ("classifier", "fp32", 2)],
-)
-def test_killed_and_resumed_equals_straight(
-    tmp_path: Path, packed: Path, task: str, precision: str, processes: int
-) -> None:
-    config = write_config(tmp_path / "recipe.yaml", task, packed)
-    more = ["--precision", precision] + (["--procs", str(processes)] if processes > 1 else [])
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert train_in_process(config, straight, *more) == 0
-    kill_at_checkpoint(config, killed, 2, *more)
-    time.sleep(1.0 if processes > 1 else 0.0)  # the ranks of a killed launcher die with it
-    assert train_in_process(config, killed, *more) == 0
-    assert differing(state_of(straight, 8), state_of(killed, 8)) == []
-    assert rows(straight) == rows(killed)
-    assert [row["step"] for row in rows(straight) if "images" in row] == [3, 6, 8]
 
 
 def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path, packed: Path) -> None:

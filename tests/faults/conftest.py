@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
+from utils import inject
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
 
@@ -86,10 +87,11 @@ def command(server: Command) -> Command:
 def start(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "subprocess.Popen[str]":
     """The same in a process of its own, after `prefix`, such as a shell that changes what it may do."""
     script = ["-m", str(argv[0])] if str(argv[0]).startswith("data.") else [str(argv[0])]
+    asked = {name: os.environ[name] for name in (inject.VARIABLE,) if name in os.environ}  # by this very test
     return subprocess.Popen(
         [*prefix, sys.executable, *script, *map(str, argv[1:])],
         cwd=REPOSITORY,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | asked,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -100,7 +102,7 @@ def start(*argv: str | Path, prefix: Sequence[str] = (), **options: Any) -> "sub
 def own_process(*argv: str | Path, **options: Any) -> Outcome:
     """`start`, to its end."""
     process = start(*argv, **options)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     return Outcome(process.returncode, out, err)
 
 
@@ -130,4 +132,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory, packed: Path, server: Comm
     config = write_config(folder / "recipe.yaml", "classifier", packed)
     run = ["--config", config, "--run-dir", folder / "run", "--device", "cpu", "--max-steps", "1"]
     server("train.py", *run, "--evaluation.every", "0").success()
+    return folder / "run"
+
+
+@pytest.fixture
+def gan_recipe(tmp_path: Path, packed: Path) -> list[str]:
+    """`recipe` for a tiny GAN, whose checkpoints are small."""
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    return ["train.py", "--config", str(config), "--run-dir", str(tmp_path / "run"), "--device", "cpu"]
+
+
+@pytest.fixture(scope="session")
+def gan_trained(tmp_path_factory: pytest.TempPathFactory, packed: Path, server: Command) -> Path:
+    """A GAN's run of four steps with checkpoints of steps 2 and 4; the last is the best."""
+    folder = tmp_path_factory.mktemp("gan_trained")
+    config = write_config(folder / "recipe.yaml", "gan", packed)
+    server("train.py", "--config", config, "--run-dir", folder / "run", "--device", "cpu", "--max-steps", "4").success()
     return folder / "run"

@@ -17,6 +17,8 @@ MODULES = {
     "train.py": "train",
     "evaluate.py": "evaluate",
     "predict.py": "predict",
+    "generate.py": "generate",
+    "export.py": "export",
     "data.pack": "data.pack",
     "data.inspect": "data.inspect",
 }

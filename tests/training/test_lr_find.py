@@ -14,12 +14,13 @@ from torch import nn
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
-from training.loop import Loop, MetricWindow
+from training.loop import Loop
 from training.lr_find import Found, SmoothedMean, Sweep, only_searched, search, steepest, text, valley, write
 from training.optim import Mixed, Updater
 from training.optimizer_config import OptimizerConfig
 from training.run import prepare
 from training.tasks import build_run_config
+from training.window import MetricWindow
 from utils.config import read_yaml
 from utils.errors import UserError, run_cli
 from utils.run_folder import RunFolder

@@ -73,9 +73,10 @@ def test_it_needs_evaluations_and_pictures_for_them(packed: Path):
 class Judged:
     """A task without networks whose evaluations are given."""
 
-    best_metric, best_is_lower, shape = "accuracy", False, {"channels": 1, "classes": 10, "resolution": 16}
+    best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/x"
 
     def __init__(self, figures):
+        self.shape = {"channels": 1, "classes": 10, "resolution": 16}
         self.figures = figures
         self.evaluations = 0
 

@@ -3,6 +3,7 @@ import hashlib
 import json
 import os
 import resource
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def test_what_is_saved_is_loaded(tmp_path):
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert (path.parent / "step-00001234.pt.sha256").read_text() == f"{digest}  step-00001234.pt\n"
     found = load(path)
-    assert found.keys() == content().keys()
+    assert found.keys() == {*content(), "file"}
     assert found["state"]["list"] == content()["state"]["list"]
     assert found["state"]["model"]["w"].equal(torch.ones(300))
     assert found["state"]["model"]["w"].device.type == "cpu"
@@ -170,6 +171,38 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
         load(path)
 
 
+def test_every_nth_is_kept_for_good_and_what_else_is_named(tmp_path):
+    for step in range(1, 11):
+        save(tmp_path, content(step))
+    rotate(tmp_path, keep=2, every=4, also={5, 77})
+    assert [checkpoints.step_of(path) for path in newest_first(tmp_path)] == [10, 9, 8, 5, 4]
+
+
+def test_what_is_newer_than_the_last_save_neither_counts_nor_goes(tmp_path):
+    for step in (2, 4, 5, 8):
+        save(tmp_path, content(step))
+    rotate(tmp_path, keep=1, until=5)
+    assert [checkpoints.step_of(path) for path in newest_first(tmp_path)] == [8, 5]
+
+
+def test_a_checkpoint_of_a_machine_with_more_devices_is_loaded(tmp_path):
+    """Tensors that the file says belong on the eighth GPU, which is not here."""
+    path = save(tmp_path, content())
+    with zipfile.ZipFile(path) as file:
+        parts = {info.filename: file.read(info) for info in file.infolist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, part in parts.items():
+            cpu, gpu = b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:7"
+            assert name.endswith("data.pkl") == (cpu in part)
+            file.writestr(name, part.replace(cpu, gpu))
+    checksum = path.with_name(path.name + ".sha256")
+    checksum.write_text(f"{checkpoints.file_sha256(path)}  {path.name}\n")
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(path, weights_only=True)
+    weights = load(path)["state"]["model"]["w"]
+    assert (weights.device.type, weights[0].item()) == ("cpu", 1.0)
+
+
 def test_pointers(tmp_path):
     path = save(tmp_path, content(8))
     point(tmp_path, "best", path, metric="accuracy", value=0.5)
@@ -203,6 +236,9 @@ def test_resolve(run):
     assert resolve(run).name == "step-00000003.pt"
     (run / "checkpoints" / "last.json").write_text('{"file": "step-00000099.pt"}')
     assert resolve(run).name == "step-00000003.pt"
+    (run / "checkpoints" / "best.json").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"best.json: damaged, .*use --which last or name a file"):
+        resolve(run, "best")
     (run / "checkpoints" / "best.json").unlink()
     with pytest.raises(UserError, match=r"has no best.json .*use --which last"):
         resolve(run, "best")

@@ -1,5 +1,6 @@
 import os
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -39,19 +40,48 @@ def test_a_damaged_checksum_file_is_no_free_pass(tmp_path):
         load(path)
 
 
-def test_damaged_metadata_is_named_without_a_checksum_too(tmp_path):
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"\n", b"0" * 64])
+def test_whatever_a_checksum_file_holds(tmp_path, text):
+    """Found by a fault: a flipped high bit makes it no text, which was a traceback."""
+    path = save(tmp_path, content())
+    path.with_name(path.name + ".sha256").write_bytes(text)
+    with pytest.raises(CorruptCheckpoint, match="damaged"):
+        load(path)
+
+
+def test_damage_is_named_without_a_checksum_too(tmp_path):
+    """By the zip file's own checksums, of the metadata and of the tensors."""
     path = without_checksum(save(tmp_path, content()))
     whole = path.read_bytes()
-    start, refused = whole.index(b"data.pkl"), 0
-    for place in range(start, start + 400, 2):
-        data = bytearray(whole)
-        data[place] ^= 2
-        path.write_bytes(bytes(data))
-        try:
-            load(path)  # what is damaged may be a string or a number: that alone cannot be seen
-        except CorruptCheckpoint:
-            refused += 1
-    assert refused > 20
+    load(path)
+    with zipfile.ZipFile(path) as file:
+        parts = [info for info in file.infolist() if info.file_size > 100]
+    assert [info.filename.split("/", 1)[1] for info in parts] == ["data.pkl", "data/0"]
+    for info in parts:
+        start = info.header_offset + 30 + len(info.filename)
+        for place in range(start + 64, start + info.file_size - 64, 29):
+            data = bytearray(whole)
+            data[place] ^= 2
+            path.write_bytes(bytes(data))
+            with pytest.raises(CorruptCheckpoint, match=f"{path.name}: damaged .the checksum of its part .*/data"):
+                load(path)
+
+
+def test_a_disk_that_cannot_be_read_is_damage_too(tmp_path, monkeypatch):
+    first, second = save(tmp_path, content(5)), save(tmp_path, content(6))
+    real = checkpoints.file_sha256
+
+    def failing(path):
+        if path == second:
+            raise OSError(5, "Input/output error")
+        return real(path)
+
+    monkeypatch.setattr(checkpoints, "file_sha256", failing)
+    warnings: list[str] = []
+    latest = load_latest(tmp_path, warn=warnings.append)
+    assert latest is not None
+    assert latest[0] == first
+    assert "Input/output error" in warnings[0]
 
 
 @pytest.mark.parametrize("kind", ["truncated", "flipped", "malicious", "newer"])
@@ -152,6 +182,13 @@ def test_a_text_file_is_refused(tmp_path):
 def test_a_newer_schema_is_refused(tmp_path):
     path = save(tmp_path, content(schema=checkpoints.SCHEMA + 1))
     with pytest.raises(CorruptCheckpoint, match=r"schema 2 is newer than this program's 1; update"):
+        load(path)
+
+
+@pytest.mark.parametrize("schema", ["1", None, 1.5, True])
+def test_a_schema_that_is_no_number_is_refused(tmp_path, schema):
+    path = save(tmp_path, content(schema=schema))
+    with pytest.raises(CorruptCheckpoint, match="schema"):
         load(path)
 
 

@@ -97,12 +97,12 @@ def test_the_failing_ranks_exit_code_is_ours(script, code, rank, capfd):
 def test_a_killed_rank_is_told_and_gives_4(script, capfd, rank):
     text = f"rank == {rank} and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)\n"
     assert launch(script(text), 2) == 4
-    assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL\n"
+    assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL; {launcher.REMEDY}\n"
 
 
 def test_the_last_rank_to_be_killed_is_told_too(script, capfd):
     assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1) == 4
-    assert capfd.readouterr().err == "error: rank 0 was ended by SIGKILL\n"
+    assert capfd.readouterr().err == f"error: rank 0 was ended by SIGKILL; {launcher.REMEDY}\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,80 @@
+"""Twenty steps on 2 and 4 ranks, and over micro-batches, give the losses and weights of one process, in float64.
+
+As a module it is one rank: `python -m tests.distributed.test_long_oracle OUT DATA VARIANT...`, see worker. The
+classifiers are slim ones.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.writer import pack_arrays
+from tests.distributed import test_classifier_oracle as classifiers
+from tests.distributed import worker
+from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference, untrained_classifier
+from tests.slim import slim_down
+from utils.launch import launch
+
+Records = dict[int, dict[str, list[dict[str, Any]]]]
+
+STEPS = 20
+# every regulariser, ADA, and the losses' gradients taken one by one
+ALL = worker.GAN | {"ada": worker.ADA, "loss": worker.LOSSES | {"r2_gamma": 0.5, "gradients_every": 1}}
+worker.TREES["gan-all"] = ALL
+NAMES = ["gan-all", "gan-pairs", "gan-r3gan", "gan-growing", "classifier-everything", "classifier-fixed"]
+assert all(name in classifiers.worker.TREES for name in NAMES)  # of both BatchNorm settings: synchronised, and frozen
+SPLITS = {
+    1: ["gan-all:2", "classifier-fixed:3"],
+    2: [*(f"{name}:0" for name in NAMES), "gan-all:2", "classifier-fixed:3"],
+    4: ["gan-all:0", "gan-growing:0", "classifier-everything:0", "classifier-fixed:0"],
+}
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux"),
+    pytest.mark.timeout(1800),  # the records of all variants are made at once
+]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """What each world size recorded, from 32 random 16 px pictures of three classes: grey ones for the GANs."""
+    folder = tmp_path_factory.mktemp("oracle")
+    rng = np.random.default_rng(0)
+    for kind, channels in (("gan", 1), ("classifier", 3)):
+        pictures = rng.integers(0, 256, (32, channels, 16, 16), dtype=np.uint8)
+        (folder / kind).mkdir()
+        pack_arrays(folder / kind / "data.lmdb", pictures, labels=[0, 0, 1, 2] * 8, classes=CLASSES, smallest=8)
+    untrained_classifier(folder / "gan" / worker.CLASSIFIER)
+    found: Records = {}
+    for processes, variants in (SPLITS | {1: SPLITS[1] + [f"{name}:0" for name in NAMES]}).items():
+        found[processes] = {}
+        for kind in ("gan", "classifier"):
+            out = folder / kind / f"{processes}.pt"
+            chosen = [variant for variant in variants if variant.startswith(kind)]
+            data = str(folder / kind / "data.lmdb")
+            assert launch(["-m", "tests.distributed.test_long_oracle", str(out), data, *chosen], processes) == 0
+            found[processes] |= torch.load(out, weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
+@pytest.mark.parametrize(
+    ("processes", "variant"), [(processes, variant) for processes, variants in SPLITS.items() for variant in variants]
+)
+def test_twenty_steps_of_every_split_give_one_process_result(
+    records: Records, processes: int, variant: str, part: str
+) -> None:
+    whole = records[1][f"{variant.partition(':')[0]}:0"]
+    assert len(whole) == STEPS
+    assert largest_difference(whole, records[processes][variant], part) < TOLERANCE
+
+
+if __name__ == "__main__":
+    if sys.argv[3].startswith("classifier"):  # the one that gives the GANs a loss is not
+        slim_down()
+    for tree in worker.TREES.values():
+        tree["steps"] = STEPS
+    worker.main(sys.argv[1], sys.argv[2], sys.argv[3:], STEPS)

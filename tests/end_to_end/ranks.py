@@ -1,0 +1,152 @@
+"""Training processes for the tests of exactness: forks of a server that has imported torch, which note what they read.
+
+A process of `run` is what `train.py` makes of itself: the same `main`, the ranks' environment, killed or ended alone.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["train", "training.run", "tests.slim", "tests.end_to_end.ranks"])
+SECONDS = 900.0  # that anything may take before the test fails
+
+Notes = list[tuple[int, list[str]]]  # of one rank: where a global batch begins, and its samples' digests
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a group."""
+
+    index: int
+    world: int
+    port: int
+    output: str  # file that takes its stdout and stderr
+
+    def enter(self) -> None:
+        """Become it: environment, threads, output."""
+        import torch
+
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        for name in names:
+            os.environ.pop(name, None)
+        if self.world > 1:
+            values = (self.index, self.index, self.world, self.world, "127.0.0.1", self.port)
+            os.environ.update(dict(zip(names, map(str, values), strict=True)))
+        torch.set_num_threads(1)
+        file = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        for descriptor in (1, 2):
+            os.dup2(file, descriptor)
+
+
+def _be(rank: Rank, function: Callable[..., int | None], arguments: tuple[Any, ...]) -> None:
+    rank.enter()
+    sys.exit(function(*arguments) or 0)
+
+
+def start(function: Callable[..., int | None], *arguments: Any, world: int, output: Path) -> list[BaseProcess]:
+    """`function(*arguments)` in every process of a group; `output.N` takes what rank N prints. Functions and arguments
+    are pickled: the function must be one of a module's own.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [Rank(index, world, port, f"{output}.{index}") for index in range(world)]
+    processes: list[BaseProcess] = [CONTEXT.Process(target=_be, args=(rank, function, arguments)) for rank in ranks]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait(processes: list[BaseProcess]) -> list[int | None]:
+    """Their exit codes, negative for a signal; what does not end is killed and has None."""
+    deadline = time.monotonic() + SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    return codes
+
+
+def train(notes: str, argv: list[str], kill_at: int | None, float64: bool) -> int:
+    """`train.py ARGV` in this process with slim classifiers; every batch is noted in `NOTES.batches.RANK`.
+
+    `kill_at`: kill -9 of this process when the batch is asked for that begins after so many samples, once there is a
+    checkpoint.
+    """
+    import torch
+
+    import train as script
+    from data.loader import Batch, InfiniteLoader
+    from tests.slim import slim_down
+    from utils.errors import run_cli
+
+    slim_down()
+    if float64:
+        torch.set_default_dtype(torch.float64)
+    folder = Path(argv[argv.index("--run-dir") + 1]) / "checkpoints"
+    original = InfiniteLoader.__next__
+    file = open(f"{notes}.batches.{os.environ.get('RANK', '0')}", "a")  # noqa: SIM115 - it ends with the process
+
+    def noted(self: InfiniteLoader) -> Batch:
+        begins = self.sampler.consumed
+        if kill_at is not None and begins >= kill_at:
+            until(lambda: (folder / "last.json").is_file(), "no checkpoint before the kill")
+            os.kill(os.getpid(), signal.SIGKILL)
+        batch = original(self)
+        pairs = zip(batch.images, batch.labels.tolist(), strict=True)
+        rows = [hashlib.sha256(image.contiguous().numpy().tobytes()).hexdigest()[:16] + f":{y}" for image, y in pairs]
+        file.write(json.dumps([begins, rows]) + "\n")
+        file.flush()
+        return batch
+
+    InfiniteLoader.__next__ = noted  # type: ignore[method-assign]
+    return run_cli(script.main, argv)
+
+
+def until(condition: Callable[[], bool], otherwise: str) -> None:
+    """Wait for it. Raises TimeoutError."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(otherwise)
+        time.sleep(0.005)
+
+
+def run(argv: list[str], notes: Path, *, world: int = 1, kill_at: int | None = None, float64: bool = False) -> Notes:
+    """Train to the end, or to the kill; the global batches that were read. `notes`: a name for files of its own."""
+    more = ["--device", "cpu", "--procs", str(world)]
+    processes = start(train, str(notes), [*argv, *more], kill_at, float64, world=world, output=notes)
+    codes = wait(processes)
+    expected = 0 if kill_at is None else -signal.SIGKILL
+    assert codes[0] == expected, (codes, printed(notes))
+    assert kill_at is not None or set(codes) == {0}, codes
+    return global_batches(notes, world)
+
+
+def printed(notes: Path, rank: int = 0) -> str:
+    """What a rank has printed."""
+    return Path(f"{notes}.{rank}").read_text()
+
+
+def global_batches(notes: Path, world: int) -> Notes:
+    """The batches of all ranks put together; a killed rank's last ones may lack."""
+    files = [Path(f"{notes}.batches.{rank}") for rank in range(world)]
+    ranks = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    batches = []
+    for parts in zip(*ranks, strict=False):
+        assert len({begins for begins, _ in parts}) == 1  # the ranks take the same steps
+        batches.append((int(parts[0][0]), [row for _, rows in parts for row in rows]))
+    return batches

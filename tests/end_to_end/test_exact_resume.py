@@ -1,0 +1,224 @@
+"""The resume matrix: a run that was interrupted and resumed equals one that was not, with tolerance zero.
+
+Equal are the states of every checkpoint both have (weights, averages, optimizers, schedules, scaler, ADA, path-length
+mean, loader position, log window ...), the rows of metrics.jsonl but for their timing, and the pictures and labels of
+every batch after the resume. The interruption lies inside an epoch (5.5 steps) and a log window (3 steps), behind an
+evaluation: a stop after step 7, or kill -9 of all ranks then, which goes back to step 5 and cuts off the row of 6.
+"""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.end_to_end.helpers import differing, rows, state_of
+from tests.end_to_end.ranks import Notes, run
+from tests.end_to_end.recipes import BATCH, STEPS, pack_folders, picture_folders, write_recipe
+from utils import checkpoint
+
+SAVED = (4, 5, 8, 10, 12, 15, 16, STEPS)  # after these steps every run saves
+INTERRUPTED, RESTORED = 7, 5  # after this step a run is interrupted; to this one kill -9 sends it back
+
+
+class Case(NamedTuple):
+    """One cell of the matrix."""
+
+    task: str
+    processes: int
+    precision: str
+    workers: int
+
+    @property
+    def killed(self) -> bool:
+        """By kill -9; else stopped by --max-steps."""
+        return (self.precision == "fp32") == (self.workers == 0)
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Two micro-batches a process, or none."""
+        return BATCH // self.processes // 2 if self.precision == "bf16" else None
+
+
+VALUES = (["gan", "classifier"], [1, 2], ["fp32", "bf16", "fp16"], [0, 2])
+CASES = list(itertools.starmap(Case, itertools.product(*VALUES)))
+QUICK = {
+    Case("gan", 1, "bf16", 0),
+    Case("gan", 1, "fp32", 2),
+    Case("gan", 2, "fp16", 2),
+    Case("classifier", 1, "fp16", 0),
+    Case("classifier", 2, "fp32", 0),
+    Case("classifier", 2, "bf16", 2),
+}
+MATRIX = [
+    pytest.param(case, id="-".join(map(str, case)), marks=[] if case in QUICK else pytest.mark.slow) for case in CASES
+]
+
+
+class Trained(NamedTuple):
+    """A run folder and the global batches that its processes have read, of all starts or of the last one."""
+
+    folder: Path
+    batches: Notes
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.lmdb, 44 encoded pictures of sizes of their own, and test.lmdb, 21."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for split, count, seed in (("train", 44, 0), ("test", 21, 1)):
+        pack_folders(picture_folders(folder / split, count, seed), folder / f"{split}.lmdb")
+    return folder
+
+
+Trainer = Callable[..., Trained]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, pictures: Path) -> Trainer:
+    """`trainer("name", case, ...)` starts or goes on with the run of that name."""
+    started = itertools.count()
+
+    def train(name: str, case: Case, *more: str, kill_after: int | None = None, **changes: Any) -> Trained:
+        recipe = write_recipe(tmp_path / f"{case.task}.yaml", case.task, pictures, **changes)
+        options = ["--config", str(recipe), "--run-dir", str(tmp_path / name), "--precision", case.precision]
+        options += ["--data.workers", str(case.workers), *more]
+        if case.micro_batch:
+            options += ["--micro-batch", str(case.micro_batch)]
+        kill_at = None if kill_after is None else kill_after * BATCH
+        notes = tmp_path / f"notes-{next(started)}"
+        return Trained(tmp_path / name, run(options, notes, world=case.processes, kill_at=kill_at))
+
+    return train
+
+
+def differences(straight: Trained, resumed: Trained) -> list[str]:
+    """What is not the same in two runs, the second being one whose last start went on somewhere."""
+    found = []
+    for step in SAVED:
+        if (resumed.folder / "checkpoints" / f"step-{step:08d}.pt").is_file():
+            states = differing(state_of(straight.folder, step), state_of(resumed.folder, step))
+            found += [f"step {step}{name}" for name in states]
+    found += ["metrics.jsonl"] * (rows(straight.folder) != rows(resumed.folder))
+    found += ["batches"] * (straight.batches[-len(resumed.batches) :] != resumed.batches)
+    for which in ("last", "best"):
+        found += [f"{which}.json"] * (pointed_at(straight, which) != pointed_at(resumed, which))
+    return found
+
+
+def pointed_at(trained: Trained, which: str) -> dict[str, Any]:
+    """What last.json or best.json says, but for the file's checksum: it also covers notes such as times."""
+    entry = checkpoint.pointer(trained.folder / "checkpoints", which)
+    assert entry is not None
+    return {key: value for key, value in entry.items() if key != "sha256"}
+
+
+def check_alive(case: Case, straight: Trained) -> None:
+    """What is compared has moved: an equal state that never changes says nothing."""
+    first, last = (state_of(straight.folder, step) for step in (SAVED[0], STEPS))
+    assert last["loader"]["consumed"] == STEPS * BATCH == 8 * len(straight.batches)
+    assert [row["step"] for row in rows(straight.folder) if "images" in row] == list(range(3, STEPS + 1, 3))
+    optimizers = [name for name in last if name.endswith("optimizer")]
+    still = {"window"} if case.precision == "fp16" else {"window", "scaler"}  # the window is empty at the end
+    unmoved = [name for name in last if not differing(first[name], last[name]) and name not in still]
+    assert unmoved == []
+    assert all(differing(first[name]["param_groups"], last[name]["param_groups"]) for name in optimizers)
+    if case.precision == "fp16":
+        assert last["scaler"]["_growth_tracker"] > 0
+        assert last["scaler"]["scale"] != 2.0**16 or any(row.get("skipped_updates") for row in rows(straight.folder))
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_interrupted_and_resumed_equals_straight(case: Case, trainer: Trainer) -> None:
+    straight = trainer("straight", case)
+    check_alive(case, straight)
+    if case.killed:
+        before = trainer("resumed", case, kill_after=INTERRUPTED)
+        assert rows(before.folder)[-1]["step"] > RESTORED
+        step = RESTORED
+    else:
+        before = trainer("resumed", case, "--max-steps", str(INTERRUPTED))
+        step = INTERRUPTED
+    assert before.batches == straight.batches[: len(before.batches)]
+    resumed = trainer("resumed", case)
+    assert resumed.batches[0][0] == step * BATCH
+    assert len(resumed.batches) == STEPS - step >= 10
+    assert differences(straight, resumed) == []
+
+
+# --- the comparison can fail
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> tuple[Trained, Path, list[str]]:
+    """A straight run of the GAN in fp16, one that was stopped after INTERRUPTED steps, and the options that resume."""
+    folder = tmp_path_factory.mktemp("stopped")
+    options = ["--config", str(write_recipe(folder / "gan.yaml", "gan", pictures)), "--precision", "fp16"]
+    straight = run([*options, "--run-dir", str(folder / "straight")], folder / "straight-notes")
+    more = ["--max-steps", str(INTERRUPTED), "--run-dir", str(folder / "stopped")]
+    run([*options, *more], folder / "stopped-notes")
+    return Trained(folder / "straight", straight), folder / "stopped", options
+
+
+def disturbed(value: Any) -> Any:
+    """The same with other numbers."""
+    if isinstance(value, dict):
+        return {key: disturbed(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value * 1.25 + 0.25 if value.is_floating_point() else value + 1
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    return value + 1
+
+
+def spoil(part: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A part's state with something wrong in it that can be loaded."""
+    if part == "loader":
+        return state | {"consumed": state["consumed"] + BATCH}
+    if part.endswith("optimizer"):
+        return state | {"state": disturbed(state["state"])}
+    if part == "scaler":
+        return state | {"scale": state["scale"] / 2}
+    if part == "loop":
+        return state | {"updates": disturbed(state["updates"])}
+    return disturbed(state)
+
+
+def differences_with(spoilt: str | None, stopped: tuple[Trained, Path, list[str]], folder: Path) -> list[str]:
+    """Resume with one part's state spoilt (None: as it is), and compare."""
+    straight, interrupted, options = stopped
+    shutil.copytree(interrupted, folder / "run")
+    path = folder / "run" / "checkpoints" / f"step-{INTERRUPTED:08d}.pt"
+    if spoilt is not None:
+        content = checkpoint.load(path)
+        content["state"][spoilt] = spoil(spoilt, content["state"][spoilt])
+        checkpoint.save(path.parent, content)
+    batches = run([*options, "--run-dir", str(folder / "run")], folder / "notes")
+    return differences(straight, Trained(folder / "run", batches))
+
+
+@pytest.mark.parametrize(("part", "seen"), [("loader", "batches"), ("window", "metrics.jsonl")])
+def test_a_wrong_state_is_seen(
+    part: str, seen: str, stopped: tuple[Trained, Path, list[str]], tmp_path: Path
+) -> None:
+    assert seen in differences_with(part, stopped, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_part_of_the_state_counts(stopped: tuple[Trained, Path, list[str]], tmp_path: Path) -> None:
+    _, interrupted, _ = stopped
+    parts = sorted(state_of(interrupted, INTERRUPTED))
+    assert len(parts) >= 12
+    assert differences_with(None, stopped, tmp_path) == []
+    assert [part for part in parts if not differences_with(part, stopped, tmp_path / part)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_the_number_of_decoding_threads_changes_nothing(task: str, trainer: Trainer) -> None:
+    runs = [trainer(f"{workers}", Case(task, 1, "fp32", workers)) for workers in (0, 2)]
+    assert differences(*runs) == []

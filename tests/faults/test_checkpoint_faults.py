@@ -1,0 +1,276 @@
+"""Checkpoints that are cut short, damaged or not what they seem, by number in the project's table of faults (1, 2, 10
+to 13): the newest good one is used, loudly, and nothing in a file is ever executed.
+"""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPOSITORY
+from tests.faults.conftest import ENVIRONMENT, Command, Outcome, own_process, with_mounts
+from tests.utils.checkpoint_files import damage
+from utils.checkpoint import file_sha256, load, newest_first, step_of
+
+QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
+
+
+def checkpoints(run: Path) -> list[int]:
+    return [step_of(path) for path in newest_first(run / "checkpoints")]
+
+
+def last(run: Path) -> int:
+    return json.loads((run / "checkpoints" / "last.json").read_text())["step"]
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())
+
+
+def strangers(run: Path) -> list[str]:
+    """Files among the checkpoints that no complete write leaves."""
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    whole = {name for name in names if name.startswith("step-") and name.endswith(".pt")}
+    return sorted(names - whole - {f"{name}.sha256" for name in whole} - {"last.json", "best.json"})
+
+
+# --- 1 and 2: killed while writing
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_fault_01_killed_while_writing(tmp_path: Path, kills: int) -> None:
+    command = [sys.executable, "-m", "tests.faults.killed_writes", str(tmp_path), str(kills), "1"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert len(rows) == kills
+    assert [row for row in rows if not row["whole"] or row["warnings"] or row["swept"]] == []
+    assert [row for row in rows if row["found"] < row["told"]] == []  # what was once on the disk is never lost
+    for asynchronous in (True, False):
+        assert any(row["leftovers"] for row in rows if row["asynchronous"] is asynchronous), "never hit a write"
+
+
+@pytest.mark.parametrize("kind", ["kill-before-write", "kill-before-rename"])
+def test_fault_02_killed_before_the_rename(command: Command, gan_recipe: list[str], tmp_path: Path, kind: str) -> None:
+    run = tmp_path / "run"
+    killed = own_process(*gan_recipe, *QUIET, prefix=["env", f"DUET_FAIL_AT=0:4:{kind}"])
+    assert killed.code == -9, killed.err
+    assert checkpoints(run) == [2]
+    assert strangers(run) == ([".step-00000004.pt.tmp"] if kind == "kill-before-rename" else [])
+    again = command(*gan_recipe, *QUIET).success()
+    assert "resumed at step 2 of 8" in again.err
+    assert (checkpoints(run), last(run), strangers(run)) == ([8, 6], 8, [])
+
+
+# --- 10: the disk refuses
+
+
+def limited(size: int) -> Callable[[], None]:
+    """No file may become larger."""
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def refused_by_a_limit(recipe: list[str], run: Path) -> Outcome:
+    """Go on where no file may be as large as a checkpoint, which torch finds out while it writes."""
+    return own_process(*recipe, preexec_fn=limited(newest_first(run / "checkpoints")[0].stat().st_size // 2))
+
+
+def refused_by_a_full_disk(recipe: list[str], run: Path) -> Outcome:
+    """Go on on a small disk with room for one checkpoint, as the preflight wants it, but hardly for anything else."""
+    copy = run.with_name("copy")
+    run.rename(copy)
+    run.mkdir()
+    left = newest_first(copy / "checkpoints")[0].stat().st_size // 1024 + 700
+    fill = f"dd if=/dev/zero of={run}/others bs=1k count=$(($(stat -f -c %a {run}) * 4 - {left})) 2>/dev/null"
+    back = f'"$@"; code=$?; rm {run}/others; cp -a {run}/. {copy}; exit $code'
+    mounts = with_mounts(f"mount -t tmpfs -o size=64m tmpfs {run}", f"cp -a {copy}/. {run}", fill)
+    outcome = own_process(*recipe, prefix=[*mounts, "sh", "-c", back, "sh"])
+    run.rmdir()
+    copy.rename(run)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("refused", "setting"),
+    [
+        (refused_by_a_limit, "warn"),
+        (refused_by_a_full_disk, "stop"),
+        pytest.param(refused_by_a_limit, "stop", marks=pytest.mark.slow),
+        pytest.param(refused_by_a_full_disk, "warn", marks=pytest.mark.slow),
+    ],
+)
+def test_fault_10_disk_full(
+    command: Command,
+    gan_recipe: list[str],
+    tmp_path: Path,
+    refused: Callable[[list[str], Path], Outcome],
+    setting: str,
+) -> None:
+    run, recipe = tmp_path / "run", [*gan_recipe, "--generator.mapping_layers", "8", "--generator.w_dim", "128", *QUIET]
+    command(*recipe, "--max-steps", "4").success()
+    before = {path: path.read_bytes() for path in newest_first(run / "checkpoints")}
+    more = ["--checkpoint.keep", "1", "--checkpoint.on-disk-full", setting, "--log.every", "1"]
+    outcome = refused([*recipe, *more], run)
+    why = "File too large" if refused is refused_by_a_limit else "No space left on device"
+    assert f"warning: checkpoint of step 6 was not written ({why}); the one before is kept" in outcome.err
+    assert {path: path.read_bytes() for path in newest_first(run / "checkpoints")} == before
+    assert (checkpoints(run), last(run), strangers(run)) == ([4, 2], 4, [])
+    rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if setting == "warn":
+        outcome.success()
+        assert "checkpoint of step 8 was not written" in outcome.err
+        assert (rows[-1], status(run)["state"]) == (8, "finished")
+    else:
+        assert outcome.code == 4
+        outcome.error("checkpoint of step 6 was not written", why, "make room, then the same command goes on")
+        assert (rows[-1] <= 8, status(run)["state"], status(run)["exit_code"]) == (True, "failed", 4)
+    again = command(*recipe, *more).success()
+    assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
+
+
+# --- 11 and 12: damaged
+
+
+@pytest.fixture
+def run(tmp_path: Path, gan_trained: Path) -> Path:
+    """A copy of a run with checkpoints of steps 2 and 4, in the run folder of `gan_recipe`."""
+    return Path(shutil.copytree(gan_trained, tmp_path / "run"))
+
+
+def everything_that_loads(path: Path, recipe: list[str], tmp_path: Path) -> list[list[str]]:
+    """Commands that are given a checkpoint of a GAN by its name."""
+    fresh = [str(tmp_path / "fresh") if part == str(tmp_path / "run") else part for part in recipe]
+    commands: list[list[str | Path]] = [
+        ["evaluate.py", "--checkpoint", path, "--n", "20", "--out", tmp_path / "eval"],
+        ["predict.py", "--checkpoint", path, tmp_path / "a.png"],
+        ["generate.py", "grid", "--checkpoint", path, "--out", tmp_path / "grid.png"],
+        ["export.py", "--checkpoint", path, "--format", "safetensors", "--out", tmp_path / "x.safetensors"],
+        [*fresh, "--init-from", path],
+    ]
+    return [list(map(str, command)) for command in commands]
+
+
+def check_falls_back(command: Command, recipe: list[str], run: Path, told: str) -> None:
+    """The newest checkpoint, of step 4, is refused by name wherever it is asked for; a resume says so and takes the one
+    before.
+    """
+    damaged = run / "checkpoints" / "step-00000004.pt"
+    for arguments in everything_that_loads(damaged, recipe, run.parent):
+        command(*arguments).refusal(str(damaged), told)
+    assert sorted(path.name for path in run.parent.iterdir()) == ["recipe.yaml", "run"]
+    again = command(*recipe, *QUIET, "--max-steps", "4").success()
+    warnings = [line for line in again.err.splitlines() if line.startswith("warning: ")]
+    assert [line for line in warnings if str(damaged) in line and "falling back to the one before" in line] == warnings
+    assert len(warnings) == 1
+    assert "resumed at step 2 of 8" in again.err
+    assert load(damaged)["step"] == 4  # written again
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_fault_11_truncated(command: Command, gan_recipe: list[str], run: Path, share: float) -> None:
+    damage(run / "checkpoints" / "step-00000004.pt", keep=share)
+    check_falls_back(command, gan_recipe, run, "damaged")
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_fault_11_truncated_where_best_points(
+    command: Command, gan_recipe: list[str], run: Path, checksum: bool
+) -> None:
+    """Neither pointer leads to something else than it says, and all of them damaged is an error."""
+    for step in (2, 4):
+        path = run / "checkpoints" / f"step-{step:08d}.pt"
+        damage(path, keep=0.7)
+        if not checksum:  # killed between the rename and the checksum
+            path.with_name(path.name + ".sha256").unlink()
+    for which in ("last", "best"):
+        arguments = ["evaluate.py", "--checkpoint", run, "--which", which, "--n", "20"]
+        command(*arguments).refusal("step-00000004.pt", "use an earlier one")
+    command(*gan_recipe).refusal("none of its 2 checkpoints can be read", "--run-dir")
+    assert checkpoints(run) == [4, 2]
+
+
+def flipped_tensor(path: Path) -> None:
+    """A bit in the middle of the largest tensor."""
+    largest = max(load(path)["state"]["generator"].values(), key=torch.numel)
+    stored = bytes(largest.untyped_storage().tolist())
+    damage(path, flip=(path.read_bytes().index(stored) + len(stored) // 2 + 0.5) / path.stat().st_size)
+
+
+def flipped_metadata(path: Path) -> None:
+    """A bit in the name of a class."""
+    name = load(path)["classes"][3].encode()
+    damage(path, flip=(path.read_bytes().index(name) + 1.5) / path.stat().st_size)
+
+
+def flipped_checksum(path: Path) -> None:
+    """A high bit, which makes it no text at all."""
+    checksum = path.with_name(path.name + ".sha256")
+    content = bytearray(checksum.read_bytes())
+    content[5] ^= 128
+    checksum.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("flip", [flipped_tensor, flipped_metadata, flipped_checksum])
+def test_fault_12_flipped_bit(command: Command, gan_recipe: list[str], run: Path, flip: Callable[[Path], None]) -> None:
+    flip(run / "checkpoints" / "step-00000004.pt")
+    check_falls_back(command, gan_recipe, run, "SHA-256")
+
+
+@pytest.mark.parametrize("flip", [flipped_tensor, flipped_metadata])
+def test_fault_12_flipped_bit_without_a_checksum(
+    command: Command, gan_recipe: list[str], run: Path, flip: Callable[[Path], None]
+) -> None:
+    path = run / "checkpoints" / "step-00000004.pt"
+    flip(path)
+    path.with_name(path.name + ".sha256").unlink()
+    check_falls_back(command, gan_recipe, run, "damaged (the checksum of its part")
+
+
+def test_fault_12_damaged_pointers(command: Command, gan_recipe: list[str], run: Path) -> None:
+    """They lead nowhere else, and a run goes on without them."""
+    for which in ("last", "best"):
+        (run / "checkpoints" / f"{which}.json").write_bytes(b"\xff{")
+    grid = ["generate.py", "grid", "--checkpoint", run, "--out", run.parent / "grid.png", "--n", "4"]
+    command(*grid, "--which", "best").refusal("best.json: damaged", "--which last")
+    command(*grid).success()
+    again = command(*gan_recipe, *QUIET, "--max-steps", "6").success()
+    assert ("resumed at step 4 of 8" in again.err, last(run)) == (True, 6)
+
+
+# --- 13: malicious
+
+
+class Bomb:
+    """Unpickled freely, it makes a folder."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = str(canary)
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str]]:
+        return os.mkdir, (self.canary,)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_fault_13_malicious_pickle(
+    command: Command, gan_recipe: list[str], run: Path, tmp_path_factory: pytest.TempPathFactory, form: str
+) -> None:
+    """With the right checksum, in a real checkpoint, in torch's format of today and in its old one."""
+    canary = tmp_path_factory.mktemp("mine") / "canary"
+    path = run / "checkpoints" / "step-00000004.pt"
+    content = load(path)
+    content["state"]["window"] = Bomb(canary)
+    torch.save(content, path, _use_new_zipfile_serialization=form == "zip")
+    path.with_name(path.name + ".sha256").write_text(f"{file_sha256(path)}  {path.name}\n")
+    check_falls_back(command, gan_recipe, run, "nothing in it was executed")
+    assert not canary.exists()
+    torch.save({"x": Bomb(canary)}, run / "x.pt")
+    torch.load(run / "x.pt", weights_only=False)
+    assert canary.exists()  # the test itself works: loaded freely, it goes off

@@ -1,0 +1,126 @@
+"""Rows 23 and 30 of the fault list: another number of processes, and data that do not divide."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.writer import pack_arrays
+from tests.end_to_end.helpers import write_config
+from tests.end_to_end.ranks import printed, run, train, wait
+from tests.end_to_end.ranks import start as start_ranks
+
+CLASSES = ["a", "b", "c", "d"]
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file of a folder: when it was written, and what it holds."""
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- 23: 1 -> 3 processes, which do not divide the batch. (1 -> 2 -> 4 -> 1 is tests/end_to_end/test_elastic.py)
+
+
+def refusal(argv: list[str], world: int, folder: Path) -> str:
+    """The one error line of `train.py ARGV` on so many ranks."""
+    output = folder / "said"
+    more = ["--device", "cpu", "--procs", str(world)]
+    codes = wait(start_ranks(train, str(folder / "notes"), [*argv, *more], None, False, world=world, output=output))
+    lines = [line for rank in range(world) for line in printed(output, rank).splitlines()]
+    assert set(codes) == {2}, lines
+    errors = [line for line in lines if line.startswith("error")]
+    assert len(errors) == 1  # rank 0's alone
+    assert not any("Traceback" in line for line in lines)
+    return errors[0]
+
+
+def test_processes_that_do_not_divide_the_batch_are_refused(packed: Path, tmp_path: Path) -> None:
+    config, folder = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"  # batches of 20
+    argv = ["--config", str(config), "--run-dir", str(folder)]
+    run([*argv, "--max-steps", "2"], tmp_path / "first")
+    before = snapshot(folder)
+    assert before
+    told = refusal(argv, 3, tmp_path)
+    assert told == "error: batch_size 20 cannot be shared by 3 processes; make it a multiple of 3"
+    assert snapshot(folder) == before
+    run(argv, tmp_path / "second", world=2)  # the run is as good as it was
+
+
+@pytest.mark.parametrize(
+    ("world", "change", "told"),
+    [
+        (3, [], "batch_size 16 cannot be shared by 3 processes; make it a multiple of 3"),
+        (4, ["--batch-size", "8"], "minibatch_std_group 4 does not divide the 2 samples of a forward pass"),
+        (2, ["--micro-batch", "3"], "micro_batch 3 does not divide the 8 samples a process holds (batch_size 16)"),
+    ],
+)
+def test_a_gan_names_the_divisor_that_is_missing(
+    world: int, change: list[str], told: str, packed: Path, tmp_path: Path
+) -> None:
+    config, folder = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    assert told in refusal(["--config", str(config), "--run-dir", str(folder), *change], world, tmp_path)
+    assert not folder.exists()
+
+
+# --- 30: an evaluation over pictures that neither ranks nor batches divide
+
+
+def evaluate_here(data: str, batch_size: int, out: str) -> int:
+    """A rank of the evaluation in a classifier's training; rank 0 writes what all counts came to."""
+    import torch
+
+    import training.classifier as module
+    from data.dataset import Dataset
+    from tests.slim import slim_down
+    from training.tasks import build_run_config
+    from utils import distributed
+
+    slim_down()
+    found: list[dict[str, Any]] = []
+    original = module.evaluate_classifier
+
+    def kept(*arguments: Any, **options: Any) -> dict[str, Any]:
+        found.append(original(*arguments, **options))
+        return found[-1]
+
+    module.evaluate_classifier = kept
+    distributed.start(torch.device("cpu"))
+    tree = {"task": "classifier", "batch_size": 12, "data": {"path": data, "val_path": data}}
+    config = build_run_config(tree | {"evaluation": {"batch_size": batch_size}, "seed": 5}, [], "test")
+    with Dataset(data) as train_reader, Dataset(data) as reader:
+        task = module.ClassifierTask(config, train_reader, reader, torch.device("cpu"))  # type: ignore[arg-type]
+        figures = task.evaluate()
+    rank = os.environ.get("RANK", "0")
+    Path(f"{out}.{rank}.json").write_text(json.dumps({"counts": found[0], "figures": figures}))
+    distributed.stop()
+    return 0
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(23, 4), (2, 5)])  # of 2 pictures the third rank gets none
+def test_every_picture_is_counted_once_at_any_number_of_ranks(count: int, batch_size: int, tmp_path: Path) -> None:
+    draws = np.random.default_rng(2)
+    labels = np.resize([0, 1, 1, 2, 3], count)
+    pictures = (draws.integers(0, 128, (count, 1, 16, 16)) + 32 * labels[:, None, None, None]).astype(np.uint8)
+    known = pack_arrays(tmp_path / "data.lmdb", pictures, labels=labels, classes=CLASSES[: labels.max() + 1])
+    found = {}
+    for world in (1, 2, 3):
+        out = tmp_path / f"world-{world}"
+        codes = wait(
+            start_ranks(evaluate_here, str(tmp_path / "data.lmdb"), batch_size, str(out), world=world, output=out)
+        )
+        assert set(codes) == {0}, printed(out)
+        found[world] = [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(world)]
+    one = found[1][0]["counts"]
+    assert one["n"] == known.count == count
+    assert sum(map(sum, one["confusion"])) == count
+    for world in (2, 3):
+        for of_rank in found[world]:  # all ranks have them all
+            counts = of_rank["counts"]
+            assert counts["confusion"] == one["confusion"]
+            assert counts["per_class"] == one["per_class"]
+            assert (counts["accuracy"], counts["top5_accuracy"]) == (one["accuracy"], one["top5_accuracy"])
+            assert of_rank["figures"]["accuracy"] == one["accuracy"]
+            assert of_rank["figures"]["ece"] == pytest.approx(one["ece"], abs=1e-6)

@@ -1,0 +1,115 @@
+"""A node that is lost while torchrun may go on with fewer (fault 29 of the project's table): of two nodes the one that
+keeps the rendezvous survives. docs/scaling.md tells what to do about that one.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.faults.test_torchrun_faults import rows
+from tests.faults.torchrun import PATIENCE
+from tests.faults.two_nodes import Node, two_nodes
+from utils.errors import run_cli
+
+STEPS, LOST_AT = 14, 7
+LONG = ["--steps", str(STEPS), "--data.workers", "0", "--evaluation.every", "0", "--log.every", "2"]
+
+
+def wait_for(condition: Callable[[], object], *nodes: Node) -> None:
+    """Until it holds; what runs on the nodes may not end before."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        assert all(process.poll() is None for node in nodes for process in node.processes)
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def nodes(host: int) -> Iterator[tuple[Node, Node]]:
+    """The one that keeps the rendezvous and survives, and the other. Ranks go by address: `host` is the first's."""
+    with two_nodes() as both:
+        yield both[host], both[1 - host]
+
+
+def stopped(node: Node) -> bool:
+    """Whether a process there has been stopped (SIGSTOP), as the injector does."""
+    for pid in node.pids():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                return True
+    return False
+
+
+def check_survived(run: Path, survivor: str, lost: str, config: Path, tmp_path: Path) -> None:
+    """The run was finished by one process, from a checkpoint of two. Two processes and then one, on one machine and
+    undisturbed, end in the same state to the bit: no sample was lost or taken twice.
+    """
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"]) == ("finished", STEPS, 0), survivor
+    assert "cpu x 2 processes" in survivor + lost
+    alone = survivor.partition("cpu x 1 process,")[2]
+    assert "resumed at step" not in lost
+    resumed = alone.partition("resumed at step ")[2].split()[0]
+    assert 0 < int(resumed) <= LOST_AT
+    straight = tmp_path / "straight"
+    command = ["--config", str(config), "--run-dir", str(straight), "--device", "cpu", *LONG]
+    assert run_cli(train.main, [*command, "--procs", "2", "--max-steps", resumed]) == 0
+    assert run_cli(train.main, command) == 0
+    assert differing(state_of(straight, STEPS), state_of(run, STEPS)) == []
+    assert rows(straight) == rows(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [0, 1])
+def test_fault_29_the_survivor_of_a_lost_node_goes_on(tmp_path: Path, packed: Path, host: int) -> None:
+    """`host` 1: the node that is lost holds rank 0, which writes."""
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    logs = [tmp_path / "survivor.log", tmp_path / "lost.log"]
+    with nodes(host) as (survivor, lost):
+        process = survivor.train(config, run, *LONG, host=survivor, log=logs[0])
+        lost.train(config, run, *LONG, host=survivor, log=logs[1], DUET_FAIL_AT=f"*:{LOST_AT}:stop")
+        wait_for(lambda: stopped(lost) and (run / "checkpoints" / "last.json").exists(), survivor, lost)
+        lost.lose()
+        assert process.wait(PATIENCE) == 0, logs[0].read_text()
+    check_survived(run, logs[0].read_text(), logs[1].read_text(), config, tmp_path)
+
+
+@pytest.mark.slow
+def test_fault_29_a_node_behind_a_broken_cable(tmp_path: Path, packed: Path) -> None:
+    """Nothing says that it is gone: the survivor's operation fails at its time-out."""
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    options = [*LONG, "--distributed.timeout", "30"]
+    logs = [tmp_path / "survivor.log", tmp_path / "lost.log"]
+    with nodes(0) as (survivor, lost):
+        process = survivor.train(config, run, *options, host=survivor, log=logs[0])
+        lost.train(config, run, *options, host=survivor, log=logs[1], DUET_FAIL_AT=f"*:{LOST_AT}:stop")
+        wait_for(lambda: stopped(lost) and (run / "checkpoints" / "last.json").exists(), survivor, lost)
+        lost.unplug()
+        assert process.wait(PATIENCE) == 0, logs[0].read_text()
+    check_survived(run, logs[0].read_text(), logs[1].read_text(), config, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_node_that_comes_later_is_taken_in(tmp_path: Path, packed: Path) -> None:
+    """torchrun stops the processes, which save, and starts them again as two."""
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    options = ["--steps", "1000000", "--evaluation.every", "0"]
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
+    last = run / "checkpoints" / "last.json"
+    with nodes(0) as (first, second):
+        first.train(config, run, *options, host=first, log=logs[0])
+        wait_for(last.exists, first)
+        second.train(config, run, *options, host=first, log=logs[1])
+        wait_for(lambda: "cpu x 2 processes" in logs[0].read_text(), first, second)
+        told = logs[0].read_text()
+        assert "stopped: SIGTERM at step" in told
+        wait_for(lambda: "resumed at step" in logs[0].read_text(), first, second)
+        resumed = logs[0].read_text().partition("resumed at step ")[2].split()[0]
+        assert f"saved at step {resumed}." in told
+        wait_for(lambda: json.loads(last.read_text())["step"] > int(resumed), first, second)

@@ -1,0 +1,192 @@
+"""Processes that are killed, stopped or told to leave, by number in the project's table of faults (4 to 9, 32)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.conftest import ENVIRONMENT, REPOSITORY, Outcome
+
+WAIT = 120  # seconds: these tests wait for what must come, on machines that may be busy
+LONG = ["--steps", "100000", "--evaluation.every", "0", "--log.samples-every", "0", "--checkpoint.every", "4"]
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def start(gan_recipe: list[str]) -> Iterator[Start]:
+    """`start("--procs", "2", fail_at="1:3:kill")`: a tiny GAN's training as a process of its own, cleaned up."""
+    started = []
+
+    def begin(*more: str, fail_at: str = "") -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, *gan_recipe, *LONG, *more],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | ({"DUET_FAIL_AT": fail_at} if fail_at else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def until(condition: Callable[[], Any], process: "subprocess.Popen[str] | None" = None) -> Any:
+    """What `condition` gives once it is true."""
+    end = time.monotonic() + WAIT
+    while not (found := condition()):
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+def outcome(process: "subprocess.Popen[str]") -> Outcome:
+    out, err = process.communicate(timeout=WAIT)
+    return Outcome(process.returncode, out, err)
+
+
+def sign(run: Path, rank: int) -> dict[str, Any]:
+    """A rank's heartbeat, {} before there is one."""
+    try:
+        return json.loads((run / "heartbeat" / f"rank-{rank}.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def status(run: Path) -> dict[str, Any]:
+    return json.loads((run / "status.json").read_text())
+
+
+def last(run: Path) -> int:
+    return json.loads((run / "checkpoints" / "last.json").read_text())["step"]
+
+
+def saved(run: Path) -> bool:
+    return (run / "checkpoints" / "last.json").exists()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def unlocked(run: Path) -> bool:
+    return subprocess.run(["flock", "--nonblock", str(run / ".lock"), "true"], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fault_04_a_killed_rank_ends_the_run(start: Start, run: Path, rank: int) -> None:
+    """One line tells which; the others leave by themselves, the file of the run's state tells it too."""
+    found = outcome(start("--procs", "2", fail_at=f"{rank}:6:kill"))
+    assert found.code == 4
+    found.error(f"rank {rank} was ended by SIGKILL", "the same command goes on")
+    assert found.err.strip().splitlines()[-1].startswith("error: ")
+    told = status(run)
+    assert (told["state"], told["exit_code"]) == ("failed", 4)
+    assert f"rank {rank} is gone" in told["reason"]
+    assert last(run) == 4
+    assert unlocked(run)
+
+
+def test_fault_05_a_stopped_rank_is_named(start: Start, run: Path) -> None:
+    process = start("--procs", "2", "--distributed.timeout", "5", fail_at="1:6:stop")
+    found = outcome(process)
+    found.error("rank 1 is stopped", "the same command goes on")
+    assert found.code == 4
+    assert "rank 1 is stopped" in status(run)["reason"]
+
+
+@pytest.mark.slow
+def test_fault_05_rank_0_stopped(start: Start, run: Path) -> None:
+    """Rank 1 tells it, in its own name."""
+    process = start("--procs", "2", "--distributed.timeout", "5", fail_at="0:6:stop")
+    found = outcome(process)
+    assert "error on rank 1: rank 0 is stopped" in found.err
+    assert "rank 0 is stopped" in status(run)["reason"]
+
+
+@pytest.mark.parametrize(("name", "processes"), [("SIGTERM", 2), ("SIGINT", 1), ("SIGUSR1", 2)])
+def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: str, processes: int) -> None:
+    """All ranks finish the same step and save once; nobody is left; the same command goes on."""
+    process = start("--procs", str(processes))
+    until(lambda: saved(run), process)
+    pids = [sign(run, rank)["pid"] for rank in range(processes)]
+    process.send_signal(signal.Signals[name])
+    found = outcome(process)
+    assert found.code == 3, found.err
+    lines = [line for line in found.err.splitlines() if line.startswith("stopped: ")]
+    assert len(lines) == 1
+    assert name in lines[0]
+    assert "The same command goes on" in lines[0]
+    told = status(run)
+    assert (told["state"], told["reason"], told["exit_code"], told["step"]) == ("stopped", name, 3, last(run))
+    assert not any(alive(pid) for pid in pids)
+    assert not list((run / "heartbeat").glob("rank-*.json")) or all(sign(run, r)["left"] for r in range(processes))
+    again = start("--procs", str(processes), "--max-steps", str(told["step"] + 1))
+    assert outcome(again).code == 0
+    assert last(run) == told["step"] + 1
+
+
+def test_fault_08_a_signal_to_one_rank_only(start: Start, run: Path) -> None:
+    process = start("--procs", "2")
+    until(lambda: saved(run), process)
+    os.kill(sign(run, 1)["pid"], signal.SIGTERM)
+    found = outcome(process)
+    assert found.code == 3, found.err
+    told = status(run)
+    assert (told["state"], told["reason"], told["step"]) == ("stopped", "SIGTERM", last(run))
+
+
+def test_fault_09_a_second_interrupt_leaves_at_once(start: Start, run: Path) -> None:
+    """It is stopped (asleep) in a step that never ends, so only leaving at once ends it."""
+    process = start("--distributed.timeout", "3000", fail_at="0:6:sleep")
+    until(lambda: sign(run, 0).get("step") == 6, process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert outcome(process).code == 128 + signal.SIGINT
+    assert last(run) == 4
+    assert unlocked(run)
+
+
+@pytest.mark.parametrize("launcher", ["ours", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_fault_32_a_killed_launcher(start: Start, run: Path, gan_recipe: list[str], launcher: str) -> None:
+    """It leaves nobody behind, and the lock is free."""
+    if launcher == "torchrun":
+        gan_recipe[:0] = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        process = start()
+    else:
+        process = start("--procs", "2")
+    until(lambda: saved(run) and sign(run, 1), process)
+    pids = [sign(run, rank)["pid"] for rank in range(2)]
+    assert process.pid not in pids
+    process.kill()
+    until(lambda: not any(alive(pid) for pid in pids))
+    process.communicate()
+    assert unlocked(run)
+    step = last(run)
+    del gan_recipe[: gan_recipe.index("train.py")]
+    assert outcome(start("--max-steps", str(step + 1))).code == 0
+    assert last(run) == step + 1

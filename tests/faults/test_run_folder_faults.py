@@ -1,0 +1,180 @@
+"""What a run folder, its config and its checkpoint are taken for, by number in the project's table of faults (24, 25,
+31): what does not belong together is told in one line before anything is lost.
+"""
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.end_to_end.helpers import GAN
+from tests.faults.conftest import Command, start
+from training.tasks import build_run_config
+from utils.config import read_yaml
+from utils.errors import UserError
+
+QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, gan_trained: Path) -> Path:
+    """A copy of a run with checkpoints of steps 2 and 4, in the run folder of `gan_recipe`."""
+    return Path(shutil.copytree(gan_trained, tmp_path / "run"))
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
+
+
+# --- 24: another config
+
+
+def test_fault_24_a_harmless_change_is_taken_and_told(command: Command, gan_recipe: list[str], run: Path) -> None:
+    changes = ["--generator-optimizer.lr", "0.003", "--loss.r1-gamma", "0.5", "--log.every", "1"]
+    outcome = command(*gan_recipe, *QUIET, "--max-steps", "5", *changes).success()
+    notices = sorted(line for line in outcome.err.splitlines() if line.startswith("config changed"))
+    assert [line.removeprefix("config changed since the last start: ") for line in notices] == [
+        "evaluation.every was 4, is 0",
+        "generator_optimizer.lr was 0.0025, is 0.003",
+        "log.every was 3, is 1",
+        "log.samples_every was 4, is 0",
+        "loss.r1_gamma was 1.0, is 0.5",
+    ]
+    assert "resumed at step 4 of 8" in outcome.err
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == 5
+    again = command(*gan_recipe, *QUIET, "--max-steps", "5", *changes).success()
+    assert "config changed" not in again.err  # the new one is the run's now
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (["--generator.channel-max", "8"], "generator.channel_max: 16 there, 8 now"),
+        (["--seed", "7"], "seed: 0 there, 7 now"),
+        (["--generator-optimizer.name", "adamw"], "generator_optimizer.name: 'adam' there, 'adamw' now"),
+        (["--discriminator.architecture", "plain"], "discriminator.architecture: 'residual' there, 'plain' now"),
+    ],
+)
+def test_fault_24_what_breaks_the_state_is_refused(
+    command: Command, gan_recipe: list[str], run: Path, changes: list[str], told: str
+) -> None:
+    before = contents(run)
+    command(*gan_recipe, *changes, "--log.every", "1").refusal(f"{run}: holds another run (", told, "--run-dir")
+    assert contents(run) == before
+
+
+# --- 25: two runs on one folder
+
+
+@contextlib.contextmanager
+def running(recipe: list[str], run: Path) -> Iterator[int]:
+    """A training that does not end by itself, once it has saved; its process id. Killed with -9."""
+    process = start(*recipe, *QUIET, "--steps", "1000000")
+    try:
+        deadline = time.monotonic() + 200
+        while not (run / "checkpoints" / "last.json").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process.pid
+        assert process.poll() is None, process.communicate()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_fault_25_two_runs_on_one_folder(command: Command, gan_recipe: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with running(gan_recipe, run) as pid:
+        config = (run / "config.yaml").read_bytes()
+        command(*gan_recipe, *QUIET).refusal(f"{run}: another run (process {pid}) is writing here", "--run-dir")
+        assert (run / "config.yaml").read_bytes() == config
+        assert json.loads((run / "status.json").read_text())["state"] == "running"
+    assert (run / ".lock").read_text() == str(pid)  # stale
+    left = json.loads((run / "checkpoints" / "last.json").read_text())["step"]
+    steps = str(left + 20)
+    again = command(*gan_recipe, *QUIET, "--steps", "1000000", "--max-steps", steps).success()
+    assert "resumed at step" in again.err
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == left + 20
+
+
+# --- 31: the wrong thing
+
+
+def test_fault_31_a_checkpoint_of_the_wrong_task(
+    command: Command, recipe: list[str], trained: Path, gan_trained: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "a.png"
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(picture)
+    grid = tmp_path / "grid.png"
+    command("predict.py", "--checkpoint", gan_trained, picture).refusal(
+        "task 'gan'", "a 'classifier' checkpoint is needed"
+    )
+    command("generate.py", "grid", "--checkpoint", trained, "--out", grid).refusal(
+        "task 'classifier'", "a 'gan' checkpoint is needed"
+    )
+    judged = ["evaluate.py", "--checkpoint", gan_trained, "--n", "20", "--out", tmp_path / "eval"]
+    command(*judged, "--classifier", gan_trained).refusal("task 'gan'", "a 'classifier' checkpoint is needed")
+    command(*judged, "--extractor", f"classifier:{gan_trained}").refusal(
+        "task 'gan'", "a 'classifier' checkpoint is needed"
+    )
+    told = "is a checkpoint of task 'gan', but this run trains a 'classifier'"
+    command(*recipe, "--init-from", gan_trained).refusal("--init-from", told)
+    command(*recipe, "--run-dir", gan_trained).refusal("task: 'gan' there, 'classifier' now", "--run-dir")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "recipe.yaml"]
+
+
+def test_fault_31_a_truncated_config(command: Command, gan_recipe: list[str], tmp_path: Path) -> None:
+    """Wherever it was cut: a recipe, with other values where those were lost, or one line."""
+    recipe = tmp_path / "recipe.yaml"
+    whole = recipe.read_text().strip()
+    told, shortened = [], tmp_path / "short.yaml"
+    for length in range(len(whole)):
+        shortened.write_text(whole[:length])
+        try:
+            build_run_config(read_yaml(shortened), [], str(shortened))
+        except UserError as error:
+            told.append(str(error))
+    assert len(told) > len(whole) / 3
+    assert [line for line in told if not line.startswith(str(shortened)) or "\n" in line] == []
+    for length in (0, whole.index("batch_size") + 4, whole.index("z_dim") + 9):
+        recipe.write_text(whole[:length])
+        command(*gan_recipe).refusal(str(recipe))
+    assert not (tmp_path / "run").exists()
+
+
+def test_fault_31_a_truncated_config_of_a_run(command: Command, gan_recipe: list[str], run: Path) -> None:
+    config = run / "config.yaml"
+    config.write_text(config.read_text()[:30])
+    checkpoints = contents(run / "checkpoints")
+    outcome = command(*gan_recipe)
+    assert outcome.code in (0, 2), outcome.err
+    if outcome.code == 2:
+        outcome.error(str(run))
+        assert contents(run / "checkpoints") == checkpoints
+
+
+def test_fault_31_tabs_and_typing_errors(command: Command, gan_recipe: list[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    whole = recipe.read_text()
+    recipe.write_text(whole.replace("generator: {", "generator:\n\tz_dim: 8\ndiscriminator: {", 1))
+    command(*gan_recipe).refusal(str(recipe), "line 6, column 1", "spaces, not tabs")
+    for wrong, right in (("genrator:", "generator"), ("batchsize:", "batch_size"), ("discriminatr:", "discriminator")):
+        assert f"{right}:" in whole
+        recipe.write_text(whole.replace(f"\n{right}:", f"\n{wrong}", 1))
+        command(*gan_recipe).refusal(str(recipe), repr(wrong[:-1]), f"did you mean {right!r}")
+    recipe.write_text(GAN.replace("r1_interval", "r1_intervall"))
+    command(*gan_recipe).refusal("'loss.r1_intervall'", "did you mean 'loss.r1_interval'")
+    recipe.write_text(whole.replace("task: gan", "task: gna"))
+    command(*gan_recipe).refusal("unknown task 'gna'", "did you mean 'gan'")
+    recipe.write_text(whole)
+    command(*gan_recipe, "--generator.zdim", "8").refusal("'generator.zdim'", "did you mean 'generator.z_dim'")
+    command("train.py", "--config", tmp_path / "recpie.yaml").refusal("did you mean", "recipe.yaml")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,83 @@
+"""Training under torchrun, and a rank that is killed while torchrun may restart (fault 3 of the project's table)."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.faults.torchrun import PATIENCE, ended, torchrun
+from utils.errors import run_cli
+
+LAST = 8  # step of the recipes' end; they save every second one
+ONE_NODE = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")
+RESTARTS = (*ONE_NODE, "--max-restarts=1", "--monitor-interval=0.1")
+
+
+def rows(run: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in ("images_per_second", "data_wait")}
+        for line in lines
+    ]
+
+
+def status(run: Path) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+def undisturbed(config: Path, run: Path) -> Path:
+    """Two processes of `--procs`, to the end."""
+    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), "--procs", "2"]) == 0
+    return run
+
+
+def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> None:
+    """Rank 1 is killed at `step`; all ranks go on from the last checkpoint, and the end is an undisturbed run's."""
+    config, run = write_config(tmp_path / "recipe.yaml", task, packed), tmp_path / "run"
+    straight = undisturbed(config, tmp_path / "straight")
+    code, out = ended(torchrun(config, run, options=RESTARTS, DUET_FAIL_AT=f"1:{step}:kill"))
+    assert code == 0, out
+    saved = step - step % 2
+    assert "exitcode: -9" in out, out  # torchrun names the cause; its SIGTERM may end rank 0 before that has
+    assert (f"resumed at step {saved} of {LAST}" in out) == (saved > 0), out
+    assert differing(state_of(straight, LAST), state_of(run, LAST)) == []
+    assert rows(straight) == rows(run)
+    assert (status(run)["state"], status(run)["step"], status(run)["exit_code"]) == ("finished", LAST, 0)
+
+
+def test_fault_3_killed_rank_all_restart_from_the_last_checkpoint(tmp_path: Path, packed: Path) -> None:
+    check_restarted(tmp_path, packed, "gan", step=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 7])  # before there is a checkpoint, and in the last steps
+def test_fault_3_of_a_classifier(tmp_path: Path, packed: Path, step: int) -> None:
+    check_restarted(tmp_path, packed, "classifier", step=step)
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_and_its_command_goes_on(tmp_path: Path, packed: Path) -> None:
+    """torchrun itself exits with 1, whatever its processes' exit code: status.json says what happened."""
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
+    process = torchrun(config, run, "--steps", "100000")
+    deadline = time.monotonic() + PATIENCE
+    while not (run / "checkpoints" / "last.json").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, out = ended(process)
+    assert code == 1, out
+    stopped = status(run)
+    assert (stopped["state"], stopped["reason"], stopped["exit_code"]) == ("stopped", "SIGTERM", 3)
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == stopped["step"] > 0
+    end = stopped["step"] + 2
+    code, out = ended(torchrun(config, run, "--steps", "100000", "--max-steps", str(end)))
+    assert code == 0, out
+    assert f"resumed at step {stopped['step']}" in out
+    assert status(run)["step"] == end

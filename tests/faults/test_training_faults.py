@@ -1,0 +1,204 @@
+"""What goes wrong inside a step, by number in the project's table of faults (22, 28), and ranks that drift apart."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import train
+from models import resnet
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.faults.conftest import Outcome, own_process
+from tests.slim import SlimResNet
+from training import guard
+from training.optim import Mixed, OptimizerConfig, Updater
+from utils import determinism, distributed, inject
+from utils.errors import TrainingHalted, run_cli
+
+SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`fail_at("0:3:nan")`, in this process and in those that it starts. Classifiers are slim here."""
+    monkeypatch.setattr(resnet, "build_torchvision", lambda name, *, he_strides=False: SlimResNet())
+
+    def ask(text: str) -> None:
+        monkeypatch.setattr(inject, "_fired", set())
+        monkeypatch.setenv(inject.VARIABLE, text)
+
+    return ask
+
+
+def in_process(config: Path, run: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Outcome:
+    capsys.readouterr()
+    code = run_cli(train.main, ["--config", str(config), "--run-dir", str(run), "--device", "cpu", *SHORT, *more])
+    return Outcome(code, *capsys.readouterr())
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    return [row for line in (run / "metrics.jsonl").read_text().splitlines() if "images" in (row := json.loads(line))]
+
+
+@pytest.mark.parametrize("task", ["classifier", "gan"])
+def test_fault_22_a_nan_is_skipped_and_written_down(
+    tmp_path: Path, packed: Path, task: str, fail_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step changes neither weights nor averages nor moments; the next ones train on."""
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    fail_at("0:4:nan")
+    in_process(config, tmp_path / "run", capsys, "--checkpoint.every", "1", "--checkpoint.keep", "9").success()
+    before, after = state_of(tmp_path / "run", 4), state_of(tmp_path / "run", 5)
+    gan = ["generator", "generator_ema", "generator_optimizer"]
+    hit = gan if task == "gan" else ["model", "model_ema", "optimizer"]
+    for name in hit:
+        found = [key for key in differing(before[name], after[name]) if not key.endswith(("step", "lr", "w_avg"))]
+        assert [key for key in found if "num_batches_tracked" not in key] == [], name
+    assert differing(after[hit[0]], state_of(tmp_path / "run", 6)[hit[0]]) != []
+    counts = [(row["skipped_updates"], row["nonfinite_updates"]) for row in rows(tmp_path / "run")]
+    assert counts == [(0, 0)] * 4 + [(1, 1)] * 4
+    assert all(torch.isfinite(value).all() for value in state_of(tmp_path / "run", 8)[hit[1]].values())
+
+
+def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path: Path, packed: Path, fail_at: Any) -> None:
+    """Rank 1's NaN masks rank 0's update too: the weights stay equal, which is compared after every step."""
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    fail_at("1:3:nan")
+    options = ["--procs", "2", "--distributed.check-every", "1", *SHORT]
+    own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options).success()
+    assert rows(tmp_path / "run")[-1]["nonfinite_updates"] == 1
+    assert math.isfinite(rows(tmp_path / "run")[-1]["loss/generator"])
+
+
+def test_fault_22_past_the_cap_training_stops_itself(
+    tmp_path: Path, packed: Path, fail_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    fail_at("0:2:nan,0:3:nan,0:4:nan")
+    found = in_process(config, tmp_path / "run", capsys, "--nonfinite-cap", "2")
+    assert found.code == 4
+    found.error("3 updates had non-finite gradients, more than nonfinite_cap 2", "lower the learning rate")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+
+
+def test_fault_22_what_the_loss_scaler_skips_is_told_apart(
+    tmp_path: Path, packed: Path, fail_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In fp16 an overflow lowers the scale, 65536 at first: no fault, and not counted as one."""
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    fail_at("0:2:nan")
+    in_process(config, tmp_path / "run", capsys, "--precision", "fp16", "--nonfinite-cap", "0").success()
+    last = rows(tmp_path / "run")[-1]
+    assert last["skipped_updates"] >= 1  # the one that was asked for, and real overflows
+    assert last["nonfinite_updates"] == 0
+    assert state_of(tmp_path / "run", 8)["scaler"]["scale"] == 65536 / 2 ** last["skipped_updates"]
+
+
+@pytest.mark.parametrize("task", ["classifier", "gan"])
+def test_fault_28_out_of_memory(
+    tmp_path: Path, packed: Path, task: str, fail_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message names batch, resolution and three settings; the last checkpoint is intact, the command goes on."""
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    fail_at("0:5:oom")
+    found = in_process(config, tmp_path / "run", capsys)
+    assert found.code == 4
+    size = {"classifier": 20, "gan": 16}[task]
+    found.error(
+        f"memory ran out at step 5: batch_size {size} over 1 process, at most {size} samples of 16 px",
+        "--micro-batch",
+        "--precision bf16",
+        "activation_checkpointing",
+        "the same command goes on from the last checkpoint",
+    )
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 4, 5)
+    fail_at("")
+    assert "resumed at step 4 of 8" in in_process(config, tmp_path / "run", capsys).success().err
+
+
+def test_fault_28_on_one_rank(tmp_path: Path, packed: Path, fail_at: Any) -> None:
+    """The rank at fault tells it; the others leave, and the file of the run's state has its reason."""
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    fail_at("1:5:oom")
+    options = ["--procs", "2", *SHORT]
+    found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
+    assert found.code == 4
+    assert [line[:23] for line in found.err.splitlines() if "error" in line] == ["error on rank 1: memory"]
+    assert "Traceback" not in found.err
+    reason = json.loads((tmp_path / "run" / "status.json").read_text())["reason"]
+    assert "rank 1 has left in step 5: TrainingHalted: memory ran out" in reason
+
+
+def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at: Any) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed)
+    fail_at("1:4:unequal")
+    options = ["--procs", "2", "--distributed.check-every", "2", *SHORT]
+    found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
+    assert found.code == 4
+    found.error("do not hold the same numbers any more after step 4", "generator on rank 1")
+
+
+def test_what_is_compared(tmp_path: Path) -> None:
+    """Weights, averages, moments and numbers; not the statistics of BatchNorms that are each rank's own."""
+    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    network.register_buffer("w_avg", torch.zeros(3))
+    updater = Updater(network, OptimizerConfig(name="adam"), Mixed("fp32", torch.device("cpu")), 10)
+    network(torch.ones(1, 1, 2, 2)).sum().backward()
+    updater.step(0)
+    parts = guard.shared_tensors({"network": network, "optimizer": updater, "mixed": updater.mixed})
+    assert {name: len(tensors) for name, tensors in parts.items() if name != "optimizer"} == {"network": 5}
+    assert len(parts["optimizer"]) > 8  # two moments and a step of four parameters, and the rates
+    prints = distributed.fingerprints(parts, torch.device("cpu"))
+    with torch.no_grad():
+        next(network.parameters()).view(-1)[0] += 1e-7
+    changed = distributed.fingerprints(parts, torch.device("cpu"))
+    assert (prints != changed).tolist() == [True, False]
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    updater = Updater(network, OptimizerConfig(name="sgd"), Mixed("fp32", torch.device("cpu")), 10)
+    network[0](torch.ones(1, 2)).sum().backward()
+    assert guard.unused_parameters({"x": updater}) == ""
+    updater.step(0)
+    assert "x: 1.weight, 1.bias" in guard.unused_parameters({"x": updater})
+
+
+@pytest.mark.parametrize("task", ["classifier", "gan"])
+def test_deterministic_training_runs_on_this_device(
+    tmp_path: Path, packed: Path, task: str, fail_at: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With deterministic algorithms only, and whatever Python's hashes are seeded with, the numbers are the same."""
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    try:
+        in_process(config, tmp_path / "here", capsys, "--deterministic", "true").success()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    in_process(config, tmp_path / "other", capsys).success()
+    assert differing(state_of(tmp_path / "here", 8), state_of(tmp_path / "other", 8)) == []
+
+
+def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) -> None:
+    from training.tasks import build_run_config
+
+    config = build_run_config({"task": "gan", "data": {"path": str(packed / "train.lmdb")}}, [], "x")
+    error = RuntimeError(
+        "grid_sampler_2d_backward_cuda does not have a deterministic implementation, but you set "
+        "'torch.use_deterministic_algorithms(True)'."
+    )
+    told = guard.explain(error, config, 3, 16)
+    assert told is not None
+    assert "grid_sampler_2d_backward_cuda has no deterministic form" in told
+    assert determinism.refused(RuntimeError("something else")) is None
+    assert guard.explain(RuntimeError("something else"), config, 3, 16) is None
+
+
+def test_halting_keeps_its_reason() -> None:
+    error = TrainingHalted("rank 1 is gone", rank_specific=True, quiet=True)
+    assert (str(error), error.rank_specific, error.quiet, error.exit_code) == ("rank 1 is gone", True, True, 4)

@@ -1,0 +1,296 @@
+"""cluster/: the SLURM script under stand-ins of SLURM's commands, and the Kubernetes manifests against Trainer's own
+models.
+"""
+
+import copy
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kubeflow_trainer_api import models
+
+from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import write_config
+
+SCRIPT = REPOSITORY / "cluster" / "slurm.sh"
+MANIFEST = REPOSITORY / "cluster" / "trainjob.yaml"
+PATIENCE = 240  # seconds
+
+SRUN = """#!/bin/bash
+# one node's task, started as srun does: options first, then the command
+echo "srun $*" >> {folder}/calls
+while [[ $1 == --* ]]; do shift; done
+echo $$ > {folder}/task.pid
+SLURM_NODEID=0 exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> {folder}/calls
+[ "$1" != show ] || printf '%s\\n' 127.0.0.1 other
+"""
+# stands for the interpreter: as torchrun it starts a process and waits for it, and dies of USR1 unless that is ignored
+PYTHON = """#!/bin/bash
+[ "$1" != -c ] || exec {python} "$@"
+echo "torchrun $*" >> {folder}/calls
+{python} {folder}/worker.py &
+wait
+"""
+WORKER = """
+import json, pathlib, signal, sys, time
+folder = pathlib.Path({folder!r})
+plan = json.loads((folder / "plan.json").read_text())
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append("SIGUSR1"))
+signal.signal(signal.SIGTERM, lambda *_: heard.append("SIGTERM"))
+(folder / "ready").touch()
+while plan["waits"] and not heard:
+    time.sleep(0.01)
+if heard:
+    status = {{"state": "stopped", "reason": heard[0], "exit_code": 3}}
+else:
+    status = plan["status"]
+if status:
+    (folder / "run" / "status.json").write_text(json.dumps(status | {{"time": time.time()}}))
+"""
+
+
+class Cluster:
+    """SLURM of one node, in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.bin = folder / "bin"
+        for path in (self.bin, self.run):
+            path.mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+            (self.bin / name).write_text(text.format(folder=folder, python=sys.executable))
+            (self.bin / name).chmod(0o755)
+        (folder / "worker.py").write_text(WORKER.format(folder=str(folder)))
+
+    def submit(self, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+        """The job, as its batch shell runs it."""
+        slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node[1-2]"}
+        slurm |= {"SLURM_SUBMIT_DIR": str(REPOSITORY), "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        return subprocess.Popen(
+            ["bash", SCRIPT, *arguments],
+            env=os.environ | slurm | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def pretend(self, *, status: dict[str, Any] | None = None, waits: bool = False) -> "subprocess.Popen[str]":
+        """The job, with a stand-in for the training that writes `status`; `waits`: for a signal."""
+        (self.folder / "plan.json").write_text(json.dumps({"status": status, "waits": waits}))
+        return self.submit("--run-dir", str(self.run), "--seed=1", DUET_PYTHON=str(self.bin / "python"), DUET_PROCS="2")
+
+    def signal(self, signum: signal.Signals) -> None:
+        """To the task alone, as SLURM does where it tracks processes by control groups."""
+        os.kill(int((self.folder / "task.pid").read_text()), signum)
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+    @property
+    def requeued(self) -> bool:
+        return "scontrol requeue 4711" in self.calls
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def end(job: "subprocess.Popen[str]") -> int:
+    _, errors = job.communicate(timeout=PATIENCE)
+    assert "Traceback" not in errors, errors
+    return job.returncode
+
+
+def wait_for(condition: Callable[[], object], job: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_what_is_asked_of_slurm() -> None:
+    directives = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(), re.MULTILINE)
+    assert {"--signal=USR1@120", "--requeue", "--ntasks-per-node=1", "--open-mode=append"} <= set(directives)
+    # sbatch reads directives up to the first command
+    assert SCRIPT.read_text().rindex("#SBATCH") < SCRIPT.read_text().index("\nset -")
+    subprocess.run(["bash", "-n", SCRIPT], check=True)
+
+
+def test_a_launcher_on_every_node_meets_at_the_first(cluster: Cluster) -> None:
+    assert end(cluster.pretend(status={"state": "finished", "reason": "", "exit_code": 0})) == 0
+    launched = next(call for call in cluster.calls if call.startswith("torchrun "))
+    for option in ("--nnodes=1", "--nproc-per-node=2", "--rdzv-id=4711", "--rdzv-backend=c10d", "is_host=1"):
+        assert option in launched
+    assert re.search(r"--rdzv-endpoint=127\.0\.0\.1:2\d{4} ", launched)
+    assert launched.endswith(f" train.py --run-dir {cluster.run} --seed=1")
+    assert "scontrol show hostnames node[1-2]" in cluster.calls
+    assert not cluster.requeued
+
+
+def test_usr1_reaches_the_processes_and_the_job_queues_itself_again(cluster: Cluster) -> None:
+    job = cluster.pretend(waits=True)
+    wait_for((cluster.folder / "ready").exists, job)
+    task = int((cluster.folder / "task.pid").read_text())
+    (launcher,) = map(int, Path(f"/proc/{task}/task/{task}/children").read_text().split())
+    os.kill(launcher, signal.SIGUSR1)  # where SLURM signals all processes: the launcher must survive it
+    time.sleep(0.2)
+    cluster.signal(signal.SIGUSR1)
+    assert end(job) == 3
+    assert cluster.requeued
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        ({"state": "stopped", "reason": "SIGTERM", "exit_code": 3}, 3),  # scancel
+        ({"state": "stopped", "reason": "max_steps", "exit_code": 0}, 0),
+        ({"state": "failed", "reason": "memory", "exit_code": 4}, 1),
+        ({"state": "running", "reason": "", "exit_code": None}, 1),  # killed
+    ],
+)
+def test_nothing_else_queues_it_again(cluster: Cluster, status: dict[str, Any], code: int) -> None:
+    assert end(cluster.pretend(status=status)) == code
+    assert not cluster.requeued
+
+
+def test_the_status_of_an_earlier_job_does_not_count(cluster: Cluster) -> None:
+    """A job that fails before it begins would else queue itself again for ever."""
+    earlier = {"state": "stopped", "reason": "SIGUSR1", "exit_code": 3}
+    (cluster.run / "status.json").write_text(json.dumps(earlier))
+    assert end(cluster.pretend(status=None)) == 1
+    assert not cluster.requeued
+
+
+def test_without_a_run_folder_or_slurm_it_is_refused(cluster: Cluster) -> None:
+    for arguments, environment, told in (
+        (["--seed=1"], {}, "--run-dir"),
+        (["--run-dir=x"], {"SLURM_JOB_ID": ""}, "sbatch"),
+        (["--run-dir=x"], {"SLURM_SUBMIT_DIR": str(cluster.folder)}, "train.py"),
+    ):
+        job = cluster.submit(*arguments, **environment)
+        _, errors = job.communicate(timeout=PATIENCE)
+        assert job.returncode == 2
+        assert errors.startswith("error: ")
+        assert told in errors
+    assert not (cluster.folder / "calls").exists()
+
+
+@pytest.mark.slow
+def test_a_real_training_saves_at_the_warning_and_goes_on(cluster: Cluster, packed: Path) -> None:
+    config = write_config(cluster.folder / "recipe.yaml", "gan", packed)
+    run = cluster.folder / "trained"
+    arguments = ["--config", str(config), f"--run_dir={run}", "--device=cpu", "--steps=100000"]
+    interpreter = {"DUET_PYTHON": sys.executable, "DUET_PROCS": "2"}
+    job = cluster.submit(*arguments, **interpreter)
+    wait_for((run / "checkpoints" / "last.json").exists, job)
+    cluster.signal(signal.SIGUSR1)
+    assert end(job) == 3
+    assert cluster.requeued
+    stopped = json.loads((run / "status.json").read_text())
+    assert (stopped["state"], stopped["reason"]) == ("stopped", "SIGUSR1")
+    assert json.loads((run / "checkpoints" / "last.json").read_text())["step"] == stopped["step"] > 0
+    job = cluster.submit(*arguments, f"--max-steps={stopped['step'] + 2}", **interpreter)
+    _, errors = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, errors
+    assert f"resumed at step {stopped['step']}" in errors
+
+
+# --- Kubernetes
+
+
+def manifests() -> dict[str, dict[str, Any]]:
+    found = {each["kind"]: each for each in yaml.safe_load_all(MANIFEST.read_text())}
+    assert found.keys() == {"TrainingRuntime", "TrainJob"}
+    return found
+
+
+def not_in_the_schema(manifest: dict[str, Any]) -> list[str]:
+    """What Trainer's models do not know or refuse, by its place."""
+    try:
+        read = getattr(models, f"TrainerV1alpha1{manifest['kind']}").from_dict(manifest).to_dict()
+    except ValueError as error:  # pydantic's
+        return [str(error)]
+    return lost(manifest, read)
+
+
+def lost(given: Any, read: Any, where: str = "") -> list[str]:
+    """Places of `given` that are not in `read`: the models drop what they do not know."""
+    if isinstance(given, dict) and isinstance(read, dict):
+        kept = [place for key in given.keys() & read.keys() for place in lost(given[key], read[key], f"{where}.{key}")]
+        return [*(f"{where}.{key}" for key in given.keys() - read.keys()), *kept]
+    if isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        pairs = enumerate(zip(given, read, strict=True))
+        return [place for index, pair in pairs for place in lost(*pair, f"{where}[{index}]")]
+    return [] if given == read else [where]
+
+
+@pytest.mark.parametrize("kind", ["TrainingRuntime", "TrainJob"])
+def test_manifests_are_of_the_schema(kind: str) -> None:
+    assert not_in_the_schema(manifests()[kind]) == []
+
+
+def broken(kind: str, path: str, value: Any) -> dict[str, Any]:
+    """A manifest with something else at a place."""
+    manifest = copy.deepcopy(manifests()[kind])
+    place: Any = manifest
+    *parents, last = path.split(".")
+    for key in parents:
+        place = place[int(key)] if key.isdecimal() else place[key]
+    place[last] = value
+    return manifest
+
+
+POD = "spec.template.spec.replicatedJobs.0.template.spec.template.spec"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("TrainJob", "spec.trainer.numNodes", "two"),
+        ("TrainJob", "spec.trainer.nodes", 2),
+        ("TrainJob", "spec.trainer.command", "torchrun train.py"),
+        ("TrainJob", "spec.runtimeRef", {"kind": "TrainingRuntime"}),
+        ("TrainingRuntime", "spec.mlPolicy.torch.numProcPerNode", 8),
+        ("TrainingRuntime", "spec.template.spec.failurePolicy.maxRestarts", "often"),
+        ("TrainingRuntime", f"{POD}.volumes.0.persistentVolumeClaim", {"name": "duet-data"}),
+        ("TrainingRuntime", f"{POD}.containers.0.volumeMounts.0.mount", "/data"),
+    ],
+)
+def test_broken_manifests_are_not(kind: str, path: str, value: Any) -> None:
+    assert not_in_the_schema(broken(kind, path, value)) != []
+
+
+def test_the_manifests_fit_one_another_and_the_image() -> None:
+    runtime, job = manifests()["TrainingRuntime"], manifests()["TrainJob"]
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    assert {m["apiVersion"] for m in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    step = node["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (node["name"], container["name"], step) == ("node", "node", "trainer")  # the names that Trainer looks for
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert pod["terminationGracePeriodSeconds"] > 30  # what torchrun gives its processes
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    arguments = dict(argument.removeprefix("--").split("=") for argument in job["spec"]["trainer"]["args"])
+    assert (REPOSITORY / arguments["config"]).is_file()
+    for key in ("data.path", "run-dir"):
+        assert str(Path(arguments[key]).parent) in mounted
+    assert job["spec"]["trainer"]["command"] == ["torchrun", "train.py"]

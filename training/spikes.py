@@ -1,0 +1,73 @@
+"""Spikes: a step whose loss is far outside of what the last steps had, and what is done about it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from utils.errors import UserError
+
+LEAST = 30  # steps that must have been seen before one can be told to be unusual
+GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
+
+
+@dataclass(kw_only=True)
+class SpikesConfig:
+    """What counts as a spike of the loss, and what to do then. Looked for at every row of the log."""
+
+    # roll-back: go back to the last checkpoint before the spike and leave out the batches since
+    action: Literal["off", "warn", "roll-back"] = "warn"
+    metric: str | None = None  # of metrics.jsonl, one that every step has; None: the task's loss
+    factor: float = 20.0  # robust standard deviations (1.4826 MAD) above the median of the last steps
+    window: int = 200  # steps it is compared with
+    limit: int = 3  # roll-backs; at one more training stops itself
+
+    def __post_init__(self) -> None:
+        if not 1 < self.factor < math.inf:
+            raise UserError(f"spikes.factor {self.factor}: standard deviations, more than 1")
+        if self.window < LEAST or self.limit < 1:
+            raise UserError(f"spikes.window must be {LEAST} or more, and spikes.limit 1 or more")
+
+
+class SpikeDetector:
+    """Compares every step's value with the median of those before; values that are not finite are for others."""
+
+    def __init__(self, config: SpikesConfig) -> None:
+        self.config = config
+        self.history: list[float] = []  # of the last `window` usual steps
+        self.unusual = 0  # steps in a row that were not: so many of them are the new usual
+
+    def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
+        """Take note of the values of updates `first`, `first` + 1, ...; the first spike among them: its update, its
+        value and the usual one.
+        """
+        found = None
+        for step, value in enumerate(values, first):
+            if not math.isfinite(value):
+                continue
+            usual = self._usual(value)
+            if usual is None:
+                self.history, self.unusual = [*self.history, value][-self.config.window :], 0
+                continue
+            self.unusual += 1
+            found = found or (step, value, usual)
+            if self.unusual >= LEAST:
+                self.history, self.unusual = [], 0
+        return found
+
+    def _usual(self, value: float) -> float | None:
+        """The median, if `value` is a spike."""
+        if len(self.history) < LEAST:
+            return None
+        median = float(np.median(self.history))
+        spread = GAUSS * float(np.median(np.abs(np.array(self.history) - median)))
+        spread = max(spread, 1e-3 * abs(median))  # of a loss that hardly moves
+        return median if value - median > self.config.factor * spread else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": list(self.history), "unusual": self.unusual}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history, self.unusual = list(state["history"]), state["unusual"]

@@ -1,0 +1,177 @@
+"""How a checkpoint's bytes get to the disk: a copy of the state that training cannot change any more, a file that is
+hashed while it is written, and a thread that does it while training goes on.
+"""
+
+import copy
+import errno
+import hashlib
+import os
+import shutil
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+PLAIN = (int, float, str, bool, type(None))
+SPARE = 2**20  # bytes that a checkpoint leaves on the disk, for the metrics, the status and what else is small
+
+
+class Snapshot:
+    """A checkpoint's content as it is now, every tensor in main memory.
+
+    `own`: with copies of tensors that are in main memory already, so that training may go on changing them. Views of
+    one storage stay views of one, a tensor that stands in two places stays one: the file is the same either way.
+    Raises TypeError for anything that restricted loading would refuse: better now than when it is needed.
+    """
+
+    def __init__(self, content: dict[str, Any], *, own: bool) -> None:
+        copies = _Copies(own)
+        self.content: dict[str, Any] = copies.of(content, "checkpoint")
+        self.step: int = content["step"]
+        self.size = copies.finish()  # bytes of its tensors
+
+
+class _Copies:
+    """The walk that makes a snapshot, and what it has copied already."""
+
+    def __init__(self, own: bool) -> None:
+        self._own = own
+        self._storages: dict[int, torch.UntypedStorage] = {}  # by address, as torch.save tells them apart
+        self._devices: set[torch.device] = set()
+        self._tensors: dict[int, torch.Tensor] = {}
+
+    def finish(self) -> int:
+        """Wait for the copies from accelerators, or a step would change their source; returns the bytes of all."""
+        for device in self._devices:
+            torch.accelerator.synchronize(device)
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def of(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return self._tensor(value)
+        if kind in (list, tuple):
+            return kind(self.of(item, f"{where}[{index}]") for index, item in enumerate(value))
+        if kind in (dict, OrderedDict):
+            same = copy.copy(value)  # with a module's `_metadata`, which is an attribute of its state
+            for key, item in value.items():
+                self.of(key, f"key of {where}")
+                same[key] = self.of(item, f"{where}[{key!r}]")
+            return same
+        raise TypeError(
+            f"{where} is a {kind.__name__}; checkpoints hold tensors, numbers, strings, lists and dicts only"
+        )
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        if id(value) not in self._tensors:
+            source = value.untyped_storage()
+            key = source._cdata
+            if key not in self._storages:
+                self._storages[key] = self._storage(source)
+            self._tensors[id(value)] = value if self._stays(source) else _view(value, self._storages[key])
+        return self._tensors[id(value)]
+
+    def _stays(self, source: torch.UntypedStorage) -> bool:
+        return source.device.type == "cpu" and not self._own
+
+    def _storage(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        if self._stays(source):
+            return source
+        if source.device.type == "cpu":
+            return source.clone()
+        self._devices.add(source.device)
+        pinned = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage()
+        return pinned.copy_(source, non_blocking=True)
+
+
+def _view(value: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """`value` as it would be on another copy of its storage."""
+    same = torch.empty(0, dtype=value.dtype)
+    same.set_(storage, value.storage_offset(), value.size(), value.stride())
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(same, value.requires_grad)
+    return same.requires_grad_(value.requires_grad)
+
+
+class HashingFile:
+    """A file for `torch.save` that computes the SHA-256 of what is written to it.
+
+    torch's zip writer only ever appends (it checks that itself), so this is the hash of the file; reading the file back
+    would come from the page cache and tell nothing more.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def write(snapshot: Snapshot, path: Path) -> str:
+    """Write a snapshot to `path` and to the disk below it; returns the file's SHA-256. Raises OSError.
+
+    Where it would not fit nothing is written: a disk that is full for a moment fails others' small writes.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if free < snapshot.size + SPARE:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    with open(path, "wb") as file:
+        hashing = HashingFile(file)
+        _torch_save(snapshot.content, hashing)
+        file.flush()
+        os.fsync(file.fileno())
+    return hashing.hexdigest()
+
+
+def _torch_save(content: dict[str, Any], file: HashingFile) -> None:
+    """`torch.save`, whose zip writer hides the disk's OSError behind a RuntimeError: here it gets out."""
+    try:
+        torch.save(content, file)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        raise cause from error
+
+
+class Background:
+    """Does one job at a time in a thread of its own; the process does not end before the job has."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begin `job` when the one before is done. Raises what that one raised."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is in flight. Raises what the job raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            self._error = error

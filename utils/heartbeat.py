@@ -1,0 +1,155 @@
+"""Signs of life: each process of a run writes RUN/heartbeat/rank-N.json every few seconds, and the others can tell from
+these files who is gone, stopped or behind when a collective operation fails.
+
+The files are for people and schedulers too (a liveness probe looks at their age); a run that has left removes its own.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+KEYS = {"pid", "host", "step", "beats", "left", "victim"}
+INTERVAL = 3.0  # seconds between two signs of life
+LOOK = 0.2  # seconds between two looks at them
+ORPHAN_EXIT_CODE = 4
+
+
+class Silent(NamedTuple):
+    """A rank that others wait for in vain."""
+
+    rank: int
+    gone: bool  # its process has ended
+    reason: str  # for a person
+
+
+class Heartbeat:
+    """A daemon thread that writes this process's file; `step` is set by whoever trains.
+
+    With `parent` (a process id) it ends this process, at once and without saving, when that is no longer its parent: a
+    launcher that was killed must not leave processes that train on (kill -9 of torchrun does). Whatever is being
+    written then is a temporary file.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, parent: int | None = None, interval: float = INTERVAL) -> None:
+        self.path, self.rank, self.parent, self.interval = _file(folder, rank), rank, parent, interval
+        self.step = 0
+        self._beats = 0
+        self._left: str | None = None  # why this process leaves
+        self._victim = False
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Write the first sign of life and go on by itself."""
+        self._beat()
+        self._thread.start()
+
+    def stop(self, reason: str | None = None, *, victim: bool = False) -> None:
+        """End the thread: this process leaves. Its file is removed, or with a `reason` left behind for the others;
+        `victim`: because of another rank, so nobody shall look for the cause here.
+        """
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if reason is None:
+            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the last one takes the folder along
+                self.path.parent.rmdir()
+        else:
+            self._left, self._victim = reason, victim
+            self._beat()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self.interval):
+            if self.parent is not None and os.getppid() != self.parent:
+                print(f"error on rank {self.rank}: its launcher is gone, leaving", file=sys.stderr, flush=True)
+                os._exit(ORPHAN_EXIT_CODE)
+            self._beat()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        sign = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "step": self.step}
+        sign |= {"beats": self._beats, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        sign |= {"left": self._left, "victim": self._victim}
+        temporary = self.path.with_suffix(".tmp")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(sign) + "\n")
+            os.replace(temporary, self.path)
+        except OSError:  # a full disk: others will miss us, which is better than ending here
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / "heartbeat" / f"rank-{rank}.json"
+
+
+def _read(folder: Path, rank: int) -> dict[str, Any] | None:
+    try:
+        sign = json.loads(_file(folder, rank).read_text())
+        return sign if isinstance(sign, dict) and sign.keys() >= KEYS else None
+    except (OSError, ValueError):
+        return None
+
+
+def _process_state(pid: int) -> str | None:
+    """The letter of /proc/PID/stat ("T": stopped, "Z": ended); None: no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
+    """What can be told at once: of a process that has said that it leaves, and of one on this machine."""
+    if sign is None:
+        return Silent(rank, True, f"rank {rank} has left")
+    if sign["victim"]:
+        return None
+    where = f"process {sign['pid']}, last seen in step {sign['step']}"
+    if sign["left"] is not None:
+        return Silent(rank, True, f"rank {rank} has left in step {sign['step']}: {sign['left']}")
+    if sign["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
+        return None
+    state = _process_state(sign["pid"])
+    if state in (None, "Z", "X"):
+        return Silent(rank, True, f"rank {rank} is gone ({where})")
+    if state in ("T", "t"):
+        return Silent(rank, False, f"rank {rank} is stopped ({where})")
+    return None
+
+
+def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2.5 * INTERVAL) -> list[Silent]:
+    """The other ranks that are gone or stopped, or give no sign of life for `patience` seconds; if all are alive and
+    one is steps behind the others, that one. Empty: nobody in particular.
+
+    Looks at once, and again until something is seen or that time is over.
+    """
+    before = {rank: _read(folder, rank) for rank in range(world_size) if rank != own}
+    end = time.monotonic() + patience
+    while True:
+        now = {rank: _read(folder, rank) for rank in before}
+        found = [told for rank, sign in now.items() if (told := _seen(rank, sign)) is not None]
+        if found:
+            return sorted(found)
+        if time.monotonic() > end:
+            break
+        time.sleep(min(LOOK, patience))
+    alive = {rank: sign for rank, sign in now.items() if sign is not None and not sign["victim"]}
+    for rank, sign in alive.items():
+        then = before[rank]
+        if then is not None and sign["beats"] == then["beats"]:
+            reason = f"rank {rank} gives no sign of life (host {sign['host']}, last seen in step {sign['step']})"
+            found.append(Silent(rank, False, reason))
+    if not found and alive:
+        slowest = min(alive, key=lambda rank: alive[rank]["step"])
+        if alive[slowest]["step"] < max(sign["step"] for sign in alive.values()):
+            found.append(Silent(slowest, False, f"rank {slowest} is alive but still in step {alive[slowest]['step']}"))
+    return found
