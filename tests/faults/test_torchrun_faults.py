@@ -50,13 +50,13 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
     assert (status(run)["state"], status(run)["step"], status(run)["exit_code"]) == ("finished", LAST, 0)
 
 
-def test_fault_3_killed_rank_all_restart_from_the_last_checkpoint(tmp_path: Path, packed: Path) -> None:
+def test_fault_03_killed_rank_all_restart_from_the_last_checkpoint(tmp_path: Path, packed: Path) -> None:
     check_restarted(tmp_path, packed, "gan", step=5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 7])  # before there is a checkpoint, and in the last steps
-def test_fault_3_of_a_classifier(tmp_path: Path, packed: Path, step: int) -> None:
+def test_fault_03_of_a_classifier(tmp_path: Path, packed: Path, step: int) -> None:
     check_restarted(tmp_path, packed, "classifier", step=step)
 
 
