@@ -85,11 +85,12 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
     """Why a step failed and what to do, for failures that have nothing to do with the program; else None."""
     if ran_out(error):
         world = distributed.world_size()
+        auto = "; auto finds one" if config.can_halve else ""
         return (
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world} process{'es' * (world > 1)}, "
             f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. Three "
-            "settings help: a smaller --micro-batch (same global batch), --precision bf16, activation_checkpointing "
-            f"true; then {REMEDY}"
+            f"settings help: a smaller --micro-batch (same global batch{auto}), --precision bf16, "
+            f"activation_checkpointing true; then {REMEDY}"
         )
     operation = determinism.refused(error)
     if operation is not None:

@@ -8,6 +8,7 @@ import torch
 from data.dataset import Dataset
 from training.classifier import ClassifierTask, check_batches
 from training.data import make_loader
+from training.guard import explain
 from training.micro_batch import MicroBatch, parts
 from training.tasks import build_run_config
 from utils.errors import TrainingHalted, UserError
@@ -147,8 +148,12 @@ def test_other_errors_are_not_memory(packed: Path):
 def test_without_auto_the_remedy_is_told(packed: Path):
     task, loader = build(packed)
     full_above(task, 3)
-    with pytest.raises(TrainingHalted, match=r"memory ran out at step 4 with 12 samples .* --micro-batch auto"):
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         task.step(loader, 4)
+    told = explain(caught.value, task.config, 4, 16)
+    assert told is not None
+    assert "memory ran out at step 4: batch_size 12 over 1 process, at most 12 samples of 16 px" in told
+    assert "--micro-batch (same global batch; auto finds one)" in told
 
 
 def test_processes_that_synchronise_batchnorm_cannot_halve():
