@@ -124,7 +124,7 @@ class Classifier(nn.Module):
         """Pictures [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
         size = self.config.input_size
         if size is not None and x.shape[-2:] != (size, size):
-            x = F.interpolate(x, size=(size, size), mode="bilinear", align_corners=False, antialias=True)
+            x = scaled(x, size)
         if self.input_scale is None or self.input_shift is None:
             return x
         return x * self.input_scale + self.input_shift
@@ -172,13 +172,22 @@ def normalisation(channels: int) -> tuple[Tensor, Tensor]:
     return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
 
 
+def scaled(pictures: Tensor, side: int) -> Tensor:
+    """Pictures [N, C, H, W] as [N, C, side, side], bilinearly and antialiased, in float32 at least: torch does not do
+    it in bf16 on CPUs.
+    """
+    wide = pictures.to(torch.promote_types(pictures.dtype, torch.float32))
+    found = F.interpolate(wide, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+    return found.to(pictures.dtype)
+
+
 def fit_pictures(pictures: Tensor, side: int, channels: int) -> Tensor:
     """Pictures [N, C, H, W] in [-1, 1] as a classifier of `side` px and `channels` takes them; differentiable.
 
     Another size is scaled bilinearly; grey is repeated to RGB, RGB is weighed to grey (ITU-R 601: .299, .587, .114).
     """
     if pictures.shape[-2:] != (side, side):
-        pictures = F.interpolate(pictures, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+        pictures = scaled(pictures, side)
     if channels == 1 and pictures.shape[1] == 3:
         pictures = (pictures * pictures.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
     return pictures.expand(-1, channels, -1, -1)

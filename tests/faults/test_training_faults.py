@@ -194,7 +194,7 @@ def test_the_seed_of_pythons_hashes_does_not_matter(
         monkeypatch.setitem(ENVIRONMENT, "PYTHONHASHSEED", seed)
         own_process("train.py", "--config", config, "--run-dir", tmp_path / seed, "--device", "cpu", *SHORT).success()
         states.append(state_of(tmp_path / seed, 8))
-    assert differing(*states) == []
+    assert differing(states[0], states[1]) == []
 
 
 def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) -> None:

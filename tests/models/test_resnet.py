@@ -18,6 +18,7 @@ from models.resnet import (
     ResNetConfig,
     build_torchvision,
     normalisation,
+    scaled,
     stage_of,
     statistics_kept,
 )
@@ -324,3 +325,14 @@ def test_statistics_are_kept_inside_the_block_only(kind):
     norm(x + 1)
     assert norm.num_batches_tracked == 2
     assert not torch.equal(norm.running_mean, before["running_mean"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_pictures_are_scaled_in_any_precision(dtype: torch.dtype) -> None:
+    """torch has no antialiased scaling in bf16 on CPUs."""
+    pictures = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    found = scaled(pictures.to(dtype), 13)
+    assert (found.dtype, found.shape) == (dtype, (2, 3, 13, 13))
+    torch.testing.assert_close(found.float(), scaled(pictures, 13), atol=8e-3, rtol=0)
+    model = Classifier(ResNetConfig(stem="small-stride2", input_size=16), channels=3, classes=2, resolution=8)
+    assert torch.isfinite(model.eval().to(dtype)(pictures.to(dtype))).all()
