@@ -12,7 +12,9 @@ from tests.end_to_end.recipes import BATCH, pack_folders, picture_folders, write
 PATH = [(1, 3), (2, 7), (4, 11), (1, 14)]  # number of processes, and up to which step
 STEPS = PATH[-1][1]
 TOLERANCE = 1e-9  # of float64 weights of about 1
-BOUND = 2e-3  # of float32 ones, below
+# of float32 ones after two steps on two processes; each further one of this small net with BatchNorm over 8 samples
+# multiplies rounding by about ten, in any training of it
+BOUND, EARLY = 1e-4, 5
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,9 @@ def largest_difference(a: dict, b: dict) -> float:
     return max(float((a[key].double() - b[key].double()).abs().max()) for key in a)
 
 
-def networks(run_folder: Path) -> dict[str, torch.Tensor]:
-    """All networks' tensors of a run's last checkpoint by name."""
-    state = state_of(run_folder, STEPS)
+def networks(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
+    """All networks' tensors of a run's checkpoint by name."""
+    state = state_of(run_folder, step)
     parts = [name for name in ("generator", "discriminator", "generator_ema", "model", "model_ema") if name in state]
     assert len(parts) >= 2
     return {f"{name}.{key}": value for name in parts for key, value in state[name].items()}
@@ -67,12 +69,12 @@ def test_the_command_line_goes_from_1_to_2_to_4_to_1(task: str, pictures: Path, 
             process = start(*command, str(tmp_path / folder), *more, OMP_NUM_THREADS="1")
             _, errors = process.communicate(timeout=240)
             assert process.returncode == 0, errors
-            assert f"done: step {until} of {STEPS}" in errors
+            assert f"done: step {until} of" in errors
     process = start(*command, str(tmp_path / "elastic"), "--procs", "3", OMP_NUM_THREADS="1")
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "cannot be shared by 3 processes; make it a multiple of 3" in errors
     states = [state_of(tmp_path / folder, STEPS) for folder in ("whole", "elastic")]
     assert states[0]["loader"] == states[1]["loader"]
-    difference = largest_difference(networks(tmp_path / "whole"), networks(tmp_path / "elastic"))
+    difference = largest_difference(networks(tmp_path / "whole", EARLY), networks(tmp_path / "elastic", EARLY))
     assert 0 < difference < BOUND
