@@ -78,3 +78,5 @@ def test_the_command_line_goes_from_1_to_2_to_4_to_1(task: str, pictures: Path, 
     assert states[0]["loader"] == states[1]["loader"]
     difference = largest_difference(networks(tmp_path / "whole", EARLY), networks(tmp_path / "elastic", EARLY))
     assert 0 < difference < BOUND
+    if task == "gan":  # without BatchNorm rounding stays small to the end
+        assert largest_difference(networks(tmp_path / "whole"), networks(tmp_path / "elastic")) < 20 * BOUND
