@@ -31,10 +31,10 @@ def wait_for(condition: Callable[[], object], *nodes: Node) -> None:
 
 
 @contextlib.contextmanager
-def nodes(host: int) -> Iterator[tuple[Node, Node]]:
-    """The one that keeps the rendezvous and survives, and the other. Ranks go by address: `host` is the first's."""
+def nodes(first: int) -> Iterator[tuple[Node, Node]]:
+    """The one that survives, and the other. Ranks go by address: `first` is the survivor's."""
     with two_nodes() as both:
-        yield both[host], both[1 - host]
+        yield both[first], both[1 - first]
 
 
 def stopped(node: Node) -> bool:
@@ -65,34 +65,41 @@ def check_survived(run: Path, survivor: str, lost: str, config: Path, tmp_path: 
     assert rows(straight) == rows(run)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("host", [0, 1])
-def test_fault_29_the_survivor_of_a_lost_node_goes_on(tmp_path: Path, packed: Path, host: int) -> None:
-    """`host` 1: the node that is lost holds rank 0, which writes."""
+def lose_one(
+    tmp_path: Path, packed: Path, first: int, how: Callable[[Node], None], *more: str, apart: bool = False
+) -> None:
+    """Train on two nodes, of which the survivor is number `first`, lose the other by `how`, and check what came of it.
+    `apart`: the rendezvous is kept by a process that does not train.
+    """
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
     logs = [tmp_path / "survivor.log", tmp_path / "lost.log"]
-    with nodes(host) as (survivor, lost):
-        process = survivor.train(config, run, *LONG, host=survivor, log=logs[0])
-        lost.train(config, run, *LONG, host=survivor, log=logs[1], DUET_FAIL_AT=f"*:{LOST_AT}:stop")
+    with nodes(first) as (survivor, lost):
+        host = survivor.keep_store() if apart else survivor
+        process = survivor.train(config, run, *LONG, *more, host=host, log=logs[0])
+        lost.train(config, run, *LONG, *more, host=host, log=logs[1], DUET_FAIL_AT=f"*:{LOST_AT}:stop")
         wait_for(lambda: stopped(lost) and (run / "checkpoints" / "last.json").exists(), survivor, lost)
-        lost.lose()
+        how(lost)
         assert process.wait(PATIENCE) == 0, logs[0].read_text()
     check_survived(run, logs[0].read_text(), logs[1].read_text(), config, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_fault_29_the_survivor_of_a_lost_node_goes_on(tmp_path: Path, packed: Path, first: int) -> None:
+    """`first` 1: the node that is lost holds rank 0, which writes."""
+    lose_one(tmp_path, packed, first, Node.lose)
+
+
+@pytest.mark.slow
+def test_fault_29_the_rendezvous_on_a_machine_that_does_not_train(tmp_path: Path, packed: Path) -> None:
+    """Then any node may be lost; the command is that of docs/scaling.md."""
+    lose_one(tmp_path, packed, 1, Node.lose, apart=True)
 
 
 @pytest.mark.slow
 def test_fault_29_a_node_behind_a_broken_cable(tmp_path: Path, packed: Path) -> None:
     """Nothing says that it is gone: the survivor's operation fails at its time-out."""
-    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"
-    options = [*LONG, "--distributed.timeout", "30"]
-    logs = [tmp_path / "survivor.log", tmp_path / "lost.log"]
-    with nodes(0) as (survivor, lost):
-        process = survivor.train(config, run, *options, host=survivor, log=logs[0])
-        lost.train(config, run, *options, host=survivor, log=logs[1], DUET_FAIL_AT=f"*:{LOST_AT}:stop")
-        wait_for(lambda: stopped(lost) and (run / "checkpoints" / "last.json").exists(), survivor, lost)
-        lost.unplug()
-        assert process.wait(PATIENCE) == 0, logs[0].read_text()
-    check_survived(run, logs[0].read_text(), logs[1].read_text(), config, tmp_path)
+    lose_one(tmp_path, packed, 0, Node.unplug, "--distributed.timeout", "30")
 
 
 @pytest.mark.slow

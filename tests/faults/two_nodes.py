@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.faults.torchrun import torchrun
 
 PORT = 29471  # in the namespaces every port is free
@@ -58,10 +60,20 @@ class Node:
             prefix=["ip", "netns", "exec", self.namespace],
             log=log,
             GLOO_SOCKET_IFNAME=INTERFACE,
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",  # docs/scaling.md: without it, a node that comes later ends the run
             **env,
         )
         self.processes.append(process)
         return process
+
+    def keep_store(self) -> "Node":
+        """A store apart from torchrun, as docs/scaling.md has it, in this namespace; `host` of every node's `train`."""
+        document = (REPOSITORY / "docs" / "scaling.md").read_text()
+        program = document.partition('python -c "')[2].partition('"`')[0].replace("29400", str(PORT))
+        assert "TCPStore" in program
+        prefix = ["ip", "netns", "exec", self.namespace]
+        self.processes.append(subprocess.Popen([*prefix, sys.executable, "-c", program], text=True))
+        return Node("", self.address)
 
     def pids(self) -> list[int]:
         """Of all processes that run here."""
