@@ -24,8 +24,14 @@ STEPS = 20
 # every regulariser, ADA, and the losses' gradients taken one by one
 ALL = worker.GAN | {"ada": worker.ADA, "loss": worker.LOSSES | {"r2_gamma": 0.5, "gradients_every": 1}}
 worker.TREES["gan-all"] = ALL
+# BatchNorm not synchronised: a rank's statistics are those of its share, as a micro-batch's are in one process
+LOCAL = "classifier-local"
+worker.TREES[LOCAL] = classifiers.worker.TREES["classifier-everything"] | {"sync_bn": "off"}
+BATCH = 8
+assert worker.COMMON["batch_size"] == BATCH
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 NAMES = ["gan-all", "gan-pairs", "gan-r3gan", "gan-growing", "classifier-everything", "classifier-fixed"]
-assert all(name in classifiers.worker.TREES for name in NAMES)  # of both BatchNorm settings: synchronised, and frozen
+assert all(name in classifiers.worker.TREES for name in NAMES)  # BatchNorm synchronised, and frozen
 SPLITS = {
     1: ["gan-all:2", "classifier-fixed:3"],
     2: [*(f"{name}:0" for name in NAMES), "gan-all:2", "classifier-fixed:3"],
@@ -49,8 +55,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
         pack_arrays(folder / kind / "data.lmdb", pictures, labels=[0, 0, 1, 2] * 8, classes=CLASSES, smallest=8)
     untrained_classifier(folder / "gan" / worker.CLASSIFIER)
     found: Records = {}
-    for processes, variants in (SPLITS | {1: SPLITS[1] + [f"{name}:0" for name in NAMES]}).items():
+    wholes = [*(f"{name}:0" for name in NAMES), *(f"{LOCAL}:{BATCH // other}" for other in (2, 4))]
+    for processes, split in SPLITS.items():
         found[processes] = {}
+        variants = split + (wholes if processes == 1 else [f"{LOCAL}:0"])
         for kind in ("gan", "classifier"):
             out = folder / kind / f"{processes}.pt"
             chosen = [variant for variant in variants if variant.startswith(kind)]
@@ -70,6 +78,24 @@ def test_twenty_steps_of_every_split_give_one_process_result(
     whole = records[1][f"{variant.partition(':')[0]}:0"]
     assert len(whole) == STEPS
     assert largest_difference(whole, records[processes][variant], part) < TOLERANCE
+
+
+def without_statistics(record: dict[str, Any]) -> dict[str, Any]:
+    """Without BatchNorm's running statistics: rank 0's are of its own pictures only."""
+    parts = ("weights", "average")
+    kept = {part: {k: v for k, v in record[part].items() if not k.endswith(STATISTICS)} for part in parts}
+    return record | kept
+
+
+@pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_unsynchronised_statistics_are_those_of_micro_batches(records: Records, processes: int, part: str) -> None:
+    whole = [without_statistics(record) for record in records[1][f"{LOCAL}:{BATCH // processes}"]]
+    ranks = [without_statistics(record) for record in records[processes][f"{LOCAL}:0"]]
+    assert len(whole) == STEPS
+    assert largest_difference(whole, ranks, part) < TOLERANCE
+    everything = records[1]["classifier-everything:0"]
+    assert largest_difference(everything, records[1][f"{LOCAL}:{BATCH // processes}"], "gradients") > 1e-6
 
 
 if __name__ == "__main__":
