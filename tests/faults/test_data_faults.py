@@ -191,14 +191,17 @@ def test_fault_19_checkpoint_of_other_classes(command: Command, trained: Path, t
 
 
 def test_fault_20_empty_class(command: Command, recipe: list[str], tmp_path: Path) -> None:
-    for name in ("cat", "dog"):
-        save(tmp_path / "photos" / name / "a.png")
+    for name in ("cat/a", "dog/a", "dog/b"):
+        save(tmp_path / "photos" / f"{name}.png")
     (tmp_path / "photos" / "emu").mkdir()
     command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb").refusal("emu", "--on-error skip")
     assert not (tmp_path / "x.lmdb").exists()
     outcome = command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb", "--on-error", "skip").success()
     assert "emu" in outcome.out  # named as skipped
     assert LMDBReader(tmp_path / "x.lmdb").classes == ["cat", "dog"]
+    (tmp_path / "list.csv").write_text("path,label\nphotos/cat/a.png,0\nphotos/dog/a.png,2\nphotos/dog/b.png,2\n")
+    command("data.pack", tmp_path / "list.csv", tmp_path / "y.lmdb").refusal("list.csv: class 1 has no pictures")
+    assert not (tmp_path / "y.lmdb").exists()
     pack_arrays(tmp_path / "gap.lmdb", pictures(20, 1, 16), np.arange(20) % 2 * 2, ["cat", "dog", "emu"])
     command(*recipe, "--data.path", tmp_path / "gap.lmdb").refusal("gap.lmdb: class 'dog' has no picture")
     assert not (tmp_path / "run").exists()

@@ -18,6 +18,7 @@ from data.writer import LMDBWriter
 from tests.data.conftest import save
 from tests.faults.conftest import Command, own_process, with_mounts
 
+SHARDS = 40
 ONE_STEP = ["--max-steps", "1", "--evaluation.every", "0", "--log.samples-every", "0"]
 
 
@@ -74,19 +75,19 @@ def test_fault_26_missing_data(
 
 @pytest.fixture
 def own_sizes(packed: Path, tmp_path: Path) -> Path:
-    """The training pictures as JPEGs of 80 px and more."""
-    path = tmp_path / "own.lmdb"
+    """The training pictures as JPEGs of 80 px and more: a pattern of SHARDS files, each of which stays open."""
     with LMDBReader(packed / "train.lmdb") as reader:
         images, labels = reader.read(range(len(reader)))
         layout = Layout(channels=1, resolutions=(0,), encoding="source")
-        with LMDBWriter(path, layout, classes=reader.classes) as writer:
-            for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
-                picture = np.asarray(Image.fromarray(image[0]).resize((80 + number % 9, 80)))
-                buffer = io.BytesIO()
-                Image.fromarray(picture).save(buffer, format="JPEG")
-                writer.add(picture[:, :, None], label, payload=buffer.getvalue())
-            writer.finish()
-    return path
+        for shard in range(SHARDS):
+            with LMDBWriter(tmp_path / f"own-{shard}.lmdb", layout, classes=reader.classes) as writer:
+                for number in range(shard, len(images), SHARDS):
+                    picture = np.asarray(Image.fromarray(images[number, 0]).resize((80 + number % 9, 80)))
+                    buffer = io.BytesIO()
+                    Image.fromarray(picture).save(buffer, format="JPEG")
+                    writer.add(picture[:, :, None], int(labels[number]), payload=buffer.getvalue())
+                writer.finish()
+    return tmp_path / "own-*.lmdb"
 
 
 def limited(soft: int, hard: int) -> Callable[[], None]:
