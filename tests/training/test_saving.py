@@ -191,6 +191,25 @@ def test_a_save_after_falling_back_is_not_the_one_that_goes(tmp_path, capsys):
     assert (steps(again), value(newest_first(again.folder.checkpoints)[0])) == ([6], [6.0])
 
 
+@pytest.mark.parametrize("behind", [("last", "best"), ("best",)])
+def test_pointers_that_a_kill_left_behind_are_renewed_at_a_resume(tmp_path, behind):
+    """Found by kill -9 at random moments: after the last step nothing else would renew them."""
+    keeper = keeper_of(tmp_path)
+    pointers, before = [keeper.folder.checkpoints / f"{which}.json" for which in behind], []
+    for step, figure in ((1, 0.5), (2, 0.25)):
+        registry: dict[str, Any] = {"loop": Counter()}
+        registry["loop"].state = {"step": step, "best": {"frechet": figure, "step": step}}
+        before = [path.read_text() for path in pointers if path.exists()]
+        keeper.save(step, registry, ABOUT, {"metric": "frechet", "value": figure})
+        keeper.wait()
+    wanted = [path.read_text() for path in pointers]
+    assert before != wanted
+    for path, text in zip(pointers, before, strict=True):
+        path.write_text(text)
+    assert keeper_of(tmp_path).restore({"loop": Counter()}) is not None
+    assert [path.read_text() for path in pointers] == wanted
+
+
 def test_leftovers_of_a_killed_write_are_gone_before_the_next_begins(tmp_path, held):
     """They may be what fills the disk."""
     keeper = keeper_of(tmp_path)
