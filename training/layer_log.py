@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from training.optim import Mixed
 from utils import distributed
 from utils.errors import UserError
 from utils.hooks import LayerStatistics, matching_layers, merge
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from utils.logging import Events
 
 FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its own
 
@@ -30,7 +28,7 @@ class LayerLog:
     def __init__(self, config: LogConfig, registry: Mapping[str, Any], folder: Path) -> None:
         self._every = config.layers_every
         self._folder = folder / "tensorboard" / FOLDER
-        self._writer: SummaryWriter | None = None
+        self._events: Events | None = None
         self._mixed = next((part for part in registry.values() if isinstance(part, Mixed)), None)
         self._statistics = LayerStatistics(_named(registry, config.layers)) if config.layers else None
 
@@ -51,18 +49,15 @@ class LayerLog:
             self._write(step, found)
 
     def _write(self, step: int, found: Mapping[str, float]) -> None:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=step)  # what a run that died wrote beyond
-        for name, value in found.items():
-            self._writer.add_scalar(name, value, step)
+        if self._events is None:
+            self._events = Events(self._folder, purge_step=step)  # what a run that died wrote beyond
+        self._events.scalars(step, found)
 
     def close(self) -> None:
         """Flush everything to the disk."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
 
 
 def _named(registry: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -3,8 +3,11 @@
 import json
 import os
 import sys
+import threading
 import time
 import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,88 @@ def say(message: str) -> None:
     sys.stderr.flush()
 
 
+def say_refused(path: Path, error: Exception, without: str) -> None:
+    """Warn that `path` cannot be written. `error`: an OSError, or what was raised from it."""
+    reason = getattr(error.__cause__ or error, "strerror", None) or error
+    say(f"warning: {path}: cannot be written ({reason}); training goes on without {without}")
+
+
+class Events:
+    """A folder of TensorBoard events. A disk that refuses them ends them, which is said once, and not the training."""
+
+    def __init__(self, folder: Path, purge_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        self._writer: SummaryWriter | None = None
+        self.refused = False  # by the disk: nothing more is written
+        _hush_writer_threads()
+        try:
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
+        except OSError as error:
+            self._refuse(error)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the values of `step`."""
+
+        def write(writer: "SummaryWriter") -> None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, step)
+
+        self._call(write)
+
+    def image(self, step: int, name: str, picture: np.ndarray) -> None:
+        """Add a uint8 [H, W] or [H, W, 3] picture."""
+        form = "HW" if picture.ndim == 2 else "HWC"
+        self._call(lambda writer: writer.add_image(name, picture, step, dataformats=form))
+
+    def graph(self, model: "nn.Module", inputs: Any) -> None:
+        """Trace a model and add its graph; a writer keeps one."""
+        self._call(lambda writer: writer.add_graph(model, inputs, use_strict_trace=False))
+
+    def close(self) -> None:
+        """Flush everything to the disk."""
+        self._call(lambda writer: writer.close())
+        self._writer = None
+
+    def drop(self) -> None:
+        """Write nothing more, and say nothing."""
+        self.refused = True
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            inner: Any = writer.file_writer
+            with suppress(OSError):
+                inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
+
+    def _call(self, write: Callable[["SummaryWriter"], None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            write(self._writer)
+        except OSError as error:  # of this call, or of the thread that wrote an earlier one
+            self._refuse(error)
+
+    def _refuse(self, error: OSError) -> None:
+        say_refused(self._folder, error, "TensorBoard")
+        self.drop()
+
+
+_usual_excepthook = threading.excepthook
+
+
+def _hush_writer_threads() -> None:
+    """What ends a SummaryWriter's thread is raised again where it is next called; no traceback besides."""
+    global _usual_excepthook
+    if threading.excepthook is not _excepthook:
+        _usual_excepthook, threading.excepthook = threading.excepthook, _excepthook
+
+
+def _excepthook(found: threading.ExceptHookArgs) -> None:
+    writes = type(found.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
+    if not (writes and isinstance(found.exc_value, OSError)):
+        _usual_excepthook(found)
+
+
 class RunLog:
     """`metrics.jsonl` (one JSON object a log tick), TensorBoard events and the progress bar of one run."""
 
@@ -35,10 +120,10 @@ class RunLog:
         self._active = active
         self._tensorboard = tensorboard and active
         self._total = total_steps
-        self._writer: SummaryWriter | None = None
+        self._events: Events | None = None
         self._bar: tqdm[Any] | None = None
         self._said = time.monotonic()
-        self._refused = False  # by the disk
+        self._refused: set[str] = set()  # by the disk
 
     def open(self, step: int) -> None:
         """Begin at `step`: rows of later steps, written by a run that died after its last checkpoint, are cut off."""
@@ -46,9 +131,7 @@ class RunLog:
             return
         cut_back(self._path, step)
         if self._tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder / "tensorboard"), purge_step=step + 1)
+            self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
         self._bar = tqdm(
             total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0, disable=None
         )
@@ -65,8 +148,8 @@ class RunLog:
         row: dict[str, Any] = {"step": step}
         for key, value in metrics.items():
             row[key] = value if isinstance(value, int) else (float(f"{value:.6g}") if np.isfinite(value) else None)
-            if self._writer is not None:
-                self._writer.add_scalar(key, value, step)
+        if self._events is not None:
+            self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
         self._progress_line(step, metrics)
         losses = {
@@ -76,14 +159,25 @@ class RunLog:
             self._bar.set_postfix(losses, refresh=False)
 
     def _append(self, line: str) -> None:
-        """A full disk costs rows, which is said once, and not the training; half a row is cut off at a resume."""
+        """A full disk costs rows, and not the training. Half a row is taken away, or the next would be glued to it."""
+        left = line.encode()
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(line)
+            with open(self._path, "ab", buffering=0) as file:  # a buffer would write its rest when it is closed
+                before = file.tell()
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(before)
+                    raise
         except OSError as error:
-            if not self._refused:
-                say(f"warning: {self._path}: rows cannot be written ({error.strerror}); training goes on without them")
-            self._refused = True
+            self.refused(self._path, error, "its rows")
+
+    def refused(self, path: Path, error: Exception, without: str) -> None:
+        """`say_refused`, once for each thing that training goes on `without`."""
+        if without not in self._refused:
+            self._refused.add(without)
+            say_refused(path, error, without)
 
     def _progress_line(self, step: int, metrics: Metrics) -> None:
         """Where no bar can be drawn (a log file, CI): a line about twice a minute."""
@@ -95,30 +189,30 @@ class RunLog:
 
     def image(self, step: int, name: str, picture: np.ndarray) -> None:
         """A uint8 [H, W] or [H, W, 3] picture for TensorBoard."""
-        if self._writer is not None:
-            self._writer.add_image(name, picture, step, dataformats="HW" if picture.ndim == 2 else "HWC")
+        if self._events is not None:
+            self._events.image(step, name, picture)
 
     def graph(self, name: str, model: "nn.Module", inputs: Any) -> None:
         """The model's graph for TensorBoard's graph tab."""
-        if self._writer is None:
+        if self._events is None or self._events.refused:
             return
-        from torch.utils.tensorboard import SummaryWriter
-
-        # add_graph keeps one graph a writer, so each model gets a folder of its own
-        writer = SummaryWriter(str(self._folder / "tensorboard" / name))
+        own = Events(self._folder / "tensorboard" / name)
         with warnings.catch_warnings():
             # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants
             warnings.simplefilter("ignore")
             with torch.no_grad():
                 model(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
-            writer.add_graph(model, inputs, use_strict_trace=False)
-        writer.close()
+            own.graph(model, inputs)
+        own.close()
+        if own.refused:
+            self._events.drop()
 
     def close(self) -> None:
         """Flush everything to the disk."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._events is not None:
+            self._events.close()
+            self._tensorboard = not self._events.refused
+            self._events = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -136,6 +230,10 @@ def cut_back(path: Path, step: int) -> None:
             continue
         if row["step"] <= step:
             kept.append(line + "\n")
+    content = "".join(kept).encode()
+    if path.read_bytes().startswith(content):
+        os.truncate(path, len(content))  # which a full disk does not refuse
+        return
     temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_bytes(content)
     os.replace(temporary, path)

@@ -136,6 +136,30 @@ def test_fault_10_disk_full(
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
 
 
+def test_fault_10_no_room_for_pictures_and_events(gan_recipe: list[str], run: Path) -> None:
+    """Sample grids; TensorBoard's scalars, pictures and graphs; statistics of layers."""
+    config = run.with_name("recipe.yaml")
+    config.write_text(config.read_text().replace("tensorboard: false", "tensorboard: true"))
+    small = {run / "samples": "8k", run / "tensorboard": "64k"}
+    for folder in small:
+        folder.mkdir(exist_ok=True)
+    for path in (run / "checkpoints").iterdir():
+        path.unlink()  # from the start again: graphs are drawn there
+    mounts = with_mounts(*(f"mount -t tmpfs -o size={size} tmpfs {folder}" for folder, size in small.items()))
+    every = ["--log.every", "1", "--log.samples-every", "1", "--log.layers-every", "1"]
+    outcome = own_process(*gan_recipe, *every, "--log.layers", "[generator.*]", prefix=mounts).success()
+    refused = {
+        run / "samples" / "step-00000000.png": "sample grids",
+        run / "tensorboard" / "generator": "TensorBoard",
+        run / "tensorboard" / "layers": "TensorBoard",
+    }
+    why = "cannot be written (No space left on device); training goes on without"
+    warnings = [line for line in outcome.err.splitlines() if "warning" in line]
+    assert warnings == [f"warning: {path}: {why} {what}" for path, what in refused.items()]
+    assert (checkpoints(run), status(run)["state"]) == ([8, 6], "finished")
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()][-1] == 8
+
+
 # --- 11 and 12: damaged
 
 

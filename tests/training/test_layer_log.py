@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import train_in_process
+from tests.utils.test_logging import no_file_larger_than
 from training import layer_log
 from training.config import LogConfig
 from utils.errors import UserError
@@ -51,6 +52,23 @@ def test_both_networks_of_a_gan(tmp_path, packed):
     found = scalars(run)
     assert {tag.partition(".")[0] for tag in found} == {"generator", "discriminator"}
     assert any(tag.endswith("/gradient_std") for tag in found if tag.startswith("discriminator"))
+
+
+def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys):
+    network = torch.nn.Linear(2, 2)
+    layers = layer_log.LayerLog(LogConfig(layers=["*"], layers_every=1), {"network": network}, tmp_path)
+    with no_file_larger_than(200):
+        for step in (1, 2, 3):
+            with layers.watching(step):
+                network(torch.ones(1, 2)).sum().backward()
+    with layers.watching(4):
+        network(torch.ones(1, 2)).sum().backward()
+    layers.close()
+    folder = tmp_path / "tensorboard" / "layers"
+    assert capsys.readouterr().err == (
+        f"warning: {folder}: cannot be written (File too large); training goes on without TensorBoard\n"
+    )
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

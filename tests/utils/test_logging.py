@@ -1,10 +1,14 @@
 import json
 import math
+import resource
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 
-from utils.logging import RunLog, cut_back, say
+from utils.logging import Events, RunLog, cut_back, say
 
 
 def rows(folder):
@@ -50,6 +54,119 @@ def test_a_resumed_log_goes_on_where_the_checkpoint_was(tmp_path):
     run_log.metrics(3, {"x": 33.0})
     run_log.close()
     assert rows(tmp_path) == [{"step": 1, "x": 1.0}, {"step": 2, "x": 2.0}, {"step": 3, "x": 33.0}]
+
+
+@contextmanager
+def no_file_larger_than(size):
+    """What a full disk does: the bytes up to there are written, the rest is refused."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+def test_a_refused_row_costs_no_other(tmp_path, capsys):
+    path, run_log = tmp_path / "metrics.jsonl", log(tmp_path)
+    run_log.open(0)
+    run_log.metrics(1, {"x": 1.0})
+    for step in (2, 4):
+        with no_file_larger_than(path.stat().st_size + 10):
+            run_log.metrics(step, {"x": float(step)})
+            run_log.metrics(step, {"val/x": float(step)})
+        run_log.metrics(step + 1, {"x": step + 1.0})
+    run_log.close()
+    whole = [{"step": 1, "x": 1.0}, {"step": 3, "x": 3.0}, {"step": 5, "x": 5.0}]
+    assert rows(tmp_path) == whole
+    warning = f"warning: {path}: cannot be written (File too large); training goes on without its rows"
+    assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [warning]
+    log(tmp_path).open(5)
+    assert rows(tmp_path) == whole
+
+
+def test_a_full_disk_does_not_keep_rows_from_being_cut_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 3}\n{"step"')
+    with no_file_larger_than(5):
+        cut_back(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def tensorboard_threads():
+    return [thread for thread in threading.enumerate() if type(thread).__module__.startswith("tensorboard.")]
+
+
+@pytest.fixture
+def no_thread_left():
+    before = tensorboard_threads()
+    yield
+    assert tensorboard_threads() == before
+
+
+def check_told_once(folder, error):
+    assert "Traceback" not in error
+    (warning,) = [line for line in error.splitlines() if "warning" in line]
+    assert warning.startswith(f"warning: {folder}: cannot be written (File ")
+    assert warning.endswith("); training goes on without TensorBoard")
+
+
+@pytest.mark.usefixtures("no_thread_left")
+@pytest.mark.parametrize("count", [1, 100])
+def test_refused_events_are_no_error(tmp_path, capsys, count):
+    """Seen at the end, or at one of many."""
+    events = Events(tmp_path)
+    with no_file_larger_than(100):
+        for step in range(count):
+            events.scalars(step, {"x": 1.0})
+        assert events.refused or count == 1
+        events.close()
+    assert events.refused
+    check_told_once(tmp_path, capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("no_thread_left")
+@pytest.mark.parametrize("first", ["open", "image", "graph"])
+def test_tensorboard_on_a_full_disk(tmp_path, capsys, first):
+    """Whatever is refused first, it is said once and given up, and rows go on."""
+    run_log = RunLog(tmp_path, active=True, tensorboard=True, total_steps=10)
+    folder = tmp_path / "tensorboard"
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    if first == "open":
+        folder.write_text("in the way")
+    run_log.open(0)
+    with no_file_larger_than(200):
+        if first == "image":
+            for _ in range(50):  # more than the queue of the thread that writes takes
+                run_log.image(1, "noise", noise)
+        elif first == "graph":
+            run_log.graph("model", torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    for step in (2, 3):  # there is room again
+        run_log.metrics(step, {"x": 1.0})
+        run_log.image(step, "noise", noise)
+        run_log.graph("other", torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    run_log.close()
+    run_log.open(3)  # as after a roll-back
+    run_log.metrics(4, {"x": 1.0})
+    run_log.close()
+    assert [row["step"] for row in rows(tmp_path)] == [2, 3, 4]
+    check_told_once(folder / "model" if first == "graph" else folder, capsys.readouterr().err)
+    assert not (folder / "other").exists()
+
+
+def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
+    seen: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr("utils.logging._usual_excepthook", None)
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    Events(tmp_path).close()
+
+    def refused():
+        raise OSError("not TensorBoard's")
+
+    thread = threading.Thread(target=refused)
+    thread.start()
+    thread.join()
+    assert [str(found.exc_value) for found in seen] == ["not TensorBoard's"]
 
 
 @pytest.mark.parametrize("torn", ['{"step": 4, "x"', '{"step"', "{", "\x00\x00\x00", ""])
