@@ -2,12 +2,19 @@
 
 import os
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from utils.arguments import positive
-from utils.cli import Parser
+from utils.cli import Parser, did_you_mean
+from utils.config import UnknownKey
 from utils.errors import UserError, run_cli
-from utils.launch import launch, parse_gpus, under_launcher
+from utils.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
+
+RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 
 def parser() -> Parser:
@@ -16,8 +23,13 @@ def parser() -> Parser:
     )
     parse.add_argument("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
     parse.add_argument("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
-    parse.add_argument("--gpus", metavar="0,1", help="GPUs to use, one process each")
-    parse.add_argument("--procs", type=int, metavar="N", help="processes on the CPU (gloo), or to share the --gpus")
+    parse.add_argument("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
+    parse.add_argument(
+        "--procs",
+        type=int,
+        metavar="N",
+        help="processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only",
+    )
     parse.add_argument("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     parse.add_argument(
         "--max-steps", type=int, metavar="N", help="stop after saving at step N; schedules keep the config's length"
@@ -38,8 +50,49 @@ def parser() -> Parser:
     return parse
 
 
+def check_names(overrides: Sequence[str], *, config: str | None) -> None:
+    """Raise UserError for options that do not exist and cannot wait for the config, which knows the others."""
+    names = [token.partition("=")[0] for token in overrides if token.startswith("--")]
+    for name in names:
+        if name in RESUME:
+            raise UserError(
+                f"there is no {name.replace('_', '-')}: the same command goes on from the run folder's last checkpoint"
+            )
+        if config is None and (near := did_you_mean(name, ["--config"])):
+            raise UserError(f"unknown option {name}{near}")
+
+
+def check_launcher(gpus: str | None, procs: int | None) -> None:
+    """Raise UserError where torchrun has started the processes already, and other ones are asked for."""
+    if not under_launcher() or LAUNCHED in os.environ:  # our launcher hands the options on
+        return
+    world = os.environ["WORLD_SIZE"]
+    if gpus is not None:
+        raise UserError(
+            f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with --nproc-per-node N "
+            f"and CUDA_VISIBLE_DEVICES={gpus}"
+        )
+    if procs is not None and str(procs) != world:
+        raise UserError(
+            f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, its "
+            "--nproc-per-node says how many"
+        )
+
+
+def check_gpus(text: str, count: int) -> None:
+    """Raise UserError unless the `count` GPUs that `--gpus text` names can be used."""
+    import torch
+
+    usable = torch.cuda.device_count()  # of those, as CUDA_VISIBLE_DEVICES names them
+    if not usable:
+        raise UserError(f"--gpus {text}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N")
+    if usable < count:
+        raise UserError(f"--gpus {text}: only {usable} of these {count} can be used; nvidia-smi lists what is there")
+
+
 def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
+    check_names(overrides, config=options.config)
     if options.config is None:
         raise UserError("--config FILE is missing; recipes are in configs/, e.g. --config configs/quickstart_gan.yaml")
     if options.profile is not None and (options.dry_run or options.max_steps is not None):
@@ -55,6 +108,7 @@ def main(argv: list[str]) -> int:
     gpus = parse_gpus(options.gpus) if options.gpus else []
     if (options.procs is not None and options.procs < 1) or (options.max_steps is not None and options.max_steps < 1):
         raise UserError("--procs and --max-steps must be 1 or more")
+    check_launcher(options.gpus, options.procs)
     if gpus and not under_launcher():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before CUDA starts, here and in the processes below
     processes = options.procs or len(gpus) or 1
@@ -63,20 +117,32 @@ def main(argv: list[str]) -> int:
     if processes > 1 and not under_launcher():
         return launch([str(Path(__file__).resolve()), *argv], processes)
 
+    # a process of a launcher ends as it is told to, and the launcher says so
+    with nullcontext() if under_launcher() else leaving_on_signals():
+        return train_here(options, overrides, gpus, sweep)
+
+
+def train_here(options: Namespace, overrides: list[str], gpus: list[str], sweep: dict[str, Any]) -> int:
+    """Train in this process."""
     from training.run import train  # imports torch, which must not happen before --gpus is applied
 
+    processes = options.procs or len(gpus) or 1
     wanted = "cuda" if gpus else "cpu" if processes > 1 else None  # asked for, so not to be replaced in silence
-    device = options.device or wanted
-    return train(
-        options.config,
-        overrides,
-        run_dir=options.run_dir,
-        device=device,
-        max_steps=options.max_steps,
-        profile_steps=options.profile,
-        sweep=sweep if options.lr_find else None,
-        dry_run=options.dry_run,
-    )
+    if gpus and options.device is None:
+        check_gpus(options.gpus, len(gpus))
+    try:
+        return train(
+            options.config,
+            overrides,
+            run_dir=options.run_dir,
+            device=options.device or wanted,
+            max_steps=options.max_steps,
+            profile_steps=options.profile,
+            sweep=sweep if options.lr_find else None,
+            dry_run=options.dry_run,
+        )
+    except UnknownKey as error:
+        raise error.among([f"--{name.replace('_', '-')}" for name in vars(options)]) from error
 
 
 if __name__ == "__main__":

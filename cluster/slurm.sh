@@ -5,11 +5,13 @@
 #
 # Two minutes before its time is up the run saves and leaves with exit code 3, and the job queues itself again; SLURM
 # does so after a lost node. Both go on from the last checkpoint, so one submission trains to the end. A run that fails
-# is not repeated: what happened stands in RUN_DIR/status.json.
+# is not repeated: what happened stands in RUN_DIR/status.json. A warning waits for an evaluation that is under way: the
+# two minutes must be longer than one and a save (docs/scaling.md).
 #
 # The repository, the data and the run folder lie where all nodes see them. Settings from outside, as variables:
 #   DUET_PYTHON  the interpreter (default: .venv/bin/python of the repository)
-#   DUET_PROCS   processes a node (default: one per GPU; on CPUs give a number, and --device cpu to train.py)
+#   DUET_PROCS   processes a node (default: one per GPU; on CPUs give a number, and --device cpu to train.py); train.py's
+#                own --gpus and --procs are refused here
 #   DUET_PORT    of the rendezvous on the first node (default: from the job's number)
 #SBATCH --job-name=duet
 #SBATCH --nodes=2
@@ -82,7 +84,7 @@ export DUET_PYTHON=${DUET_PYTHON:-.venv/bin/python}
 export DUET_PROCS=${DUET_PROCS:-gpu}
 export DUET_PORT=${DUET_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1} # srun does not take it over from sbatch
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p) # head would leave at once: SIGPIPE
 export MASTER_ADDR
 
 before=$(cat "$status_file" 2>/dev/null || true)

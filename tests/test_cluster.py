@@ -20,6 +20,8 @@ from kubeflow_trainer_api import models
 
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
+from training.config import DistributedConfig
+from utils.heartbeat import Heartbeat
 
 SCRIPT = REPOSITORY / "cluster" / "slurm.sh"
 MANIFEST = REPOSITORY / "cluster" / "trainjob.yaml"
@@ -271,6 +273,10 @@ POD = "spec.template.spec.replicatedJobs.0.template.spec.template.spec"
         ("TrainingRuntime", "spec.template.spec.failurePolicy.maxRestarts", "often"),
         ("TrainingRuntime", f"{POD}.volumes.0.persistentVolumeClaim", {"name": "duet-data"}),
         ("TrainingRuntime", f"{POD}.containers.0.volumeMounts.0.mount", "/data"),
+        ("TrainingRuntime", f"{POD}.containers.0.livenessProbe.exec.command", "true"),
+        ("TrainingRuntime", f"{POD}.containers.0.livenessProbe.every", 60),
+        ("TrainingRuntime", f"{POD}.containers.0.startupProbes", {}),
+        ("TrainJob", "spec.trainer.env.0.values", "/runs/faces"),
     ],
 )
 def test_broken_manifests_are_not(kind: str, path: str, value: Any) -> None:
@@ -295,3 +301,37 @@ def test_the_manifests_fit_one_another_and_the_image() -> None:
     for key in ("data.path", "run-dir"):
         assert str(Path(arguments[key]).parent) in mounted
     assert job["spec"]["trainer"]["command"] == ["torchrun", "train.py"]
+    assert job["spec"]["trainer"]["env"] == [{"name": "RUN", "value": arguments["run-dir"]}]  # for the probes
+
+
+def seconds(probe: dict[str, Any]) -> int:
+    """How long a probe may fail before the container is ended."""
+    return probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_probes_look_at_the_age_of_the_heartbeat(tmp_path: Path) -> None:
+    spec = manifests()["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = spec["template"]["spec"]["containers"][0]
+    started, alive = container["startupProbe"], container["livenessProbe"]
+    assert seconds(started) > DistributedConfig.start_timeout
+
+    def passed() -> tuple[bool, bool]:
+        probes = (
+            subprocess.run(probe["exec"]["command"], env=environment, capture_output=True, check=False)
+            for probe in (started, alive)
+        )
+        first, second = (done.returncode == 0 for done in probes)
+        return first, second
+
+    run = tmp_path / "a run"
+    environment = os.environ | {"RUN": str(run)}
+    assert passed() == (False, True)  # it has not begun, or has ended in good order
+    heartbeat = Heartbeat(run, 1, interval=60)
+    heartbeat.start()
+    assert passed() == (True, True)
+    other = heartbeat.path.with_name("rank-0.json")
+    other.write_text("{}")
+    for path in (heartbeat.path, other):
+        os.utime(path, (time.time() - 600, time.time() - 600))
+        assert passed() == ((path == heartbeat.path,) * 2)  # the youngest counts
+    heartbeat.stop()

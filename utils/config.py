@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
-from utils.cli import did_you_mean, normalise
+from utils.cli import normalise
 from utils.errors import UserError
 from utils.files import replace_file
 
@@ -22,9 +22,24 @@ T = TypeVar("T")
 Tree = dict[str, Any]
 
 
+class UnknownKey(UserError):
+    """A key that the config does not have; made by `_unknown`, which says what was near."""
+
+    source = name = ""
+    known: Sequence[str] = ()
+
+    def among(self, options: Sequence[str]) -> "UnknownKey":
+        """The same, where the script has `options` (`--max-steps`) of its own that may have been meant."""
+        return _unknown(self.source, self.name, self.known, options)
+
+
 def read_yaml(path: str | Path) -> Tree:
     """The mapping in a YAML file. Raises UserError naming the file, and the line of a syntax error."""
     path = Path(path)
+    if path.is_dir():
+        inside = path / "config.yaml"
+        told = f"give {inside}" if inside.is_file() else "a configuration is a YAML file"
+        raise UserError(f"{path} is a folder: {told}")
     if not path.is_file():
         raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}")
     try:
@@ -71,14 +86,21 @@ def _refuse_unknown(names: Sequence[str], config_class: type, source: str) -> No
     known = list(keys_of(config_class))
     for name in names:
         if name not in known:
-            raise UserError(f"{source}: unknown key {name!r}{_suggestion(name, known)}")
+            raise _unknown(source, name, known)
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    """The near known key; one that was given without its section is looked for in all of them."""
-    whole = did_you_mean(name, known)
+def _unknown(source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> UnknownKey:
+    error = UnknownKey(f"{source}: unknown key {name!r}{_suggestion(name, known, options)}")
+    error.source, error.name, error.known = source, name, known
+    return error
+
+
+def _suggestion(name: str, known: Sequence[str], options: Sequence[str]) -> str:
+    """The near option or known key; a key that was given without its section is looked for in all of them."""
+    typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
+    whole = difflib.get_close_matches(name, [*typed, *known], n=1, cutoff=0.6)
     if whole:
-        return whole
+        return f" (did you mean {typed.get(whole[0], whole[0])!r}?)"
     leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
     near = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(leaves), n=1, cutoff=0.6)
     return f" (did you mean {leaves[near[0]]!r}?)" if near else ""

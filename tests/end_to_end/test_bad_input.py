@@ -56,6 +56,72 @@ def test_typo_on_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("override", "told"),
     [
+        (["--max-step", "5"], "'max_step' (did you mean '--max-steps'?)"),  # not 'steps': that changes the schedule
+        (["--proc=2"], "did you mean '--procs'"),
+        (["--gpu", "0"], "did you mean '--gpus'"),
+        (["--devise", "cpu"], "did you mean '--device'"),
+        (["--rundir", "x"], "did you mean '--run-dir'"),
+        (["--dryrun"], "did you mean '--dry-run'"),
+        (["--profil", "3"], "did you mean '--profile'"),
+        (["--lr-finds"], "did you mean '--lr-find'"),
+        (["--debugg"], "did you mean '--debug'"),
+        (["--step", "5"], "did you mean 'steps'"),
+        (["--lr", "1"], "did you mean 'optimizer.lr'"),
+        (["--resume"], "there is no --resume: the same command goes on from the run folder's last checkpoint"),
+        (["--resume-from=x"], "there is no --resume-from"),
+    ],
+)
+def test_typo_in_an_option_of_the_script(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: list[str], told: str
+) -> None:
+    assert told in refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *override)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_option_of_the_script_in_the_recipe(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.write_text(recipe.read_text() + "max_steps: 5\n")
+    line = refused(capsys, train.main, "--config", recipe)
+    assert "recipe.yaml: unknown key 'max_steps' (did you mean '--max-steps'?)" in line
+
+
+def test_without_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--confg (did you mean '--config'?)" in refused(capsys, train.main, "--confg", "x.yaml")
+    assert "there is no --resume" in refused(capsys, train.main, "--resume", "runs/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--gpus", "2,3"], "--gpus 2,3: torchrun has started the processes; leave --gpus out"),
+        (["--procs", "3"], "--procs 3: torchrun has started 2 processes; leave --procs out"),
+        (["--procs", "2", "--data.path="], "data.path"),  # taken where it says the same
+        (["--data.path="], "data.path"),
+    ],
+)
+def test_processes_under_torchrun(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
+) -> None:
+    """Found by a reader: they started nothing, without a word."""
+    monkeypatch.setattr("utils.distributed.start", lambda *_, **__: None)
+    monkeypatch.setattr("utils.distributed.world_size", lambda: 1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("DUET_LAUNCHED", raising=False)
+    assert told in refused(capsys, train.main, "--config", recipe, "--device", "cpu", *options)
+
+
+def test_our_launchers_processes_take_its_options(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "DUET_LAUNCHED": "1"}.items():
+        monkeypatch.setenv(name, value)
+    options = ["--config", str(recipe), "--gpus", "0,1", "--device", "cpu", "--batch-size", "many"]
+    assert "batch_size" in refused(capsys, train.main, *options)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
         (["--batch-size", "many"], "batch_size"),
         (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),
         (["--data.path="], "data.path"),
@@ -82,6 +148,8 @@ def test_missing_and_malformed_config(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "task.yaml").write_text("task: gans\n")
     assert "did you mean 'gan'" in refused(capsys, train.main, "--config", tmp_path / "task.yaml")
     assert "--config" in refused(capsys, train.main)
+    (tmp_path / "config.yaml").write_text("task: gan\n")
+    assert f"{tmp_path} is a folder: give {tmp_path}/config.yaml" in refused(capsys, train.main, "--config", tmp_path)
 
 
 def test_folder_of_another_run_keeps_everything(
@@ -179,12 +247,32 @@ def test_the_extractor_is_checked_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "usable", "told"),
+    [("0", 0, "--gpus 0: no usable GPU"), ("0,1,5", 2, "--gpus 0,1,5: only 2 of these 3 can be used")],
+)
 def test_a_gpu_that_was_asked_for_is_not_replaced_in_silence(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    usable: int,
+    told: str,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: usable)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # train.py sets it; this puts it back
+    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--gpus", gpus, "--procs", "1"]
+    line = refused(capsys, train.main, *options)
+    assert told in line
+    assert "--device" not in line  # which nobody has typed
+
+
+def test_a_device_that_was_asked_for_is_not_replaced_in_silence(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: None)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # train.py sets it; this puts it back
-    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", "--gpus", "0")
+    line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", "--device", "cuda")
     assert "no usable cuda device" in line
 
 

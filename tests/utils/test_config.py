@@ -5,7 +5,7 @@ import pytest
 
 from training.classifier import ClassifierConfig
 from training.gan_config import GanConfig
-from utils.config import build, differences, keys_of, read_yaml, save_yaml, to_tree
+from utils.config import UnknownKey, build, differences, keys_of, read_yaml, save_yaml, to_tree
 from utils.errors import UserError
 
 
@@ -86,6 +86,18 @@ def test_a_missing_file_is_named_with_its_near_match(tmp_path):
         read_yaml(tmp_path / "nowhere" / "x.yaml")
 
 
+def test_a_folder_is_no_configuration(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    with pytest.raises(UserError) as error:
+        read_yaml(run)
+    assert str(error.value) == f"{run} is a folder: a configuration is a YAML file"
+    written(run, "task: gan", "config.yaml")
+    with pytest.raises(UserError) as error:
+        read_yaml(run)
+    assert str(error.value) == f"{run} is a folder: give {run / 'config.yaml'}"
+
+
 def test_a_file_of_another_name_is_no_near_match(tmp_path):
     written(tmp_path, "a: 1", "unrelated_thing.yaml")
     with pytest.raises(UserError) as error:
@@ -162,6 +174,25 @@ def test_what_is_refused_is_named(tree, overrides, told):
     with pytest.raises(UserError, match=told) as error:
         build(Outer, tree, overrides, source="f.yaml")
     assert one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_step", "--max-steps"),
+        ("proc", "--procs"),
+        ("gpu", "--gpus"),
+        ("devise", "--device"),
+        ("steps_", "steps"),  # the nearer of both
+        ("learning_rates", "inner.learning_rate"),
+        ("lerning_rate", "inner.learning_rate"),
+    ],
+)
+def test_options_of_the_script_are_candidates_too(name, near):
+    with pytest.raises(UnknownKey) as error:
+        build(Outer, {}, [f"--{name}", "1"])
+    told = error.value.among(["--max-steps", "--procs", "--gpus", "--device", "--run-dir"])
+    assert str(told) == f"command line: unknown key {name!r} (did you mean {near!r}?)"
 
 
 def test_null_for_a_number_names_the_key():
