@@ -106,9 +106,9 @@ class InfiniteLoader:
             raise
 
     @property
-    def damaged_records(self) -> int:
-        """Records of this process that were replaced because they are damaged (`data.on_damage: skip`)."""
-        return len(self.reader.damaged)
+    def damaged_records(self) -> set[int]:
+        """Records that this process has replaced because they are damaged (`data.on_damage: skip`)."""
+        return set(self.reader.damaged)
 
     def state_dict(self) -> dict[str, int | bool]:
         """The sampler's position after the batches handed out."""

@@ -107,10 +107,10 @@ class StagedLoader:
         return loader
 
     @property
-    def damaged_records(self) -> int:
-        """Records of this process that were replaced because they are damaged, at any resolution."""
+    def damaged_records(self) -> set[int]:
+        """Records that this process has replaced because they are damaged, at any resolution."""
         current = self.reader if self._open is None else self._open[1].reader
-        return len(self._damaged.union(current.damaged))
+        return self._damaged.union(current.damaged)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches handed out: the sampler's, the step and the batch within it."""

@@ -1,6 +1,7 @@
 """Evaluation of a classifier on labelled pictures."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +28,7 @@ def evaluate_classifier(
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[Tensor], Tensor] | None = None,  # sums an int64 vector over the ranks
+    same_fate: Callable[[], AbstractContextManager[None]] = nullcontext,  # raises one rank's UserError on all
     progress: Progress | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def evaluate_classifier(
     device = device_of(classifier)
     total = min(len(reader), len(reader) if limit is None else limit)
     done = 0
-    with evaluating(classifier), exact_float32(device):
+    with evaluating(classifier), exact_float32(device), same_fate():
         for batch in evaluation_batches(reader, batch_size, rank=rank, world_size=world_size, limit=limit):
             logits = classifier(classifier_input(classifier, batch.images))
             probabilities = counts.update(logits, batch.labels)

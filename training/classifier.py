@@ -142,9 +142,11 @@ class ClassifierTask:
         self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
-        taken = load_pretrained(model)
-        if taken and distributed.is_main():
-            say(taken)
+        if config.model.weights is not None:
+            with distributed.same_fate():  # each node may have files of its own
+                taken = load_pretrained(model)
+            if distributed.is_main():
+                say(taken)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.placement: Placement | None = None
         if config.model.split == "off":
@@ -156,6 +158,7 @@ class ClassifierTask:
         self.ema = EMA(model, buffers="average")
         synced = world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
+        self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
         self.model.train()  # and it stays so: only the average is evaluated
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
         setting = config.compile if self.placement is None else "off"  # a compiled network lies on one device
@@ -189,6 +192,8 @@ class ClassifierTask:
         with phase("optimizer"):
             update = self.updater.step(step)
             restore_where_(self.statistics, before, update.skipped)
+            if self.apart:
+                distributed.average_(self._own_statistics())
             self.mixed.update_scale()
         with phase("ema"):
             average = self.updater.average(self.model.parameters())
@@ -216,6 +221,12 @@ class ClassifierTask:
             told = self.micro.halve()
             if distributed.is_main():
                 say(told)
+
+    def _own_statistics(self) -> list[Tensor]:
+        """Running means and variances that this step has moved, and in each process differently."""
+        norms = [module for module in self.model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+        moved = [buffer for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
+        return [buffer for buffer in moved if buffer.is_floating_point()]
 
     def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
         """None: memory ran out. (By the time of the return what the failed pass held is free again.)"""
@@ -317,5 +328,6 @@ class ClassifierTask:
             rank=distributed.rank(),
             world_size=distributed.world_size(),
             reduce=distributed.all_reduce_sum_,
+            same_fate=distributed.same_fate,
         )
         return {"accuracy": found["accuracy"], "ece": found["ece"]}

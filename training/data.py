@@ -115,6 +115,15 @@ def _check_labels(dataset: Dataset) -> None:
         )
 
 
+def check_same_pictures(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
+    """Raise UserError, on all ranks, unless all of them have the same files: each node may have its own copies."""
+    for path, dataset in ((config.path, training), (config.val_path, held_out)):
+        hashes = distributed.gather_objects(None if dataset is None else dataset.meta.content_hash)
+        other = next((rank for rank, found in enumerate(hashes) if found != hashes[0]), None)
+        if other is not None:
+            raise UserError(f"{path}: rank {other} has other pictures than rank 0; copy one file to all nodes")
+
+
 def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
     """Raise UserError unless both have the same classes in the same order."""
     if held_out.classes == training.classes:

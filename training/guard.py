@@ -3,8 +3,10 @@ step failed, in words.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -21,24 +23,16 @@ from utils.memory import ran_out
 
 def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Part of the registry -> its tensors that are the same on all ranks: weights, averages, optimizers' moments, the
-    strength of ADA, the path-length mean. Statistics of a BatchNorm that is not synchronised are each rank's own.
+    strength of ADA, the path-length mean.
     """
     found = {}
     for name, part in registry.items():
         network = part.model if isinstance(part, EMA) else part
-        tensors = _of_network(network) if isinstance(network, nn.Module) else list(_of_state(part.state_dict()))
+        whole = isinstance(network, nn.Module)
+        tensors = [*network.parameters(), *network.buffers()] if whole else list(_of_state(part.state_dict()))
         if tensors:
             found[name] = tensors
     return found
-
-
-def _of_network(network: nn.Module) -> list[Tensor]:
-    own = [
-        module.buffers(recurse=False)
-        for module in network.modules()
-        if type(module) is not nn.BatchNorm2d  # the synchronised ones are other classes
-    ]
-    return [*network.parameters(), *(buffer for buffers in own for buffer in buffers)]
 
 
 def _of_state(state: Any) -> Iterator[Tensor]:
@@ -111,7 +105,8 @@ def lost_rank(folder: Path, error: BaseException) -> TrainingHalted:
     missing = {silent.rank for silent in found}
     speaks = rank == min(set(range(world)) - missing)
     reason = _missing_text(found) or "the ranks lost touch with each other"
-    detail = str(error).strip().split("\n")[0][:120]
+    # gloo begins with the place in its source, "[/.../pair.cc:545] "
+    detail = shorten(re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ...")
     quiet = not speaks or (LAUNCHED in os.environ and bool(found) and all(silent.gone for silent in found))
     return TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
 

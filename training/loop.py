@@ -33,7 +33,7 @@ from utils.images import save_png
 from utils.logging import Metrics, RunLog, say
 from utils.run_folder import RunFolder
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Loop:
@@ -51,6 +51,7 @@ class Loop:
         watched = None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
         self.window = MetricWindow(watched)
         self.roll_backs = 0
+        self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
         self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
         self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
         self.log = RunLog(
@@ -75,6 +76,7 @@ class Loop:
             "stopping": self.stopping.state_dict(),
             "spikes": self.spikes.state_dict(),
             "roll_backs": self.roll_backs,
+            "damaged": sorted(self.damaged),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,15 +86,23 @@ class Loop:
         if "spikes" in state:
             self.spikes.load_state_dict(state["spikes"])
             self.roll_backs = state["roll_backs"]
+        self.damaged |= set(state.get("damaged", []))
 
     # --- saving and resuming
 
     def save(self, best: dict[str, float | str] | None = None) -> None:
         """Save this step's state; `best`: the metric and value that make it the best so far (`Keeper.save`)."""
         self.window.fold()
+        self._collect_damage()
         about = {"shape": dict(self.task.shape), "origin": self.origin, **self.task.provenance()}
         self.keeper.save(self.step, self.registry(), about, best)
+        self.folder_status("running")
         self._check_saving()
+
+    def _collect_damage(self) -> None:
+        """Bring together which records the processes have replaced."""
+        if self.config.data.on_damage == "skip":
+            self.damaged = self.damaged.union(*distributed.gather_objects(self.loader.damaged_records))
 
     def _check_saving(self) -> None:
         """Stop where a checkpoint could not be written and the config says so; on all ranks."""
@@ -126,7 +136,8 @@ class Loop:
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step)
-        handlers = {signum: signal.signal(signum, self._on_signal) for signum in STOP_SIGNALS}
+        obeyed = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup: SIGHUP
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in obeyed}
         try:
             self._show_start()
             self._tick_started, self._tick_step = time.perf_counter(), self.step
@@ -270,8 +281,8 @@ class Loop:
         row |= {name: round(count) for name, count in self.updates.items()}
         row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}
         if self.config.data.on_damage == "skip":
-            damaged = torch.tensor(float(self.loader.damaged_records))
-            row["damaged_records"] = round(distributed.all_reduce_sum_(damaged).item())  # replaced, by all processes
+            self._collect_damage()
+            row["damaged_records"] = len(self.damaged)
         self.log.metrics(self.step, row)
         self._warn(row)
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
@@ -307,7 +318,10 @@ class Loop:
         here, position, count = self.step, self.loader.state_dict(), self.roll_backs + 1
         content = self.keeper.restore(self.registry(), up_to=spike)
         if content is None:
-            say_main(f"warning: {told}; there is no checkpoint from before it to go back to")
+            say_main(
+                f"warning: {told}; there is no checkpoint from before it to go back to: lower log.every, at which "
+                "spikes are looked for, or raise checkpoint.keep"
+            )
             return
         then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
         self.loader.load_state_dict(position | {key: then[key] for key in ("step", "batch") if key in then})
@@ -336,8 +350,11 @@ class Loop:
             return
         picture = self.task.sample_grid(self.step)
         if picture is not None:
-            self.folder.samples.mkdir(exist_ok=True)
-            save_png(picture, self.folder.samples / f"step-{self.step:08d}.png")
+            path = self.folder.samples / f"step-{self.step:08d}.png"
+            try:
+                save_png(picture, path)
+            except UserError as error:  # a full disk
+                self.log.refused(path, error, "sample grids")
             self.log.image(self.step, "samples", picture)
 
     def _evaluate(self) -> None:
@@ -372,8 +389,16 @@ class Loop:
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         # asked twice: leave at once. SIGUSR1 is a warning, which SLURM may give to all processes and to their launcher
         if self._signal is not None and signum != signal.SIGUSR1:
+            self._tell(signum, f"left without saving; the last checkpoint is of step {self.keeper.saved_step}")
             os._exit(128 + signum)
+        if self._signal is None:
+            self._tell(signum, "saving after this step, and what is under way; a second signal leaves at once")
         self._signal = self._signal or signum
+
+    def _tell(self, signum: int, what: str) -> None:
+        """A line on stderr, from within a signal handler (rank 0)."""
+        if distributed.is_main():
+            os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())
 
     def _obey_signal(self) -> None:
         """If any rank was told to stop, all of them save after this same step and leave."""

@@ -14,14 +14,14 @@ from training.config import RunConfig
 from training.loop import Loop
 from training.task import Task
 from training.tasks import TASKS, build_run_config
-from utils import determinism, distributed, inject
+from utils import determinism, distributed, heartbeat, inject
 from utils.checkpoint import newest_first
 from utils.config import read_yaml, to_tree
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.heap import keep_freed_memory
 from utils.heartbeat import Heartbeat, silent_ranks
 from utils.launch import under_launcher
-from utils.logging import say
+from utils.logging import say, say_refused
 from utils.report import write_report
 from utils.run_folder import RunFolder
 
@@ -66,6 +66,8 @@ def train(
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not distributed.is_peer_error(error):
+            # leaving the group in good order waits for ranks that may be in an operation that waits for this one
+            lost = not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
             raise
         lost = True
         if under_launcher():
@@ -82,7 +84,8 @@ def train(
 
 def default_folder(config_file: Path) -> Path:
     """runs/<name of the config>; for a run's own config.yaml that run."""
-    if config_file.name == "config.yaml" and (config_file.parent / "checkpoints").is_dir():
+    marks = ("checkpoints", "status.json")
+    if config_file.name == "config.yaml" and any((config_file.parent / mark).exists() for mark in marks):
         return config_file.parent
     return Path("runs") / config_file.stem
 
@@ -93,13 +96,16 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     Raises UserError with the remedy.
     """
     distributed.on_main(lambda: _accept_config(folder, config) and None)
-    reader = data.open_training(config.data)
-    val_reader = data.open_held_out(config.data, reader)
-    data.check_data(config, reader, val_reader)
+    with distributed.same_fate():  # each node may have files of its own
+        reader = data.open_training(config.data)
+        val_reader = data.open_held_out(config.data, reader)
+        data.check_data(config, reader, val_reader)
+    data.check_same_pictures(config.data, reader, val_reader)
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
     task: Task = TASKS[config.task].task(config, reader, val_reader, device)
     there = len(newest_first(folder.checkpoints))
-    plan.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
+    with distributed.same_fate():
+        plan.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
     taken = None
     if donor is not None:
         taken = transfer.transfer(
@@ -133,6 +139,7 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
 
 def _open_folder(loop: Loop) -> None:
     loop.folder.open()
+    heartbeat.clear(loop.folder.path)
     for notice in _accept_config(loop.folder, loop.config):
         say(notice)
 
@@ -157,6 +164,8 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     distributed.on_main(lambda: _open_folder(loop))
     if loop.resume() and distributed.is_main():  # refused here, the folder is left as it was
         say(f"resumed at step {loop.step} of {loop.config.steps}")
+    if loop.step > loop.config.steps:
+        raise UserError(f"--steps {loop.config.steps}: the run has done {loop.step} already; give as many or more")
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
     distributed.on_main(lambda: loop.folder.save_config(to_tree(loop.config)))
@@ -178,8 +187,10 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     if distributed.is_main():
         if profile_steps is not None:
             print((loop.folder.path / "profile" / profile_measure.SUMMARY).read_text(), end="")
-        report = write_report(loop.folder.path)
-        say(f"report: {report}")
+        try:
+            say(f"report: {write_report(loop.folder.path)}")
+        except UserError as error:  # a full disk: what was trained is safe
+            say_refused(loop.folder.path / "report.html", error, "the report")
         say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
     return 0
 
@@ -200,6 +211,9 @@ def _signs_of_life(loop: Loop) -> Iterator[None]:
     distributed.on_wait(look)
     try:
         yield
+    except StoppedBySignal:
+        loop.heartbeat.stop()
+        raise
     except BaseException as error:
         told = f"{type(error).__name__}: {error}".split("\n")[0]
         loop.heartbeat.stop(told, victim=distributed.is_peer_error(error))

@@ -5,6 +5,7 @@ import platform
 import subprocess
 from functools import cache
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class Keeper:
         """
         if self.config.checkpoint.on_disk_full == "warn":
             return ""
+        distributed.barrier()  # rank 0 may have waited for the disk
         reason = distributed.broadcast_object(self._failure)
         return reason and f"{reason} and checkpoint.on_disk_full is stop; make room, then the same command goes on"
 
@@ -123,7 +125,13 @@ class Keeper:
                 raise UserError(
                     f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
                 )
-            part.load_state_dict(content["state"][name])
+            try:
+                part.load_state_dict(content["state"][name])
+            except RuntimeError as error:  # torch's list of what does not fit
+                raise UserError(
+                    f"{path}: the state of {name!r} does not fit ({shorten(str(error), 160)}); data.resolution or "
+                    "another setting of the networks has changed: give the run's own, or choose another --run-dir"
+                ) from error
         self.saved_step = content["step"]
         best = dict(content["state"].get("loop", {}).get("best", {}))
         self._best_step = best.pop("step", -1)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from models.gan import DEFAULT
 from training.config import RunConfig
 from training.ema import EMA
+from training.optim import Updater
 from utils import checkpoint as checkpoints
 from utils import distributed
 from utils.config import Tree, to_tree
@@ -145,6 +146,9 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
         total = len(fit.taken) + len(fit.misfits) + len(fit.new)
         lines.append(f"  {name}: {len(fit.taken)} of {total} tensors taken")
         lines += [f"    {line}" for line in fit.lines()]
+    for part in registry.values():
+        if isinstance(part, Updater):
+            part.reset()  # a schedule-free one keeps weights of its own
     if list(classes) != content["classes"]:
         lines.append(f"  {_about_classes(content['classes'], classes)}")
     return "\n".join(lines)

@@ -6,7 +6,8 @@ number of losses, graphs and micro-batches (docs/distributed.md says what goes w
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -171,7 +172,11 @@ def barrier() -> None:
         time.sleep(pause)
         pause = min(0.02, 2 * pause)
         if _look is not None and time.monotonic() - looked > LOOK_SECONDS:
-            _look()
+            try:
+                _look()
+            except PeerLost:
+                if not work.is_completed():  # else all were here, and some have left in good order since
+                    raise
             looked = time.monotonic()
     work.wait()
 
@@ -198,17 +203,44 @@ def on_main(action: Callable[[], T]) -> T:
     """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of them."""
     if world_size() == 1:
         return action()
-    outcome: tuple[T | None, str | None] = (None, None)
+    outcome: tuple[T | None, UserError | None] = (None, None)
     if is_main():
         try:
             outcome = (action(), None)
         except UserError as error:
-            outcome = (None, str(error))
+            outcome = (None, error)
     barrier()  # waits longer than a broadcast would
     value, problem = broadcast_object(outcome)
     if problem is not None:
-        raise UserError(problem)
+        problem.of_rank = 0
+        raise problem
     return value  # type: ignore[return-value]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's object (plain data), on every rank."""
+    if world_size() == 1:
+        return [value]
+    barrier()  # waits longer than a gather would
+    found: list[T | None] = [None] * world_size()
+    dist.all_gather_object(found, value, group=_control)
+    return found  # type: ignore[return-value]
+
+
+@contextmanager
+def same_fate() -> Iterator[None]:
+    """What the ranks do here each for itself, without collective operations: if it is a UserError on some of them, the
+    lowest one's is raised on all.
+    """
+    own: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        own = error
+    for number, problem in enumerate(gather_objects(own)):
+        if problem is not None:
+            problem.of_rank = number
+            raise problem
 
 
 def all_reduce_sum_(tensor: Tensor) -> Tensor:
@@ -216,6 +248,19 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+@torch.no_grad()
+def average_(tensors: Iterable[Tensor]) -> None:
+    """Replace floating-point tensors by their means over the ranks."""
+    if world_size() == 1:
+        return
+    buckets: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.device, []).append(tensor)
+    for work, flat, parts in [_reduce_bucket(bucket) for bucket in buckets.values()]:
+        work.wait()
+        _put_back(flat / world_size(), parts)
 
 
 def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zeros", "skip"] = "zeros") -> None:
@@ -241,13 +286,17 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zero
     pending += [_reduce_bucket(bucket) for bucket in buckets.values()]
     for work, flat, grads in pending:
         work.wait()
-        pieces = flat.split([g.numel() for g in grads])
-        torch._foreach_copy_(grads, [piece.view_as(g) for piece, g in zip(pieces, grads, strict=True)])
+        _put_back(flat, grads)
 
 
-def _reduce_bucket(grads: list[Tensor]) -> tuple[dist.Work, Tensor, list[Tensor]]:
-    flat = torch.cat([g.reshape(-1) for g in grads])
-    return dist.all_reduce(flat, async_op=True), flat, grads
+def _reduce_bucket(tensors: list[Tensor]) -> tuple[dist.Work, Tensor, list[Tensor]]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return dist.all_reduce(flat, async_op=True), flat, tensors
+
+
+def _put_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
 
 
 def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ class UserError(ValueError):
     def __init__(self, message: str, *, rank_specific: bool = False) -> None:
         super().__init__(message)
         self.rank_specific = rank_specific  # other ranks do not raise the same: print it whatever the rank
+        self.of_rank: int | None = None  # raised on all ranks because of this one: rank 0 prints it
 
 
 class StoppedBySignal(Exception):
@@ -58,7 +59,9 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
         if debug:
             traceback.print_exc()
         rank = os.environ.get("RANK", "0")
-        told = rank == "0" or getattr(error, "rank_specific", False)
+        of_rank = getattr(error, "of_rank", None)
+        told = rank == "0" or (of_rank is None and getattr(error, "rank_specific", False))
+        rank = rank if of_rank is None else str(of_rank)
         if told and not getattr(error, "quiet", False):
             label = "stopped" if isinstance(error, StoppedBySignal) else "error"
             where = f" on rank {rank}" if rank != "0" else ""

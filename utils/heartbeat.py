@@ -82,9 +82,17 @@ class Heartbeat:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(sign) + "\n")
             os.replace(temporary, self.path)
-        except OSError:  # a full disk: others will miss us, which is better than ending here
+        except OSError:  # a full disk must not look like a rank that is gone: a new time needs no room
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+
+def clear(folder: Path) -> None:
+    """Remove the files that an earlier start of the run has left, perhaps of more processes."""
+    for path in (folder / "heartbeat").glob("rank-*"):
+        path.unlink(missing_ok=True)
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -93,8 +101,9 @@ def _file(folder: Path, rank: int) -> Path:
 
 def _read(folder: Path, rank: int) -> dict[str, Any] | None:
     try:
-        sign = json.loads(_file(folder, rank).read_text())
-        return sign if isinstance(sign, dict) and sign.keys() >= KEYS else None
+        path = _file(folder, rank)
+        sign = json.loads(path.read_text())
+        return sign | {"touched": path.stat().st_mtime_ns} if isinstance(sign, dict) and sign.keys() >= KEYS else None
     except (OSError, ValueError):
         return None
 
@@ -145,7 +154,7 @@ def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2
     alive = {rank: sign for rank, sign in now.items() if sign is not None and not sign["victim"]}
     for rank, sign in alive.items():
         then = before[rank]
-        if then is not None and sign["beats"] == then["beats"]:
+        if then is not None and (sign["beats"], sign["touched"]) == (then["beats"], then["touched"]):
             reason = f"rank {rank} gives no sign of life (host {sign['host']}, last seen in step {sign['step']})"
             found.append(Silent(rank, False, reason))
     if not found and alive:

@@ -11,16 +11,37 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
-from utils.errors import UserError
+from utils.errors import StoppedBySignal, UserError
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
 REMEDY = "the same command goes on from the last checkpoint"
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME = "nothing was lost, the same command goes on"
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """Where training does not listen itself (while it starts, and after its end), SIGTERM, SIGUSR1 and SIGHUP raise
+    StoppedBySignal.
+    """
+
+    def leave(signum: int, _frame: FrameType | None) -> NoReturn:
+        raise StoppedBySignal(f"{signal.Signals(signum).name}; {SAME}")
+
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {signum: signal.signal(signum, leave) for signum in signals if signal.getsignal(signum) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def parse_gpus(text: str) -> list[str]:
@@ -71,14 +92,18 @@ def launch(command: Sequence[str], processes: int) -> int:
         for index in range(processes)
     ]
 
+    told: list[int] = []  # signals that were forwarded
+
     def forward(signum: int, _frame: FrameType | None) -> None:
+        told.append(signum)
         for child in children:
             if child.poll() is None:
                 child.send_signal(signum)
 
-    before = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup: SIGHUP
+    before = {signum: signal.signal(signum, forward) for signum in heard}
     try:
-        return _wait(children)
+        return _wait(children, told)
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -92,8 +117,10 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _wait(children: list[subprocess.Popen[bytes]]) -> int:
-    """The first failing child's exit code (4 for one that was killed, which is told when all have ended), else 0."""
+def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
+    """The first failing child's exit code (4 for one that was killed, which is told when all have ended), else 0. One
+    that a `forwarded` signal has ended had not begun to train: 3.
+    """
     failed_at: float | None = None
     code, killed = 0, ""
     running = True
@@ -103,8 +130,10 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
             if failed_at is None and child.returncode not in (None, 0):
                 failed_at = time.monotonic()
                 code = child.returncode if child.returncode > 0 else 4
-                if child.returncode < 0:
-                    killed = f"rank {index} was ended by {signal.Signals(-child.returncode).name}"
+                if -child.returncode in forwarded:
+                    code, killed = 3, f"stopped: {signal.Signals(-child.returncode).name} before the first step"
+                elif child.returncode < 0:
+                    killed = f"error: rank {index} was ended by {signal.Signals(-child.returncode).name}"
         if failed_at is not None:
             late = time.monotonic() - failed_at > GRACE_SECONDS
             for child in children:
@@ -112,5 +141,5 @@ def _wait(children: list[subprocess.Popen[bytes]]) -> int:
                     child.kill()
         time.sleep(0.05)
     if killed:
-        print(f"error: {killed}; {REMEDY}", file=sys.stderr, flush=True)
+        print(f"{killed}; {REMEDY if code == 4 else SAME}", file=sys.stderr, flush=True)
     return code

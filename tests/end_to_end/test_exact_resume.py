@@ -149,6 +149,18 @@ def test_interrupted_and_resumed_equals_straight(case: Case, trainer: Trainer) -
     assert differences(straight, resumed) == []
 
 
+def test_batchnorm_that_is_not_synchronised(trainer: Trainer) -> None:
+    """Found by review: each process had running statistics of its own, of which rank 0's were saved. What the two
+    processes hold is compared after every step.
+    """
+    case = Case("classifier", 2, "fp32", 0)
+    options = ["--sync-bn", "off", "--distributed.check-every", "1"]
+    straight = trainer("straight", case, *options)
+    check_alive(case, straight)
+    trainer("resumed", case, *options, "--max-steps", str(INTERRUPTED))
+    assert differences(straight, trainer("resumed", case, *options)) == []
+
+
 # --- the comparison can fail
 
 

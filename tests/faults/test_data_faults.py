@@ -121,6 +121,17 @@ def test_fault_15_flipped_byte_is_skipped_and_counted(
     assert "the next whole record takes its place (1 so far)" in outcome.err
     assert [row["damaged_records"] for row in rows(tmp_path / "run")] == [0, 1, 1]
     assert status(tmp_path / "run") == ("stopped", 0)
+    options[options.index("--max-steps") + 1] = "4"  # it is not met again
+    command(*recipe, "--data.path", path, *options).success()
+    assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row][-1] == 1
+
+
+def test_fault_15_two_processes_count_a_record_once(recipe: list[str], packed: Path, tmp_path: Path) -> None:
+    path = repacked(packed / "train.lmdb", tmp_path / "x.lmdb", "raw", DRAWN)
+    options = ["--data.on-damage", "skip", "--steps", "24", "--log.every", "8", "--evaluation.every", "0"]
+    outcome = own_process(*recipe, "--data.path", path, *options, "--procs", "2").success()
+    assert outcome.err.count("warning: ") >= 1
+    assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row] == [1, 1, 1]
 
 
 def test_fault_15_flipped_byte_in_held_out_pictures(
@@ -132,6 +143,23 @@ def test_fault_15_flipped_byte_in_held_out_pictures(
     outcome.error("held-out.lmdb: record 70 is damaged")
     assert outcome.code == 2
     assert status(tmp_path / "run") == ("failed", outcome.code)
+    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize("task", ["classifier", "gan"])
+def test_fault_15_flipped_byte_in_one_ranks_held_out_pictures(
+    request: pytest.FixtureRequest, packed: Path, tmp_path: Path, task: str
+) -> None:
+    """Found by review: one rank saved while the other one added up counts."""
+    path = repacked(packed / "test.lmdb", tmp_path / "held-out.lmdb", "png", 70)
+    recipe = request.getfixturevalue("recipe" if task == "classifier" else "gan_recipe")
+    options = ["--evaluation.every", "4", "--log.every", "3", "--procs", "2"]
+    outcome = own_process(*recipe, "--data.val-path", path, *options)
+    assert outcome.code == 2
+    (line,) = [line for line in outcome.err.splitlines() if line.startswith("error")]
+    assert "held-out.lmdb: record 70 is damaged" in line
+    assert line.startswith("error on rank 1: ") == (task == "classifier")  # a GAN's rank 0 evaluates alone
+    assert status(tmp_path / "run") == ("failed", 2)
     assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
 
 

@@ -4,6 +4,7 @@ first step, or no hindrance.
 
 import io
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import train
 from data.record import Layout
 from data.store import LMDBReader
-from data.writer import LMDBWriter
-from tests.data.conftest import save
+from data.writer import LMDBWriter, pack_arrays
+from tests.data.conftest import pictures, save
+from tests.end_to_end.ranks import start, wait
 from tests.faults.conftest import Command, own_process, with_mounts
+from utils.errors import run_cli
 
 SHARDS = 40
 ONE_STEP = ["--max-steps", "1", "--evaluation.every", "0", "--log.samples-every", "0"]
@@ -71,6 +75,25 @@ def test_fault_26_missing_data(
     command("data.pack", packed / "tarin.lmdb", tmp_path / "x.lmdb").refusal("did you mean 'train.lmdb'?")
     command(*recipe, key, tmp_path / "train-*.lmdb").refusal("train-*.lmdb: no file fits this pattern")
     assert [item.name for item in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def train_with(argv: list[str], of_rank_1: list[str]) -> int:
+    """A rank of a training, the second one with options of its own."""
+    return run_cli(train.main, argv + (of_rank_1 if os.environ["RANK"] == "1" else []))
+
+
+def test_fault_26_missing_data_on_one_node(recipe: list[str], packed: Path, tmp_path: Path) -> None:
+    """Found by review: nobody printed what was wrong. Nor may the nodes' files differ."""
+    _, *argv = [*recipe, "--device", "cpu"]
+    pack_arrays(tmp_path / "other.lmdb", pictures(200, 1, 16), np.arange(200) % 10, [str(i) for i in range(10)])
+    bad = {packed / "tarin.lmdb": "tarin.lmdb: no such file", tmp_path / "other.lmdb": "rank 1 has other pictures"}
+    for path, told in bad.items():
+        out = tmp_path / path.stem
+        codes = wait(start(train_with, argv, ["--data.path", str(path)], world=2, output=out))
+        assert codes == [2, 2]
+        lines = [line for rank in (0, 1) for line in Path(f"{out}.{rank}").read_text().splitlines()]
+        assert [told in line for line in lines if line.startswith("error")] == [True]
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

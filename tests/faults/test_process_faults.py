@@ -190,3 +190,50 @@ def test_fault_32_a_killed_launcher(start: Start, run: Path, gan_recipe: list[st
     del gan_recipe[: gan_recipe.index("train.py")]
     assert outcome(start("--max-steps", str(step + 1))).code == 0
     assert last(run) == step + 1
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_before_the_first_step(start: Start, run: Path, processes: int) -> None:
+    """Nothing is there to be saved; a scheduler that queues the job again at exit code 3 does so."""
+    process = start("--procs", str(processes))
+    time.sleep(0.7)
+    process.send_signal(signal.SIGTERM)
+    done = outcome(process)
+    assert (done.code, saved(run)) == (3, False)
+    (line,) = [line for line in done.err.splitlines() if line.startswith(("stopped", "error"))]
+    assert line.startswith("stopped: SIGTERM")
+    assert line.endswith("nothing was lost, the same command goes on")
+
+
+def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(start: Start, run: Path) -> None:
+    process = start("--checkpoint.every", "100000")
+    until(lambda: (run / "status.json").exists() and sign(run, 0).get("step"), process)
+    process.kill()
+    process.communicate()
+    command = ["train.py", "--config", str(run / "config.yaml"), "--device", "cpu", "--max-steps", "2"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, last(run)) == (0, 2), done.stderr
+
+
+def test_what_a_person_sees_of_a_run(start: Start, run: Path) -> None:
+    """status.json's step moves on with the checkpoints; both signals are answered; an orderly stop leaves no heartbeat,
+    and fewer steps than were done are refused.
+    """
+    process = start()
+    until(lambda: (run / "status.json").exists() and status(run)["step"] >= 8, process)
+    assert status(run)["state"] == "running"
+    process.send_signal(signal.SIGINT)
+    done = outcome(process)
+    assert done.code == 3
+    assert "SIGINT: saving after this step" in done.err
+    assert not (run / "heartbeat").exists()
+    before = (run / "config.yaml").read_text()
+    refused = outcome(start("--steps", "4"))
+    assert refused.code == 2
+    assert f"--steps 4: the run has done {last(run)} already" in refused.err
+    assert (run / "config.yaml").read_text() == before
+    refused = outcome(start("--data.resolution", "8"))
+    assert refused.code == 2
+    assert "does not fit" in refused.err

@@ -144,14 +144,14 @@ def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at:
 
 
 def test_what_is_compared(tmp_path: Path) -> None:
-    """Weights, averages, moments and numbers; not the statistics of BatchNorms that are each rank's own."""
+    """Weights, averages, statistics, moments and numbers."""
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     network.register_buffer("w_avg", torch.zeros(3))
     updater = Updater(network, OptimizerConfig(name="adam"), Mixed("fp32", torch.device("cpu")), 10)
     network(torch.ones(1, 1, 2, 2)).sum().backward()
     updater.step(0)
     parts = guard.shared_tensors({"network": network, "optimizer": updater, "mixed": updater.mixed})
-    assert {name: len(tensors) for name, tensors in parts.items() if name != "optimizer"} == {"network": 5}
+    assert {name: len(tensors) for name, tensors in parts.items() if name != "optimizer"} == {"network": 8}
     assert len(parts["optimizer"]) > 8  # two moments and a step of four parameters, and the rates
     prints = distributed.fingerprints(parts, torch.device("cpu"))
     with torch.no_grad():

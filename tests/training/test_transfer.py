@@ -10,6 +10,8 @@ from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, Gene
 from training.classifier import ClassifierConfig
 from training.ema import EMA
 from training.gan_config import GanConfig, R3GanConfig
+from training.optim import Mixed, Updater
+from training.optimizer_config import OptimizerConfig
 from training.transfer import Donor, Fit, by_resolution, find_donor, networks_of, plan, transfer
 from utils import checkpoint as checkpoints
 from utils.config import save_yaml, to_tree
@@ -217,6 +219,20 @@ def test_every_network_takes_its_own_weights(tmp_path):
     count = len(ours["discriminator"].state_dict())
     assert lines[2] == f"  discriminator: {count} of {count} tensors taken"
     assert len(lines) == 4
+
+
+def test_an_optimizer_with_weights_of_its_own_starts_from_the_donors(tmp_path):
+    """Found by review: a schedule-free one went back to the weights of before the transfer in its first step."""
+    theirs, ours = registry(), registry()
+    model = ours["generator"]
+    settings = OptimizerConfig(name="schedulefree-adamw", lr=1e-9, schedule="constant")
+    ours["optimizer"] = Updater(model, settings, Mixed("fp32", torch.device("cpu")), 10)
+    transfer(Donor(str(saved(tmp_path, theirs)), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours["optimizer"].step(0)
+    for (name, now), then in zip(model.named_parameters(), theirs["generator"].parameters(), strict=True):
+        torch.testing.assert_close(now, then, msg=name)
 
 
 def both(a, b):

@@ -21,6 +21,50 @@ def test_alone():
     distributed.stop()
 
 
+class FakeWork:
+    """A barrier that is complete as soon as somebody has looked whether the others are alive."""
+
+    def __init__(self, completes):
+        self.completes, self.looked = completes, False
+
+    def is_completed(self):
+        return self.looked and self.completes
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize("completes", [True, False])
+def test_who_leaves_after_the_barrier_is_not_missed(monkeypatch, completes):
+    """Found by review: rank 0 had left in good order while another one still looked for it."""
+    work = FakeWork(completes)
+
+    def look():
+        work.looked = True
+        raise distributed.PeerLost("rank 0 has left")
+
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(distributed.dist, "barrier", lambda **_: work)
+    distributed.on_wait(look)
+    try:
+        if completes:
+            distributed.barrier()
+        else:
+            with pytest.raises(distributed.PeerLost):
+                distributed.barrier()
+    finally:
+        distributed.on_wait(None)
+
+
+def test_same_fate_alone():
+    assert distributed.gather_objects(3) == [3]
+    with pytest.raises(UserError, match="no such file"), distributed.same_fate():
+        raise UserError("no such file")
+    with distributed.same_fate():
+        pass
+
+
 def test_errors_of_rank_zero_pass():
     def refuse():
         raise UserError("no such file")

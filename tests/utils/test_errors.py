@@ -72,6 +72,16 @@ def test_other_ranks_leave_the_telling_to_rank_zero(capsys, monkeypatch):
     assert capsys.readouterr().err == "error on rank 1: only here\n"
 
 
+def test_what_is_raised_on_all_because_of_one_is_told_by_rank_zero(capsys, monkeypatch):
+    error = UserError("x.lmdb: no such file", rank_specific=True)
+    error.of_rank = 1
+    assert run_cli(raising(error), []) == 2
+    assert capsys.readouterr().err == "error on rank 1: x.lmdb: no such file\n"
+    monkeypatch.setenv("RANK", "1")
+    assert run_cli(raising(error), []) == 2
+    assert capsys.readouterr().err == ""
+
+
 def test_a_user_error_is_a_value_error():
     assert issubclass(UserError, ValueError)
     assert not UserError("x").rank_specific

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import REPOSITORY
-from utils.heartbeat import Heartbeat, silent_ranks
+from utils.heartbeat import Heartbeat, clear, silent_ranks
 
 
 def write(folder: Path, rank: int, **more: Any) -> None:
@@ -104,6 +104,29 @@ def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
     time.sleep(0.1)
     assert beat._thread.is_alive()
     beat._stopped.set()
+
+
+def test_a_full_disk_does_not_look_like_a_rank_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Heartbeat(tmp_path, 1, interval=0.02)
+    beat.start()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    time.sleep(0.1)
+    assert told(tmp_path, 2, patience=0.5) == []
+    assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank-1.json"]
+    beat.stop()
+
+
+def test_what_an_earlier_start_has_left_is_cleared(tmp_path: Path) -> None:
+    clear(tmp_path)
+    for rank in range(3):
+        write(tmp_path, rank)
+    (tmp_path / "heartbeat" / "rank-2.tmp").touch()
+    clear(tmp_path)
+    assert list((tmp_path / "heartbeat").iterdir()) == []
 
 
 def test_an_orphan_ends_itself(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from utils import launch as launcher
-from utils.errors import UserError
+from utils.errors import UserError, run_cli
 from utils.launch import launch, parse_gpus, under_launcher
 
 # Python 3.12 warns of a fork where torch has threads; train.py launches before it imports torch
@@ -148,7 +148,31 @@ def test_kill_9_of_the_launcher_ends_the_children(started, tmp_path):
     wait_for(lambda: all(ended(pid) for pid in children))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_who_dies_of_a_forwarded_signal_had_not_begun(started, tmp_path, signum, capfd):
+    process = started(ALIVE)
+    pids(tmp_path, 2)
+    time.sleep(0.1)
+    os.killpg(process.pid, signum)
+    assert process.wait(20) == 3
+    name = signal.Signals(signum).name
+    assert capfd.readouterr().err == f"stopped: {name} before the first step; {launcher.SAME}\n"
+
+
+def test_before_training_a_signal_is_one_line(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def main(_):
+        with launcher.leaving_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    assert run_cli(main, []) == 3
+    assert capsys.readouterr().err == f"stopped: SIGTERM; {launcher.SAME}\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_are_forwarded_once_to_every_rank(started, tmp_path, signum):
     text = (
         "seen = []\n"
