@@ -68,7 +68,7 @@ class CheckpointConfig:
 
     every: int = 500  # steps
     keep: int = 2  # newest checkpoints kept; the best one is kept besides
-    keep_every: int | None = None  # steps; checkpoints at its multiples are kept for good, whatever else goes
+    keep_every: int | None = None  # steps; checkpoints at its multiples are kept as long as this stands
     asynchronous: bool = True  # written by a thread while training goes on; the files are the same
     on_disk_full: Literal["warn", "stop"] = "warn"  # stop: a checkpoint that cannot be written ends the run, exit 4
 

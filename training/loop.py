@@ -30,6 +30,7 @@ from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.files import replace_file
 from utils.heartbeat import Heartbeat
 from utils.images import save_png
+from utils.launch import under_nohup
 from utils.logging import Metrics, RunLog, say
 from utils.run_folder import RunFolder
 
@@ -136,7 +137,7 @@ class Loop:
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step)
-        obeyed = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup: SIGHUP
+        obeyed = [signum for signum in STOP_SIGNALS if not under_nohup(signum)]
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in obeyed}
         try:
             self._show_start()

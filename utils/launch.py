@@ -57,6 +57,13 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def under_nohup(signum: int) -> bool:
+    """Whether it is a SIGHUP that whoever started the process wants to be ignored. (Others are obeyed all the same:
+    shells ignore SIGINT for what they start in the background, cluster/slurm.sh SIGUSR1 for torchrun.)
+    """
+    return signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -100,7 +107,7 @@ def launch(command: Sequence[str], processes: int) -> int:
             if child.poll() is None:
                 child.send_signal(signum)
 
-    heard = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup: SIGHUP
+    heard = [signum for signum in FORWARDED if not under_nohup(signum)]
     before = {signum: signal.signal(signum, forward) for signum in heard}
     try:
         return _wait(children, told)
