@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint by the protocol in docs/evaluation.md: figures into metrics.json, pictures beside it."""
+"""Evaluate a checkpoint by the protocol in docs/evaluation.md: figures into metrics.json, images beside it."""
 
 import argparse
 import json
@@ -15,26 +15,26 @@ import torch
 from tqdm import tqdm
 
 from data.dataset import Dataset, dataset_for_model
-from metrics.copies import SEARCHED, neighbour_pictures
-from metrics.diversity import PICTURES
+from metrics.copies import SEARCHED, neighbour_images
+from metrics.diversity import IMAGES
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import Extractor, Options, build, fingerprint
-from metrics.pictures import MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
+from metrics.images import MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
 from metrics.resnet50 import find_weights
 from metrics.tables import classifier_table, gan_table
 from models.resnet import Classifier
 from models.restore import classifier_from, generator_from
 from models.sampling import ImageGenerator
+from reporting.report import write_report
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
 from utils.cli import Parser
-from utils.distributed import choose_device
+from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
-from utils.report import write_report
 
-GAN_PICTURES = 5000  # n of a distance unless the real sets are smaller
+GAN_IMAGES = 5000  # n of a distance unless the real sets are smaller
 GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
 
 
@@ -48,7 +48,7 @@ class Bars:
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._bar is None or what != self._what:
             self.close()
-            self._what, self._bar = what, tqdm(total=total, desc=what, unit="picture", file=sys.stderr, disable=None)
+            self._what, self._bar = what, tqdm(total=total, desc=what, unit="image", file=sys.stderr, disable=None)
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
@@ -74,9 +74,9 @@ def parser() -> Parser:
     options = Parser(prog="evaluate.py", description=__doc__)
     add = options.add_argument
     add_model_options(options)
-    add("--data", metavar="X.lmdb", help="test pictures (default: data.val_path of the run's config)")
+    add("--data", metavar="X.lmdb", help="test images (default: data.val_path of the run's config)")
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
-    add("--n", type=positive, help=f"pictures to evaluate on (default: all; for a GAN at most {GAN_PICTURES})")
+    add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
     add("--seed", type=int, default=0, help="of samples and draws (default: 0)")
     add("--json", action="store_true", help="print metrics.json instead of a table; logs go to stderr")
     add("--classifier", metavar="RUN_OR_FILE", help="GAN: independent judge of what the samples show")
@@ -84,8 +84,8 @@ def parser() -> Parser:
     default = "(default: classifier if one is given, resnet50 if its weights are there)"
     add("--extractor", action="append", metavar="NAME", help=extractors + default)
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
-    add("--per-class", type=positive, help=f"GAN: pictures of a class for the diversity (default: {PICTURES})")
-    searched = f"GAN: training pictures among which copies are looked for; 0: none (default: at most {SEARCHED:,})"
+    add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {IMAGES})")
+    searched = f"GAN: training images among which copies are looked for; 0: none (default: at most {SEARCHED:,})"
     add("--searched", type=not_negative, metavar="N", help=searched)
     return options
 
@@ -98,13 +98,13 @@ def main(argv: list[str]) -> int:
     out = Path(options.out) if options.out else run_folder(path) / "eval"
     data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
     if not data:
-        raise UserError(f"{path}: its config names no data.val_path; give the test pictures with --data X.lmdb")
+        raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
     if checkpoint["task"] not in TASKS:
         raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
     evaluate, table = TASKS[checkpoint["task"]]
     check_writable(out)
     progress = Bars()
-    with pictures_for(checkpoint, data) as reader:
+    with images_for(checkpoint, data) as reader:
         job = Job(checkpoint, reader, out, options, choose_device(options.device), progress)
         figures = evaluate(job)
     progress.close()
@@ -115,7 +115,7 @@ def main(argv: list[str]) -> int:
     command = shlex.join(["python", "evaluate.py", *argv])
     write_atomic(out / "command.txt", f"{command}\n".encode())  # not in the document, which depends on the model alone
     print(text if options.json else table(document))
-    print(f"wrote metrics.json, {', '.join(document['pictures'])} into {out}", file=sys.stderr)
+    print(f"wrote metrics.json, {', '.join(document['images'])} into {out}", file=sys.stderr)
     if options.out is None and (run_folder(path) / "config.yaml").is_file():
         print(f"report: {write_report(run_folder(path))}", file=sys.stderr)
     return 0
@@ -132,14 +132,14 @@ def run_folder(checkpoint: Path) -> Path:
 
 
 def evaluate_classifier_run(job: Job) -> dict[str, Any]:
-    """Figures and pictures of a classifier."""
+    """Figures and images of a classifier."""
     for name in GAN_ONLY:
         if getattr(job.options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
     classifier = classifier_from(job.checkpoint, job.device)
     classes = job.reader.classes
     if classes:
-        require_same_classes("the classifier", job.checkpoint["classes"], "the pictures", classes)
+        require_same_classes("the classifier", job.checkpoint["classes"], "the images", classes)
     board = MistakeBoard(classes)
     figures = evaluate_classifier(
         classifier,
@@ -150,31 +150,31 @@ def evaluate_classifier_run(job: Job) -> dict[str, Any]:
         observe=board.observe,
     )
     save_confusion(figures["confusion"], classes, job.out / "confusion.png")
-    return {**figures, "pictures": ["confusion.png", *board.save(job.out)]}
+    return {**figures, "images": ["confusion.png", *board.save(job.out)]}
 
 
 def evaluate_gan_run(job: Job) -> dict[str, Any]:
-    """Figures and pictures of a generator."""
+    """Figures and images of a generator."""
     options = job.options
     generator = generator_from(job.checkpoint, job.device)
     names = job.checkpoint["classes"] if generator.classes else []
     if names:
-        require_same_classes("the generator", names, "the pictures", job.reader.classes)
+        require_same_classes("the generator", names, "the images", job.reader.classes)
     judge = load_judge(options.classifier, job.checkpoint, names, job.device) if options.classifier else None
     extractors = build_extractors(job, judge)
     print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    train, why = training_pictures(job.checkpoint)
+    train, why = training_images(job.checkpoint)
     board = SampleBoard(names)
     with train or nullcontext():
         figures = evaluate_generator(
             generator,
             job.reader,
-            n=options.n or GAN_PICTURES,
+            n=options.n or GAN_IMAGES,
             seed=options.seed,
             extractors=extractors,
             classifier=judge,
             train_reader=train,
-            per_class=options.per_class or PICTURES,
+            per_class=options.per_class or IMAGES,
             searched=SEARCHED if options.searched is None else options.searched,
             batch_size=options.batch_size,
             progress=job.progress,
@@ -189,7 +189,7 @@ def evaluate_gan_run(job: Job) -> dict[str, Any]:
             note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
             figures["notes"][extractor.name] = note
     save_real(job.reader, names, board.columns, job.out / "real.png")
-    return {**figures, "pictures": [*board.save(job.out), "real.png", *neighbours]}
+    return {**figures, "images": [*board.save(job.out), "real.png", *neighbours]}
 
 
 TASKS: dict[str, tuple[Callable[[Job], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
@@ -263,25 +263,25 @@ def require_same_classes(who: str, names: Sequence[str], other: str, others: Seq
     )
 
 
-def pictures_for(checkpoint: dict[str, Any], path: str) -> Dataset:
+def images_for(checkpoint: dict[str, Any], path: str) -> Dataset:
     """A packed file, read as the run of this checkpoint reads it."""
     trained = (checkpoint["config"].get("data") or {}).get("resolution")
     return dataset_for_model(path, trained, checkpoint["shape"]["resolution"])
 
 
-def training_pictures(checkpoint: dict[str, Any]) -> tuple[Dataset | None, str]:
-    """The pictures the generator was trained on, the second real set of the floor; or None and the reason."""
+def training_images(checkpoint: dict[str, Any]) -> tuple[Dataset | None, str]:
+    """The images the generator was trained on, the second real set of the floor; or None and the reason."""
     path = checkpoint["config"].get("data", {}).get("path")
     if not path:
         return None, "the run's config names no data.path to be the second real set"
     try:
-        return pictures_for(checkpoint, path), ""
+        return images_for(checkpoint, path), ""
     except UserError as error:
-        return None, f"the training pictures cannot be the second real set: {error}"
+        return None, f"the training images cannot be the second real set: {error}"
 
 
 def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
-    """Write a grid of real test pictures, laid out like the grid of samples."""
+    """Write a grid of real test images, laid out like the grid of samples."""
     labels = reader.labels() if names else np.zeros(len(reader), dtype=np.int64)
     most = columns if names else columns * columns
     rows = []
@@ -294,10 +294,10 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
 def save_neighbours(
     job: Job, generator: ImageGenerator, train: Dataset | None, found: dict[str, Any] | None
 ) -> list[str]:
-    """Write neighbours.png, samples beside their nearest training pictures; returns the names written."""
+    """Write neighbours.png, samples beside their nearest training images; returns the names written."""
     if train is None or found is None:
         return []
-    save_captioned(*neighbour_pictures(generator, train, found, seed=job.options.seed), job.out / "neighbours.png")
+    save_captioned(*neighbour_images(generator, train, found, seed=job.options.seed), job.out / "neighbours.png")
     return ["neighbours.png"]
 
 

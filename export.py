@@ -31,10 +31,10 @@ def parser() -> Parser:
     add("--format", required=True, choices=tuple(FORMATS), help=FORMAT_HELP)
     add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
     add("--overwrite", action="store_true", help="replace --out if it exists")
-    add("--data", metavar="X.lmdb", help="pictures of the check (default: the run's held-out, else training pictures)")
-    add("--calibration", metavar="X.lmdb", help="pictures for int8's ranges (default: the run's training pictures)")
-    add("--n", type=positive, default=Job.count, metavar="N", help=f"pictures of the check (default: {Job.count})")
-    calibrated = f"pictures for int8's ranges (default: {Job.calibrated})"
+    add("--data", metavar="X.lmdb", help="images of the check (default: the run's held-out, else training images)")
+    add("--calibration", metavar="X.lmdb", help="images for int8's ranges (default: the run's training images)")
+    add("--n", type=positive, default=Job.count, metavar="N", help=f"images of the check (default: {Job.count})")
+    calibrated = f"images for int8's ranges (default: {Job.calibrated})"
     add("--calibrated", type=positive, default=Job.calibrated, metavar="N", help=calibrated)
     add("--batch-size", type=positive, default=Job.batch_size, metavar="N", help="the larger batch that is timed")
     add("--repeats", type=positive, default=Job.repeats, help=f"of the timing, medians (default: {Job.repeats})")
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
         head |= {"batch_size": job.batch_size, "threads": torch.get_num_threads()}
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:
-        what = "pictures" if subject.is_classifier else "samples"
+        what = "images" if subject.is_classifier else "samples"
         print(f"checked on {checked} {what}; {torch.get_num_threads()} threads; speeds against fp32 eager")
         print(table(rows, batch=job.batch_size))
     if wrong is not None:

@@ -1,4 +1,4 @@
-"""Draw pictures, films and data sets with a trained generator, or find a picture among those that it can draw."""
+"""Draw images, films and data sets with a trained generator, or find an image among those that it can draw."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from models.restore import generator_from
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
 from utils.cli import Parser
-from utils.distributed import choose_device
+from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
 
@@ -45,7 +45,7 @@ def add_look(command: argparse.ArgumentParser, *, psi: bool = True) -> None:
     """Truncation and noise."""
     add = command.add_argument
     if psi:
-        psi_help = "1: all variety; towards 0: typical pictures (default: 1)"
+        psi_help = "1: all variety; towards 0: typical images (default: 1)"
         add("--truncation-psi", type=float, default=1.0, metavar="X", help=psi_help)
     add("--truncation-cutoff", type=int, metavar="L", help="truncate the first L layers only (default: all)")
     add("--noise-mode", choices=("random", "const", "none"), default="random", help="per-pixel noise (default: random)")
@@ -55,7 +55,7 @@ def add_grid(command: argparse.ArgumentParser) -> None:
     """Options of `grid`."""
     add_look(command)
     default = f"(default: {PER_CLASS} a class; {UNCONDITIONAL} without classes)"
-    command.add_argument("--n", type=positive, metavar="N", help=f"pictures in all {default}")
+    command.add_argument("--n", type=positive, metavar="N", help=f"images in all {default}")
 
 
 def add_truncation(command: argparse.ArgumentParser) -> None:
@@ -81,13 +81,13 @@ def add_interpolate(command: argparse.ArgumentParser) -> None:
     add("--n", type=positive, metavar="N", help="samples to go through (default: 8, or one a class up to 16)")
     add("--frames", type=positive, default=FILM.frames, help=f"from one to the next (default: {FILM.frames})")
     add("--fps", type=positive, default=FILM.fps, help=f"frames a second (default: {FILM.fps})")
-    add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small pictures to 256 px)")
+    add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
 
 
 def add_project(command: argparse.ArgumentParser) -> None:
     """Options of `project`."""
     add = command.add_argument
-    add("--picture", required=True, type=Path, metavar="FILE", help="the picture to look for")
+    add("--image", required=True, type=Path, metavar="FILE", help="the image to look for")
     add("--resize", choices=("crop", "pad"), help="how it is brought to size (default: as in training)")
     add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each (default: both)")
     add("--features", choices=FEATURES, default="resnet50", help="what is compared (default: resnet50)")
@@ -105,7 +105,7 @@ def add_dataset(command: argparse.ArgumentParser) -> None:
     """Options of `dataset`."""
     add_look(command)
     default = f"(default: {DATASET_PER_CLASS} a class; {DATASET_UNCONDITIONAL} without classes)"
-    command.add_argument("--n", type=positive, metavar="N", help=f"pictures in all {default}")
+    command.add_argument("--n", type=positive, metavar="N", help=f"images in all {default}")
     command.add_argument("--encoding", choices=ENCODINGS, default="raw", help="how they are stored (default: raw)")
     command.add_argument("--overwrite", action="store_true", help="replace --out if it exists")
 
@@ -115,7 +115,7 @@ def run_grid(options: argparse.Namespace) -> str:
     check_png(options.out)
     sampler, *_ = open_sampler(options)
     count = draw_grid(sampler, options.out, count=options.n)
-    return f"wrote {count} pictures to {options.out}"
+    return f"wrote {count} images to {options.out}"
 
 
 def run_truncation(options: argparse.Namespace) -> str:
@@ -148,7 +148,7 @@ def run_interpolate(options: argparse.Namespace) -> str:
 
 
 def run_project(options: argparse.Namespace) -> str:
-    """A picture's place in w and w+."""
+    """An image's place in w and w+."""
     check_png(options.out)
     if options.save is not None and options.save.suffix.lower() != SAVED:
         raise UserError(f"--save {options.save}: latents are kept in a {SAVED} file; let the name end so")
@@ -163,7 +163,7 @@ def run_project(options: argparse.Namespace) -> str:
     lines = project(
         sampler,
         checkpoint["classes"],
-        read_target(options.picture, checkpoint, resize=options.resize),
+        read_target(options.image, checkpoint, resize=options.resize),
         options.out,
         config,
         space=options.space,
@@ -188,7 +188,7 @@ def run_dataset(options: argparse.Namespace) -> str:
         encoding=options.encoding,
         overwrite=options.overwrite,
     )
-    return f"wrote {meta.count} pictures to {options.out}: {source}"
+    return f"wrote {meta.count} images to {options.out}: {source}"
 
 
 def check_png(path: Path) -> None:
@@ -228,7 +228,7 @@ COMMANDS = {
     "truncation": (run_truncation, add_truncation, "the same samples at several truncations"),
     "mix": (run_mix, add_mix, "a table of style mixing"),
     "interpolate": (run_interpolate, add_interpolate, "a film from sample to sample, .mp4 or .gif"),
-    "project": (run_project, add_project, "the nearest pictures to a given one, in w and in w+"),
+    "project": (run_project, add_project, "the nearest images to a given one, in w and in w+"),
     "dataset": (run_dataset, add_dataset, "a packed data set of samples, for train.py"),
 }
 

@@ -99,7 +99,7 @@ def resnet_classifier(
     resolution: int | None = None,
     **sizes: _typing.Any,
 ) -> _typing.Any:
-    """A ResNet that names pictures: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
+    """A ResNet that names images: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
 
     Args:
         checkpoint: a run folder of train.py, a checkpoint file, or a .safetensors file of export.py; its average
@@ -108,8 +108,8 @@ def resnet_classifier(
         device: where the network goes: "cpu", "cuda", ...
         seed: of the random weights.
         classes: outputs of a new network (default 10).
-        channels: of its pictures, 1 or 3 (default 3).
-        resolution: of its pictures, px (default 32).
+        channels: of its images, 1 or 3 (default 3).
+        resolution: of its images, px (default 32).
         sizes: of a new network, the keys of a config's `model` section, e.g. `name="resnet50"`, `stem="small"`.
 
     Returns:
@@ -142,7 +142,7 @@ def stylegan2(
     resolution: int | None = None,
     **sizes: _typing.Any,
 ) -> _typing.Any:
-    """A StyleGAN2 generator: z [N, z_dim] (normal), labels int64 [N] or None -> pictures [N, channels, resolution,
+    """A StyleGAN2 generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
     resolution] in about [-1, 1].
 
     Call it as `model(z, labels, truncation_psi=1.0, noise="const")`; `noise` may be a list of maps of
@@ -155,8 +155,8 @@ def stylegan2(
         device: where the network goes: "cpu", "cuda", ...
         seed: of the random weights.
         classes: of a new network; 0, the default, is unconditional.
-        channels: of its pictures, 1 or 3 (default 3).
-        resolution: of its pictures, px, a power of two from 8 (default 32).
+        channels: of its images, 1 or 3 (default 3).
+        resolution: of its images, px, a power of two from 8 (default 32).
         sizes: of a new network, the keys of a config's `generator` section, e.g. `z_dim=128`, `channel_max=64`.
 
     Returns:
@@ -181,7 +181,7 @@ def r3gan(
     resolution: int | None = None,
     **sizes: _typing.Any,
 ) -> _typing.Any:
-    """An R3GAN generator: z [N, z_dim] (normal), labels int64 [N] or None -> pictures [N, channels, resolution,
+    """An R3GAN generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
     resolution] in about [-1, 1].
 
     Call it as `model(z, labels)`. Arguments, result and errors as of `stylegan2`; `sizes` are R3GAN's, e.g.
@@ -200,7 +200,7 @@ def _generator(
     sizes: dict,
 ) -> _typing.Any:
     shape = dict(zip(("classes", "channels", "resolution"), given, strict=True))
-    gan = _ours("models.gan")
+    gan = _ours("models.registry")
     if checkpoint is None:
         architecture, default = gan.ARCHITECTURES[name], {"classes": 0, "channels": 3, "resolution": 32}
         config = _ours("utils.config").build(architecture.generator_config, sizes, source=name)

@@ -1,4 +1,4 @@
-"""Name what pictures show with a trained classifier."""
+"""Name what images show with a trained classifier."""
 
 import argparse
 import json
@@ -9,37 +9,37 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit
+from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
 from inference import gradcam
-from metrics.evaluate_gan import judge_pictures
+from metrics.evaluate_gan import judge_images
 from models.resnet import Classifier
 from models.restore import classifier_from
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
 from utils.cli import Parser, did_you_mean
-from utils.distributed import choose_device
+from utils.distributed.collectives import choose_device
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
-SHOWN = 3  # classes of a picture in the table
+SHOWN = 3  # classes of an image in the table
 
 
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="predict.py", description=__doc__)
     add = options.add_argument
-    add("pictures", nargs="+", metavar="PICTURE", help="picture files")
+    add("images", nargs="+", metavar="IMAGE", help="image files")
     add_model_options(options)
     add("--top", type=positive, metavar="K", help=f"only the K likeliest classes (default: all; in the table {SHOWN})")
-    add("--resize", choices=("crop", "pad"), help="how pictures are brought to size (default: as in training)")
+    add("--resize", choices=("crop", "pad"), help="how images are brought to size (default: as in training)")
     add("--json", action="store_true", help="print a JSON array instead of a table")
-    add("--gradcam", type=Path, metavar="DIR", help="write each picture with the parts that speak for its class")
+    add("--gradcam", type=Path, metavar="DIR", help="write each image with the parts that speak for its class")
     add("--gradcam-class", metavar="NAME", help="which class they are to speak for (default: the one it is named)")
     add("--gradcam-layer", metavar="NAME", help=f"whose maps are used (default: {gradcam.LAYER}; layer3 is finer)")
     return options
 
 
 def main(argv: list[str]) -> int:
-    """Predict, print; exit code 2 if a picture could not be read."""
+    """Predict, print; exit code 2 if an image could not be read."""
     options = parser().parse_args(argv)
     checkpoint = load(resolve(options.checkpoint, options.which))
     classifier = classifier_from(checkpoint, choose_device(options.device))
@@ -47,15 +47,15 @@ def main(argv: list[str]) -> int:
     mode = options.resize or training_mode(checkpoint)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     results: list[dict[str, Any]] = []
-    for start in range(0, len(options.pictures), options.batch_size):
-        files = options.pictures[start : start + options.batch_size]
+    for start in range(0, len(options.images), options.batch_size):
+        files = options.images[start : start + options.batch_size]
         batch = range(start, start + len(files))
         here = None if maps is None else maps._replace(files=[maps.files[i] for i in batch])
         results += predict(classifier, checkpoint["classes"], files, mode=mode, top=top, maps=here)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
     unreadable = sum("error" in result for result in results)
     if unreadable:
-        print(f"error: {unreadable} of {len(results)} pictures could not be read", file=sys.stderr)
+        print(f"error: {unreadable} of {len(results)} images could not be read", file=sys.stderr)
     return EXIT_USER if unreadable else EXIT_OK
 
 
@@ -65,9 +65,9 @@ def training_mode(checkpoint: dict[str, Any]) -> str:
 
 
 class Maps(NamedTuple):
-    """Which Grad-CAM pictures are wanted."""
+    """Which Grad-CAM images are wanted."""
 
-    files: list[Path]  # where they go, one for each picture
+    files: list[Path]  # where they go, one for each image
     label: int | None  # of the class that is asked for; None: the one that is named
     layer: str
 
@@ -83,7 +83,7 @@ def gradcam_options(options: argparse.Namespace, classes: list[str]) -> Maps | N
         known = ", ".join(classes)
         raise UserError(f"--gradcam-class {name}: no class{did_you_mean(name, classes)}; choose one of {known}")
     label = None if name is None else classes.index(name)
-    return Maps(gradcam.output_files(options.gradcam, options.pictures), label, layer or gradcam.LAYER)
+    return Maps(gradcam.output_files(options.gradcam, options.images), label, layer or gradcam.LAYER)
 
 
 def predict(
@@ -91,22 +91,22 @@ def predict(
 ) -> list[dict[str, Any]]:
     """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
 
-    With `maps` also `gradcam`, the picture that was written.
+    With `maps` also `gradcam`, the image that was written.
     """
     results: list[dict[str, Any]] = [{"file": file} for file in files]
-    pictures, found = [], []
+    fitted, found = [], []
     for file, result in zip(files, results, strict=True):
         try:
             pixels = decode_file(Path(file).read_bytes(), classifier.channels)
-            pictures.append(fit(pixels, classifier.resolution, mode).transpose(2, 0, 1))
+            fitted.append(fit(pixels, classifier.resolution, mode).transpose(2, 0, 1))
             found.append(result)
         except OSError as error:
             result["error"] = f"cannot be read: {error.strerror}"
-        except PictureError as error:
+        except ImageError as error:
             result["error"] = str(error)
-    if pictures:
-        images = torch.from_numpy(np.stack(pictures))
-        probabilities = judge_pictures(classifier, images)
+    if fitted:
+        images = torch.from_numpy(np.stack(fitted))
+        probabilities = judge_images(classifier, images)
         for result, row in zip(found, probabilities, strict=True):
             order = row.sort(descending=True, stable=True).indices.tolist()
             result["label"] = classes[order[0]]
@@ -122,10 +122,10 @@ def predict(
 def save_maps(
     classifier: Classifier, classes: list[str], images: torch.Tensor, probabilities: torch.Tensor, maps: Maps
 ) -> None:
-    """Write a picture beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
+    """Write an image beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
     named = probabilities.argmax(1)
     asked = named if maps.label is None else torch.full_like(named, maps.label)
-    heats = gradcam.picture_heat(classifier, images, asked, maps.layer)
+    heats = gradcam.image_heat(classifier, images, asked, maps.layer)
     for image, heat, row, label, place in zip(images, heats, probabilities, asked.tolist(), maps.files, strict=True):
         best = int(row.argmax())
         what = f"speaks for {classes[label]} {row[label]:.3f}" if heat.any() else f"nothing speaks for {classes[label]}"

@@ -17,15 +17,15 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from data.dataset import Dataset
+from reporting.report import write_quickstart_report
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import write_atomic
 from utils.provenance import environment
-from utils.report import write_quickstart_report
 
 ROOT = Path(__file__).resolve().parent
 SIZE = 32  # pixels of a side
-QUICK_STEPS, QUICK_PICTURES = 12, 120  # of --quick: enough to run every line, too few to learn anything
+QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
 
 
 class Step(NamedTuple):
@@ -73,9 +73,9 @@ class Quickstart:
             yield Step(f"pack {split}", pack + (["--overwrite"] if file.exists() and not done else []), done)
         for task in ("classifier", "gan"):
             yield Step(f"train {task}", self.training(task, train, test), finished(self.folder / task))
-        pictures = ["--data", shown(test), *(["--n", str(QUICK_PICTURES)] if self.quick else [])]
+        images = ["--data", shown(test), *(["--n", str(QUICK_IMAGES)] if self.quick else [])]
         for task in ("classifier", "gan"):
-            command = ["evaluate.py", "--checkpoint", shown(self.folder / task), *pictures]
+            command = ["evaluate.py", "--checkpoint", shown(self.folder / task), *images]
             judge = ["--classifier", shown(self.folder / "classifier")] if task == "gan" else []
             yield Step(f"evaluate {task}", command + judge, done=False)
 

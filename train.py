@@ -11,8 +11,8 @@ from typing import Any
 from utils.arguments import positive
 from utils.cli import Parser, did_you_mean
 from utils.config import UnknownKey
+from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
 from utils.errors import UserError, run_cli
-from utils.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
 
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 def train_here(options: Namespace, overrides: list[str], gpus: list[str], sweep: dict[str, Any]) -> int:
     """Train in this process."""
-    from training.run import train  # imports torch, which must not happen before --gpus is applied
+    from training.engine.run import train  # imports torch, which must not happen before --gpus is applied
 
     processes = options.procs or len(gpus) or 1
     wanted = "cuda" if gpus else "cpu" if processes > 1 else None  # asked for, so not to be replaced in silence

@@ -22,9 +22,9 @@ import torch
 
 import data.pack
 from data.loader import Batch
-from training.loop import Loop
-from training.run import prepare
-from training.tasks import build_run_config
+from training.engine.loop import Loop
+from training.engine.run import prepare
+from training.engine.tasks import build_run_config
 from utils import checkpoint as checkpoints
 from utils.cli import Parser
 from utils.config import read_yaml
@@ -32,7 +32,7 @@ from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
 from utils.run_folder import RunFolder
 
-SIZE = 32  # px of the quickstart's pictures
+SIZE = 32  # px of the quickstart's images
 MODES = ("plain", "asynchronous", "synchronous")
 Result = dict[str, float | int | str]
 
@@ -57,12 +57,12 @@ class Timed:
         for _ in range(steps):
             loop.window.add(loop.task.step(batches, loop.step))
             loop.step += 1
-        loop.keeper.wait()
+        loop.manager.wait()
         self._wait()
         self.seconds[mode].append(time.perf_counter() - started)
         self.blocked[mode].append(blocked)
         loop.window.take()
-        if mode != "plain" and loop.keeper.saved_step != loop.step - steps:
+        if mode != "plain" and loop.manager.saved_step != loop.step - steps:
             raise UserError(f"{loop.folder.path}: the checkpoint could not be written; give another --folder")
 
     def result(self, steps: int, every: int) -> Result:
@@ -89,11 +89,11 @@ class Timed:
 def measure(config_file: str, folder: Path, device: torch.device, *, every: int, repeats: int, steps: int) -> Result:
     """Train from `config_file` in `folder`; a repeat is a segment of `steps` steps in every mode."""
     tree = read_yaml(config_file)
-    pictures = Path(build_run_config(tree, [], config_file).data.path)
-    if not pictures.exists():
-        pictures = folder / "train.lmdb"
-        data.pack.main(["sample", str(pictures), "--size", str(SIZE), "--split", "train"])
-    config = build_run_config(tree, ["--data.path", str(pictures), "--data.val_path=null"], config_file)
+    images = Path(build_run_config(tree, [], config_file).data.path)
+    if not images.exists():
+        images = folder / "train.lmdb"
+        data.pack.main(["sample", str(images), "--size", str(SIZE), "--split", "train"])
+    config = build_run_config(tree, ["--data.path", str(images), "--data.val_path=null"], config_file)
     usual = config.checkpoint.asynchronous
     loop = prepare(config, RunFolder(folder / "run"), device)
     with closing(loop.loader):

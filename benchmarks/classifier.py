@@ -1,13 +1,13 @@
-"""A classifier's training, ours against timm's on the same pictures: medians of alternating repeats of one run.
+"""A classifier's training, ours against timm's on the same images: medians of alternating repeats of one run.
 
 `python benchmarks/classifier.py [--json] [--repeats N] [--steps N] [--threads N] [--work DIR]`
 
-Everyone trains the same ResNet-18 (3x3 stem of stride 1, no pooling, 10 classes, 11.2M parameters) on RGB pictures of
+Everyone trains the same ResNet-18 (3x3 stem of stride 1, no pooling, 10 classes, 11.2M parameters) on RGB images of
 32 px in batches of 64, with reading and augmentation (mirrored at random; padded by 4 black pixels and cropped at a
-random place) in the time. The pictures are the embedded sample's, made RGB of 32 px by this script.
+random place) in the time. The images are the embedded sample's, made RGB of 32 px by this script.
 
-Ours: `training.classifier.ClassifierTask` (configs/bench_classifier.yaml) on a packed file, channels_last, in bf16 and
-in fp32, with everything that its step does: the average of the weights, the non-finite guard, metrics.
+Ours: `training.classifier.task.ClassifierTask` (configs/bench_classifier.yaml) on a packed file, channels_last, in bf16
+and in fp32, with everything that its step does: the average of the weights, the non-finite guard, metrics.
 
 timm: its pieces as its train.py puts them together, with their defaults: `create_model("resnet18")`, stem and pooling
 replaced; `create_dataset` on a folder of PNG files and `create_loader`, whose transforms are replaced by the same
@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks.classifying import pictures
+from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm, import_timm
-from training.classifier import ClassifierConfig
-from training.tasks import build_run_config
+from training.classifier.task import ClassifierConfig
+from training.engine.tasks import build_run_config
 from utils.arguments import positive
 from utils.cli import Parser
 from utils.config import read_yaml
@@ -119,7 +119,7 @@ def alternate(remotes: dict[str, Remote], repeats: int, steps: int) -> dict[str,
 
 
 def summary(measured: dict[str, list[Measured]], images: int) -> Result:
-    """Ratios (medians over the repeats), pictures per second, and the share of time that data takes."""
+    """Ratios (medians over the repeats), images per second, and the share of time that data takes."""
     found: Result = {}
     for name in ("bf16", "fp32"):
         pairs = zip(measured[name], measured["timm"], strict=True)
@@ -131,11 +131,11 @@ def summary(measured: dict[str, list[Measured]], images: int) -> Result:
 
 
 def run(config: ClassifierConfig, work: Path, *, count: int, repeats: int, steps: int, threads: int) -> Result:
-    """Measure everyone on `count` pictures; files are made in `work`. Raises RuntimeError if their networks differ in
+    """Measure everyone on `count` images; files are made in `work`. Raises RuntimeError if their networks differ in
     size.
     """
     before = os.getloadavg()[0]
-    packed, folder = pictures.make(work, count)
+    packed, folder = sample_images.make(work, count)
     workers, prefetcher = best_loader(config, folder, threads, steps)
     remotes: dict[str, Remote] = {}
     try:
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--config", default=str(Path(__file__).parents[1] / "configs" / "bench_classifier.yaml"))
     parser.add_argument("--repeats", type=positive, default=7)
     parser.add_argument("--steps", type=positive, default=10, help="in a repeat")
-    parser.add_argument("--pictures", type=positive, default=2560, help="that everyone trains on, of the sample")
+    parser.add_argument("--images", type=positive, default=2560, help="that everyone trains on, of the sample")
     parser.add_argument("--threads", type=positive, default=cores(), help="of each contender; default: the cores")
     parser.add_argument("--work", type=Path, metavar="DIR", help="where files are made; default: the system's folder")
     parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
@@ -180,11 +180,11 @@ def main(argv: list[str]) -> None:
     config = build_run_config(read_yaml(options.config), [], options.config)
     if not isinstance(config, ClassifierConfig):
         raise UserError(f"{options.config}: not a recipe of task classifier")
-    if options.pictures < config.batch_size:
-        raise UserError(f"--pictures {options.pictures}: fewer than a batch of {config.batch_size}")
+    if options.images < config.batch_size:
+        raise UserError(f"--images {options.images}: fewer than a batch of {config.batch_size}")
     if options.work is not None and not options.work.is_dir():
         raise UserError(f"--work {options.work}: no such folder; make it first")
-    sizes = {"count": options.pictures, "repeats": options.repeats, "steps": options.steps, "threads": options.threads}
+    sizes = {"count": options.images, "repeats": options.repeats, "steps": options.steps, "threads": options.threads}
     with tempfile.TemporaryDirectory(prefix="classifier-", dir=options.work) as work:
         result = run(config, Path(work), **sizes)
     for name, value in result.items():

@@ -2,7 +2,7 @@
 how near the step comes to its own convolutions run bare.
 
 `python benchmarks/gan_step.py [--json] [--config FILE] [--repeats N] [--device D]`. The settings alternate in one run;
-figures are medians of the repeats. Pictures are random: the time of a step does not depend on them. NAME_conv_share is
+figures are medians of the repeats. Images are random: the time of a step does not depend on them. NAME_conv_share is
 the bare time of all dense convolutions of the steps (same shapes, type and layout; each gradient as often as the steps
 take it) over the time of the steps.
 """
@@ -26,13 +26,13 @@ import torch
 
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
 from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
 from data.loader import Batch, InfiniteLoader
 from data.sampler import GlobalSampler
-from data.writer import pack_arrays
-from training.gan import GanTask
-from training.gan_config import GanConfig
-from training.profile import OTHER, PhaseClock, listening, phase
-from training.tasks import build_run_config
+from training.engine.tasks import build_run_config
+from training.gan.config import GanConfig
+from training.gan.task import GanTask
+from training.profile.ranges import OTHER, PhaseClock, listening, phase
 from utils.cli import Parser
 from utils.config import read_yaml
 from utils.errors import UserError, run_cli
@@ -121,13 +121,13 @@ class Timed:
 
 
 @contextlib.contextmanager
-def random_pictures(size: int, channels: int, classes: int) -> Iterator[Dataset]:
-    """1,024 packed pictures of random pixels."""
+def random_images(size: int, channels: int, classes: int) -> Iterator[Dataset]:
+    """1,024 packed images of random pixels."""
     with tempfile.TemporaryDirectory() as folder:
-        pictures = np.random.default_rng(0).integers(0, 256, (1024, channels, size, size), dtype=np.uint8)
+        images = np.random.default_rng(0).integers(0, 256, (1024, channels, size, size), dtype=np.uint8)
         labels = np.arange(1024) % classes if classes else None
         path = Path(folder) / "random.lmdb"
-        pack_arrays(path, pictures, labels=labels, classes=[str(c) for c in range(classes)])
+        pack_arrays(path, images, labels=labels, classes=[str(c) for c in range(classes)])
         with contextlib.closing(Dataset(path)) as reader:
             yield reader
 
@@ -142,7 +142,7 @@ def _peak_memory(config: GanConfig, size: int, channels: int, classes: int, name
     device = torch.device(name)
     if device.type == "cpu":
         keep_freed_memory()
-    with random_pictures(size, channels, classes) as reader:
+    with random_images(size, channels, classes) as reader:
         timed = Timed(config, reader, device)
         if device.type != "cpu":
             before = torch.accelerator.memory_allocated(device)
@@ -191,9 +191,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--config", default="configs/bench_gan_step.yaml")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16, help="a repeat; a multiple of the penalties' intervals")
-    parser.add_argument("--size", type=int, default=32, help="px of the random pictures")
+    parser.add_argument("--size", type=int, default=32, help="px of the random images")
     parser.add_argument("--channels", type=int, default=3)
-    parser.add_argument("--classes", type=int, default=0, help="of the random pictures; 0: unconditional")
+    parser.add_argument("--classes", type=int, default=0, help="of the random images; 0: unconditional")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
@@ -202,13 +202,13 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{options.config}: not a recipe of task gan")
     check_steps(config, options.steps)
     device = torch.device(options.device)
-    pictures = (options.size, options.channels, options.classes)
+    images = (options.size, options.channels, options.classes)
     if device.type == "cpu":
         keep_freed_memory()  # as training does
-    with random_pictures(*pictures) as reader:
+    with random_images(*images) as reader:
         result = measure(config, reader, device, options.repeats, options.steps)
     for name, each in settings(config).items():
-        peak, above = peak_memory(each, *pictures, options.device)
+        peak, above = peak_memory(each, *images, options.device)
         result |= {f"{name}_peak_mib": peak, f"{name}_step_peak_mib": above}
     result |= {
         "batch_size": config.batch_size,

@@ -1,8 +1,8 @@
-"""How fast pictures come, ours against the peers on the same pictures: medians of alternating repeats of one run.
+"""How fast images come, ours against the peers on the same images: medians of alternating repeats of one run.
 
 `python benchmarks/loader.py [--json] [--only raw32,raw64,jpeg224,pack,first_batch] [--repeats N] [--work DIR]`
 
-raw32, raw64: small raw pictures with labels in shuffled batches, against torchvision's ImageFolder on PNG files and
+raw32, raw64: small raw images with labels in shuffled batches, against torchvision's ImageFolder on PNG files and
 NumPy gathering the same batches from memory. jpeg224: 500x375 JPEG files to augmented 224 px float crops, against
 ImageFolder, webdataset and litdata. pack: parallel packing against one process. first_batch: a million records. A peer
 runs with the best of 0, 1, 2 and 4 workers, searched for at the beginning.
@@ -25,14 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from benchmarks.loading import first_batch, ours, packing, peers, pictures
+from benchmarks.loading import first_batch, ours, packing, peers
+from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
 from data.dataset import Dataset
 from data.decode import RandomCrop
+from data.lmdb.writer import pack_arrays
 from data.pack import pack
 from data.sources import open_source
 from data.workers import choose_workers
-from data.writer import pack_arrays
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.memory import cores
@@ -50,8 +51,8 @@ class Sizes:
     """How much is measured. The windows count batches."""
 
     repeats: int = 5
-    raw_files: int = 5000  # different small pictures, PNG files for ImageFolder
-    raw_pictures: dict[int, int] = field(default_factory=lambda: {32: 50_000, 64: 20_000})  # by px; they repeat
+    raw_files: int = 5000  # different small images, PNG files for ImageFolder
+    raw_images: dict[int, int] = field(default_factory=lambda: {32: 50_000, 64: 20_000})  # by px; they repeat
     raw_batch: int = 256
     raw_epochs: int = 10  # timed; the first verifies every block
     raw_window: Window = RAW_WINDOW  # of ImageFolder
@@ -65,18 +66,18 @@ class Sizes:
 
 
 def make_raw(side: int, sizes: Sizes, work: Path) -> tuple[Path, Path, np.ndarray, np.ndarray]:
-    """The same small pictures as a folder of PNG files and, repeated, as a packed file and as arrays with labels."""
-    count = sizes.raw_pictures[side]
-    distinct = pictures.small_pictures(min(sizes.raw_files, count), side)
-    pictures.write_png_folder(work / "png", distinct)
+    """The same small images as a folder of PNG files and, repeated, as a packed file and as arrays with labels."""
+    count = sizes.raw_images[side]
+    distinct = sample_images.small_images(min(sizes.raw_files, count), side)
+    sample_images.write_png_folder(work / "png", distinct)
     images = np.resize(distinct, (count, *distinct.shape[1:]))
-    labels = np.array([pictures.label_of(index % len(distinct)) for index in range(count)])
-    pack_arrays(work / "raw.lmdb", images, labels, [str(label) for label in range(pictures.CLASSES)])
+    labels = np.array([sample_images.label_of(index % len(distinct)) for index in range(count)])
+    pack_arrays(work / "raw.lmdb", images, labels, [str(label) for label in range(sample_images.CLASSES)])
     return work / "png", work / "raw.lmdb", images, labels
 
 
 def measure_raw(side: int, sizes: Sizes, work: Path) -> Result:
-    """Small raw pictures of side x side px. Every turn of ours opens the file and verifies its blocks anew, within the
+    """Small raw images of side x side px. Every turn of ours opens the file and verifies its blocks anew, within the
     time; `_steady` leaves the first epoch out of it, `_first_epoch` is that epoch alone.
     """
     folder, path, images, labels = make_raw(side, sizes, work)
@@ -114,14 +115,14 @@ def measure_raw(side: int, sizes: Sizes, work: Path) -> Result:
 
 
 def medians(rates: Rates) -> Result:
-    """Pictures per second of every contender."""
-    return {f"{name}_pictures_per_second": statistics.median(values) for name, values in rates.items()}
+    """Images per second of every contender."""
+    return {f"{name}_images_per_second": statistics.median(values) for name, values in rates.items()}
 
 
 def measure_jpeg(sizes: Sizes, work: Path) -> Result:
     """500x375 JPEG files to augmented float crops of 224 px."""
     photos, path = work / "photos", work / "photos.lmdb"
-    size = pictures.write_jpeg_folder(photos, sizes.photos)
+    size = sample_images.write_jpeg_folder(photos, sizes.photos)
     print(f"  {sizes.photos} JPEG files of {size / sizes.photos / 1024:.0f} KiB on average", flush=True)
     with open_source(str(photos), split="train", root=None) as source:
         pack(source, path, encoding="source", workers=0)
@@ -167,9 +168,9 @@ def jpeg_peers(photos: Path, work: Path, batch_size: int) -> dict[str, Callable[
 
 
 def measure_pack(sizes: Sizes, work: Path) -> Result:
-    """500x375 JPEG files to raw pictures: the default number of processes against one, in fresh interpreters."""
+    """500x375 JPEG files to raw images: the default number of processes against one, in fresh interpreters."""
     photos, path = work / "photos", work / "pack.lmdb"
-    pictures.write_jpeg_folder(photos, sizes.pack_photos)
+    sample_images.write_jpeg_folder(photos, sizes.pack_photos)
     used: set[int] = set()
 
     def rate(workers: int | None) -> float:

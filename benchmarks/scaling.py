@@ -25,19 +25,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from data.augment.mixing import MixingAugment
+from data.augment.transforms import Augment
 from data.loader import Batch
-from data.mixing import MixingAugment
-from data.transforms import Augment
-from training.augment import Ada
-from training.classifier import ClassifierConfig, ClassifierTask
-from training.config import RunConfig
-from training.gan import GanTask
-from training.gan_config import GanConfig
-from training.optim import Updater
-from training.tasks import TASKS, build_run_config
-from utils import distributed
+from training.base.config import RunConfig
+from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.engine.tasks import TASKS, build_run_config
+from training.gan.ada.augment import Ada
+from training.gan.config import GanConfig
+from training.gan.task import GanTask
+from training.optim.updater import Updater
 from utils.cli import Parser
 from utils.config import read_yaml
+from utils.distributed import collectives
 from utils.errors import UserError, run_cli
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -60,7 +60,7 @@ INSIDE = (Link("NVLink", 450e9, 3e-6), Link("PCIe", 64e9, 6e-6))  # 900 GB/s bot
 OUTSIDE = (Link("400G", 50e9, 6e-6), Link("100G", 12.5e9, 30e-6))  # InfiniBand; Ethernet
 
 
-class Pictures(NamedTuple):
+class Images(NamedTuple):
     """What a recipe trains on, as far as its arithmetic goes."""
 
     resolution: int  # px
@@ -69,30 +69,30 @@ class Pictures(NamedTuple):
     number: int = 50_000
 
 
-SAMPLE = Pictures(32, 10, 1, 5_000)
-PRESETS = {  # recipe -> its pictures
+SAMPLE = Images(32, 10, 1, 5_000)
+PRESETS = {  # recipe -> its images
     "ada_500": SAMPLE,
-    "bench_classifier": Pictures(224, 10),
-    "bench_gan_step": Pictures(32),
-    "cifar10_classifier": Pictures(32, 10),
-    "cifar10_classifier_gpu": Pictures(32, 10),
-    "cifar10_gan": Pictures(32, 10),
-    "classifier": Pictures(224, 1000),
-    "fashion_mnist_classifier": Pictures(32, 10, 1),
-    "fashion_mnist_classifier_gpu": Pictures(32, 10, 1),
-    "fashion_mnist_gan": Pictures(32, 10, 1),
-    "finetune_resnet50": Pictures(96, 10),
-    "finetune_resnet50_gradual": Pictures(96, 10),
-    "finetune_resnet50_head": Pictures(96, 10),
-    "gan_128": Pictures(128),
-    "progressive_64": Pictures(64),
+    "bench_classifier": Images(224, 10),
+    "bench_gan_step": Images(32),
+    "cifar10_classifier": Images(32, 10),
+    "cifar10_classifier_gpu": Images(32, 10),
+    "cifar10_gan": Images(32, 10),
+    "classifier": Images(224, 1000),
+    "fashion_mnist_classifier": Images(32, 10, 1),
+    "fashion_mnist_classifier_gpu": Images(32, 10, 1),
+    "fashion_mnist_gan": Images(32, 10, 1),
+    "finetune_resnet50": Images(96, 10),
+    "finetune_resnet50_gradual": Images(96, 10),
+    "finetune_resnet50_head": Images(96, 10),
+    "gan_128": Images(128),
+    "progressive_64": Images(64),
     "progressive_small": SAMPLE,
     "quickstart_classifier": SAMPLE,
     "quickstart_gan": SAMPLE,
-    "r3gan_256": Pictures(256),
-    "r3gan_cifar10": Pictures(32, 10),
+    "r3gan_256": Images(256),
+    "r3gan_cifar10": Images(32, 10),
     "r3gan_small": SAMPLE,
-    **{f"stylegan2_{side}": Pictures(side) for side in (32, 64, 128, 256, 512, 1024)},
+    **{f"stylegan2_{side}": Images(side) for side in (32, 64, 128, 256, 512, 1024)},
 }
 
 
@@ -118,11 +118,11 @@ def recipe(name: str) -> RunConfig:
 
 def work(name: str) -> Work:
     """Count a recipe's step."""
-    config, pictures = recipe(name), PRESETS[name]
+    config, images = recipe(name), PRESETS[name]
     smallest = config.discriminator.group if isinstance(config, GanConfig) else 1
     with fakes():
-        task = build_task(config, pictures, smallest)
-        feed = batches(pictures, smallest)
+        task = build_task(config, images, smallest)
+        feed = batches(images, smallest)
         flop = sum(share * step_flop(task, feed, step) for step, share in kinds_of_steps(config).items())
     found = list(updaters(task))
     return Work(
@@ -165,30 +165,30 @@ def kinds_of_steps(config: RunConfig) -> dict[int, float]:
     return {steps[0]: len(steps) / period for steps in kinds.values()}
 
 
-def build_task(config: RunConfig, pictures: Pictures, batch: int) -> Any:
+def build_task(config: RunConfig, images: Images, batch: int) -> Any:
     """The task at another batch size and without data; under a FakeTensorMode nothing is computed."""
     config = dataclasses.replace(config, batch_size=batch, micro_batch=None)
-    if isinstance(config, GanConfig):  # pictures are moved about without arithmetic to speak of
+    if isinstance(config, GanConfig):  # images are moved about without arithmetic to speak of
         config = dataclasses.replace(config, augment=Augment())
     if isinstance(config, ClassifierConfig):
         model = dataclasses.replace(config.model, weights=None)
         config = dataclasses.replace(config, model=model, augment=MixingAugment())
-    reader: Any = Reader(pictures)
+    reader: Any = Reader(images)
     return TASKS[config.task].task(config, reader, None, torch.device("cpu"))
 
 
 class Reader:
     """What a task asks of its data before the first step."""
 
-    def __init__(self, pictures: Pictures) -> None:
-        self.resolution = pictures.resolution
-        self.classes = [str(index) for index in range(pictures.classes)]
-        per_class = pictures.number // max(1, pictures.classes)
+    def __init__(self, images: Images) -> None:
+        self.resolution = images.resolution
+        self.classes = [str(index) for index in range(images.classes)]
+        per_class = images.number // max(1, images.classes)
         self.meta = SimpleNamespace(
-            channels=pictures.channels,
+            channels=images.channels,
             classes=self.classes,
-            count=pictures.number,
-            histogram=[per_class] * pictures.classes,
+            count=images.number,
+            histogram=[per_class] * images.classes,
         )
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class Reader:
 
 @contextlib.contextmanager
 def fakes() -> Iterator[None]:
-    """Tensors have shapes and no numbers; modules can be copied and need not be moved, pictures are not augmented."""
+    """Tensors have shapes and no numbers; modules can be copied and need not be moved, images are not augmented."""
     with (
         mock.patch.object(torch.nn.Module, "to", lambda network, *_args, **_options: network),
         mock.patch.object(FakeTensor, "__deepcopy__", fake_copy),
@@ -245,8 +245,8 @@ class Counter(TorchDispatchMode):
         return result
 
 
-def batches(pictures: Pictures, batch: int) -> Iterator[Batch]:
-    shape = (batch, pictures.channels, pictures.resolution, pictures.resolution)
+def batches(images: Images, batch: int) -> Iterator[Batch]:
+    shape = (batch, images.channels, images.resolution, images.resolution)
     while True:
         yield Batch(torch.zeros(shape, dtype=torch.uint8), torch.zeros(batch, dtype=torch.int64))
 
@@ -261,11 +261,11 @@ def updaters(task: Any) -> Iterator[Updater]:
 
 
 def buckets(updater: Updater) -> int:
-    """Collectives of `utils.distributed.all_reduce_gradients`."""
+    """Collectives of `utils.distributed.collectives.all_reduce_gradients`."""
     count = filled = 0
     for parameter in updater.parameters:
         filled += parameter.numel()
-        if filled >= distributed.BUCKET_ELEMENTS:
+        if filled >= collectives.BUCKET_ELEMENTS:
             count, filled = count + 1, 0
     return count + (filled > 0)
 

@@ -1,4 +1,4 @@
-"""Decoded pictures kept in memory (`data.cache: ram`)."""
+"""Decoded images kept in memory (`data.cache: ram`)."""
 
 import weakref
 from collections.abc import Callable
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from data.dataset import Dataset
 
 SHARE = 0.6  # of the memory that is available at the start, for all processes of this machine together
-_promised: "weakref.WeakKeyDictionary[PictureCache, int]" = weakref.WeakKeyDictionary()  # bytes, for this process
+_promised: "weakref.WeakKeyDictionary[ImageCache, int]" = weakref.WeakKeyDictionary()  # bytes, for this process
 BoxOf = Callable[[int, int, np.random.Generator | None], Box]
 
 
-class PictureCache:
-    """Pictures by record: whole ones where the crop is random, else as they are handed out.
+class ImageCache:
+    """Images by record: whole ones where the crop is random, else as they are handed out.
 
-    It fills while the pictures are read for the first time. Where they do not fit into memory nothing is kept, and one
+    It fills while the images are read for the first time. Where they do not fit into memory nothing is kept, and one
     line says so. A copy in another process starts empty.
     """
 
     def __init__(self, dataset: "Dataset") -> None:
         self.whole = dataset.crop is not None
-        self._pictures: dict[int, np.ndarray] = {}
+        self._images: dict[int, np.ndarray] = {}
         needed = self._bytes(dataset) * local_processes()
         available = available_bytes()
         # They fill together: what was promised to the caches before is not there any more.
@@ -36,7 +36,7 @@ class PictureCache:
             _promised[self] = needed
         else:
             say(
-                f"warning: {dataset.path}: its decoded pictures take {needed / 2**30:.1f} GiB, more than "
+                f"warning: {dataset.path}: its decoded images take {needed / 2**30:.1f} GiB, more than "
                 f"{SHARE:.0%} of the {available / 2**30:.1f} GiB available; data.cache: ram is left off"
             )
 
@@ -45,24 +45,24 @@ class PictureCache:
             return len(dataset) * dataset.meta.channels * dataset.resolution**2
         return sum(shard.decoded_bytes() for shard in dataset.shards)
 
-    def put(self, record: int, picture: np.ndarray) -> None:
-        """Keep a picture: uint8 [H, W, C] if `whole`, else [C, R, R]."""
+    def put(self, record: int, image: np.ndarray) -> None:
+        """Keep an image: uint8 [H, W, C] if `whole`, else [C, R, R]."""
         if self.enabled:
-            self._pictures[record] = picture
+            self._images[record] = image
 
     def copy(self, record: int, out: np.ndarray, box: BoxOf, draws: np.random.Generator | None) -> bool:
-        """Fill `out`, uint8 [C, R, R], if the picture is kept."""
-        picture = self._pictures.get(record)
-        if picture is None:
+        """Fill `out`, uint8 [C, R, R], if the image is kept."""
+        image = self._images.get(record)
+        if image is None:
             return False
         if self.whole:
-            crop_into(picture, box(picture.shape[0], picture.shape[1], draws), out)
+            crop_into(image, box(image.shape[0], image.shape[1], draws), out)
         else:
-            np.copyto(out, picture)
+            np.copyto(out, image)
         return True
 
     def __len__(self) -> int:
-        return len(self._pictures)
+        return len(self._images)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_pictures": {}}
+        return {**self.__dict__, "_images": {}}

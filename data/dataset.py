@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from data.cache import PictureCache
+from data.cache import ImageCache
 from data.decode import Box, RandomCrop, centre_box, crop_into, decode, decode_crop
-from data.pictures import PictureError
+from data.images import ImageError
+from data.lmdb.reader import DamageError, LMDBReader, checked_read
 from data.sampler import SampleKeys
 from data.shards import combined_meta, open_level, shard_paths
-from data.store import DamageError, LMDBReader, checked_read
 from utils.errors import UserError
 from utils.logging import say
 from utils.memory import cores
@@ -27,12 +27,12 @@ CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the
 
 
 class Dataset:
-    """Pictures and labels by index, from one packed file or several shards one after the other.
+    """Images and labels by index, from one packed file or several shards one after the other.
 
-    Square pictures of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
-    (or the pictures of sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every
-    picture where `read` is given keys. Raw pictures of a stored resolution are gathered at memory speed in the calling
-    thread; everything else is decoded by `workers` threads (0: the calling thread). The pictures do not depend on
+    Square images of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
+    (or the images of sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every
+    image where `read` is given keys. Raw images of a stored resolution are gathered at memory speed in the calling
+    thread; everything else is decoded by `workers` threads (0: the calling thread). The images do not depend on
     `workers`. May be pickled and used after a fork; each process opens the files itself.
 
     `on_damage` "skip" replaces a damaged record by the next whole one of its file, says so once and counts it in
@@ -46,18 +46,18 @@ class Dataset:
         resolution: int | None = None,  # px; None: the largest that is stored
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
-        cache: bool = False,  # keep decoded pictures in memory
+        cache: bool = False,  # keep decoded images in memory
         on_damage: Literal["stop", "skip"] = "stop",
     ) -> None:
         self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
         tolerant = on_damage == "skip"
-        stored = None if crop else resolution  # a random crop is a part of the largest picture
+        stored = None if crop else resolution  # a random crop is a part of the largest image
         self.shards = [open_level(file, stored, tolerant=tolerant) for file in shard_paths(path)]
         self.meta = combined_meta(self.shards)
         self.resolution: int = resolution or self.shards[0].resolution
         if stored is not None and 0 < self.meta.resolutions[-1] < stored:
             raise UserError(
-                f"{self.path}: its pictures have {self.meta.resolutions[-1]} px, less than the {stored} px asked for;"
+                f"{self.path}: its images have {self.meta.resolutions[-1]} px, less than the {stored} px asked for;"
                 " choose a lower data.resolution or pack again with a larger --size"
             )
         self.crop, self.workers, self.on_damage = crop, workers, on_damage
@@ -65,7 +65,7 @@ class Dataset:
         self._ends = np.cumsum([len(shard) for shard in self.shards])
         self._labels: np.ndarray | None = None
         self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
-        self.cache = PictureCache(self) if cache and self.meta.encoding != "raw" else None  # raw: nothing to decode
+        self.cache = ImageCache(self) if cache and self.meta.encoding != "raw" else None  # raw: nothing to decode
 
     def __len__(self) -> int:
         return self.meta.count
@@ -92,45 +92,45 @@ class Dataset:
         """What duplicates are found by: SIGNATURE [count], see data/signature.py. Raises DamageError."""
         return np.concatenate(self._of_shards(LMDBReader.signatures))
 
-    def picture(self, index: int) -> tuple[np.ndarray, int]:
-        """One picture as it is stored, uint8 [H, W, C], and its label. Raises IndexError, DamageError."""
+    def image(self, index: int) -> tuple[np.ndarray, int]:
+        """One image as it is stored, uint8 [H, W, C], and its label. Raises IndexError, DamageError."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         shard, first = self._shard(index)
         with _counting_from(first):
-            return shard.picture(index - first)
+            return shard.image(index - first)
 
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Pictures uint8 [n, C, R, R] and labels int64 [n] of the given records, in the given order.
+        """Images uint8 [n, C, R, R] and labels int64 [n] of the given records, in the given order.
 
-        `out`, if given, is filled and returned: uint8 [n, C, R, R], C-contiguous or, where pictures are decoded, in
+        `out`, if given, is filled and returned: uint8 [n, C, R, R], C-contiguous or, where images are decoded, in
         memory as [n, R, R, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
-        pictures have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
+        images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
         a resolution.
         """
-        wanted, pictures = checked_read(
+        wanted, images = checked_read(
             self.path, indices, len(self), self.meta.channels, self.resolution, out, channels_last=not self.gathers
         )
         labels = self.labels()  # a damaged index has no labels to go on with: it always stops reading
         while len(wanted):
             chosen = self._without_damage(wanted)
             try:
-                self._fill(chosen, pictures, keys)
-                return pictures, labels[chosen]
+                self._fill(chosen, images, keys)
+                return images, labels[chosen]
             except DamageError as error:
                 self._note_damage(error)
-        return pictures, np.empty(0, np.int64)
+        return images, np.empty(0, np.int64)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Picture uint8 [C, R, R] and label: with `__getitems__` what torch.utils.data asks of a data set."""
+        """Image uint8 [C, R, R] and label: with `__getitems__` what torch.utils.data asks of a data set."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
         """A batch at once."""
-        pictures, labels = self.read(indices)
-        return list(zip(pictures, labels.tolist(), strict=True))
+        images, labels = self.read(indices)
+        return list(zip(images, labels.tolist(), strict=True))
 
     def _of_shards(self, what: Callable[[LMDBReader], np.ndarray]) -> list[np.ndarray]:
         parts = []
@@ -144,49 +144,49 @@ class Dataset:
         number = int(np.searchsorted(self._ends, index, side="right"))
         return self.shards[number], int(self._ends[number]) - len(self.shards[number])
 
-    def _fill(self, chosen: np.ndarray, pictures: np.ndarray, keys: SampleKeys | None) -> None:
+    def _fill(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
         if not self.gathers:
-            self._decode(chosen, pictures, keys)
+            self._decode(chosen, images, keys)
         elif len(self.shards) == 1:
-            self.shards[0].gather(chosen, pictures)
+            self.shards[0].gather(chosen, images)
         else:
             numbers = np.searchsorted(self._ends, chosen, side="right")
             for number in np.unique(numbers).tolist():
                 places = np.flatnonzero(numbers == number)
                 shard, first = self.shards[number], int(self._ends[number]) - len(self.shards[number])
                 with _counting_from(first):
-                    shard.gather(chosen[places] - first, pictures, places)
+                    shard.gather(chosen[places] - first, images, places)
 
-    # --- pictures that must be decoded or scaled
+    # --- images that must be decoded or scaled
 
-    def _decode(self, chosen: np.ndarray, pictures: np.ndarray, keys: SampleKeys | None) -> None:
-        """Fill `pictures` in this thread or, in pieces, in the pool's."""
+    def _decode(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
+        """Fill `images` in this thread or, in pieces, in the pool's."""
         if self.workers == 0 or len(chosen) == 1:
-            self._decode_piece(chosen, pictures, keys, range(len(chosen)))
+            self._decode_piece(chosen, images, keys, range(len(chosen)))
             return
         size = -(-len(chosen) // (self.workers * CHUNKS))
         pieces = [range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)]
-        jobs = [self._pool().submit(self._decode_piece, chosen, pictures, keys, piece) for piece in pieces]
+        jobs = [self._pool().submit(self._decode_piece, chosen, images, keys, piece) for piece in pieces]
         errors = [error for job in jobs if (error := job.exception()) is not None]  # waits for all of them
         if errors:
             raise errors[0]
 
-    def _decode_piece(self, chosen: np.ndarray, pictures: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
+    def _decode_piece(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
         for place in piece:
             record = int(chosen[place])
             draws = None
             if self.crop is not None and keys is not None:
                 draws = numpy_generator(*keys.of(place, record))
-            self._decode_one(record, pictures[place], draws)
+            self._decode_one(record, images[place], draws)
 
     def _decode_one(self, record: int, out: np.ndarray, draws: np.random.Generator | None) -> None:
-        """Decode, crop and scale a picture into `out`, uint8 [C, R, R]."""
+        """Decode, crop and scale an image into `out`, uint8 [C, R, R]."""
         if self.cache is not None and self.cache.copy(record, out, self._box, draws):
             return
         shard, first = self._shard(record)
         with _counting_from(first):
             if shard.meta.encoding == "raw":
-                pixels = shard.raw_picture(record - first)
+                pixels = shard.raw_image(record - first)
                 crop_into(pixels, self._box(pixels.shape[0], pixels.shape[1], draws), out)
                 return
             handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
@@ -196,13 +196,13 @@ class Dataset:
                 try:
                     box = self._box(height, int(entry["width"]), draws)
                     if self.cache is not None and self.cache.whole:
-                        # Also where nothing is kept: the pictures must not depend on the memory that is free.
-                        picture = decode(payload, codec, self.meta.channels)
-                        self.cache.put(record, picture)
-                        crop_into(picture, box, out)
+                        # Also where nothing is kept: the images must not depend on the memory that is free.
+                        image = decode(payload, codec, self.meta.channels)
+                        self.cache.put(record, image)
+                        crop_into(image, box, out)
                         return
                     decode_crop(payload, codec, box, height, out)
-                except PictureError as error:
+                except ImageError as error:
                     raise shard.damage(record - first, str(error)) from None
         if self.cache is not None:
             self.cache.put(record, out.copy())
@@ -277,8 +277,8 @@ def _counting_from(first: int) -> Iterator[None]:
 
 
 def dataset_for_model(path: str | Path, trained: int | None, resolution: int) -> Dataset:
-    """Pictures as a model saw them: at the config's `data.resolution` (`trained`) where it set one, else as they are
-    stored. Only pictures with sizes of their own, and a pyramid that has it, are brought to the model's `resolution`
+    """Images as a model saw them: at the config's `data.resolution` (`trained`) where it set one, else as they are
+    stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's `resolution`
     unasked; others are to be refused where they do not fit.
     """
     dataset = Dataset(path)

@@ -1,9 +1,9 @@
-"""Decode a stored picture, crop it and bring it to size: the fast path of reading encoded pictures.
+"""Decode a stored image, crop it and bring it to size: the fast path of reading encoded images.
 
 JPEG is decoded by libjpeg-turbo (simplejpeg), in RGB, and no more of it than needed: rows below the crop are never
 decoded, and where a crop is several times as large as asked for it is decoded at a half, a quarter or an eighth of its
 size (scaled DCT), at MARGIN times the size asked for or more. PNG is decoded by OpenCV. What needs the rules of
-data/pictures.py is decoded by them.
+data/images.py is decoded by them.
 """
 
 import math
@@ -13,26 +13,26 @@ import cv2
 import numpy as np
 import simplejpeg
 
-from data.format import CODEC_JPEG, CODEC_PNG
-from data.pictures import PictureError, decode_by_rules
+from data.images import ImageError, decode_by_rules
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 
-MARGIN = 1.5  # a crop of a scaled picture begins at a whole pixel of it: that must be less than one of the result
+MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
 TRIES = 10  # draws of a random crop before the middle is taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCrop:
-    """A random part of the picture: Szegedy et al. 2015, "Going Deeper with Convolutions", section 6; the draws are
+    """A random part of the image: Szegedy et al. 2015, "Going Deeper with Convolutions", section 6; the draws are
     made as by torchvision's RandomResizedCrop.
     """
 
-    area: tuple[float, float] = (0.08, 1.0)  # share of the picture, uniform
+    area: tuple[float, float] = (0.08, 1.0)  # share of the image, uniform
     aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height, uniform in the logarithm
 
     def box(self, height: int, width: int, draws: np.random.Generator) -> Box:
-        """A crop of a picture of height x width px; if TRIES draws do not fit, the largest one in the middle that
+        """A crop of an image of height x width px; if TRIES draws do not fit, the largest one in the middle that
         keeps the aspect's bounds.
         """
         low, high = math.log(self.aspect[0]), math.log(self.aspect[1])
@@ -54,7 +54,7 @@ def centre_box(height: int, width: int) -> Box:
 
 
 def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray:
-    """The whole picture: uint8 [H, W, channels]. Raises PictureError if it cannot be decoded."""
+    """The whole image: uint8 [H, W, channels]. Raises ImageError if it cannot be decoded."""
     if codec == CODEC_JPEG:
         return _decode_jpeg(payload, channels)
     if codec == CODEC_PNG:
@@ -65,11 +65,11 @@ def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray
 def decode_crop(
     payload: bytes | memoryview,
     codec: int,
-    box: Box,  # in the whole picture
-    height: int,  # of the whole picture in px
+    box: Box,  # in the whole image
+    height: int,  # of the whole image in px
     out: np.ndarray,  # uint8 [C, S, S], filled
 ) -> None:
-    """Decode the part of a picture inside `box` and bring it to S x S px. Raises PictureError if it cannot be decoded.
+    """Decode the part of an image inside `box` and bring it to S x S px. Raises ImageError if it cannot be decoded.
 
     Scaled by OpenCV: bilinear where it is enlarged or shrunk to not less than half (after the scaled DCT), else by
     area averaging.
@@ -80,7 +80,7 @@ def decode_crop(
         shrink = min(8, 1 << int(math.log2(max(1.0, min(h, w) / (MARGIN * side)))))
         if shrink > 1:
             pixels = _decode_jpeg(payload, channels, shrink, height)
-            exact = pixels.shape[0] / height  # a scaled picture's sides are rounded up
+            exact = pixels.shape[0] / height  # a scaled image's sides are rounded up
             top, left, h, w = (round(value * exact) for value in box)
             h, w = min(h, pixels.shape[0] - top), min(w, pixels.shape[1] - left)
         else:
@@ -95,7 +95,7 @@ def crop_into(
     box: Box,
     out: np.ndarray,  # uint8 [C, S, S], filled
 ) -> None:
-    """Bring a part of a decoded picture to size."""
+    """Bring a part of a decoded image to size."""
     top, left, height, width = box
     resize_into(pixels[top : top + height, left : left + width], out)
 
@@ -122,7 +122,7 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
     """A baseline JPEG that ends after its first `rows` rows, at least; the payload itself where that cannot be made.
 
     The height in the frame header is lowered; the decoder then stops after that many rows. 16 more rows than needed
-    are kept, since the last ones of a picture are interpolated differently where colours are subsampled.
+    are kept, since the last ones of an image are interpolated differently where colours are subsampled.
     """
     rows += 16
     place = _frame_header(payload) if rows < height else None
@@ -134,7 +134,7 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
 
 
 def _frame_header(payload: bytes | memoryview) -> int | None:
-    """Where the height stands in a baseline JPEG, or None: a progressive one has scans of the whole picture."""
+    """Where the height stands in a baseline JPEG, or None: a progressive one has scans of the whole image."""
     at, end = 2, len(payload) - 9
     while at < end and payload[at] == 0xFF:
         marker = payload[at + 1]
@@ -157,7 +157,7 @@ def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, he
             strict=False,  # the file's checksum was compared; warnings are those it had when it was packed
         )
     except ValueError as error:
-        raise PictureError(f"cannot be decoded ({error})") from None
+        raise ImageError(f"cannot be decoded ({error})") from None
     return np.asarray(pixels)
 
 
@@ -165,5 +165,5 @@ def _decode_png(payload: bytes | memoryview, channels: int) -> np.ndarray:
     flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
     pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
     if pixels is None:
-        raise PictureError("cannot be decoded")
+        raise ImageError("cannot be decoded")
     return pixels.reshape(*pixels.shape[:2], channels)

@@ -16,11 +16,11 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data.format import Meta
+from data.images import fit
+from data.lmdb.format import Meta
+from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, Read, confirm, near
-from data.pictures import fit
 from data.signature import SIGNATURE, signature
-from data.store import LMDBReader
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import write_atomic
@@ -30,7 +30,7 @@ __all__ = ["SIGNATURE", "Candidates", "Report", "confirm", "exact", "find", "lea
 QUICK = {"distance": 3, "limit": 200_000}  # of `near`, after packing: seconds for what costs seconds to pack
 
 SHOWN = 20  # pairs in a PNG
-CELL = 128  # px of a picture there
+CELL = 128  # px of an image there
 DIFFERENT = ": different labels"
 
 
@@ -46,11 +46,11 @@ class Reader(Protocol):
     def signatures(self) -> np.ndarray: ...
     def labels(self) -> np.ndarray: ...
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-    def picture(self, index: int) -> tuple[np.ndarray, int]: ...
+    def image(self, index: int) -> tuple[np.ndarray, int]: ...
 
 
 def exact(signatures: np.ndarray) -> list[np.ndarray]:
-    """Groups of pictures with the same pixels: ascending indices, at least two; in the order of their first."""
+    """Groups of images with the same pixels: ascending indices, at least two; in the order of their first."""
     _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
     members = np.flatnonzero(counts[group] > 1)
     members = members[np.argsort(group[members], kind="stable")]
@@ -99,20 +99,20 @@ Found = TypeVar("Found", Group, Pair)
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The duplicates within `first`, or the pictures that `first` and `second` share."""
+    """The duplicates within `first`, or the images that `first` and `second` share."""
 
     first: File
     second: File | None
     exact: list[Group]  # in the order of their first records
     near: list[Pair]  # most alike first
-    comparable: bool  # exact duplicates can be found: both files have the same channels and size of pictures
+    comparable: bool  # exact duplicates can be found: both files have the same channels and size of images
     candidates: int  # pairs whose pixels were compared
-    left_out: int  # pairs at most that were not compared because too many pictures look alike
-    textureless: int  # pictures without texture, for which near duplicates were not searched
+    left_out: int  # pairs at most that were not compared because too many images look alike
+    textureless: int  # images without texture, for which near duplicates were not searched
 
     @property
     def duplicates(self) -> int:
-        """Exact duplicates: pictures that are there before, or pictures of the second file that are in the first."""
+        """Exact duplicates: images that are there before, or images of the second file that are in the first."""
         return sum(len(group.other_records) if self.second else len(group.records) - 1 for group in self.exact)
 
 
@@ -122,7 +122,7 @@ def find(reader: Reader, *, quick: bool = False) -> Report:
 
 
 def leaks(reader: Reader, other: Reader, *, quick: bool = False) -> Report:
-    """Pictures that two packed files share, for example training and validation data; `quick` as for `find`.
+    """Images that two packed files share, for example training and validation data; `quick` as for `find`.
 
     Raises DamageError.
     """
@@ -160,7 +160,7 @@ def _file(reader: Reader) -> File:
 
 
 def _differ(names: set[str]) -> bool:
-    """Whether there are several class names; an unlabelled picture agrees with all."""
+    """Whether there are several class names; an unlabelled image agrees with all."""
     return len(names - {""}) > 1
 
 
@@ -171,7 +171,7 @@ def _group(first: File, here: np.ndarray, second: File, there: np.ndarray) -> Gr
 
 def _confirmed(candidates: Candidates, reader: Reader, first: File, other: Reader, second: File) -> list[Pair]:
     """The near duplicates among the candidates, most alike first."""
-    pairs, correlations = confirm(candidates.pairs, pictures_of(reader), pictures_of(other), candidates.crowd)
+    pairs, correlations = confirm(candidates.pairs, images_of(reader), images_of(other), candidates.crowd)
     order = np.argsort(-correlations, kind="stable")
     return [
         Pair(i, j, correlation, _differ({first.class_of(i), second.class_of(j)}))
@@ -179,8 +179,8 @@ def _confirmed(candidates: Candidates, reader: Reader, first: File, other: Reade
     ]
 
 
-def pictures_of(reader: Reader) -> Read:
-    """A function that reads pictures uint8 [n, C, H, W] by their records; those with sizes of their own are scaled to
+def images_of(reader: Reader) -> Read:
+    """A function that reads images uint8 [n, C, H, W] by their records; those with sizes of their own are scaled to
     64x64 px.
     """
     if reader.meta.resolutions != [0]:
@@ -188,8 +188,8 @@ def pictures_of(reader: Reader) -> Read:
     scaled = (64, 64)
 
     def read(records: np.ndarray) -> np.ndarray:
-        pictures = [cv2.resize(reader.picture(i)[0], scaled, interpolation=cv2.INTER_AREA) for i in records.tolist()]
-        return np.stack(pictures).reshape(len(pictures), *scaled, -1).transpose(0, 3, 1, 2)
+        images = [cv2.resize(reader.image(i)[0], scaled, interpolation=cv2.INTER_AREA) for i in records.tolist()]
+        return np.stack(images).reshape(len(images), *scaled, -1).transpose(0, 3, 1, 2)
 
     return read
 
@@ -200,7 +200,7 @@ def lines(report: Report, limit: int = 10) -> list[str]:
     groups, pairs = _count(len(report.exact), "group"), _count(len(report.near), "pair")
     found = f"{_count(report.duplicates, 'exact duplicate')} in {groups}"
     if report.second:
-        found = f"{_count(report.duplicates, 'picture')} of {second.path} also in {first.path}, in {groups}"
+        found = f"{_count(report.duplicates, 'image')} of {second.path} also in {first.path}, in {groups}"
     text = [found + _errors(report.exact)]
     for group in _errors_first(report.exact)[:limit]:
         names = " = ".join(filter(None, (_names(first, group.records), _names(second, group.other_records))))
@@ -212,11 +212,11 @@ def lines(report: Report, limit: int = 10) -> list[str]:
         text.append(f"  {names}, correlation {pair.correlation:.3f}{DIFFERENT if pair.labels_differ else ''}")
     text += _more(len(report.near) - limit, "pair")
     if not report.comparable:
-        text.append("exact duplicates cannot be found: the files differ in the channels or the size of their pictures")
+        text.append("exact duplicates cannot be found: the files differ in the channels or the size of their images")
     if report.textureless:
-        text.append(f"near duplicates were not searched for {_count(report.textureless, 'picture')} without texture")
+        text.append(f"near duplicates were not searched for {_count(report.textureless, 'image')} without texture")
     if report.left_out:
-        text.append(f"up to {_count(report.left_out, 'pair')} not compared: too many pictures look alike")
+        text.append(f"up to {_count(report.left_out, 'pair')} not compared: too many images look alike")
     return text
 
 
@@ -249,9 +249,9 @@ def document(report: Report) -> dict[str, object]:
     second = report.second
     return {
         "file": report.first.path,
-        "pictures": len(report.first.labels),
+        "images": len(report.first.labels),
         "other_file": second.path if second else None,
-        "other_pictures": len(second.labels) if second else None,
+        "other_images": len(second.labels) if second else None,
         "exact_duplicates": report.duplicates,
         "exact_comparable": report.comparable,
         "exact": [asdict(group) for group in report.exact],
@@ -274,8 +274,8 @@ def sheet(report: Report, reader: Reader, other: Reader) -> Image.Image:
     image = Image.new("RGB", (across * width, -(-len(shown) // across) * height), "white")
     for place, (record, other_record, caption) in enumerate(shown):
         cell = Image.new("RGB", (width, height), "white")  # of its own: a long name ends at its edge
-        cell.paste(_tile(reader.picture(record)[0]), (4, 0))
-        cell.paste(_tile(other.picture(other_record)[0]), (CELL + 8, 0))
+        cell.paste(_tile(reader.image(record)[0]), (4, 0))
+        cell.paste(_tile(other.image(other_record)[0]), (CELL + 8, 0))
         names = f"{caption}: {first.name(record)}, {second.name(other_record)}"
         ImageDraw.Draw(cell).text((4, CELL + 4), names, fill="black", font=ImageFont.load_default(size=12))
         image.paste(cell, (place % across * width, place // across * height))
@@ -294,7 +294,7 @@ def _shown(report: Report) -> list[tuple[int, int, str]]:
 
 
 def _tile(pixels: np.ndarray) -> Image.Image:
-    """A picture uint8 [H, W, C] as CELL x CELL px, small ones with their pixels enlarged."""
+    """An image uint8 [H, W, C] as CELL x CELL px, small ones with their pixels enlarged."""
     pixels = fit(pixels, min(CELL, *pixels.shape[:2]), "crop")
     tile = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
     return tile.resize((CELL, CELL), Image.Resampling.NEAREST)
@@ -304,7 +304,7 @@ def make_parser() -> Parser:
     """The options."""
     parser = Parser(
         prog="python -m data.duplicates",
-        description="Report exact and near duplicates within a packed file, or pictures that two packed files share.",
+        description="Report exact and near duplicates within a packed file, or images that two packed files share.",
     )
     parser.add_argument("path", type=Path, metavar="A.lmdb")
     parser.add_argument("other", type=Path, metavar="B.lmdb", nargs="?")

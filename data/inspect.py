@@ -1,6 +1,6 @@
 """Show what a packed file holds: `python -m data.inspect X.lmdb [--verify] [--json] [--out grid.png]`.
 
-The picture grid goes beside the file as `X.grid.png`, or to `--out`; with `--json` or `--verify` it is drawn only if
+The image grid goes beside the file as `X.grid.png`, or to `--out`; with `--json` or `--verify` it is drawn only if
 `--out` is given. With `--json` stdout is one document.
 """
 
@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data.pictures import fit
-from data.store import LMDBReader, Meta
-from data.verify import Damage, verify
+from data.images import fit
+from data.lmdb.reader import LMDBReader, Meta
+from data.lmdb.verify import Damage, verify
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 
 COLUMNS = 10
 MAX_ROWS = 20
-CELL = 64  # px; smaller pictures are enlarged by a whole factor, those above twice this are scaled down to it
+CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
 BAR = 40  # characters of the longest bar of the histogram
 
 
@@ -52,7 +52,7 @@ def _text(value: object) -> str:
 
 
 def grid(reader: LMDBReader) -> Image.Image:
-    """A row of pictures per class with its name (the first MAX_ROWS classes), or the first pictures if unlabelled."""
+    """A row of images per class with its name (the first MAX_ROWS classes), or the first images if unlabelled."""
     rows = _grid_rows(reader)
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
@@ -63,7 +63,7 @@ def grid(reader: LMDBReader) -> Image.Image:
     for row, (name, indices) in enumerate(rows):
         draw.text((6, row * (cell + 2) + cell // 2), name, fill="black", font=font, anchor="lm")
         for column, index in enumerate(indices):
-            pixels = fit(reader.picture(index)[0], side, "crop")
+            pixels = fit(reader.image(index)[0], side, "crop")
             tile = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
             tile = tile.resize((cell, cell), Image.Resampling.NEAREST)
             image.paste(tile, (margin + column * (cell + 2), row * (cell + 2)))
@@ -104,7 +104,7 @@ def make_parser() -> Parser:
     parser.add_argument("path", type=Path, metavar="X.lmdb")
     parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="where the picture grid goes; default: X.grid.png")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="where the image grid goes; default: X.grid.png")
     return parser
 
 
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> None:
         if args.out or not (args.json or args.verify):
             out = args.out or args.path.with_name(f"{args.path.stem}.grid.png")
             _save(grid(reader), out)
-            print(f"picture grid: {out}", file=sys.stderr if args.json else sys.stdout)
+            print(f"image grid: {out}", file=sys.stderr if args.json else sys.stdout)
 
 
 def _save(image: Image.Image, path: Path) -> None:

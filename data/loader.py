@@ -18,7 +18,7 @@ from data.sampler import GlobalSampler, SampleKeys
 
 @dataclass
 class Batch:
-    """Pictures and labels of one rank."""
+    """Images and labels of one rank."""
 
     images: torch.Tensor  # uint8 [n, C, H, W]
     labels: torch.Tensor  # int64 [n]
@@ -34,7 +34,7 @@ class Batch:
 def read_batch(
     reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
 ) -> Batch:
-    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded pictures lie in
+    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded images lie in
     memory as the decoder gives them, channels last.
     """
     n, channels, side = len(indices), reader.meta.channels, reader.resolution

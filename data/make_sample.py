@@ -1,4 +1,4 @@
-"""Make data/sample/ from the full Fashion-MNIST: the first pictures of every class, in the order of the full set.
+"""Make data/sample/ from the full Fashion-MNIST: the first images of every class, in the order of the full set.
 
 `python -m data.make_sample [--root DIR] [--out DIR]` writes the four idx files bit for bit as they are in the
 repository (with zlib's own deflate; another implementation may compress the same content to other bytes).
@@ -19,7 +19,7 @@ PER_CLASS = {"train": 1000, "test": 200}
 
 
 def choose(labels: np.ndarray, per_class: int) -> np.ndarray:
-    """Indices of the first `per_class` pictures of each class, ascending."""
+    """Indices of the first `per_class` images of each class, ascending."""
     return np.sort(np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in np.unique(labels)]))
 
 

@@ -12,43 +12,43 @@ from tqdm import tqdm
 # 64 to 100 %).
 DISTANCE = 7
 LIMIT = 4_000_000  # candidates
-LEAST_BITS = 4  # set in the hash of a picture with texture
+LEAST_BITS = 4  # set in the hash of an image with texture
 WORK = 1_000_000_000  # comparisons at most, for each of the 4 bands and each of the 17 ways to look into it
 CHUNK = 1 << 18  # comparisons at a time
 
-# Near duplicates, by their pixels; differences are in standard deviations of the picture. In CIFAR-10 the pairs that
+# Near duplicates, by their pixels; differences are in standard deviations of the image. In CIFAR-10 the pairs that
 # correlate by 0.95 are the same photo; in Fashion-MNIST thousands of different trousers correlate by 0.99, but each has
 # hundreds of candidates.
-CROWD = 10  # candidates of a picture, above which pictures that look alike are the rule
+CROWD = 10  # candidates of an image, above which images that look alike are the rule
 LEAST_CORRELATION = 0.95  # after registration
 LEAST_BEFORE = 0.8  # before registration
 MOST_SHIFT = 0.04  # by registration, of the side
 CROWD_CORRELATION, CROWD_CHANGE = 0.995, 0.2  # without registration, in a crowd
 LEAST_CONTRAST = 1.0  # standard deviation in grey levels
 CHUNK_PAIRS = 1 << 17  # whose thumbnails are in memory at a time
-BATCH, READ = 1024, 64  # pairs compared at a time, pictures read at a time
+BATCH, READ = 1024, 64  # pairs compared at a time, images read at a time
 
-Read = Callable[[np.ndarray], np.ndarray]  # records -> their pictures, uint8 [n, C, H, W]
+Read = Callable[[np.ndarray], np.ndarray]  # records -> their images, uint8 [n, C, H, W]
 
 
 class Candidates(NamedTuple):
     """Pairs that may be near duplicates."""
 
     pairs: np.ndarray  # int64 [m, 2], ascending
-    crowd: np.ndarray  # int64 [m]: how many candidates that picture of the pair has that has more of them
+    crowd: np.ndarray  # int64 [m]: how many candidates that image of the pair has that has more of them
     left_out: int  # candidates beyond the limit and comparisons that were not made: at most so many pairs are missing
-    textureless: int  # pictures that were not searched
+    textureless: int  # images that were not searched
 
 
 def near(a: np.ndarray, b: np.ndarray | None = None, *, distance: int = DISTANCE, limit: int = LIMIT) -> Candidates:
-    """Pairs within `a`, or of a picture of `a` and one of `b`, whose difference hashes differ in at most `distance`
+    """Pairs within `a`, or of an image of `a` and one of `b`, whose difference hashes differ in at most `distance`
     bits (0 to 7); SIGNATURE [n]. Every pair once, within `a` with the smaller index first.
 
-    Of exact duplicates only the first is searched, and pairs of equal digest are left out. Pictures without texture are
-    not searched: those with fewer than LEAST_BITS bits set, since all flat pictures have the hash 0.
+    Of exact duplicates only the first is searched, and pairs of equal digest are left out. Images without texture are
+    not searched: those with fewer than LEAST_BITS bits set, since all flat images have the hash 0.
 
     Multi-index hashing (Norouzi et al. 2012): of 4 bands of 16 bits at least one differs in at most `distance` // 4
-    bits, so only pictures with such bands are compared. Where too many share a band, each is compared with a part of
+    bits, so only images with such bands are compared. Where too many share a band, each is compared with a part of
     them only (WORK); of more than `limit` candidates those that differ least are kept. What is left out is counted.
     """
     if not 0 <= distance <= 7:
@@ -72,7 +72,7 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, distance: int = DISTANCE
 
 
 def _searched(signatures: np.ndarray) -> tuple[np.ndarray, int]:
-    """The pictures that are searched, and how many have no texture."""
+    """The images that are searched, and how many have no texture."""
     _, first = np.unique(signatures["digest"], return_index=True)
     first.sort()
     textured = np.bitwise_count(signatures["dhash"][first]) >= LEAST_BITS
@@ -86,7 +86,7 @@ class _Nearest:
         self.limit, self.left_out = limit, 0
         self._parts = [(np.empty((0, 2), np.int64), np.empty(0, np.uint8))]
         self._held = 0
-        self._first = np.zeros(count, np.int64)  # candidates of each picture, of those left out too
+        self._first = np.zeros(count, np.int64)  # candidates of each image, of those left out too
         self._second = self._first if other_count is None else np.zeros(other_count, np.int64)
 
     def add(self, pairs: np.ndarray, distances: np.ndarray) -> None:
@@ -129,7 +129,7 @@ def _close(
     for flip in [0, *(1 << bit for bit in range(16))] if near_by else [0]:
         low, high = bounds[band_a ^ flip], bounds[(band_a ^ flip) + 1]
         if within and flip:
-            high = np.where(band_a & flip, low, high)  # the other picture of the pair looks here
+            high = np.where(band_a & flip, low, high)  # the other image of the pair looks here
         elif within:
             low[order] = np.arange(1, len(order) + 1)  # those that come later
         most = max(1, WORK // max(1, len(a)))
@@ -168,14 +168,14 @@ def confirm(
     read_b: Read,
     crowd: np.ndarray,  # int64 [m], see Candidates
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs whose pictures are near duplicates, and their correlations, float32 in (0, 1].
+    """The pairs whose images are near duplicates, and their correlations, float32 in (0, 1].
 
-    Both pictures are scaled by area averaging to 32x32 px in grey (those below 64 px to 16x16, below 24 px to 8x8),
+    Both images are scaled by area averaging to 32x32 px in grey (those below 64 px to 16x16, below 24 px to 8x8),
     and brought to the same mean and contrast. Small shifts and stretches are taken out (MOST_SHIFT). What correlates
     by LEAST_CORRELATION then is a near duplicate; changed colours do not matter.
 
-    Where one of the pictures has more than CROWD candidates, they are of one kind, and high correlations mean little:
-    then CROWD_CORRELATION is needed without the shifts, and no part of 1/8 x 1/8 of the picture may differ by more than
+    Where one of the images has more than CROWD candidates, they are of one kind, and high correlations mean little:
+    then CROWD_CORRELATION is needed without the shifts, and no part of 1/8 x 1/8 of the image may differ by more than
     CROWD_CHANGE.
     """
     if not len(pairs):
@@ -184,7 +184,7 @@ def confirm(
     side = 32 if smallest >= 64 else 16 if smallest >= 24 else 8
     crowded = crowd > CROWD
     scores = []
-    for start in tqdm(range(0, len(pairs), CHUNK_PAIRS), "comparing pictures", disable=None):
+    for start in tqdm(range(0, len(pairs), CHUNK_PAIRS), "comparing images", disable=None):
         chunk, strict = pairs[start : start + CHUNK_PAIRS], crowded[start : start + CHUNK_PAIRS]
         a, first = _thumbnails(read_a, chunk[:, 0], side)
         b, second = _thumbnails(read_b, chunk[:, 1], side)
@@ -196,19 +196,19 @@ def confirm(
 
 
 def _thumbnails(read: Read, records: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The different records' pictures in grey, float32 [u, S, S], and the row of each record there."""
+    """The different records' images in grey, float32 [u, S, S], and the row of each record there."""
     wanted, rows = np.unique(records, return_inverse=True)
     scaled = [
-        cv2.resize(_grey(picture), (side, side), interpolation=cv2.INTER_AREA)
+        cv2.resize(_grey(image), (side, side), interpolation=cv2.INTER_AREA)
         for start in range(0, len(wanted), READ)
-        for picture in read(wanted[start : start + READ])
+        for image in read(wanted[start : start + READ])
     ]
     return np.stack(scaled).astype(np.float32), rows
 
 
-def _grey(picture: np.ndarray) -> np.ndarray:
+def _grey(image: np.ndarray) -> np.ndarray:
     """uint8 [C, H, W] -> uint8 [H, W]."""
-    return cv2.cvtColor(picture.transpose(1, 2, 0), cv2.COLOR_RGB2GRAY) if len(picture) == 3 else picture[0]
+    return cv2.cvtColor(image.transpose(1, 2, 0), cv2.COLOR_RGB2GRAY) if len(image) == 3 else image[0]
 
 
 def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
@@ -225,15 +225,15 @@ def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
     return scores
 
 
-def _standardised(pictures: np.ndarray) -> np.ndarray:
-    """Each picture [n, S, S] with mean 0 and standard deviation 1; not a number if it has hardly any contrast."""
-    centred = pictures - pictures.mean(axis=(1, 2), keepdims=True)
+def _standardised(images: np.ndarray) -> np.ndarray:
+    """Each image [n, S, S] with mean 0 and standard deviation 1; not a number if it has hardly any contrast."""
+    centred = images - images.mean(axis=(1, 2), keepdims=True)
     deviation = centred.std(axis=(1, 2), keepdims=True)
     return centred / np.where(deviation < LEAST_CONTRAST, np.float32(np.nan), deviation)
 
 
 def _correlation(difference: np.ndarray) -> np.ndarray:
-    """Of two standardised pictures, by their difference [n, S, S]."""
+    """Of two standardised images, by their difference [n, S, S]."""
     return 1 - np.square(difference).mean(axis=(1, 2)) / 2
 
 
@@ -244,7 +244,7 @@ def _greatest(difference: np.ndarray) -> np.ndarray:
 
 
 def _registered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The difference of standardised pictures [n, S, S] without what a small shift and stretch in x and y explain, to
+    """The difference of standardised images [n, S, S] without what a small shift and stretch in x and y explain, to
     first order in the gradient (Lucas & Kanade 1981).
     """
     n, side, _ = a.shape

@@ -1,4 +1,4 @@
-"""Pack pictures into one file for training: `python -m data.pack SOURCE DEST.lmdb`. The rules are in docs/lmdb.md."""
+"""Pack images into one file for training: `python -m data.pack SOURCE DEST.lmdb`. The rules are in docs/lmdb.md."""
 
 import sys
 
@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.format import ENCODINGS, Meta
+from data.lmdb.format import ENCODINGS, Meta
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import LMDBWriter, check_target
 from data.packing import make_plan
 from data.packing_processes import Conversion
 from data.packing_worker import keep_freed_memory
 from data.sources import NAMED, SPLITS, Problem, Source, open_source
-from data.store import LMDBReader
-from data.writer import LMDBWriter, check_target
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 
 LISTED = 10  # names in the summary and in errors
-SKIPPED_PICTURES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
+SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
 
 
 @dataclass(kw_only=True)
@@ -37,9 +37,9 @@ class Summary:
 
     meta: Meta
     problems: list[Problem] = field(default_factory=list)  # skipped
-    ignored: list[str] = field(default_factory=list)  # no pictures by their name
-    enlarged: int = 0  # pictures that were smaller than --size and scaled up
-    workers: int = 0  # processes that converted pictures besides this one
+    ignored: list[str] = field(default_factory=list)  # no images by their name
+    enlarged: int = 0  # images that were smaller than --size and scaled up
+    workers: int = 0  # processes that converted images besides this one
     seconds: float = 0.0  # until the file was complete
     duplicates: list[str] | None = None  # the report's lines; None: not searched
     search_seconds: float = 0.0  # for them, afterwards
@@ -52,7 +52,7 @@ class _Skipped:
         if cap is not None and on_error == "stop":
             raise UserError("--max-skipped is for --on-error skip: add it or drop --max-skipped")
         self._source, self._stop = source, on_error == "stop"
-        self.cap = max(SKIPPED_PICTURES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
+        self.cap = max(SKIPPED_IMAGES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
         self.problems: list[Problem] = []
         listed = len(source.problems)
         for problem in source.problems:
@@ -66,7 +66,7 @@ class _Skipped:
             raise UserError(f"{problem}{more}: put it right, or pass --on-error skip to leave it out")
         if max(known, len(self.problems)) > self.cap:
             raise UserError(
-                f"{self._source.name}: {max(known, len(self.problems)):,} pictures or folders cannot be used,"
+                f"{self._source.name}: {max(known, len(self.problems)):,} images or folders cannot be used,"
                 f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: put them right or raise --max-skipped"
             )
 
@@ -76,9 +76,9 @@ class _Skipped:
         what = f"could be used, {len(self.problems)} skipped"
         what += f"; the first: {self.problems[0]}" if self.problems else ""
         if not count:
-            raise UserError(f"{name}: no picture {what}")
+            raise UserError(f"{name}: no image {what}")
         if classes and not histogram.all():
-            raise UserError(f"{name}: no picture of class {classes[int(histogram.argmin())]} {what}")
+            raise UserError(f"{name}: no image of class {classes[int(histogram.argmin())]} {what}")
 
 
 def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
@@ -86,14 +86,14 @@ def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
     if source.classes:
         counts = np.bincount(source.labels(), minlength=len(source.classes))
         if not counts.all():
-            raise UserError(f"{source.name}: class {source.classes[int(counts.argmin())]} has no pictures; add some")
+            raise UserError(f"{source.name}: class {source.classes[int(counts.argmin())]} has no images; add some")
     if against is None:
         return
     if against.exists() and dest.exists() and against.samefile(dest):
         raise UserError(f"--against {against} is the file that is to be written: name another one")
     with LMDBReader(against) as reader:
         theirs = reader.classes
-    if source.classes == theirs or not (source.classes and theirs):  # unlabelled pictures contradict no classes
+    if source.classes == theirs or not (source.classes and theirs):  # unlabelled images contradict no classes
         return
     missing, extra = sorted(set(theirs) - set(source.classes)), sorted(set(source.classes) - set(theirs))
     found = [f"{_some(names)} {where}" for names, where in ((missing, "missing here"), (extra, "only here")) if names]
@@ -113,21 +113,21 @@ def pack(
     source: Source,
     dest: str | Path,
     *,
-    size: int | None = None,  # side of the square pictures in px
+    size: int | None = None,  # side of the square images in px
     encoding: str = "raw",
     channels: int | None = None,
     resize: str = "auto",
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
     workers: int | None = None,  # processes besides this one; None: measured
-    smallest: int | None = None,  # px: also store the pictures at half their side, a quarter ... down to this
-    max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the pictures, whichever is more
-    against: Path | None = None,  # a packed file whose classes must be the same and whose pictures are looked for
+    smallest: int | None = None,  # px: also store the images at half their side, a quarter ... down to this
+    max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
+    against: Path | None = None,  # a packed file whose classes must be the same and whose images are looked for
     duplicates: bool = True,  # search for them
 ) -> Summary:
     """Pack a source into the file `dest`; the file does not depend on `workers`.
 
-    Raises UserError for anything that is wrong with source, pictures, options or target; then nothing is left behind
+    Raises UserError for anything that is wrong with source, images, options or target; then nothing is left behind
     and an existing file is as it was.
     """
     started = time.perf_counter()
@@ -163,13 +163,13 @@ def pack(
 
 
 def _write(source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped) -> tuple[str, int]:
-    """Write every usable picture; returns the source's fingerprint and how many pictures were enlarged.
+    """Write every usable image; returns the source's fingerprint and how many images were enlarged.
 
-    The fingerprint is the SHA-256 of label (int64, little-endian) and content digest of each picture in order.
+    The fingerprint is the SHA-256 of label (int64, little-endian) and content digest of each image in order.
     """
     fingerprint = hashlib.sha256()
     enlarged = 0
-    bar = tqdm(total=len(source), desc="packing", unit="picture", disable=None)
+    bar = tqdm(total=len(source), desc="packing", unit="image", disable=None)
     with bar, contextlib.closing(iter(conversion)) as parts:
         for found in parts:
             for index, reason in found.problems:
@@ -183,7 +183,7 @@ def _write(source: Source, conversion: Conversion, writer: LMDBWriter, skipped: 
 
 
 def _find_duplicates(dest: Path, against: Path | None) -> list[str]:
-    """The report on equal and similar pictures within the file, and between it and `against`."""
+    """The report on equal and similar images within the file, and between it and `against`."""
     try:
         from data import duplicates
 
@@ -206,8 +206,8 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     rows = [
         ("packed", f"{dest} ({dest.stat().st_size:,} bytes)"),
         ("source", meta.source),
-        ("pictures", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
-        ("time", f"{summary.seconds:.1f} s, {meta.count / summary.seconds:,.0f} pictures/s{search}"),
+        ("images", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
+        ("time", f"{summary.seconds:.1f} s, {meta.count / summary.seconds:,.0f} images/s{search}"),
         ("workers", str(summary.workers) if summary.workers else "0, this process alone"),
         ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
         ("mean, std", f"{_numbers(meta.mean)}, {_numbers(meta.std)}"),
@@ -215,7 +215,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("fingerprint", meta.fingerprint[:16]),
     ]
     rows += [("pyramid", f"also at {', '.join(map(str, reversed(sides[:-1])))} px")] if len(sides) > 1 else []
-    rows += [("enlarged", f"{summary.enlarged:,} pictures were smaller than asked for")] if summary.enlarged else []
+    rows += [("enlarged", f"{summary.enlarged:,} images were smaller than asked for")] if summary.enlarged else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
     rows += [(f"  {name}", f"{count:,}") for name, count in zip(meta.classes, meta.histogram, strict=True)]
     lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
@@ -244,21 +244,21 @@ def _workers(text: str) -> int | None:
 
 def make_parser() -> Parser:
     """The options."""
-    parser = Parser(prog="python -m data.pack", description="Pack pictures into one file for training.")
+    parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
     add("source", help=f"folder, .zip, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
-    add("--size", type=int, metavar="N", help="side of the square pictures in px; default: theirs")
-    add("--pyramid", type=int, metavar="M", help="also store the pictures at N/2, N/4, ... down to M px")
-    add("--encoding", choices=ENCODINGS, default="raw", help="how pictures are stored (default: raw)")
+    add("--size", type=int, metavar="N", help="side of the square images in px; default: theirs")
+    add("--pyramid", type=int, metavar="M", help="also store the images at N/2, N/4, ... down to M px")
+    add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
     add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: as the data set, files 3")
     add("--split", choices=tuple(dict.fromkeys([*SPLITS, "val"])), default="train", help="default: train")
     add("--root", type=Path, metavar="DIR", help="where fashion-mnist, cifar10 or idx files lie")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for what cannot be read")
     add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
-    add("--against", type=Path, metavar="OTHER.lmdb", help="its classes must be the same; its pictures are looked for")
-    add("--no-duplicates", action="store_true", help="do not search for equal and similar pictures")
+    add("--against", type=Path, metavar="OTHER.lmdb", help="its classes must be the same; its images are looked for")
+    add("--no-duplicates", action="store_true", help="do not search for equal and similar images")
     add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser

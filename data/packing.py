@@ -1,4 +1,4 @@
-"""What data/pack.py does to every picture: the plan for all of them, and from a source's pictures to records."""
+"""What data/pack.py does to every image: the plan for all of them, and from a source's images to records."""
 
 import hashlib
 from collections.abc import Iterator
@@ -6,30 +6,30 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit, plain_codec, to_channels
-from data.record import Layout, Record, halvings, make_record
+from data.images import RESIZE_FILTERS, ImageError, decode_file, fit, plain_codec, to_channels
+from data.lmdb.record import Layout, Record, halvings, make_record
 from data.sources.base import ArraySource, Item, Problem, Source
 from utils.errors import UserError
 
-PAD_SHARE = 8  # resize "auto" pads data sets whose pictures are smaller than N by at most N / PAD_SHARE
+PAD_SHARE = 8  # resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
 
 # A piece is what one process converts at a time: long enough that handing it over costs little, short enough that the
 # pieces under way take little memory and that the last ones keep all processes busy.
 PIECE_BYTES = 1 << 20  # of pixels
-PIECE_PICTURES = 128
-PIECE_FILES = 4  # of pictures that keep sizes of their own
+PIECE_IMAGES = 128
+PIECE_FILES = 4  # of images that keep sizes of their own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How every picture is brought into the file."""
+    """How every image is brought into the file."""
 
     layout: Layout
-    mode: str  # data.pictures.fit's
+    mode: str  # data.images.fit's
 
     @property
     def size(self) -> int:
-        """Side of the pictures in px; 0: as they are."""
+        """Side of the images in px; 0: as they are."""
         return self.layout.resolutions[-1]
 
     @property
@@ -45,12 +45,12 @@ def make_plan(
     encoding: str,
     channels: int | None,
     resize: str,  # "auto", "crop" or "pad"
-    smallest: int | None = None,  # px: side of a pyramid's smallest pictures; None: no pyramid
+    smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
     """Decide what the user has left open.
 
-    Channels: the source's own, else 3. Size: the source's own, else the first readable picture's, and then all must
-    have it. Resize "auto": "pad" where all pictures have one known size that lies at most N/8 below N, else "crop".
+    Channels: the source's own, else 3. Size: the source's own, else the first readable image's, and then all must
+    have it. Resize "auto": "pad" where all images have one known size that lies at most N/8 below N, else "crop".
     Raises UserError for options that do not fit together.
     """
     if encoding == "source":
@@ -65,7 +65,7 @@ def make_plan(
     if size is None:
         height, width = source.shape or _first_shape(source, channels)
         if height != width:
-            raise UserError(f"{source.name}: pictures are {width}x{height} px, not square: pass --size N")
+            raise UserError(f"{source.name}: images are {width}x{height} px, not square: pass --size N")
         size, mode = height, "exact"
     elif source.shape == (size, size):
         mode = "exact"
@@ -82,19 +82,19 @@ def make_plan(
 
 
 def _first_shape(source: Source, channels: int) -> tuple[int, int]:
-    """Height and width of the first picture that can be read."""
+    """Height and width of the first image that can be read."""
     problems = []
     for index in range(len(source)):
         try:
             shape = _pixels(source.item(index), channels).shape
             return shape[0], shape[1]
-        except PictureError as error:
+        except ImageError as error:
             problems.append(Problem(source.item_name(index), str(error)))
-    raise UserError(f"{source.name}: none of {len(source)} pictures can be read; the first: {problems[0]}")
+    raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problems[0]}")
 
 
 def _pixels(item: Item, channels: int) -> np.ndarray:
-    """A picture's pixels, uint8 [H, W, channels]. Raises PictureError."""
+    """An image's pixels, uint8 [H, W, channels]. Raises ImageError."""
     if isinstance(item.content, bytes):
         return decode_file(item.content, channels)
     return to_channels(item.content, channels)
@@ -102,25 +102,25 @@ def _pixels(item: Item, channels: int) -> np.ndarray:
 
 @dataclass
 class Converted:
-    """What became of some pictures of a source."""
+    """What became of some images of a source."""
 
     records: list[Record] = field(default_factory=list)  # of those that can be used, in order
     digests: list[bytes] = field(default_factory=list)  # theirs, see `content_digest`
     problems: list[tuple[int, str]] = field(default_factory=list)  # of the others: index in the source, reason
-    enlarged: int = 0  # pictures that were smaller than asked for
+    enlarged: int = 0  # images that were smaller than asked for
 
 
 def convert(source: Source, rows: range, plan: Plan, *, stop: bool, first: int = 0) -> Converted:
-    """Make records of the pictures `rows`; with `stop` end at the first that cannot be used.
+    """Make records of the images `rows`; with `stop` end at the first that cannot be used.
 
-    `first` is the number of the source's first picture, for a source that is a part of another.
+    `first` is the number of the source's first image, for a source that is a part of another.
     """
     found = Converted()
     for row in rows:
         try:
             item = source.item(row - first)
             found.enlarged += _add_record(found, item, plan)
-        except PictureError as error:
+        except ImageError as error:
             found.problems.append((row, str(error)))
             if stop:
                 break
@@ -128,7 +128,7 @@ def convert(source: Source, rows: range, plan: Plan, *, stop: bool, first: int =
 
 
 def _add_record(found: Converted, item: Item, plan: Plan) -> bool:
-    """Append a picture's record and digest; returns whether it was enlarged. Raises PictureError."""
+    """Append an image's record and digest; returns whether it was enlarged. Raises ImageError."""
     pixels = _pixels(item, plan.layout.channels)
     enlarged = plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
     if plan.layout.encoding != "source":
@@ -144,27 +144,27 @@ def _add_record(found: Converted, item: Item, plan: Plan) -> bool:
 
 
 def content_digest(content: bytes | np.ndarray) -> bytes:
-    """SHA-256 of a picture as the source has it: a file's bytes, or "HxWxC" and the pixels."""
+    """SHA-256 of an image as the source has it: a file's bytes, or "HxWxC" and the pixels."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).digest()
     return hashlib.sha256(b"%dx%dx%d" % content.shape + content.tobytes()).digest()
 
 
 def piece_length(plan: Plan, count: int, processes: int) -> int:
-    """Pictures per piece of `count` pictures that are left to `processes`."""
+    """Images per piece of `count` images that are left to `processes`."""
     pixels = plan.size * plan.size * plan.layout.channels
     fitting = PIECE_BYTES // pixels if pixels else PIECE_FILES
-    return max(1, min(PIECE_PICTURES, fitting, count // (8 * processes)))
+    return max(1, min(PIECE_IMAGES, fitting, count // (8 * processes)))
 
 
 def pieces(rows: range, length: int) -> Iterator[range]:
-    """Ranges of `length` pictures, the last one shorter."""
+    """Ranges of `length` images, the last one shorter."""
     for start in range(rows.start, rows.stop, length):
         yield range(start, min(rows.stop, start + length))
 
 
 def part(source: Source, rows: range) -> Source | None:
-    """A source of these pictures alone where it is cheap to send to another process; None: that process reads them."""
+    """A source of these images alone where it is cheap to send to another process; None: that process reads them."""
     if not isinstance(source, ArraySource):
         return None
     chosen = slice(rows.start, rows.stop)

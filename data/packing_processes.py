@@ -1,4 +1,4 @@
-"""Pictures to records in several processes, in order: what makes packing as fast as the cores allow.
+"""Images to records in several processes, in order: what makes packing as fast as the cores allow.
 
 The worker processes (data/packing_worker.py) are spawned: nothing that the parent has open reaches them. Each has a
 pipe of its own, over which it gets pieces and returns records. Losing a worker ends packing. Only the parent writes.
@@ -28,7 +28,7 @@ END_SECONDS = 5.0  # for a worker to end by itself when there is nothing left to
 
 
 class Conversion:
-    """All pictures of a source as `Converted`, piece by piece in order.
+    """All images of a source as `Converted`, piece by piece in order.
 
     `workers` is the number of processes besides this one; None: as many as there are cores, once it has been measured
     that they are worth starting. Afterwards it is the number that took part. Iterating raises UserError if a worker
@@ -49,7 +49,7 @@ class Conversion:
                 yield from processes.convert(rows)
 
     def _convert_here(self, count: int) -> Generator[Converted, None, int]:
-        """Convert in this process; returns the first picture that is left to others, for which `workers` is set."""
+        """Convert in this process; returns the first image that is left to others, for which `workers` is set."""
         spent = 0.0
         limit = allowed_workers() if self.workers is None else 0
         for rows in pieces(range(count), piece_length(self.plan, count, 1)):
@@ -78,7 +78,7 @@ class Processes:
     def __init__(self, source: Source, plan: Plan, count: int, *, stop: bool) -> None:
         self.source = source
         self.workers: list[_Worker] = []
-        # Pictures in memory travel with each piece. Two pieces lie in a worker's pipe then only if they are small:
+        # Images in memory travel with each piece. Two pieces lie in a worker's pipe then only if they are small:
         # this process must never wait for a worker that waits for it.
         in_memory = isinstance(source, ArraySource)
         self.ahead = 1 if in_memory else 2
@@ -194,10 +194,10 @@ class _Worker:
         except OSError:
             raise self._death() from None
 
-    def send(self, number: int, rows: range, pictures: Source | None) -> None:
+    def send(self, number: int, rows: range, images: Source | None) -> None:
         """Hand over a piece. Raises UserError if the process is dead."""
         try:
-            self.pipe.send((rows, pictures))
+            self.pipe.send((rows, images))
         except OSError:
             raise self._death() from None
         self.pending.append(number)

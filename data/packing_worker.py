@@ -1,4 +1,4 @@
-"""A worker process of packing: pictures to records, piece by piece, as data/packing_processes.py asks for them."""
+"""A worker process of packing: images to records, piece by piece, as data/packing_processes.py asks for them."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ Warned = tuple[str, type[Warning], str, int]  # text, category, file, line
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker returns where the source raised something else than PictureError."""
+    """What a worker returns where the source raised something else than ImageError."""
 
     text: str
     user: bool  # a UserError
@@ -43,23 +43,23 @@ def serve(pipe: Connection) -> None:
         source, plan, stop = pipe.recv()
         with contextlib.nullcontext() if source is None else source:
             while True:
-                rows, pictures = pipe.recv()
-                pipe.send(_answer(source, rows, pictures, plan, stop))
+                rows, images = pipe.recv()
+                pipe.send(_answer(source, rows, images, plan, stop))
 
 
 def _answer(
-    source: Source | None, rows: range, pictures: Source | None, plan: Plan, stop: bool
+    source: Source | None, rows: range, images: Source | None, plan: Plan, stop: bool
 ) -> tuple[Converted | Failure, list[Warned]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")  # what is shown is for the parent to decide
         found: Converted | Failure
         try:
-            if pictures is not None:
-                found = convert(pictures, rows, plan, stop=stop, first=rows.start)
+            if images is not None:
+                found = convert(images, rows, plan, stop=stop, first=rows.start)
             elif source is not None:
                 found = convert(source, rows, plan, stop=stop)
             else:
-                raise ValueError("neither a source nor its pictures")
+                raise ValueError("neither a source nor its images")
         except UserError as error:
             found = Failure(str(error), user=True)
         except Exception:  # whatever it is, the parent raises it
@@ -82,7 +82,7 @@ def die_with_parent() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what this process frees, for the next picture.
+    """Let the C library keep what this process frees, for the next image.
 
     glibc gives large blocks back to the system at once, and each page that is touched again is a fault: a quarter of
     the time of decoding and scaling. Other C libraries are left as they are.

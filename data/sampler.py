@@ -58,7 +58,7 @@ class GlobalSampler:
         groups: np.ndarray | None = None,  # int [count]
     ) -> None:
         if count < 1:
-            raise UserError("the data set is empty: pack some pictures")
+            raise UserError("the data set is empty: pack some images")
         if batch_size < 1:
             raise UserError(f"batch_size {batch_size}: must be at least 1")
         if batch_size % world_size:
@@ -234,7 +234,7 @@ def _weighted_epochs(
         return None
     weights = np.asarray(weights, np.float64)
     if weights.shape != (count,):
-        raise UserError(f"weights have shape {weights.shape}, expected ({count},): one for each picture")
+        raise UserError(f"weights have shape {weights.shape}, expected ({count},): one for each image")
     _check_values(weights, "weights", "index")
     if not shuffle:
         raise ValueError("weights need shuffle=True")
@@ -248,7 +248,7 @@ def _check_values(weights: np.ndarray, source: str, place: str, first: int = 0) 
         value = weights[bad[0]]
         raise UserError(f"{source}: {place} {bad[0] + first} is {value}; a weight is a finite number of at least 0")
     if not weights.any():
-        raise UserError(f"{source}: all weights are 0 and no picture would be drawn; give some a weight above 0")
+        raise UserError(f"{source}: all weights are 0 and no image would be drawn; give some a weight above 0")
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:
@@ -272,24 +272,24 @@ def _lengths(fractions: np.ndarray, marks: int, unit: int) -> np.ndarray:
 def balanced_weights(labels: np.ndarray, classes: Sequence[str]) -> np.ndarray:
     """Weights float64 [n] with which every class is drawn equally often; `labels` are int [n] in 0..len(classes)-1.
 
-    Raises UserError for an unlabelled set and for a class without pictures.
+    Raises UserError for an unlabelled set and for a class without images.
     """
     if not classes:
-        raise UserError("data.sampling: the pictures have no labels to balance; use uniform sampling")
-    pictures = np.bincount(labels, minlength=len(classes))
-    if not pictures.all():
-        name = classes[int(np.argmin(pictures))]
-        raise UserError(f"data.sampling: class {name!r} has no pictures to draw; add some or pack without the class")
-    return 1.0 / pictures[labels]
+        raise UserError("data.sampling: the images have no labels to balance; use uniform sampling")
+    images = np.bincount(labels, minlength=len(classes))
+    if not images.all():
+        name = classes[int(np.argmin(images))]
+        raise UserError(f"data.sampling: class {name!r} has no images to draw; add some or pack without the class")
+    return 1.0 / images[labels]
 
 
 def class_weights(labels: np.ndarray, class_names: Sequence[str], rates: Mapping[str, float]) -> np.ndarray:
-    """Weights float64 [n] with which a picture of class c is seen rates[c] times as often as one without a rate.
+    """Weights float64 [n] with which an image of class c is seen rates[c] times as often as one without a rate.
 
     `labels` are int [n] in 0..len(class_names)-1; a rate of 0 leaves the class out. Raises UserError for an unknown
     class, a rate that is negative or not finite, and rates that leave nothing to draw.
     """
-    by_class = np.ones(max(1, len(class_names)))  # unlabelled pictures have label 0
+    by_class = np.ones(max(1, len(class_names)))  # unlabelled images have label 0
     for name, rate in rates.items():
         if name not in class_names:
             raise UserError(f"data.class_rates: there is no class {name!r}{did_you_mean(name, class_names)}")
@@ -302,7 +302,7 @@ def class_weights(labels: np.ndarray, class_names: Sequence[str], rates: Mapping
 
 
 def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
-    """A weight for each of `count` pictures from a file, in the order of the packed set: float64 [count].
+    """A weight for each of `count` images from a file, in the order of the packed set: float64 [count].
 
     A .npy file holds numbers [count], any other is text, one number a line. Raises UserError naming the file and line.
     """
@@ -310,9 +310,9 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
     try:
         weights = _array_weights(path) if binary else _text_weights(path)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; give a file with a weight for each picture") from None
+        raise UserError(f"{path}: {error.strerror or error}; give a file with a weight for each image") from None
     if len(weights) != count:
-        raise UserError(f"{path} has {len(weights)} weights, the data set {count} pictures: give one for each picture")
+        raise UserError(f"{path} has {len(weights)} weights, the data set {count} images: give one for each image")
     _check_values(weights, str(path), "index" if binary else "line", first=0 if binary else 1)
     return weights
 

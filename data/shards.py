@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.format import Meta
-from data.store import LMDBReader
+from data.lmdb.format import Meta
+from data.lmdb.reader import LMDBReader
 from utils.errors import UserError
 
 
@@ -41,7 +41,7 @@ def open_level(path: Path, resolution: int | None, *, tolerant: bool) -> LMDBRea
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     """The metadata of shards as one data set. Raises UserError if they do not fit together.
 
-    `mean` and `std` are those of all pixels where the pictures have one size, else each file counts by its pictures.
+    `mean` and `std` are those of all pixels where the images have one size, else each file counts by its images.
     """
     first = shards[0].meta
     if len(shards) == 1:

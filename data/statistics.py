@@ -4,16 +4,16 @@ import cv2
 import numpy as np
 
 
-def pixel_sums(picture: np.ndarray) -> tuple[np.ndarray, int]:
-    """Sums of a picture's values and of their squares, int64 [2, C], and its number of pixels; uint8 [H, W, C]."""
-    channels = picture.shape[2]
-    squares = cv2.multiply(picture, picture, dtype=cv2.CV_32F)  # at most 255**2: exact, as are the float64 sums
-    sums = [cv2.sumElems(values)[:channels] for values in (picture, squares)]
-    return np.array(sums).astype(np.int64), picture.shape[0] * picture.shape[1]
+def pixel_sums(image: np.ndarray) -> tuple[np.ndarray, int]:
+    """Sums of an image's values and of their squares, int64 [2, C], and its number of pixels; uint8 [H, W, C]."""
+    channels = image.shape[2]
+    squares = cv2.multiply(image, image, dtype=cv2.CV_32F)  # at most 255**2: exact, as are the float64 sums
+    sums = [cv2.sumElems(values)[:channels] for values in (image, squares)]
+    return np.array(sums).astype(np.int64), image.shape[0] * image.shape[1]
 
 
 class PixelStatistics:
-    """Adds up pictures' sums; exact in int64 for up to 10**14 pixels."""
+    """Adds up images' sums; exact in int64 for up to 10**14 pixels."""
 
     def __init__(self, channels: int) -> None:
         self._sums = np.zeros((2, channels), np.int64)

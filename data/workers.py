@@ -8,25 +8,25 @@ from data.dataset import Dataset
 from data.sampler import SampleKeys
 from utils.memory import cores
 
-PICTURES = 64  # read for one measurement at most
+IMAGES = 64  # read for one measurement at most
 REPEATS = 3
 GAIN = 1.1  # another thread count must be so much faster to be taken
 
 
 def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
-    """The number of decoding threads that reads batches fastest, and the pictures per second of each number tried.
+    """The number of decoding threads that reads batches fastest, and the images per second of each number tried.
 
-    Raw pictures need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of this process read
-    the same few pictures; the count grows as long as it pays. The dataset's own number stays as it was.
+    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of this process read
+    the same few images; the count grows as long as it pays. The dataset's own number stays as it was.
     """
     if dataset.gathers or len(dataset) == 0:
         return 0, {}
-    count = min(len(dataset), batch_size, PICTURES)
+    count = min(len(dataset), batch_size, IMAGES)
     records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
     before, cache = dataset.workers, dataset.cache
     rates: dict[int, float] = {}
     best = 0
-    dataset.cache = None  # the second read of a picture would cost nothing
+    dataset.cache = None  # the second read of an image would cost nothing
     try:
         dataset.read(records)  # opens the file, warms the page cache
         for workers in candidates(cores()):

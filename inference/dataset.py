@@ -1,4 +1,4 @@
-"""A packed data set of generated pictures, which `train.py` reads like one of real pictures."""
+"""A packed data set of generated images, which `train.py` reads like one of real images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data.format import Meta
-from data.record import Layout
-from data.writer import LMDBWriter, check_target
+from data.lmdb.format import Meta
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter, check_target
 from inference.samples import Sampler
 from utils.checkpoint import file_sha256
 from utils.errors import UserError
 
-PER_CLASS = 1000  # pictures of a class unless said
-UNCONDITIONAL = 10_000  # pictures of a generator without classes unless said
+PER_CLASS = 1000  # images of a class unless said
+UNCONDITIONAL = 10_000  # images of a generator without classes unless said
 ENCODINGS = ("raw", "png", "jpeg")
 
 
@@ -40,12 +40,12 @@ def write_dataset(
 
     The classes go round: a smaller set is the beginning of a larger one. The file has the checkpoint's class names and
     labels, also those of classes that were not chosen, and appears whole or not at all. Memory does not grow with
-    `count`. Raises UserError for too few pictures, and as LMDBWriter does.
+    `count`. Raises UserError for too few images, and as LMDBWriter does.
     """
     kinds = len(sampler.chosen)
     count = count or (PER_CLASS * kinds if kinds else UNCONDITIONAL)
     if count < kinds:
-        raise UserError(f"--n {count}: fewer than one picture for each of {kinds} classes; give {kinds} or more")
+        raise UserError(f"--n {count}: fewer than one image for each of {kinds} classes; give {kinds} or more")
     check_dataset(out, overwrite=overwrite)
     generator = sampler.generator
     layout = Layout(channels=generator.channels, resolutions=(generator.resolution,), encoding=encoding)
@@ -53,18 +53,18 @@ def write_dataset(
         out,
         layout,
         classes=checkpoint["classes"] if kinds else (),
-        resize_filter=(checkpoint.get("data") or {}).get("resize_filter", "none"),  # as the pictures it learnt from
+        resize_filter=(checkpoint.get("data") or {}).get("resize_filter", "none"),  # as the images it learnt from
         source=source,
         overwrite=overwrite,
     )
-    bar = tqdm(total=count, desc="samples", unit="picture", disable=None)
+    bar = tqdm(total=count, desc="samples", unit="image", disable=None)
     with writer, bar:
         for start in range(0, count, sampler.batch_size):
             numbers = range(start, min(start + sampler.batch_size, count))
             labels = sampler.labels(numbers)
-            pictures = sampler.pictures(numbers).numpy().transpose(0, 2, 3, 1)
-            for picture, label in zip(pictures, _labels(labels, len(numbers)), strict=True):
-                writer.add(np.ascontiguousarray(picture), label)
+            images = sampler.images(numbers).numpy().transpose(0, 2, 3, 1)
+            for image, label in zip(images, _labels(labels, len(numbers)), strict=True):
+                writer.add(np.ascontiguousarray(image), label)
             bar.update(len(numbers))
         return writer.finish()
 

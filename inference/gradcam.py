@@ -1,4 +1,4 @@
-"""Grad-CAM: which parts of a picture speak for a class (Selvaraju et al., 1610.02391)."""
+"""Grad-CAM: which parts of an image speak for a class (Selvaraju et al., 1610.02391)."""
 
 import os
 from collections.abc import Sequence
@@ -10,21 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metrics.extractors import classifier_input
-from metrics.pictures import save_captioned
+from metrics.images import save_captioned
 from metrics.precision import device_of, exact_float32
+from models.hooks import output_gradient
 from models.resnet import Classifier
 from utils.errors import UserError
 from utils.files import check_writable
-from utils.hooks import output_gradient
 
 LAYER = "layer4"  # the last stage: the paper's choice
-SIDE = 224  # px that smaller pictures are enlarged to, so that the heat on them is smooth
+SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part
 LONGEST = 180  # bytes of a file's name that are kept
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str = LAYER) -> Tensor:
-    """Heat [n, h, w], at least 0, at the resolution of the layer's maps, for pictures as the model takes them.
+    """Heat [n, h, w], at least 0, at the resolution of the layer's maps, for images as the model takes them.
 
     relu(sum_k alpha_k A^k), alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2), y_c being the logit of the class
     in `targets` [n]. The model should be in evaluation mode; its parameters need not require gradients. Nothing before
@@ -32,7 +32,7 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str = LAY
     """
 
     def asked(logits: Tensor) -> Tensor:
-        return logits.gather(1, targets[:, None]).sum()  # of each picture its own: they do not touch one another
+        return logits.gather(1, targets[:, None]).sum()  # of each image its own: they do not touch one another
 
     maps, gradients = output_gradient(model, layer, (images,), asked)
     if maps.ndim != 4:
@@ -42,10 +42,10 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str = LAY
     return (alphas * maps).sum(1).relu()
 
 
-def picture_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str = LAYER) -> Tensor:
-    """Heat float32 [n, h, w] on the CPU for pictures uint8 [n, C, H, W], each scaled to a largest value of 1.
+def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str = LAYER) -> Tensor:
+    """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest value of 1.
 
-    A picture in which nothing speaks for its class has no heat at all: zeros. In full float32. Raises UserError as
+    An image in which nothing speaks for its class has no heat at all: zeros. In full float32. Raises UserError as
     `grad_cam` does.
     """
     device = device_of(classifier)
@@ -57,24 +57,24 @@ def picture_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer:
     return heat / torch.where(largest > 0, largest, 1.0)
 
 
-def overlay(picture: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
-    """A picture uint8 [C, H, W] enlarged to about SIDE px, and the same under its heat [h, w]; both uint8 [3, H', W'].
+def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
+    """An image uint8 [C, H, W] enlarged to about SIDE px, and the same under its heat [h, w]; both uint8 [3, H', W'].
 
-    The heat is scaled bilinearly, as in the paper; where there is none the picture stays as it is.
+    The heat is scaled bilinearly, as in the paper; where there is none the image stays as it is.
     """
     from matplotlib import colormaps
 
-    scale = max(1, round(SIDE / picture.shape[-1]))
-    large = picture.expand(3, -1, -1).repeat_interleave(scale, 1).repeat_interleave(scale, 2)
+    scale = max(1, round(SIDE / image.shape[-1]))
+    large = image.expand(3, -1, -1).repeat_interleave(scale, 1).repeat_interleave(scale, 2)
     smooth = F.interpolate(heat[None, None], size=large.shape[1:], mode="bilinear", align_corners=False)[0, 0]
     colours = torch.from_numpy(np.asarray(colormaps["turbo"](smooth.numpy()))[..., :3]).permute(2, 0, 1) * 255
     opacity = STRENGTH * smooth.double()
     return large, (large * (1 - opacity) + colours * opacity).round().to(torch.uint8)
 
 
-def save_overlay(picture: Tensor, heat: Tensor, captions: Sequence[str], path: Path) -> None:
-    """Write picture and overlay side by side to a PNG file, atomically, with a caption of up to two lines each."""
-    save_captioned(overlay(picture, heat), captions, path, columns=2)
+def save_overlay(image: Tensor, heat: Tensor, captions: Sequence[str], path: Path) -> None:
+    """Write image and overlay side by side to a PNG file, atomically, with a caption of up to two lines each."""
+    save_captioned(overlay(image, heat), captions, path, columns=2)
 
 
 def output_files(folder: Path, files: Sequence[str]) -> list[Path]:
@@ -87,7 +87,7 @@ def output_files(folder: Path, files: Sequence[str]) -> list[Path]:
     taken = {_identity(Path(file)) for file in files}
     found = []
     for file in files:
-        stem = _shortened(Path(file).stem.replace("\0", "") or "picture")
+        stem = _shortened(Path(file).stem.replace("\0", "") or "image")
         number = 1
         while True:
             path = folder / f"{stem}-gradcam{'' if number == 1 else f'-{number}'}.png"

@@ -1,6 +1,6 @@
-"""Which training pictures helped or hurt a prediction, and whose labels are likely wrong.
+"""Which training images helped or hurt a prediction, and whose labels are likely wrong.
 
-`python -m inference.influence --checkpoint RUN --data train.lmdb (--picture FILE | --mislabelled) --out FILE.png`.
+`python -m inference.influence --checkpoint RUN --data train.lmdb (--image FILE | --mislabelled) --out FILE.png`.
 Every checkpoint that the run has kept counts, by its learning rate; train with `--checkpoint.keep 10` to have some.
 """
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.dataset import Dataset, dataset_for_model
-from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit
+from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
-from metrics.evaluate_gan import judge_pictures
-from metrics.pictures import save_captioned
+from metrics.evaluate_gan import judge_images
+from metrics.images import save_captioned
 from models.resnet import Classifier
 from models.restore import classifier_from
 from utils.arguments import positive
 from utils.checkpoint import load, newest_first, resolve
 from utils.cli import Parser, did_you_mean
-from utils.distributed import choose_device
+from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
 
-TOP = 8  # pictures of each kind
+TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")
 
 
@@ -37,14 +37,14 @@ def parser() -> Parser:
     options = Parser(prog="python -m inference.influence", description=__doc__)
     add = options.add_argument
     add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder (all its checkpoints) or one file")
-    add("--data", required=True, metavar="X.lmdb", help="the training pictures")
-    add("--picture", metavar="FILE", help="show the training pictures that helped and hurt its prediction most")
-    add("--label", metavar="NAME", help="class that is explained (default: the one the picture is named)")
-    add("--mislabelled", action="store_true", help="show the training pictures whose labels are likely wrong")
+    add("--data", required=True, metavar="X.lmdb", help="the training images")
+    add("--image", metavar="FILE", help="show the training images that helped and hurt its prediction most")
+    add("--label", metavar="NAME", help="class that is explained (default: the one the image is named)")
+    add("--mislabelled", action="store_true", help="show the training images whose labels are likely wrong")
     add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
     add("--layers", nargs="+", default=[], metavar="NAME", help="layers whose gradients count (default: the head's)")
-    add("--top", type=positive, default=TOP, metavar="N", help=f"pictures of each kind (default: {TOP})")
-    add("--out", required=True, type=Path, metavar="FILE.png", help="the picture grid")
+    add("--top", type=positive, default=TOP, metavar="N", help=f"images of each kind (default: {TOP})")
+    add("--out", required=True, type=Path, metavar="FILE.png", help="the image grid")
     add("--json", action="store_true", help="print one JSON document instead of a table")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")
@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Score all training pictures, write the grid, print the list."""
+    """Score all training images, write the grid, print the list."""
     options = parser().parse_args(argv)
     _check_options(options)
     files = _checkpoint_files(options.checkpoint)
@@ -69,10 +69,10 @@ def main(argv: list[str]) -> int:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    if (options.picture is None) == (not options.mislabelled):
-        raise UserError("give either --picture FILE or --mislabelled")
-    if options.label is not None and options.picture is None:
-        raise UserError("--label belongs to --picture; leave it out")
+    if (options.image is None) == (not options.mislabelled):
+        raise UserError("give either --image FILE or --mislabelled")
+    if options.label is not None and options.image is None:
+        raise UserError("--label belongs to --image; leave it out")
     if options.by is not None and not options.mislabelled:
         raise UserError("--by belongs to --mislabelled; leave it out")
     if options.out.suffix.lower() != ".png":
@@ -95,11 +95,11 @@ def _stage(file: Path, device: torch.device) -> Stage:
 
 
 def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
-    """Raise UserError unless the pictures have the classifier's classes; note where they are not its training's."""
+    """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
     if reader.classes != checkpoint["classes"]:
-        raise UserError(f"{path}: has other classes than the classifier; give the pictures that it was trained on")
+        raise UserError(f"{path}: has other classes than the classifier; give the images that it was trained on")
     if not len(reader):
-        raise UserError(f"{path}: holds no picture; give the pictures that the classifier was trained on")
+        raise UserError(f"{path}: holds no image; give the images that the classifier was trained on")
     if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
         print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
 
@@ -112,7 +112,7 @@ class _Bar:
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._bar is None:
-            self._bar = tqdm(total=total, desc=what, unit="picture", file=sys.stderr, disable=None)
+            self._bar = tqdm(total=total, desc=what, unit="image", file=sys.stderr, disable=None)
         self._bar.update(done - self._bar.n)
         if done == total:
             self._bar.close()
@@ -125,8 +125,8 @@ def _explain(
     options: argparse.Namespace, stages: list[Stage], reader: Dataset, checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
     classes, model = reader.classes, stages[-1].load()
-    image = _read(options.picture, model, checkpoint)
-    probabilities = judge_pictures(model, image[None])[0]
+    image = _read(options.image, model, checkpoint)
+    probabilities = judge_images(model, image[None])[0]
     named = int(probabilities.argmax())
     if options.label is not None and options.label not in classes:
         raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
@@ -136,33 +136,33 @@ def _explain(
     kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
     labels = reader.labels()
     blank = torch.full_like(image, 255)
-    pictures, captions = [], []
+    images, captions = [], []
     for kind, rows in kinds.items():
         head = f"named {classes[named]} {probabilities[named]:.2f}" if kind == "helped" else ""
-        pictures.append(image if kind == "helped" else blank)
+        images.append(image if kind == "helped" else blank)
         captions.append(f"{head}\n{kind} {classes[label]}:")
-        pictures += _pictures(reader, rows) + [blank] * (options.top - len(rows))
+        images += _images(reader, rows) + [blank] * (options.top - len(rows))
         captions += [f"{row}: {classes[labels[row]]}\n{scores[row]:+.3g}" for row in rows]
         captions += [""] * (options.top - len(rows))
-    save_captioned(pictures, captions, options.out, columns=options.top + 1)
+    save_captioned(images, captions, options.out, columns=options.top + 1)
     told = {
         kind: [{"record": row, "label": classes[labels[row]], "score": float(scores[row])} for row in rows]
         for kind, rows in kinds.items()
     }
-    head_ = {"picture": options.picture, "named": classes[named], "probability": float(probabilities[named])}
+    head_ = {"image": options.image, "named": classes[named], "probability": float(probabilities[named])}
     return {**head_, "label": classes[label], **told}
 
 
 def _read(file: str, model: Classifier, checkpoint: dict[str, Any]) -> Tensor:
-    """A picture file as the classifier takes it, uint8 [C, H, W]; brought to size as its training data was."""
+    """An image file as the classifier takes it, uint8 [C, H, W]; brought to size as its training data was."""
     padded = checkpoint["data"]["resize_filter"].startswith(RESIZE_FILTERS["pad"])
     try:
         pixels = decode_file(Path(file).read_bytes(), model.channels)
         pixels = fit(pixels, model.resolution, "pad" if padded else "crop")
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); give a picture file") from error
-    except PictureError as error:
-        raise UserError(f"{file}: {error}; give a picture file") from error
+        raise UserError(f"{file}: cannot be read ({error.strerror}); give an image file") from error
+    except ImageError as error:
+        raise UserError(f"{file}: {error}; give an image file") from error
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 
@@ -178,12 +178,12 @@ def _mislabelled(
     rows = found.order(measure)[: options.top].tolist()
     listed = [_suspect(found, row, reader.classes) for row in rows]
     captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in listed]
-    save_captioned(_pictures(reader, rows), captions, options.out, columns=min(10, len(rows)))
+    save_captioned(_images(reader, rows), captions, options.out, columns=min(10, len(rows)))
     return {"measure": measure, "issues": int((found.issues() >= 0).sum()), "mislabelled": listed}
 
 
 def _suspect(found: Suspicion, row: int, classes: list[str]) -> dict[str, Any]:
-    """What is said of one picture: its label and what the classifier would rather name it."""
+    """What is said of one image: its label and what the classifier would rather name it."""
     others = found.probabilities[row].clone()
     others[found.labels[row]] = -1
     named = int(others.argmax())
@@ -197,7 +197,7 @@ def _suspect(found: Suspicion, row: int, classes: list[str]) -> dict[str, Any]:
     }
 
 
-def _pictures(reader: Dataset, rows: list[int]) -> list[Tensor]:
+def _images(reader: Dataset, rows: list[int]) -> list[Tensor]:
     return list(torch.from_numpy(reader.read(rows)[0])) if rows else []
 
 
@@ -209,7 +209,7 @@ def _table(document: dict[str, Any]) -> str:
             rather = f"rather {item['named']} {item['probability']:.3f}"
             lines.append(f"record {item['record']}: {item['label']} {item['given']:.3f}, {rather}")
         return "\n".join(lines)
-    lines = [f"{document['picture']}: {document['named']} {document['probability']:.3f}; for {document['label']}"]
+    lines = [f"{document['image']}: {document['named']} {document['probability']:.3f}; for {document['label']}"]
     for kind in ("helped", "hurt"):
         lines += [f"{kind} {item['score']:+.3g}: record {item['record']}, {item['label']}" for item in document[kind]]
     return "\n".join(lines)

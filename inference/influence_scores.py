@@ -1,4 +1,4 @@
-"""Which training pictures helped or hurt a prediction, and which labels are likely wrong: scores of every picture."""
+"""Which training images helped or hurt a prediction, and which labels are likely wrong: scores of every image."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def weights_of(stages: Sequence[Stage]) -> list[float]:
 
 
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor, layers: Sequence[str]) -> tuple[Gradients, Tensor]:
-    """Gradients of the losses of uint8 pictures [n, C, H, W] with labels [n], and the logits; see `sample_gradients`.
+    """Gradients of the losses of uint8 images [n, C, H, W] with labels [n], and the logits; see `sample_gradients`.
 
     Without `layers` of the head alone, which costs one forward pass.
     """
@@ -66,19 +66,19 @@ def dots(a: Gradients, b: Gradients) -> Tensor:
 
 def influence(
     stages: Sequence[Stage],
-    reader: Dataset,  # training pictures
-    image: Tensor,  # uint8 [C, H, W]: the picture whose prediction is to be explained
+    reader: Dataset,  # training images
+    image: Tensor,  # uint8 [C, H, W]: the image whose prediction is to be explained
     label: int,  # the class that the prediction is explained for
     *,
     layers: Sequence[str] = (),
     batch_size: int = 64,
     progress: Progress | None = None,
 ) -> Tensor:
-    """TracInCP (Pruthi et al. 2002.08484, section 3.3): how much a step on each training picture lowered the loss of
+    """TracInCP (Pruthi et al. 2002.08484, section 3.3): how much a step on each training image lowered the loss of
     this one, [count] float64: sum over checkpoints of rate x gradient . gradient, the rates scaled to a sum of 1.
 
     Positive: it helped (a proponent), negative: it hurt. The gradients are of the head unless `layers` are named, of
-    the average model, for whole pictures without augmentation. Raises UserError for layers that do not exist.
+    the average model, for whole images without augmentation. Raises UserError for layers that do not exist.
     """
     scores = torch.zeros(len(reader), dtype=torch.float64)
     for share, model, batches in _passes(stages, reader, batch_size, progress):
@@ -91,7 +91,7 @@ def influence(
 
 @dataclass(frozen=True)
 class Suspicion:
-    """How likely each picture's label is wrong, by two measures; float64 [count]."""
+    """How likely each image's label is wrong, by two measures; float64 [count]."""
 
     self_influence: Tensor  # sum over checkpoints of rate x squared norm of its own gradient
     probabilities: Tensor  # [count, K] by the last checkpoint
@@ -99,14 +99,14 @@ class Suspicion:
 
     @property
     def given(self) -> Tensor:
-        """The probability of the label that a picture has."""
+        """The probability of the label that an image has."""
         return self.probabilities.gather(1, self.labels[:, None])[:, 0]
 
     def issues(self) -> Tensor:
         """The class that confident learning would rather give, else -1: int64 [count].
 
         Northcutt et al. (1911.00068, equation 2): among the classes whose probability reaches the mean that it has in
-        the pictures labelled so, the likeliest, where that is not the picture's label.
+        the images labelled so, the likeliest, where that is not the image's label.
         """
         classes = self.probabilities.shape[1]
         sums = torch.zeros(classes, dtype=torch.float64).index_add_(0, self.labels, self.given)
@@ -117,7 +117,7 @@ class Suspicion:
         return torch.where((best >= 0) & (named != self.labels), named, -1)
 
     def order(self, by: str) -> Tensor:
-        """Picture numbers, the most suspicious first: by `self-influence`, or by `probability`: those that confident
+        """Image numbers, the most suspicious first: by `self-influence`, or by `probability`: those that confident
         learning would rename come first, then it is the lowest probability of the given label.
         """
         if by == "self-influence":
@@ -133,7 +133,7 @@ def suspicion(
     batch_size: int = 64,
     progress: Progress | None = None,
 ) -> Suspicion:
-    """Both measures for every picture of the file. A wrong label keeps a large gradient through the training, and the
+    """Both measures for every image of the file. A wrong label keeps a large gradient through the training, and the
     network gives it a low probability, unless it has had the time to learn the label by heart.
     """
     own = torch.zeros(len(reader), dtype=torch.float64)
@@ -153,11 +153,11 @@ Batches = Iterable[tuple[slice, Tensor, Tensor]]
 def _passes(
     stages: Sequence[Stage], reader: Dataset, batch_size: int, progress: Progress | None
 ) -> Iterator[tuple[float, Classifier, Batches]]:
-    """For each checkpoint its share, the model, and all pictures in batches with their places."""
+    """For each checkpoint its share, the model, and all images in batches with their places."""
     for number, (stage, share) in enumerate(zip(stages, weights_of(stages), strict=True)):
         model = stage.load()
         if model.classes != len(reader.classes):
-            raise UserError(f"the pictures have {len(reader.classes)} classes, the classifier {model.classes}")
+            raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")
 
         def batches(number: int = number) -> Batches:
             start, total = 0, len(reader) * len(stages)
@@ -165,7 +165,7 @@ def _passes(
                 yield slice(start, start + len(batch)), batch.images, batch.labels
                 start += len(batch)
                 if progress is not None:
-                    progress("pictures", number * len(reader) + start, total)
+                    progress("images", number * len(reader) + start, total)
 
         yield share, model, batches()
 

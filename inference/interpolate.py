@@ -77,8 +77,8 @@ class Journey:
         for start in range(0, len(self), self.sampler.batch_size):
             places = range(start, min(start + self.sampler.batch_size, len(self)))
             with torch.no_grad(), exact_float32(self.sampler.device):
-                pictures = to_uint8(self._images(places, noise)).cpu()
-            yield from (picture.numpy().transpose(1, 2, 0) for picture in pictures)
+                images = to_uint8(self._images(places, noise)).cpu()
+            yield from (image.numpy().transpose(1, 2, 0) for image in images)
 
     def _images(self, places: range, noise: list[Tensor] | NoiseMode) -> Tensor:
         """Frames [n, C, H, W] in about [-1, 1]; `places` counts them from the film's start."""

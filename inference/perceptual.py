@@ -1,4 +1,4 @@
-"""How different two pictures look: ImageNet ResNet-50 features before pooling, compared as LPIPS does."""
+"""How different two images look: ImageNet ResNet-50 features before pooling, compared as LPIPS does."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from metrics.resnet50 import FILE_NAME, MEAN, STD, find_weights, load_resnet50
 from utils.errors import UserError
 
-SMALLEST, LARGEST = 64, 256  # px that pictures are scaled up or down to before the network sees them
+SMALLEST, LARGEST = 64, 256  # px that images are scaled up or down to before the network sees them
 FEATURES = ("resnet50", "pixels")
 
 
@@ -18,7 +18,7 @@ class ResNetFeatures:
     """The outputs of a ResNet-50's stem and four stages, each position's channels scaled to unit length.
 
     Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric" (1801.03924), section 3.
-    Pictures below 64 px are scaled to 64, those above 256 px to 256; grey is repeated to three channels.
+    Images below 64 px are scaled to 64, those above 256 px to 256; grey is repeated to three channels.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -29,7 +29,7 @@ class ResNetFeatures:
         self._std = torch.tensor(STD, dtype=like.dtype, device=like.device).view(1, 3, 1, 1)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
-        """Maps [n, c, h, w], fine to coarse, of pictures [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
+        """Maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
         net: Any = self._network
         x = resize(images.to(self._mean.dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
         x = ((x + 1) / 2 - self._mean) / self._std  # broadcasts grey to three channels
@@ -59,7 +59,7 @@ def feature_distance(a: list[Tensor], b: list[Tensor]) -> Tensor:
 
 
 def resize(images: Tensor, side: int) -> Tensor:
-    """Scale pictures [n, C, H, H] to `side` px: bilinearly up; down by averaging too, so that nothing aliases.
+    """Scale images [n, C, H, H] to `side` px: bilinearly up; down by averaging too, so that nothing aliases.
 
     As two matrix products, because the backward pass of torch's own scaling adds up in any order on GPUs.
     """
@@ -72,7 +72,7 @@ def resize(images: Tensor, side: int) -> Tensor:
 
 
 class Distance:
-    """How far pictures are from one target: feature distance (if there are features) + pixel_weight * mean square."""
+    """How far images are from one target: feature distance (if there are features) + pixel_weight * mean square."""
 
     def __init__(self, target: Tensor, *, features: ResNetFeatures | None, pixel_weight: float) -> None:
         """Args: `target` [1, C, H, H] in [-1, 1], on the device that all is computed on."""
@@ -81,7 +81,7 @@ class Distance:
             self._wanted = None if features is None else features(target)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """[n] for pictures [n, C, H, H] in [-1, 1]; differentiable."""
+        """[n] for images [n, C, H, H] in [-1, 1]; differentiable."""
         total = self._pixel_weight * self.pixels(images)
         return total if self._features is None else total + self.perceptual(images)
 

@@ -1,4 +1,4 @@
-"""A picture file into the generator's latents: read it, search, write pictures and latents."""
+"""An image file into the generator's latents: read it, search, write images and latents."""
 
 import json
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from data.pictures import RESIZE_FILTERS, PictureError, decode_file, fit
+from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
+from inference.images import save_table
 from inference.perceptual import Distance, build_features
-from inference.pictures import save_table
 from inference.projection import Projection, ProjectionConfig, Projector, Space
 from inference.samples import Sampler, with_styles
 from metrics.precision import exact_float32
@@ -22,11 +22,11 @@ from utils.files import write_atomic
 SPACES: dict[str, tuple[Space, ...]] = {"w": ("w",), "w+": ("w+",), "both": ("w", "w+")}
 FEATURES = ("resnet50", "pixels")
 SAVED = ".safetensors"
-CELL = 192  # px that smaller pictures are enlarged to
+CELL = 192  # px that smaller images are enlarged to
 
 
 def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop", "pad"] | None = None) -> Tensor:
-    """A picture file as the generator's training pictures were made: uint8 [1, C, H, H].
+    """An image file as the generator's training images were made: uint8 [1, C, H, H].
 
     Raises UserError if it cannot be read.
     """
@@ -36,9 +36,9 @@ def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop
     try:
         pixels = fit(decode_file(path.read_bytes(), shape["channels"]), shape["resolution"], mode)
     except OSError as error:
-        raise UserError(f"--picture {path}: {error.strerror}; name a picture file") from error
-    except PictureError as error:
-        raise UserError(f"--picture {path}: {error}; give another picture") from error
+        raise UserError(f"--image {path}: {error.strerror}; name an image file") from error
+    except ImageError as error:
+        raise UserError(f"--image {path}: {error}; give another image") from error
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())[None]
 
 
@@ -56,7 +56,7 @@ def project(
 ) -> list[str]:
     """Write a PNG: the target, then what was found, with its distances; returns lines that say the same.
 
-    Of several chosen classes the one whose mean picture looks most like the target is where the search starts. Raises
+    Of several chosen classes the one whose mean image looks most like the target is where the search starts. Raises
     UserError for a generator without w, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
@@ -74,16 +74,16 @@ def project(
             before = next(reversed(found.values()), start)
             found[name] = projector.search(name, before, refine=bool(found), tick=bar.update)
     label = "" if projector.label is None else names[projector.label]
-    _save_pictures(target, found, out)
+    _save_images(target, found, out)
     if save_to is not None:
         write_atomic(save_to, _latents(found, {"class": label, "seed": sampler.seed, "steps": config.steps}))
     where = f"start ({label})" if label else "start"
     return [f"{name}: {', '.join(result.distances)}" for name, result in {where: start, **found}.items()]
 
 
-def _save_pictures(target: Tensor, found: dict[str, Projection], out: Path) -> None:
+def _save_images(target: Tensor, found: dict[str, Projection], out: Path) -> None:
     heads = ["target", *("\n".join([name, *result.distances]) for name, result in found.items())]
-    row = [target[0], *(result.picture for result in found.values())]
+    row = [target[0], *(result.image for result in found.values())]
     save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
 
 

@@ -1,4 +1,4 @@
-"""Projection: find the w, or the w of every layer (w+), whose picture is nearest to a given one.
+"""Projection: find the w, or the w of every layer (w+), whose image is nearest to a given one.
 
 The method of StyleGAN2 (1912.04958), section 5 and appendix D; w+ after Image2StyleGAN (1904.03189).
 """
@@ -36,7 +36,7 @@ class ProjectionConfig:
     lr: float = 0.1  # Adam's, at its highest
     shake: float = 0.05  # w's noise at the start, in units of the spread of w
     noise_mode: Literal["const", "none", "optimise"] = "const"  # the maps: stored ones, none, searched for as well
-    noise_weight: float = 1e5  # keeps searched maps free of correlation, so that they hold no part of the picture
+    noise_weight: float = 1e5  # keeps searched maps free of correlation, so that they hold no part of the image
     pixel_weight: float = 1.0  # of the mean squared difference of pixels beside the features' distance
 
     def __post_init__(self) -> None:
@@ -52,8 +52,8 @@ class Projection:
 
     ws: Tensor  # [num_ws, w_dim]; all rows are equal in space "w"
     noise: Maps  # [1, 1, h, w] for each layer where they were searched for
-    picture: Tensor  # uint8 [C, H, W] on the CPU
-    loss: float  # of that picture, as the search counts it
+    image: Tensor  # uint8 [C, H, W] on the CPU
+    loss: float  # of that image, as the search counts it
     perceptual: float | None  # its feature distance; None without features
     rmse: float  # root mean square of the pixels' differences, 0 to 1
 
@@ -95,7 +95,7 @@ class Projector:
     def search(
         self, space: Space, start: Projection, *, refine: bool = False, tick: Callable[[], object] = lambda: None
     ) -> Projection:
-        """The nearest picture found from `start` on, never a farther one; calls `tick` after each step.
+        """The nearest image found from `start` on, never a farther one; calls `tick` after each step.
 
         StyleGAN2's appendix D: Adam, w shaken by noise that dies out, learning rate warmed up and cooled down. With
         `refine` the start is an earlier search's result, from which w is not shaken away. Deterministic for a seed.
@@ -134,13 +134,13 @@ class Projector:
         return [torch.randn(1, *shape, generator=key).to(self.device) for shape in self.generator.noise_shapes()]
 
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
-        """The picture of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
+        """The image of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
         with torch.no_grad(), exact_float32(self.device):
-            picture = to_uint8(self.generator.synthesis(ws, noise))
-            seen = picture.to(ws.dtype) / 127.5 - 1
+            image = to_uint8(self.generator.synthesis(ws, noise))
+            seen = image.to(ws.dtype) / 127.5 - 1
             perceptual = float(self.distance.perceptual(seen)) if self.distance.has_features else None
             rmse = math.sqrt(float(self.distance.pixels(seen))) / 2  # of differences in [-2, 2]
-            return Projection(ws[0].clone(), noise, picture[0].cpu(), float(self.distance(seen)), perceptual, rmse)
+            return Projection(ws[0].clone(), noise, image[0].cpu(), float(self.distance(seen)), perceptual, rmse)
 
 
 def rate(step: int, steps: int) -> float:

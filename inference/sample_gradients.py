@@ -1,4 +1,4 @@
-"""Gradients of every picture's own loss: with torch.func for any parameters, in closed form for a linear head."""
+"""Gradients of every image's own loss: with torch.func for any parameters, in closed form for a linear head."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
 
 
 def sample_gradients(
-    model: nn.Module,  # pictures -> logits, in evaluation mode: BatchNorm must not mix the pictures
+    model: nn.Module,  # images -> logits, in evaluation mode: BatchNorm must not mix the images
     images: Tensor,  # [n, C, H, W] as the model takes them
     labels: Tensor,  # int64 [n]
     names: Sequence[str],  # of the parameters that gradients are taken of
     *,
-    chunk: int | None = None,  # pictures at once; None: as many as MOST_ELEMENTS allows
+    chunk: int | None = None,  # images at once; None: as many as MOST_ELEMENTS allows
 ) -> Tensor:
     """d cross_entropy(model(x_i), y_i) / d parameters, [n, P]: the named parameters flattened one after the other.
 
@@ -29,7 +29,7 @@ def sample_gradients(
     model in training mode.
     """
     if any(module.training for module in model.modules()):
-        raise ValueError("per-sample gradients need a model in evaluation mode: BatchNorm mixes the pictures otherwise")
+        raise ValueError("per-sample gradients need a model in evaluation mode: BatchNorm mixes the images otherwise")
     tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
     asked = {name: tensors.pop(name) for name in names}
 
@@ -46,7 +46,7 @@ def sample_gradients(
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """Gradients of the last linear layer for n pictures, as the factors of an outer product: [n, K] x [n, F].
+    """Gradients of the last linear layer for n images, as the factors of an outer product: [n, K] x [n, F].
 
     With p = softmax(logits) and y the label as one-hot, the weight's gradient is (p - y) f^T and the bias's p - y.
     """
@@ -70,7 +70,7 @@ class HeadGradients:
 
 
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[HeadGradients, Tensor]:
-    """Gradients of each picture's cross entropy with respect to the last linear layer, and the logits [n, K].
+    """Gradients of each image's cross entropy with respect to the last linear layer, and the logits [n, K].
 
     One forward pass. Raises UserError for a model whose output is not that of its last linear layer.
     """

@@ -1,4 +1,4 @@
-"""Which samples a command shows, and what they are made from: numbers -> classes and keys -> latents -> pictures."""
+"""Which samples a command shows, and what they are made from: numbers -> classes and keys -> latents -> images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from metrics.precision import device_of, exact_float32
-from models.gan import AnyGenerator
+from models.registry import AnyGenerator
 from models.sampling import draw, generate
 from models.stylegan2 import Generator, NoiseMode
 from utils.cli import did_you_mean
@@ -60,7 +60,7 @@ class Sampler:
         count = len(self.chosen)
         return [number // count * self.generator.classes + self.chosen[number % count] for number in numbers]
 
-    def pictures(self, numbers: Sequence[int]) -> Tensor:
+    def images(self, numbers: Sequence[int]) -> Tensor:
         """The samples, uint8 [n, C, H, W] on the CPU."""
         with exact_float32(self.device):
             return generate(
@@ -83,7 +83,7 @@ class Sampler:
 
 
 def with_styles(generator: AnyGenerator, what: str) -> Generator:
-    """The generator, if there is a w between z and the picture; UserError naming `what` needs one if there is none."""
+    """The generator, if there is a w between z and the image; UserError naming `what` needs one if there is none."""
     if not isinstance(generator, Generator):
         raise UserError(
             f"{what} works on w, which an R3GAN generator does not have, and one that is still growing does not show; "

@@ -1,4 +1,4 @@
-"""Tables of pictures: truncation and style mixing."""
+"""Tables of images: truncation and style mixing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.pictures import PADDING, save_table
+from inference.images import PADDING, save_table
 from inference.samples import Sampler, with_styles
 from metrics.precision import exact_float32
 from models.sampling import to_uint8
@@ -20,7 +20,7 @@ def draw_truncation(
 ) -> int:
     """Write a PNG: a row for each psi, in each column the same latents and noise; returns how many samples it shows.
 
-    psi 1 is the sample as it is, 0 the mean picture (StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg)).
+    psi 1 is the sample as it is, 0 the mean image (StyleGAN, section 4 and appendix B: w_avg + psi (w - w_avg)).
     Args: `names` of all classes by label. Raises UserError for a generator without w.
     """
     generator = with_styles(sampler.generator, "truncation")
@@ -89,14 +89,14 @@ def _mixed_noise(
 
 
 def synthesize(generator: Generator, batch_size: int, ws: Tensor, noise: list[Tensor] | NoiseMode) -> list[Tensor]:
-    """Pictures uint8 [C, H, W] on the CPU for styles [n, num_ws, w_dim] and noise; batch by batch."""
-    pictures: list[Tensor] = []
+    """Images uint8 [C, H, W] on the CPU for styles [n, num_ws, w_dim] and noise; batch by batch."""
+    images: list[Tensor] = []
     for start in range(0, len(ws), batch_size):
         part = slice(start, start + batch_size)
         maps = noise if isinstance(noise, str) else [m[part] for m in noise]
         with torch.no_grad(), exact_float32(ws.device):
-            pictures += to_uint8(generator.synthesis(ws[part], maps)).cpu()
-    return pictures
+            images += to_uint8(generator.synthesis(ws[part], maps)).cpu()
+    return images
 
 
 def default_count(sampler: Sampler, most: int = 16) -> int:

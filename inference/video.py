@@ -14,7 +14,7 @@ from PIL import Image
 
 from utils.errors import UserError
 
-LEAST_SIDE = 256  # px that smaller pictures are enlarged to, or a little more
+LEAST_SIDE = 256  # px that smaller images are enlarged to, or a little more
 FASTEST_GIF = 50  # frames a second: viewers show shorter delays than 2/100 s as 10/100 s
 CRF = "18"  # x264's quality: hardly to be told from the original
 
@@ -106,8 +106,8 @@ def _mp4(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
             pixels = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
             if not stream.codec_context.is_open:
                 stream.height, stream.width = pixels.shape[:2]
-            picture = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace="itu709")))
+            image = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            container.mux(stream.encode(image.reformat(format="yuv420p", dst_colorspace="itu709")))
 
         yield add
         container.mux(stream.encode())  # the frames that the encoder still held back
@@ -121,15 +121,15 @@ def _gif(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
 
         def add(frame: np.ndarray) -> None:
             nonlocal count
-            picture = Image.fromarray(frame[:, :, 0] if frame.shape[2] == 1 else frame)
-            if picture.mode == "RGB":
-                picture = picture.quantize(256)  # before it is enlarged: as many colours in fewer pixels
-            picture = picture.resize((picture.width * scale, picture.height * scale), Image.Resampling.NEAREST)
+            image = Image.fromarray(frame[:, :, 0] if frame.shape[2] == 1 else frame)
+            if image.mode == "RGB":
+                image = image.quantize(256)  # before it is enlarged: as many colours in fewer pixels
+            image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
             if count == 0:
-                _write_gif_head(file, picture.size)
+                _write_gif_head(file, image.size)
             # in hundredths of a second, rounded so that the film as a whole keeps its speed
             delay = round((count + 1) * 100 / fps) - round(count * 100 / fps)
-            _write_gif_frame(file, picture, delay)
+            _write_gif_frame(file, image, delay)
             count += 1
 
         yield add
@@ -142,13 +142,13 @@ def _write_gif_head(file: BinaryIO, size: tuple[int, int]) -> None:
     file.write(b"!\xff\x0bNETSCAPE2.0\x03\x01\x00\x00\x00")
 
 
-def _write_gif_frame(file: BinaryIO, picture: Image.Image, delay: int) -> None:
+def _write_gif_frame(file: BinaryIO, image: Image.Image, delay: int) -> None:
     """One frame: Pillow encodes it as a GIF of its own, whose palette and pixels are taken over.
 
     Pillow's own writer of several frames keeps all of them in memory until the last one.
     """
     buffer = io.BytesIO()
-    picture.save(buffer, format="GIF", optimize=False, interlace=False)
+    image.save(buffer, format="GIF", optimize=False, interlace=False)
     single = buffer.getvalue()
     flags = single[10]  # of the screen descriptor: bit 7 a palette follows, bits 0 to 2 its size
     colours = 3 * 2 ** ((flags & 7) + 1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from utils.errors import UserError
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017 (1706.04599)
-CONFIDENCE_UNIT = 2**-32  # confidences are summed as whole multiples of this; 2^31 pictures fit an int64
+CONFIDENCE_UNIT = 2**-32  # confidences are summed as whole multiples of this; 2^31 images fit an int64
 
 
 class ClassificationCounts:
@@ -69,15 +69,15 @@ class ClassificationCounts:
 
     @property
     def count(self) -> int:
-        """Number of pictures seen."""
+        """Number of images seen."""
         return int(self.confusion.sum())
 
     def accuracy(self) -> float:
-        """Share of pictures whose largest logit is the label's."""
+        """Share of images whose largest logit is the label's."""
         return int(self.confusion.trace()) / self._count_or_raise()
 
     def top_k_accuracy(self) -> float | None:
-        """Share of pictures whose label is among the k largest logits; None with fewer than k classes."""
+        """Share of images whose label is among the k largest logits; None with fewer than k classes."""
         return int(self.top_k_hits) / self._count_or_raise() if self.classes >= self.k else None
 
     def expected_calibration_error(self) -> float:
@@ -113,7 +113,7 @@ class ClassificationCounts:
 
     def _count_or_raise(self) -> int:
         if self.count == 0:
-            raise UserError("there is no picture to evaluate the classifier on; give some with --data")
+            raise UserError("there is no image to evaluate the classifier on; give some with --data")
         return self.count
 
 

@@ -1,4 +1,4 @@
-"""The search for copies of training pictures among a generator's samples, as a part of its evaluation."""
+"""The search for copies of training images among a generator's samples, as a part of its evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,28 +15,28 @@ from metrics.memorisation import Nearest, RealSet, memorisation
 from metrics.precision import exact_float32
 from models.sampling import ImageGenerator, generate
 
-SEARCHED = 20_000  # training pictures among which copies are looked for
-PAIRS = 12  # samples listed with their nearest training picture: the closest of all, and the first ones
+SEARCHED = 20_000  # training images among which copies are looked for
+PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
 
 
 def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
-    """The extractor in whose space copies are looked for: the first that was not trained on the training pictures.
+    """The extractor in whose space copies are looked for: the first that was not trained on the training images.
 
-    To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out pictures
+    To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
     without being copies. Where there is no other extractor, pixels serve.
     """
     return next((each for each in extractors if not isinstance(each, ClassifierFeatures)), PixelFeatures(channels))
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """The draw of training pictures: the first n of it, which make the floor, are the same whatever is `searched`."""
+    """The draw of training images: the first n of it, which make the floor, are the same whatever is `searched`."""
     count = max(n, min(searched, len(labels)))
     return replace(select(labels, n=count, seed=seed, role="train"), n=n, key=f"train {seed} {n} of {count}")
 
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Features of training pictures: n for the floors, more of them where copies are looked for."""
+    """Features of training images: n for the floors, more of them where copies are looked for."""
 
     reader: Dataset
     side: Selection  # of all that are searched
@@ -55,13 +55,13 @@ def search_copies(
     train: TrainingSets,
     samples: FeatureSet,
     held_out: FeatureSet,
-    reader: Dataset,  # of the held-out pictures
+    reader: Dataset,  # of the held-out images
     side: Selection,  # the draw of them, whose labels the samples were asked for
 ) -> dict[str, Any]:
-    """The figures of `metrics.memorisation.memorisation` for the first n samples and held-out pictures.
+    """The figures of `metrics.memorisation.memorisation` for the first n samples and held-out images.
 
     With `extractor` and `weights`, and two lists of {`sample` (its index), `label`, `train` (record of the nearest
-    training picture), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
+    training image), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
     """
     assert train.place is not None
     features, classes = train.of(train.place).features, reader.classes
@@ -89,10 +89,10 @@ def _pair(index: int, neighbours: Nearest, side: Selection, train_side: Selectio
     }
 
 
-def neighbour_pictures(
+def neighbour_images(
     generator: ImageGenerator, train: Dataset, found: dict[str, Any], *, seed: int
 ) -> tuple[list[Tensor], list[str]]:
-    """The pairs of `search_copies` as pictures uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
+    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
 
     The samples are drawn again: sample i depends on the seed, i and its label alone.
     """

@@ -1,4 +1,4 @@
-"""Do the samples differ from one another as much as real pictures do, and are they what was asked for?"""
+"""Do the samples differ from one another as much as real images do, and are they what was asked for?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PICTURES = 200  # of a class, by the protocol
+IMAGES = 200  # of a class, by the protocol
 
 
 def mean_pairwise_distance(features: Tensor) -> float:
@@ -17,10 +17,10 @@ def mean_pairwise_distance(features: Tensor) -> float:
 
 
 def diversity_ratio(samples: Tensor, real: Tensor) -> float | None:
-    """Mean pairwise distance of samples [n, F] over that of real pictures [m, F].
+    """Mean pairwise distance of samples [n, F] over that of real images [m, F].
 
-    1 is as varied as the real ones, 0 is one picture over and over. None where it is undefined: fewer than two vectors
-    on a side, or real pictures that are all the same.
+    1 is as varied as the real ones, 0 is one image over and over. None where it is undefined: fewer than two vectors
+    on a side, or real images that are all the same.
     """
     if len(samples) < 2 or len(real) < 2:
         return None
@@ -34,7 +34,7 @@ class Diversity:
 
     smallest: float | None
     by_class: list[float | None]
-    pictures: int  # the least number of pictures on either side that a ratio above rests on
+    images: int  # the least number of images on either side that a ratio above rests on
 
 
 def diversity_by_class(
@@ -44,20 +44,20 @@ def diversity_by_class(
     real_labels: Tensor,  # int64 [m]
     *,
     classes: int,
-    pictures: int = PICTURES,
+    images: int = IMAGES,
 ) -> Diversity:
-    """The diversity ratio of each class, over its first `pictures` samples and real pictures, as many of each."""
+    """The diversity ratio of each class, over its first `images` samples and real images, as many of each."""
     ratios: list[float | None] = []
-    least = pictures
+    least = images
     for label in range(classes):
-        drawn = samples[sample_labels == label][:pictures]
-        shown = real[real_labels == label][:pictures]
+        drawn = samples[sample_labels == label][:images]
+        shown = real[real_labels == label][:images]
         size = min(len(drawn), len(shown))
         ratio = diversity_ratio(drawn[:size], shown[:size])
         ratios.append(ratio)
         least = least if ratio is None else min(least, size)
     defined = [ratio for ratio in ratios if ratio is not None]
-    return Diversity(smallest=min(defined, default=None), by_class=ratios, pictures=least if defined else 0)
+    return Diversity(smallest=min(defined, default=None), by_class=ratios, images=least if defined else 0)
 
 
 def recognised_share(

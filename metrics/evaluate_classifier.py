@@ -1,4 +1,4 @@
-"""Evaluation of a classifier on labelled pictures."""
+"""Evaluation of a classifier on labelled images."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from models.resnet import Classifier
 from utils.errors import UserError
 
 Observer = Callable[[Tensor, Tensor, Tensor], None]
-"""Called with each batch: pictures uint8 [b, C, H, W], labels int64 [b], probabilities float64 [b, K], on the CPU."""
+"""Called with each batch: images uint8 [b, C, H, W], labels int64 [b], probabilities float64 [b, K], on the CPU."""
 
 
 def evaluate_classifier(
@@ -24,7 +24,7 @@ def evaluate_classifier(
     reader: Dataset,
     *,
     batch_size: int = 256,
-    limit: int | None = None,  # only the first so many pictures
+    limit: int | None = None,  # only the first so many images
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[Tensor], Tensor] | None = None,  # sums an int64 vector over the ranks
@@ -32,7 +32,7 @@ def evaluate_classifier(
     progress: Progress | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
-    """Figures over every picture of the file exactly once, whatever the number of ranks; the same on each rank.
+    """Figures over every image of the file exactly once, whatever the number of ranks; the same on each rank.
 
     Pass the unwrapped module: wrappers that talk to other ranks in `forward` hang on uneven shares.
 
@@ -40,7 +40,7 @@ def evaluate_classifier(
         `n`, `accuracy`, `top5_accuracy` (None below 5 classes), `ece`, `per_class` and `confusion` [true][named].
 
     Raises:
-        UserError: no labels, other classes than the classifier's, no picture, or outputs that are not finite.
+        UserError: no labels, other classes than the classifier's, no image, or outputs that are not finite.
     """
     counts = ClassificationCounts(_checked_classes(classifier, reader))
     device = device_of(classifier)
@@ -54,7 +54,7 @@ def evaluate_classifier(
             if observe is not None:
                 observe(batch.images, batch.labels, probabilities)
             if progress is not None:
-                progress("pictures", done, total // world_size)
+                progress("images", done, total // world_size)
     if reduce is not None:
         counts.reduce(lambda packed: reduce(packed.to(device)))  # a backend such as NCCL wants it on its device
     return counts.figures(reader.classes)
@@ -64,7 +64,7 @@ def _checked_classes(classifier: Classifier, reader: Dataset) -> int:
     """Number of classes; UserError unless the file has as many as the classifier."""
     own = classifier.classes
     if not reader.classes:
-        raise UserError("the pictures to evaluate on have no labels; give a labelled file with --data")
+        raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
     if len(reader.classes) != own:
-        raise UserError(f"the pictures have {len(reader.classes)} classes, the classifier {own}; give its own data")
+        raise UserError(f"the images have {len(reader.classes)} classes, the classifier {own}; give its own data")
     return own

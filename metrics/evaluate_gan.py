@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from data.dataset import Dataset
 from metrics.copies import SEARCHED, TrainingSets, search_copies, search_place, training_selection
-from metrics.diversity import PICTURES, diversity_by_class, recognised_share
+from metrics.diversity import IMAGES, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feature_sets, select
 from metrics.frechet import frechet_distance
@@ -26,33 +26,33 @@ Observer = Callable[[Tensor, Tensor, Tensor | None], None]
 
 def evaluate_generator(
     generator: ImageGenerator,  # a module of any architecture
-    reader: Dataset,  # real test pictures
+    reader: Dataset,  # real test images
     *,
-    n: int,  # pictures on each side of a distance
+    n: int,  # images on each side of a distance
     seed: int,
     extractors: Sequence[Extractor],  # at least one; the first one's features give the diversity
     classifier: Classifier | None = None,  # independent judge of conditional samples
     train_reader: Dataset | None = None,  # the second real set, for the floor and the search for copies
     real: RealFeatures | None = None,  # keeps real features between calls
-    per_class: int = PICTURES,  # pictures of a class for the diversity
+    per_class: int = IMAGES,  # images of a class for the diversity
     floor: bool = True,  # whether floors are computed
-    searched: int = SEARCHED,  # training pictures among which copies are looked for; 0: no search
+    searched: int = SEARCHED,  # training images among which copies are looked for; 0: no search
     batch_size: int = 64,
     progress: Progress | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
     """Distances with their floors, recognised share, diversity and memorisation, ready for JSON.
 
-    n falls to the size of the smallest real set. Sample i has the label of the i-th real picture drawn, so both sides
+    n falls to the size of the smallest real set. Sample i has the label of the i-th real image drawn, so both sides
     have the same mix of classes. What cannot be computed is None, and `notes` says why.
 
     Returns:
         `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`, `n`,
         `diversity_ratio`), `recognised`, `recognised_by_class`, `diversity_ratio`, `diversity_by_class`,
-        `diversity_extractor`, `diversity_pictures`, `memorisation` (see `metrics.copies.search_copies`), `notes`.
+        `diversity_extractor`, `diversity_images`, `memorisation` (see `metrics.copies.search_copies`), `notes`.
 
     Raises:
-        UserError: pictures or classes of a file or the judge do not fit the generator; fewer than two pictures.
+        UserError: images or classes of a file or the judge do not fit the generator; fewer than two images.
     """
     if not extractors:
         raise ValueError("at least one extractor is needed")
@@ -78,7 +78,7 @@ def evaluate_generator(
         row = _distances(extractor, fake, test, train.of(extractor) if train is not None and floor else None, seed)
         rows.append(row | _diversity(generator, side, fake, test, reader.classes, per_class))
     shown = ("extractor", "weights", "frechet", "kernel", "floor", "kernel_floor", "n", "diversity_ratio")
-    diversity = ("diversity_ratio", "diversity_by_class", "diversity_pictures")
+    diversity = ("diversity_ratio", "diversity_by_class", "diversity_images")
     return {
         "n": side.n,
         "seed": seed,
@@ -120,7 +120,7 @@ class Samples:
                 seed=self.seed,
                 batch_size=self.batch_size,
             )
-        probabilities = None if self.judge is None else judge_pictures(self.judge, images)
+        probabilities = None if self.judge is None else judge_images(self.judge, images)
         if probabilities is not None:
             self.predictions.append(probabilities.argmax(1))
         if self.observe is not None:
@@ -128,18 +128,18 @@ class Samples:
         return images
 
 
-def judge_pictures(classifier: Classifier, images: Tensor) -> Tensor:
-    """A classifier's probabilities [n, K] for uint8 pictures [n, C, H, W]; float64 on the CPU."""
+def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
+    """A classifier's probabilities [n, K] for uint8 images [n, C, H, W]; float64 on the CPU."""
     with evaluating(classifier), exact_float32(device_of(classifier)):
         return classifier(classifier_input(classifier, images)).cpu().double().softmax(1)
 
 
 def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, str]) -> Dataset | None:
-    """The training pictures, if they can serve for the floor; otherwise a note says why not."""
+    """The training images, if they can serve for the floor; otherwise a note says why not."""
     if train is None:
-        notes["floor"] = "no training pictures were given as the second real set"
+        notes["floor"] = "no training images were given as the second real set"
     elif train.meta.content_hash == reader.meta.content_hash:
-        notes["floor"] = "training and test pictures are the same; the floor needs two disjoint real sets"
+        notes["floor"] = "training and test images are the same; the floor needs two disjoint real sets"
         return None
     return train
 
@@ -147,15 +147,15 @@ def _second_real_set(reader: Dataset, train: Dataset | None, notes: dict[str, st
 def _test_side(
     generator: ImageGenerator, reader: Dataset, second: Dataset | None, *, n: int, seed: int, per_class: int
 ) -> Selection:
-    """The draw of test pictures: n of them, or as many as the smaller real set has, and those that fill up classes."""
+    """The draw of test images: n of them, or as many as the smaller real set has, and those that fill up classes."""
     n = min(n, len(reader), len(reader) if second is None else len(second))
     if n < 2:
-        raise UserError(f"an evaluation needs at least 2 pictures on each side, not {n}; raise --n or give more data")
+        raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
     return select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
-    """The labels of a file's pictures, all 0 for an unconditional generator. UserError unless they fit it."""
+    """The labels of a file's images, all 0 for an unconditional generator. UserError unless they fit it."""
     _check_fit(generator, reader, role)
     return reader.labels() if generator.classes else np.zeros(len(reader), dtype=np.int64)
 
@@ -169,7 +169,7 @@ def _memorisation(
     side: Selection,
     notes: dict[str, str],
 ) -> dict[str, Any] | None:
-    """What the search for copies says; None and a note without training pictures or search."""
+    """What the search for copies says; None and a note without training images or search."""
     if train is None or train.place is None:
         notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
         return None
@@ -178,17 +178,17 @@ def _memorisation(
 
 
 def _check_fit(generator: ImageGenerator, reader: Dataset, role: str) -> None:
-    """Raise UserError unless a file's pictures and classes are those of the generator."""
+    """Raise UserError unless a file's images and classes are those of the generator."""
     channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
     side = generator.resolution
     if (channels, height, width) != (generator.channels, side, side):
         raise UserError(
-            f"the {role} pictures are {width}x{height} with {channels} channels, the generator draws {side}x{side} "
+            f"the {role} images are {width}x{height} with {channels} channels, the generator draws {side}x{side} "
             f"with {generator.channels}; pack them with --size {side} --channels {generator.channels}"
         )
     if generator.classes and len(reader.classes) != generator.classes:
         raise UserError(
-            f"the {role} pictures have {len(reader.classes)} classes, the generator {generator.classes}; "
+            f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
             "give the data it was trained on with --data"
         )
 
@@ -196,7 +196,7 @@ def _check_fit(generator: ImageGenerator, reader: Dataset, role: str) -> None:
 def _distances(
     extractor: Extractor, fake: FeatureSet, test: FeatureSet, train: FeatureSet | None, seed: int
 ) -> dict[str, Any]:
-    """Frechet and kernel distance of samples and test pictures, and of train and test pictures (the floor)."""
+    """Frechet and kernel distance of samples and test images, and of train and test images (the floor)."""
     return {
         "extractor": extractor.name,
         "weights": extractor.source,
@@ -219,11 +219,11 @@ def _diversity(
     """The smallest diversity ratio and that of each class; an unconditional generator is one class without a name."""
     labels = torch.from_numpy(selection.labels)
     classes = max(1, generator.classes)
-    found = diversity_by_class(fake.features, labels, test.features, labels, classes=classes, pictures=per_class)
+    found = diversity_by_class(fake.features, labels, test.features, labels, classes=classes, images=per_class)
     return {
         "diversity_ratio": found.smallest,
         "diversity_by_class": dict(zip(names, found.by_class, strict=True)) if generator.classes else None,
-        "diversity_pictures": found.pictures,
+        "diversity_images": found.images,
     }
 
 

@@ -1,4 +1,4 @@
-"""Named feature extractors: pictures in, feature vectors out. The name stands beside every figure made with one."""
+"""Named feature extractors: images in, feature vectors out. The name stands beside every figure made with one."""
 
 import hashlib
 import importlib
@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.transforms import to_float
+from data.augment.transforms import to_float
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.resnet50 import ResNet50Features
-from models.resnet import Classifier, fit_pictures
+from models.resnet import Classifier, fit_images
 from models.weights import read_state_dict
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
 
 class Extractor(Protocol):
-    """A deterministic function of pictures: uint8 [n, C, H, W] on any device -> float32 [n, dim]."""
+    """A deterministic function of images: uint8 [n, C, H, W] on any device -> float32 [n, dim]."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class Extractor(Protocol):
 
 
 class PixelFeatures:
-    """Pictures averaged down to 8x8 pixels, in [0, 1]: no weights and no time, for quick looks during training only."""
+    """Images averaged down to 8x8 pixels, in [0, 1]: no weights and no time, for quick looks during training only."""
 
     name = "pixels"
     source = ""
@@ -53,8 +53,8 @@ class PixelFeatures:
         self.dim = channels * 64
 
     def __call__(self, images: Tensor) -> Tensor:
-        pictures = images.to(self.device, torch.float32) / 255
-        return F.adaptive_avg_pool2d(pictures, 8).flatten(1)
+        inputs = images.to(self.device, torch.float32) / 255
+        return F.adaptive_avg_pool2d(inputs, 8).flatten(1)
 
 
 class ClassifierFeatures:
@@ -83,11 +83,11 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Pictures uint8 [n, C, H, W] as the classifier wants them: its size, its channels, [-1, 1], on its device; see
-    `fit_pictures`.
+    """Images uint8 [n, C, H, W] as the classifier wants them: its size, its channels, [-1, 1], on its device; see
+    `fit_images`.
     """
-    pictures = to_float(images.to(device_of(classifier)))
-    return fit_pictures(pictures, classifier.resolution, classifier.channels)
+    inputs = to_float(images.to(device_of(classifier)))
+    return fit_images(inputs, classifier.resolution, classifier.channels)
 
 
 class InceptionFeatures:
@@ -119,9 +119,9 @@ class InceptionFeatures:
         self._network = network.to(self.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        pictures = images.to(self.device)
+        inputs = images.to(self.device)
         with torch.no_grad():
-            return self._network(pictures.expand(-1, 3, -1, -1))[0].float()
+            return self._network(inputs.expand(-1, 3, -1, -1))[0].float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Options:
     """What the builders of extractors may use."""
 
     device: torch.device
-    channels: int  # of the pictures: 1 or 3
+    channels: int  # of the images: 1 or 3
     weights: str | Path | None = None  # a weights file, for the extractors that read one
     classifier: str | None = None  # run or file that a bare `classifier` means
     load_classifier: Callable[[str], Classifier] | None = None  # run or file -> classifier on the device

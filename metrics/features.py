@@ -1,4 +1,4 @@
-"""From pictures to feature sets: which pictures are taken, and one pass over them for all extractors."""
+"""From images to feature sets: which images are taken, and one pass over them for all extractors."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from metrics.statistics import Moments
 from utils.seeding import numpy_generator
 
 Progress = Callable[[str, int, int], None]
-"""Called as progress(what is being done, pictures done, pictures in all)."""
+"""Called as progress(what is being done, images done, images in all)."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which pictures of a file are looked at. The first `n` make the distances; those after it fill up the classes."""
+    """Which images of a file are looked at. The first `n` make the distances; those after it fill up the classes."""
 
     indices: np.ndarray  # int64 [m], m >= n
     labels: np.ndarray  # int64 [m]
@@ -28,7 +28,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of one set of pictures under one extractor."""
+    """Features of one set of images under one extractor."""
 
     features: Tensor  # float32 [m, F] on the CPU
     moments: Moments  # of the first n
@@ -41,7 +41,7 @@ class FeatureSet:
 
 
 def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0) -> Selection:
-    """Draw n pictures without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
+    """Draw n images without replacement by the key (seed, "eval", role), then add until a class has `per_class`.
 
     `labels` int64 [count] are those of the whole file. A class with fewer than `per_class` in it comes with all it has.
     """
@@ -53,8 +53,8 @@ def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int =
     return Selection(order, labels[order], n, f"{role} {seed} {n} {per_class}")
 
 
-def read_pictures(reader: Dataset, indices: np.ndarray, batch_size: int) -> Iterator[Tensor]:
-    """Pictures uint8 [<= batch_size, C, H, W] on the CPU, in the order of `indices`."""
+def read_images(reader: Dataset, indices: np.ndarray, batch_size: int) -> Iterator[Tensor]:
+    """Images uint8 [<= batch_size, C, H, W] on the CPU, in the order of `indices`."""
     for start in range(0, len(indices), batch_size):
         images, _ = reader.read(indices[start : start + batch_size])
         yield torch.from_numpy(images)
@@ -69,7 +69,7 @@ def feature_sets(
     what: str,
     progress: Progress | None = None,
 ) -> list[FeatureSet]:
-    """One pass over the pictures for all extractors; returns a feature set for each of them."""
+    """One pass over the images for all extractors; returns a feature set for each of them."""
     rows: list[list[Tensor]] = [[] for _ in extractors]
     moments = [Moments(extractor.dim) for extractor in extractors]
     done = 0
@@ -86,7 +86,7 @@ def feature_sets(
 
 @dataclass
 class RealFeatures:
-    """Features of real pictures, kept between the evaluations of one training run.
+    """Features of real images, kept between the evaluations of one training run.
 
     Keyed by the file's content, the draw, and the extractor's name and weights, so that no stale entry is met.
     """
@@ -96,16 +96,16 @@ class RealFeatures:
     _sets: dict[tuple[str, ...], FeatureSet] = field(default_factory=dict)
 
     def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
-        """The feature set of `selection` under each extractor; reads pictures only for those not kept yet."""
+        """The feature set of `selection` under each extractor; reads images only for those not kept yet."""
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:
             found = feature_sets(
-                read_pictures(reader, selection.indices, self.batch_size),
+                read_images(reader, selection.indices, self.batch_size),
                 list(missing.values()),
                 n=selection.n,
                 total=len(selection.indices),
-                what=f"real {selection.key.split()[0]} pictures",
+                what=f"real {selection.key.split()[0]} images",
                 progress=self.progress,
             )
             self._sets.update(zip(missing, found, strict=True))

@@ -20,7 +20,7 @@ def frechet_distance(first: Moments, second: Moments) -> float:
 def gaussian_frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
     """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), for means [F] and covariances [F, F] in float64.
 
-    Singular covariances (fewer pictures than dimensions) are as good as regular ones.
+    Singular covariances (fewer images than dimensions) are as good as regular ones.
     """
     mean_part = (mean1 - mean2).square().sum()
     trace_part = covariance1.trace() + covariance2.trace() - 2 * _trace_of_root_of_product(covariance1, covariance2)

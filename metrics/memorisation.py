@@ -1,12 +1,12 @@
-"""Does the generator copy its training pictures? Nearest neighbours in a feature space, and tests of what they say.
+"""Does the generator copy its training images? Nearest neighbours in a feature space, and tests of what they say.
 
 Two questions, because each can be answered wrongly alone:
 
-- Are samples nearer to training pictures than held-out pictures are? (`share_below`, `data_copying`; the three-sample
+- Are samples nearer to training images than held-out images are? (`share_below`, `data_copying`; the three-sample
   test of Meehan, Chaudhuri and Dasgupta 2020, 2004.05675.) Copies are, but so are bland or collapsed samples: the mean
-  of all pictures is nearer to each of them than they are to one another.
-- Are the pictures that such samples are nearest to training pictures more often than held-out ones? (`chance_bound`.)
-  To a generator that keeps nothing of single pictures the two are alike: which is nearest is then a matter of how many
+  of all images is nearer to each of them than they are to one another.
+- Are the images that such samples are nearest to training images more often than held-out ones? (`chance_bound`.)
+  To a generator that keeps nothing of single images the two are alike: which is nearest is then a matter of how many
   there are of each, whatever the samples look like. This is the test whose verdict counts.
 """
 
@@ -18,9 +18,9 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-TAIL = 0.01  # share of the held-out pictures that counts as unusually near to the training pictures
+TAIL = 0.01  # share of the held-out images that counts as unusually near to the training images
 LEVEL = 0.001  # of significance: a generator that copies nothing is accused once in a thousand evaluations
-LEAST_IN_CELL = 20  # samples and held-out pictures of a cell that C_T takes account of
+LEAST_IN_CELL = 20  # samples and held-out images of a cell that C_T takes account of
 QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096  # rows at a time: 32 MiB of distances whatever the sizes of the sets
 
 
@@ -34,7 +34,7 @@ class Nearest:
 
 @dataclass(frozen=True)
 class RealSet:
-    """Features of real pictures, and what tells their kind."""
+    """Features of real images, and what tells their kind."""
 
     features: Tensor  # [m, F]
     labels: Tensor  # int64 [m]; all 0 where there are no classes
@@ -71,9 +71,9 @@ def nearest(queries: Tensor, references: Tensor) -> Nearest:
 
 
 def share_below(samples: Tensor, held_out: Tensor, *, tail: float = TAIL) -> tuple[float, float, float]:
-    """Share of samples nearer to a training picture than the nearest `tail` of the held-out pictures.
+    """Share of samples nearer to a training image than the nearest `tail` of the held-out images.
 
-    Args: distances [n] and [m] to the nearest training picture. Returns the share, the share that is expected where
+    Args: distances [n] and [m] to the nearest training image. Returns the share, the share that is expected where
     both are of one distribution (k / (m + 1) for the k-th least of m), and the distance that was the bound.
     """
     k = max(1, int(tail * len(held_out)))
@@ -92,17 +92,17 @@ def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
 
 
 def data_copying(
-    samples: Tensor,  # distances [n] to the nearest training picture
+    samples: Tensor,  # distances [n] to the nearest training image
     held_out: Tensor,  # distances [m]
     sample_cells: Tensor,  # int64 [n]
     held_out_cells: Tensor,  # int64 [m]
     *,
     least: int = LEAST_IN_CELL,
 ) -> float | None:
-    """C_T of Meehan et al.: the mean of Z_U over cells of the space, weighted by the held-out pictures in each.
+    """C_T of Meehan et al.: the mean of Z_U over cells of the space, weighted by the held-out images in each.
 
-    Far below 0 (-3 and less): samples hug the training pictures; above: they keep farther away than held-out pictures
-    do. Cells with fewer than `least` samples or held-out pictures are left out; None where that leaves none.
+    Far below 0 (-3 and less): samples hug the training images; above: they keep farther away than held-out images
+    do. Cells with fewer than `least` samples or held-out images are left out; None where that leaves none.
     """
     total, weights = 0.0, 0
     for cell in held_out_cells.unique():
@@ -116,8 +116,8 @@ def data_copying(
 def chance_bound(counts: np.ndarray, shares: np.ndarray, observed: int) -> float:
     """P(sum of counts_i * B_i >= observed) for independent B_i ~ Bernoulli(shares_i): exact, by its Fourier transform.
 
-    `counts` int64 [k] samples have the i-th real picture as their nearest one; `shares` [k] of such pictures are
-    training pictures. Samples that share their nearest picture are one draw, so a collapsed generator is no proof.
+    `counts` int64 [k] samples have the i-th real image as their nearest one; `shares` [k] of such images are
+    training images. Samples that share their nearest image are one draw, so a collapsed generator is no proof.
     """
     size = int(counts.sum()) + 1
     angles = 2 * np.pi * np.arange(size) / size
@@ -130,40 +130,40 @@ def chance_bound(counts: np.ndarray, shares: np.ndarray, observed: int) -> float
 
 
 def training_bound(
-    samples: Nearest,  # among the training pictures
-    other: Nearest,  # the same samples' nearest held-out pictures
+    samples: Nearest,  # among the training images
+    other: Nearest,  # the same samples' nearest held-out images
     train: RealSet,
     held_out: RealSet,
     *,
-    bound: float,  # only samples nearer than this to a real picture are looked at
+    bound: float,  # only samples nearer than this to a real image are looked at
 ) -> tuple[int, int, float]:
-    """Do unusually near samples keep to training pictures? Null: which real pictures were trained on is a matter of
+    """Do unusually near samples keep to training images? Null: which real images were trained on is a matter of
     chance, class by class.
 
-    Returns how many such samples there are, how many of them are nearer to a training picture than to any held-out
+    Returns how many such samples there are, how many of them are nearer to a training image than to any held-out
     one (equally near is not), and the probability of as many by chance.
     """
     nearer = samples.distances < other.distances
     near = torch.minimum(samples.distances, other.distances) < bound
     names = torch.where(nearer, samples.indices, other.indices + len(train.labels))[near]
-    pictures, counts = names.unique(return_counts=True)
+    images, counts = names.unique(return_counts=True)
     labels = torch.cat([train.labels, held_out.labels])
     classes = int(labels.max()) + 1
     of_train = torch.bincount(train.labels, minlength=classes).double()
     shares = of_train / torch.bincount(labels, minlength=classes).clamp(min=1)
     observed = int((nearer & near).sum())
-    chance = chance_bound(counts.numpy(), shares[labels[pictures]].numpy(), observed)
+    chance = chance_bound(counts.numpy(), shares[labels[images]].numpy(), observed)
     return int(near.sum()), observed, chance
 
 
 def memorisation(samples: Tensor, train: RealSet, held_out: RealSet) -> tuple[dict[str, Any], Nearest]:
-    """What the neighbours of samples [n, F] say, ready for JSON, and the nearest training picture of each sample.
+    """What the neighbours of samples [n, F] say, ready for JSON, and the nearest training image of each sample.
 
-    Returns `n`, `searched` (training pictures), `share` of the samples nearer to a training picture than all but 1 % of
-    the held-out pictures and what is `expected` of it, `c_t`, `near` (samples nearer than that bound to any real
-    picture), `near_train` (those of them that are nearest to a training picture), `p_value` of so many, the verdict
-    `copies` (p_value below 0.001), and `usual_distance` (median of held-out pictures to their nearest training
-    picture). The cells of C_T are the classes of the nearest training pictures, a partition of the space as the paper's
+    Returns `n`, `searched` (training images), `share` of the samples nearer to a training image than all but 1 % of
+    the held-out images and what is `expected` of it, `c_t`, `near` (samples nearer than that bound to any real
+    image), `near_train` (those of them that are nearest to a training image), `p_value` of so many, the verdict
+    `copies` (p_value below 0.001), and `usual_distance` (median of held-out images to their nearest training
+    image). The cells of C_T are the classes of the nearest training images, a partition of the space as the paper's
     k-means cells are.
     """
     to_train, other = nearest(samples, train.features), nearest(samples, held_out.features)

@@ -34,7 +34,7 @@ def find_weights(given: str | Path | None = None) -> Path | None:
 class ResNet50Features:
     """2048 pooled features of an ImageNet ResNet-50, float32. Calling it: uint8 [n, C, H, W] -> float32 [n, 2048].
 
-    Pictures up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly; grey is repeated to three channels.
+    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly; grey is repeated to three channels.
     """
 
     name = "resnet50"
@@ -53,14 +53,14 @@ class ResNet50Features:
         self._std = torch.tensor(STD, dtype=torch.float32, device=self.device).view(1, 3, 1, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
-        pictures = images.to(self.device, torch.float32) / 255  # [n, C, H, W] in [0, 1]
-        side = 64 if max(pictures.shape[-2:]) <= 64 else 224
-        if pictures.shape[-2:] != (side, side):
-            # antialias matters only when shrinking; without it a large picture would lose detail by aliasing
-            pictures = F.interpolate(pictures, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-        pictures = (pictures.expand(-1, 3, -1, -1) - self._mean) / self._std
+        inputs = images.to(self.device, torch.float32) / 255  # [n, C, H, W] in [0, 1]
+        side = 64 if max(inputs.shape[-2:]) <= 64 else 224
+        if inputs.shape[-2:] != (side, side):
+            # antialias matters only when shrinking; without it a large image would lose detail by aliasing
+            inputs = F.interpolate(inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+        inputs = (inputs.expand(-1, 3, -1, -1) - self._mean) / self._std
         with torch.no_grad():
-            return self._network(pictures.contiguous(memory_format=torch.channels_last))
+            return self._network(inputs.contiguous(memory_format=torch.channels_last))
 
 
 def load_resnet50(path: Path) -> nn.Module:

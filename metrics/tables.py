@@ -20,7 +20,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def _heading(document: dict[str, Any]) -> str:
     what = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
-    return f"{what}\non {document['n']} pictures of {document['data']}, seed {document['seed']}\n"
+    return f"{what}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
 
 
 def classifier_table(document: dict[str, Any]) -> str:
@@ -33,7 +33,7 @@ def classifier_table(document: dict[str, Any]) -> str:
         [name, number(row["precision"]), number(row["recall"]), number(row["f1"]), str(row["support"])]
         for name, row in document["per_class"].items()
     ]
-    per_class = table(["class", "precision", "recall", "F1", "pictures"], classes)
+    per_class = table(["class", "precision", "recall", "F1", "images"], classes)
     return "\n".join([_heading(document), table(["", ""], figures).lstrip("\n"), "", per_class])
 
 
@@ -72,9 +72,9 @@ def gan_table(document: dict[str, Any]) -> str:
 
 def memorisation_line(copies: dict[str, Any]) -> str:
     """What the search for copies found, in one line."""
-    verdict = "COPIES TRAINING PICTURES" if copies["copies"] else "no sign of copies"
+    verdict = "COPIES TRAINING IMAGES" if copies["copies"] else "no sign of copies"
     return (
         f"{verdict} (p {copies['p_value']:.2g}): {copies['share']:.1%} of the samples unusually near to training "
-        f"pictures, {copies['expected']:.1%} expected; C_T {number(copies['c_t'], 1)} ({copies['extractor']}, "
-        f"{copies['searched']} training pictures searched)"
+        f"images, {copies['expected']:.1%} expected; C_T {number(copies['c_t'], 1)} ({copies['extractor']}, "
+        f"{copies['searched']} training images searched)"
     )

@@ -125,7 +125,7 @@ def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | No
     """leaky_relu(x * scale + bias + noise), what follows a modulated convolution, with one intermediate in memory.
 
     x [N, C, H, W], scale [N, C, 1, 1], bias [1, C, 1, 1], noise [N, 1, H, W] or None, of one dtype. Differentiable any
-    number of times; autograd's own derivative of addcmul passes over the picture once more.
+    number of times; autograd's own derivative of addcmul passes over the image once more.
     """
     if torch.jit.is_tracing():  # TensorBoard's graph: the tracer cannot look into a node of our own
         x = torch.addcmul(bias, x, scale)

@@ -13,7 +13,7 @@ class StageGenerator(nn.Module):
     """`generator` at a stage of progressive growing: `forward` gives images [N, channels, resolution, resolution].
 
     The parameters are the generator's own, not a copy. With `shown` its pixels are repeated up to that side, so that
-    its pictures compare with those of other stages. Raises ValueError for a resolution that is no stage of it.
+    its images compare with those of other stages. Raises ValueError for a resolution that is no stage of it.
     """
 
     def __init__(

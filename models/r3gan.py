@@ -1,7 +1,7 @@
 """R3GAN's generator and discriminator (Huang et al., 2501.05441): residual networks without styles, noise or
 normalisation.
 
-Every picture passes, resolution by resolution, through residual blocks of grouped convolutions. Widths and
+Every image passes, resolution by resolution, through residual blocks of grouped convolutions. Widths and
 cardinalities are those of the configuration up to 32 px and halve with every doubling above it.
 """
 
@@ -109,7 +109,7 @@ def _start(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
 # Convolutions to be differentiated twice.
 #
 # R1 and R2 differentiate D's gradient in every step. Autograd's own second derivative of a convolution is a loop over
-# its groups, with kernels as large as the picture: measured on the CPU 2 times slower than need be for grouped
+# its groups, with kernels as large as the image: measured on the CPU 2 times slower than need be for grouped
 # convolutions and 80 times for depthwise ones. But every derivative of a convolution is one of three: a convolution,
 # its gradient for the input, its gradient for the weight. Input and weight have a node each, because autograd asks a
 # node that is written in Python for all its gradients, and the inner gradient of a penalty needs none for weights.

@@ -1,5 +1,5 @@
 """torchvision's ResNets (1512.03385), ResNeXts (1611.05431) and wide ResNets (1605.07146) with a stem for small
-pictures, any number of input channels and a head that fits.
+images, any number of input channels and a head that fits.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ Name = Literal[
 ]
 NAMES: tuple[str, ...] = Name.__args__  # type: ignore[attr-defined]
 Stem = Literal["imagenet", "small", "small-stride2"]
-STAGES = ("stem", "layer1", "layer2", "layer3", "layer4", "head")  # from the pictures to the logits
+STAGES = ("stem", "layer1", "layer2", "layer3", "layer4", "head")  # from the images to the logits
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel, in [0, 1] units
 
 
@@ -48,11 +48,11 @@ class ResNetConfig:
     head_width: int = 128  # of the hidden head's layer
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: imagenet with weights, else [-1, 1] as it is
-    input_size: int | None = None  # px that pictures are scaled to inside the network; None: as they come
+    input_size: int | None = None  # px that images are scaled to inside the network; None: as they come
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input
-    # training over all of a process's devices, see models/split.py; auto: memory shared evenly; or where each further
-    # device begins: {layer3: 1}
+    # training over all of a process's devices (models/model_parallel.py); auto: memory shared evenly; or where each
+    # further device begins: {layer3: 1}
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def __post_init__(self) -> None:
@@ -60,12 +60,12 @@ class ResNetConfig:
             raise UserError(f"model.head_width {self.head_width}: must be 1 or more")
         if self.input_size is not None and self.input_size < 8:
             raise UserError(
-                f"model.input_size {self.input_size}: must be 8 px or more, or null for pictures as they are"
+                f"model.input_size {self.input_size}: must be 8 px or more, or null for images as they are"
             )
 
     @property
     def imagenet_normalised(self) -> bool:
-        """Whether pictures are normalised by ImageNet's mean and deviation; otherwise they stay in [-1, 1]."""
+        """Whether images are normalised by ImageNet's mean and deviation; otherwise they stay in [-1, 1]."""
         return self.normalise == "imagenet" or (self.normalise == "auto" and self.weights is not None)
 
 
@@ -90,7 +90,7 @@ class Classifier(nn.Module):
     """`forward(images [N, channels, H, W] in [-1, 1])` -> logits [N, classes]; `features` -> pooled features [N, F].
 
     Scaling to `input_size` and ImageNet's normalisation happen in here, so that whoever uses the network gives it the
-    same pictures. Parameters carry torchvision's names below `network.`; the head is `network.fc`. Weights that the
+    same images. Parameters carry torchvision's names below `network.`; the head is `network.fc`. Weights that the
     config names are not read here but by `models.weights.load_pretrained`.
     """
 
@@ -121,7 +121,7 @@ class Classifier(nn.Module):
         self.register_buffer("input_shift", shift, persistent=False)
 
     def prepare(self, x: Tensor) -> Tensor:
-        """Pictures [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
+        """Images [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
         size = self.config.input_size
         if size is not None and x.shape[-2:] != (size, size):
             x = scaled(x, size)
@@ -172,25 +172,25 @@ def normalisation(channels: int) -> tuple[Tensor, Tensor]:
     return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
 
 
-def scaled(pictures: Tensor, side: int) -> Tensor:
-    """Pictures [N, C, H, W] as [N, C, side, side], bilinearly and antialiased, in float32 at least: torch does not do
+def scaled(images: Tensor, side: int) -> Tensor:
+    """Images [N, C, H, W] as [N, C, side, side], bilinearly and antialiased, in float32 at least: torch does not do
     it in bf16 on CPUs.
     """
-    wide = pictures.to(torch.promote_types(pictures.dtype, torch.float32))
+    wide = images.to(torch.promote_types(images.dtype, torch.float32))
     found = F.interpolate(wide, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-    return found.to(pictures.dtype)
+    return found.to(images.dtype)
 
 
-def fit_pictures(pictures: Tensor, side: int, channels: int) -> Tensor:
-    """Pictures [N, C, H, W] in [-1, 1] as a classifier of `side` px and `channels` takes them; differentiable.
+def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
+    """Images [N, C, H, W] in [-1, 1] as a classifier of `side` px and `channels` takes them; differentiable.
 
     Another size is scaled bilinearly; grey is repeated to RGB, RGB is weighed to grey (ITU-R 601: .299, .587, .114).
     """
-    if pictures.shape[-2:] != (side, side):
-        pictures = scaled(pictures, side)
-    if channels == 1 and pictures.shape[1] == 3:
-        pictures = (pictures * pictures.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
-    return pictures.expand(-1, channels, -1, -1)
+    if images.shape[-2:] != (side, side):
+        images = scaled(images, side)
+    if channels == 1 and images.shape[1] == 3:
+        images = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+    return images.expand(-1, channels, -1, -1)
 
 
 def _he_conv(channels: int, width: int, kernel: int, *, stride: int) -> nn.Conv2d:

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from models.gan import DEFAULT, AnyGenerator, architecture_of
 from models.progressive import StageGenerator
+from models.registry import DEFAULT, AnyGenerator, architecture_of
 from models.resnet import Classifier, ResNetConfig
 from utils.config import build
 from utils.errors import UserError
@@ -19,7 +19,7 @@ def _require_task(checkpoint: dict[str, Any], task: str) -> None:
 
 def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> AnyGenerator:
     """The EMA generator of a GAN's checkpoint, of the architecture its config names, in evaluation mode. One that was
-    saved while it grew makes pictures as its stage did, its pixels repeated up to the full resolution.
+    saved while it grew makes images as its stage did, its pixels repeated up to the full resolution.
 
     Raises UserError for another task's checkpoint and for an architecture that is not in the registry.
     """

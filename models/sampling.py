@@ -1,4 +1,4 @@
-"""Pictures from a generator, sample by sample reproducible: sample i depends on (seed, i), its label and nothing
+"""Images from a generator, sample by sample reproducible: sample i depends on (seed, i), its label and nothing
 else.
 """
 
@@ -74,7 +74,7 @@ def generate(
     `truncation_psi` draws the styles of the first `truncation_cutoff` layers (None: of all) towards their mean.
     """
     device = next(model.parameters()).device
-    pictures = []
+    drawn = []
     for start in range(0, len(indices), batch_size):
         z, maps = draw(model, indices[start : start + batch_size], seed)
         batch_labels = None if labels is None else labels[start : start + batch_size].to(device)
@@ -86,5 +86,5 @@ def generate(
             truncation_psi=truncation_psi,
             truncation_cutoff=truncation_cutoff,
         )
-        pictures.append(to_uint8(images).cpu())
-    return torch.cat(pictures)
+        drawn.append(to_uint8(images).cpu())
+    return torch.cat(drawn)

@@ -149,7 +149,7 @@ class ModulatedConv2d(nn.Module):
             if self.demodulate and scale is not None:
                 scale = scale.to(dtype)
         if weight.shape[-1] == 1 and not self.upsample:
-            # to few channels the styles go into filters of each sample's own: no pass over the pictures for them
+            # to few channels the styles go into filters of each sample's own: no pass over the images for them
             x = pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype))
             return x, None if scale is None else scale[:, :, None, None]
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]

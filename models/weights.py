@@ -19,9 +19,9 @@ from torch import Tensor
 
 from models.resnet import NAMES, Classifier, ResNetConfig, build_torchvision
 from utils import checkpoint as checkpoints
-from utils import distributed
 from utils.cli import did_you_mean
 from utils.config import build, near_file
+from utils.distributed import collectives
 from utils.errors import UserError
 
 OPTION = "model.weights"
@@ -126,7 +126,7 @@ def find_weights(weights: str, name: str) -> Path:
         near = did_you_mean(weights, list(members)) or near_file(path)
         raise UserError(f"{OPTION} {weights!r}: no such file{near}; {name} has {', '.join(members)}, or give a file")
     url = members[weights].url
-    return Path(distributed.on_main(lambda: _download(url, f"{OPTION} {weights}")))
+    return Path(collectives.on_main(lambda: _download(url, f"{OPTION} {weights}")))
 
 
 def _download(url: str, what: str) -> str:
@@ -195,14 +195,14 @@ def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool,
         )
     given = about.get("normalise")
     if given in ("symmetric", "imagenet") and (given == "imagenet") != imagenet:
-        raise UserError(f"{path}: its network has seen pictures normalised {given}; set --model.normalise {given}")
+        raise UserError(f"{path}: its network has seen images normalised {given}; set --model.normalise {given}")
 
 
 def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
     """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of `like`, and what was
     done; filters that already fit come back as they are.
 
-    Grey sums the filters over the channels: a grey picture as RGB gives the same outputs. Other numbers of channels
+    Grey sums the filters over the channels: a grey image as RGB gives the same outputs. Other numbers of channels
     repeat them, scaled so that equal channels give the same outputs. A smaller kernel takes their middle.
     """
     done, (channels, wanted) = [], (filters.shape[1], like.shape[1])

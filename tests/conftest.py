@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from data.lmdb.writer import pack_arrays
 from data.sources import open_source
 from data.sources.base import ArraySource
-from data.writer import pack_arrays
 
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
 torch.set_num_threads(1)
@@ -18,22 +18,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 REPOSITORY = Path(__file__).parents[1]
 
 
-def sample_pictures(split: str, per_class: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """The first `per_class` pictures of each class of the sample at 16 px: uint8 [n, 1, 16, 16], labels, names."""
+def sample_images(split: str, per_class: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """The first `per_class` images of each class of the sample at 16 px: uint8 [n, 1, 16, 16], labels, names."""
     source = open_source("sample", split=split, root=None)
     assert isinstance(source, ArraySource)
     labels = source.labels()
     rows = np.sort(np.concatenate([np.flatnonzero(labels == c)[:per_class] for c in range(10)]))
-    pictures = torch.from_numpy(source.images[rows].transpose(0, 3, 1, 2).copy()).float()
-    small = torch.nn.functional.adaptive_avg_pool2d(pictures, 16).round().to(torch.uint8)
+    large = torch.from_numpy(source.images[rows].transpose(0, 3, 1, 2).copy()).float()
+    small = torch.nn.functional.adaptive_avg_pool2d(large, 16).round().to(torch.uint8)
     return small.numpy(), labels[rows], list(source.classes)
 
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.lmdb (200 pictures, 16 px) and test.lmdb (100), cut from the embedded sample."""
+    """A folder with train.lmdb (200 images, 16 px) and test.lmdb (100), cut from the embedded sample."""
     folder = tmp_path_factory.mktemp("packed")
     for split, per_class in (("train", 20), ("test", 10)):
-        pictures, labels, classes = sample_pictures(split, per_class)
-        pack_arrays(folder / f"{split}.lmdb", pictures, labels=labels, classes=classes)
+        images, labels, classes = sample_images(split, per_class)
+        pack_arrays(folder / f"{split}.lmdb", images, labels=labels, classes=classes)
     return folder

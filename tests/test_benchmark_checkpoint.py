@@ -47,7 +47,7 @@ def test_the_cost_is_the_median_of_what_neighbours_differ_by():
 
 def test_a_disk_that_refuses_is_no_cheap_checkpoint(options, monkeypatch):
     full = SimpleNamespace(free=1000)
-    monkeypatch.setattr("training.plan.check_disk", lambda *_: None)
+    monkeypatch.setattr("training.engine.preflight.check_disk", lambda *_: None)
     monkeypatch.setattr("shutil.disk_usage", lambda _: full)
     with pytest.raises(UserError, match="could not be written; give another --folder"):
         benchmark.main(options)

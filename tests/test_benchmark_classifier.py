@@ -1,4 +1,4 @@
-"""The classifier's benchmark: timm gets what it says, everyone the same network and pictures, every figure is there."""
+"""The classifier's benchmark: timm gets what it says, everyone the same network and images, every figure is there."""
 
 import json
 import statistics
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from benchmarks import classifier as benchmark
-from benchmarks.classifying import contenders, pictures
+from benchmarks.classifying import contenders
+from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm
 from data.dataset import Dataset
-from training.classifier import ClassifierConfig
-from training.tasks import build_run_config
+from training.classifier.task import ClassifierConfig
+from training.engine.tasks import build_run_config
 from utils.config import read_yaml
 from utils.errors import UserError
 
@@ -35,21 +36,21 @@ def config():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return pictures.make(tmp_path_factory.mktemp("pictures"), 40)
+    return sample_images.make(tmp_path_factory.mktemp("images"), 40)
 
 
-def test_both_read_the_same_pictures_and_labels(files):
+def test_both_read_the_same_images_and_labels(files):
     packed, folder = files
     with Dataset(packed) as reader:
         assert (len(reader), reader.resolution, reader.meta.channels, len(reader.classes)) == (40, 32, 3, 10)
         stored, labels = reader.read(range(40))
     found = sorted(folder.glob("*/*.png"), key=lambda path: path.name)
     assert [int(path.parent.name) for path in found] == labels.tolist()
-    for path, picture in zip(found, stored, strict=True):
+    for path, image in zip(found, stored, strict=True):
         read = cv2.imread(str(path))
         assert read is not None
-        assert np.array_equal(read[:, :, ::-1], picture.transpose(1, 2, 0))
-    assert len({picture.tobytes() for picture in stored}) == 40
+        assert np.array_equal(read[:, :, ::-1], image.transpose(1, 2, 0))
+    assert len({image.tobytes() for image in stored}) == 40
     assert stored[:, 0].std() > 30
 
 
@@ -151,7 +152,7 @@ def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, capsys, monke
     monkeypatch.setattr(benchmark, "LOADERS", [(0, False)])
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(json.dumps(read_yaml(RECIPE) | {"batch_size": 4}))
-    sizes = ["--pictures", "40", "--repeats", "1", "--steps", "1", "--work", str(tmp_path)]
+    sizes = ["--images", "40", "--repeats", "1", "--steps", "1", "--work", str(tmp_path)]
     benchmark.main(["--config", str(recipe), *sizes, "--json"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert all(isinstance(value, (int, float, str, bool)) for value in result.values())
@@ -192,7 +193,7 @@ def test_bad_input_is_refused(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="not a recipe of task classifier"):
         benchmark.main(["--config", "configs/bench_gan_step.yaml"])
     with pytest.raises(UserError, match="fewer than a batch of 64"):
-        benchmark.main(["--pictures", "10"])
+        benchmark.main(["--images", "10"])
     with pytest.raises(UserError, match="no such folder; make it first"):
         benchmark.main(["--work", str(tmp_path / "none")])
     monkeypatch.setitem(sys.modules, "timm", None)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import gan_step
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
 from models.fir import blur_fir
-from training.gan_config import GanConfig
+from training.gan.config import GanConfig
 from utils.config import read_yaml
 from utils.errors import UserError
 

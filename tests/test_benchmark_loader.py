@@ -9,20 +9,21 @@ import pytest
 import torch
 
 from benchmarks import loader
-from benchmarks.loading import first_batch, ours, peers, pictures, timing
+from benchmarks.loading import first_batch, ours, peers, timing
+from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Window, alternate, best_of, ratio, stream_rate
 from data.decode import RandomCrop
+from data.images import decode_file
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import pack_arrays
 from data.pack import pack
-from data.pictures import decode_file
 from data.sources import open_source
-from data.store import LMDBReader
-from data.writer import pack_arrays
 from utils.errors import UserError
 
 TINY = loader.Sizes(
     repeats=1,
     raw_files=20,
-    raw_pictures={8: 70},
+    raw_images={8: 70},
     raw_batch=8,
     raw_epochs=2,
     raw_window=Window(skipped=1, timed=2),
@@ -46,7 +47,8 @@ def few_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight JPEG files in class folders."""
     folder = tmp_path_factory.mktemp("photos") / "photos"
-    assert pictures.write_jpeg_folder(folder, 8) == sum(file.stat().st_size for file in pictures.jpeg_files(folder))
+    written = sample_images.write_jpeg_folder(folder, 8)
+    assert written == sum(file.stat().st_size for file in sample_images.jpeg_files(folder))
     return folder
 
 
@@ -86,7 +88,7 @@ def test_rate_without_skipped_batches_includes_the_opening(monkeypatch):
 def test_rate_refuses_a_stream_that_ends_early_or_lacks_labels():
     with pytest.raises(ValueError, match="after 3 of 5"):
         stream_rate(lambda: batches(4), Window(skipped=1, timed=5))
-    with pytest.raises(ValueError, match="3 pictures with 2 labels"):
+    with pytest.raises(ValueError, match="3 images with 2 labels"):
         stream_rate(lambda: iter([(torch.zeros(3), torch.zeros(2))]), Window(skipped=0, timed=1))
 
 
@@ -111,23 +113,23 @@ def test_best_of_takes_the_fastest(capsys):
     assert capsys.readouterr().out == "  peer: 0 workers 5/s, 1 workers 9/s, 2 workers 7/s\n"
 
 
-def test_pictures_are_fixed_and_different():
-    one, same = pictures.small_pictures(6, 32), pictures.small_pictures(6, 32)
+def test_images_are_fixed_and_different():
+    one, same = sample_images.small_images(6, 32), sample_images.small_images(6, 32)
     assert one.shape == (6, 3, 32, 32)
     assert one.dtype == np.uint8
     assert np.array_equal(one, same)
-    assert len({picture.tobytes() for picture in one}) == 6
+    assert len({image.tobytes() for image in one}) == 6
     assert one.std() > 20  # photographs, not a plain colour
 
 
 def test_photographs_are_jpeg_files_of_500_by_375(photos):
-    files = pictures.jpeg_files(photos)
+    files = sample_images.jpeg_files(photos)
     assert [int(file.stem) % 10 for file in files] == [int(file.parent.name) for file in files]
     assert decode_file(files[3].read_bytes(), 3).shape == (375, 500, 3)
 
 
 def test_ours_and_numpy_deliver_the_same_batches(tmp_path):
-    images, labels = pictures.small_pictures(30, 8), np.arange(30) % 10
+    images, labels = sample_images.small_images(30, 8), np.arange(30) % 10
     pack_arrays(tmp_path / "raw.lmdb", images, labels, [str(label) for label in range(10)])
     theirs = list(peers.numpy_gather(images, labels, 8, 9)())
     mine = list(itertools.islice(ours.stream(tmp_path / "raw.lmdb", 8), 9))
@@ -138,7 +140,7 @@ def test_ours_and_numpy_deliver_the_same_batches(tmp_path):
 
 
 def test_every_stream_of_ours_verifies_anew(tmp_path):
-    images = pictures.small_pictures(30, 8)
+    images = sample_images.small_images(30, 8)
     path = tmp_path / "raw.lmdb"
     pack_arrays(path, images)
     next(ours.stream(path, 8))

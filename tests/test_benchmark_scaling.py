@@ -9,12 +9,12 @@ import torch
 
 from benchmarks import scaling
 from benchmarks.gan.convolutions import Recorder, flops
-from benchmarks.gan_step import random_pictures
-from benchmarks.scaling import OUTSIDE, PRESETS, Link, Pictures, Work
+from benchmarks.gan_step import random_images
+from benchmarks.scaling import OUTSIDE, PRESETS, Images, Link, Work
 from tests.conftest import REPOSITORY
-from training.data import make_loader
-from training.tasks import TASKS
-from utils import distributed
+from training.base.data import make_loader
+from training.engine.tasks import TASKS
+from utils.distributed import collectives
 from utils.errors import UserError, run_cli
 
 DOCS = (REPOSITORY / "docs" / "scaling.md").read_text()
@@ -52,7 +52,7 @@ def test_docs_hold_every_recipe() -> None:
 def test_arithmetic_is_that_of_real_steps(name: str) -> None:
     """Of the dense convolutions, which are nearly all of it: as `benchmarks/gan_step.py` records them."""
     config, batch = scaling.recipe(name), 4
-    with random_pictures(32, 1, 10) as reader:
+    with random_images(32, 1, 10) as reader:
         config.batch_size, config.compile = batch, "off"  # type: ignore[attr-defined]
         task = TASKS["gan"].task(config, reader, None, torch.device("cpu"))
         loader, counted = make_loader(config, reader, torch.device("cpu")), 0.0
@@ -76,8 +76,8 @@ def test_buckets_are_those_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> Non
         def wait(self) -> None:
             pass
 
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "BUCKET_ELEMENTS", 1000)
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "BUCKET_ELEMENTS", 1000)
 
     def send(flat: torch.Tensor, *, async_op: bool) -> Done:
         assert async_op
@@ -86,7 +86,7 @@ def test_buckets_are_those_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("torch.distributed.all_reduce", send)
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (300, 800, 2000, 10, 20)]
-    distributed.all_reduce_gradients(parameters)
+    collectives.all_reduce_gradients(parameters)
     updater = type("Updater", (), {"parameters": parameters})()
     assert sent == [1100, 2000, 30]
     assert scaling.buckets(updater) == 3
@@ -129,10 +129,10 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_pictures_have_a_size() -> None:
+def test_images_have_a_size() -> None:
     with pytest.raises(UserError, match="no recipe"):
         scaling.recipe("stylegan3_256")
-    assert all(isinstance(pictures, Pictures) and pictures.resolution >= 32 for pictures in PRESETS.values())
+    assert all(isinstance(images, Images) and images.resolution >= 32 for images in PRESETS.values())
 
 
 def test_docs_name_the_assumptions() -> None:

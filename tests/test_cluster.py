@@ -20,8 +20,8 @@ from kubeflow_trainer_api import models
 
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
-from training.config import DistributedConfig
-from utils.heartbeat import Heartbeat
+from training.base.config import DistributedConfig
+from utils.distributed.heartbeat import Heartbeat
 
 SCRIPT = REPOSITORY / "cluster" / "slurm.sh"
 MANIFEST = REPOSITORY / "cluster" / "trainjob.yaml"

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.gan import architecture_of
-from training.gan_config import GanConfig
-from training.tasks import build_run_config
+from models.registry import architecture_of
+from training.engine.tasks import build_run_config
+from training.gan.config import GanConfig
 from utils.config import read_yaml
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

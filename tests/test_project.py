@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "data": {"data", "utils"},
     "models": {"models", "utils"},
     "metrics": {"metrics", "models", "data", "utils"},
-    "training": {"training", "metrics", "models", "data", "utils"},
+    "reporting": {"reporting", "utils"},
+    "training": {"training", "metrics", "reporting", "models", "data", "utils"},
     "inference": {"inference", "metrics", "models", "data", "utils"},
 }
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")

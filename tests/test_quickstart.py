@@ -12,7 +12,7 @@ import pytest
 
 import quickstart
 from quickstart import ROOT, Quickstart, call, main
-from tests.utils.test_report import make_classifier, make_gan, write
+from tests.reporting.test_report import make_classifier, make_gan, write
 
 STEPS = ["data.pack", "data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from utils import checkpoint_writer, distributed, inject
+from utils import checkpoint_writer, inject
 from utils.checkpoint_writer import Snapshot
 from utils.config import near_file
+from utils.distributed import collectives
 from utils.errors import UserError
 from utils.files import replace_file
 
@@ -52,9 +53,9 @@ def save(folder: Path, checkpoint: Checkpoint | Snapshot) -> Path:
     path = folder / f"step-{taken.step:08d}.pt"
     temporary = folder / f".{path.name}.tmp"
     try:
-        inject.kill_at("kill-before-write", taken.step, rank=distributed.rank())
+        inject.kill_at("kill-before-write", taken.step, rank=collectives.rank())
         sha256 = checkpoint_writer.write(taken, temporary)
-        inject.kill_at("kill-before-rename", taken.step, rank=distributed.rank())
+        inject.kill_at("kill-before-rename", taken.step, rank=collectives.rank())
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
         os.replace(temporary, path)

@@ -59,10 +59,10 @@ class Events:
 
         self._call(write)
 
-    def image(self, step: int, name: str, picture: np.ndarray) -> None:
-        """Add a uint8 [H, W] or [H, W, 3] picture."""
-        form = "HW" if picture.ndim == 2 else "HWC"
-        self._call(lambda writer: writer.add_image(name, picture, step, dataformats=form))
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Add a uint8 [H, W] or [H, W, 3] image."""
+        form = "HW" if pixels.ndim == 2 else "HWC"
+        self._call(lambda writer: writer.add_image(name, pixels, step, dataformats=form))
 
     def graph(self, model: "nn.Module", inputs: Any) -> None:
         """Trace a model and add its graph; a writer keeps one."""
@@ -187,10 +187,10 @@ class RunLog:
         shown = {k: v for k, v in metrics.items() if k.startswith("loss/") or k == "images_per_second"}
         say(f"step {step} of {self._total}: " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items()))
 
-    def image(self, step: int, name: str, picture: np.ndarray) -> None:
-        """A uint8 [H, W] or [H, W, 3] picture for TensorBoard."""
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """A uint8 [H, W] or [H, W, 3] image for TensorBoard."""
         if self._events is not None:
-            self._events.image(step, name, picture)
+            self._events.image(step, name, pixels)
 
     def graph(self, name: str, model: "nn.Module", inputs: Any) -> None:
         """The model's graph for TensorBoard's graph tab."""

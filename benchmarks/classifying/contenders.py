@@ -16,10 +16,10 @@ from torchvision import transforms
 from data.dataset import Dataset
 from data.loader import Batch, InfiniteLoader
 from data.sampler import GlobalSampler
-from training.classifier import ClassifierConfig, ClassifierTask
-from training.config import Precision
-from training.profile import PhaseClock, listening, phase
-from training.window import MetricWindow
+from training.base.config import PrecisionName
+from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.engine.window import MetricWindow
+from training.profile.ranges import PhaseClock, listening, phase
 from utils.errors import UserError
 from utils.heap import keep_freed_memory
 
@@ -38,7 +38,7 @@ class Measured:
 class Ours:
     """ClassifierTask with its loader, and what the loop does in each step: the metrics' window."""
 
-    def __init__(self, config: ClassifierConfig, precision: Precision, packed: Path) -> None:
+    def __init__(self, config: ClassifierConfig, precision: PrecisionName, packed: Path) -> None:
         keep_freed_memory()  # as training does
         self.config = dataclasses.replace(config, precision=precision, channels_last=True)
         self.reader = Dataset(packed)
@@ -149,7 +149,7 @@ class Timm:
 
 
 def small_resnet18(timm: ModuleType, classes: int) -> nn.Module:
-    """timm's ResNet-18 with a stem for small pictures: 3x3 with stride 1, no pooling."""
+    """timm's ResNet-18 with a stem for small images: 3x3 with stride 1, no pooling."""
     model = timm.create_model("resnet18", num_classes=classes)
     model.conv1 = nn.Conv2d(3, model.conv1.out_channels, 3, stride=1, padding=1, bias=False)
     model.maxpool = nn.Identity()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LARGEST_KERNEL = 3  # of the networks; autograd's derivatives use pictures of 4 px and more as kernels
+LARGEST_KERNEL = 3  # of the networks; autograd's derivatives use images of 4 px and more as kernels
 SECOND_DERIVATIVE = "ConvolutionBackwardBackward0"  # autograd's node
 
 
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
     """While it is entered: every dense convolution and every gradient of one, in `calls` with how often it ran.
 
     Depthwise ones (the FIR filters) are none. Autograd's second derivative takes the gradient of a weight by a
-    convolution with a picture as its kernel: it counts as the gradient that it is, as a convolution's own backward
+    convolution with an image as its kernel: it counts as the gradient that it is, as a convolution's own backward
     would compute it.
     """
 

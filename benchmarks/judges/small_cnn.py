@@ -1,7 +1,7 @@
-"""An independent judge of a conditional generator: a small CNN of its own, trained on the real pictures.
+"""An independent judge of a conditional generator: a small CNN of its own, trained on the real images.
 
 `python benchmarks/judges/small_cnn.py --data TRAIN.lmdb --test TEST.lmdb --checkpoint RUN...`. It shares no code with
-our classifier, has never seen a sample, and prints its accuracy on real test pictures, then for each generator the
+our classifier, has never seen a sample, and prints its accuracy on real test images, then for each generator the
 share of samples that it names as asked and the least diverse class in its own features (docs/evaluation.md).
 """
 
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data.augment.transforms import to_float
 from data.dataset import Dataset
-from data.transforms import to_float
 from models.restore import generator_from
 from models.sampling import generate
 from utils.checkpoint import load, resolve
@@ -27,7 +27,7 @@ from utils.cli import Parser
 from utils.errors import run_cli
 from utils.seeding import forked, numpy_generator
 
-PER_CLASS = 200  # pictures of a class for the diversity
+PER_CLASS = 200  # images of a class for the diversity
 
 
 class SmallCNN(nn.Module):
@@ -54,7 +54,7 @@ class SmallCNN(nn.Module):
 
 
 def train(data: Dataset, epochs: int, seed: int) -> SmallCNN:
-    """A CNN trained on the real pictures with AdamW and a one-cycle rate."""
+    """A CNN trained on the real images with AdamW and a one-cycle rate."""
     with forked(seed, "init", "judge"):
         network = SmallCNN(data.meta.channels, len(data.classes), data.resolution)
         network = network.to(memory_format=torch.channels_last)
@@ -75,7 +75,7 @@ def train(data: Dataset, epochs: int, seed: int) -> SmallCNN:
 
 @torch.no_grad()
 def judge(network: SmallCNN, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Named classes [N] and features [N, 128] of uint8 pictures."""
+    """Named classes [N] and features [N, 128] of uint8 images."""
     parts = [network.features(to_float(part)) for part in images.split(500)]
     features = torch.cat(parts)
     return network.head(features).argmax(dim=1), features
@@ -87,7 +87,7 @@ def spread(features: Tensor) -> float:
 
 
 def judge_generator(network: SmallCNN, run: Path, test: Dataset, n: int) -> dict[str, object]:
-    """Share of n samples named as asked, and the smallest ratio of a class's spread to the real pictures'."""
+    """Share of n samples named as asked, and the smallest ratio of a class's spread to the real images'."""
     path = resolve(run)
     generator = generator_from(load(path))
     classes = len(test.classes)

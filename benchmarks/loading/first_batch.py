@@ -13,25 +13,25 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.loading import ours
-from data.record import Layout, make_record
-from data.writer import LMDBWriter
+from data.lmdb.record import Layout, make_record
+from data.lmdb.writer import LMDBWriter
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")
 SIDE = 4  # px
-DISTINCT = 4096  # different pictures; the file repeats them
+DISTINCT = 4096  # different images; the file repeats them
 BATCH_SIZE = 256
 
 
 def write_tiny_records(path: Path, count: int, encoding: str) -> float:
-    """A packed file of `count` grey pictures of SIDE px; returns the seconds it took.
+    """A packed file of `count` grey images of SIDE px; returns the seconds it took.
 
     Only DISTINCT records are made; the writer is given them again and again, and writes each in full.
     """
     started = time.perf_counter()
     layout = Layout(channels=1, resolutions=(SIDE,), encoding=encoding)
-    pictures = np.random.default_rng(0).integers(0, 256, (min(count, DISTINCT), SIDE, SIDE, 1), dtype=np.uint8)
-    records = [make_record(picture, index % 10, layout) for index, picture in enumerate(pictures)]
+    images = np.random.default_rng(0).integers(0, 256, (min(count, DISTINCT), SIDE, SIDE, 1), dtype=np.uint8)
+    records = [make_record(image, index % 10, layout) for index, image in enumerate(images)]
     with LMDBWriter(path, layout, classes=[str(label) for label in range(10)], overwrite=True) as writer:
         for index in range(count):
             writer.add_record(records[index % len(records)])

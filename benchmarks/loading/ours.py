@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.loading.timing import Stream
+from data.augment.transforms import Augment, draw_and_apply, to_float
 from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.loader import InfiniteLoader
 from data.sampler import GlobalSampler
-from data.transforms import Augment, draw_and_apply, to_float
 
 SEED = 0
 FLIP = Augment(flip=True)

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(folder: Path, path: Path, size: int, workers: int | None) -> dict[str, float]:
-    """Pack a folder to raw pictures of size x size px in a fresh process.
+    """Pack a folder to raw images of size x size px in a fresh process.
 
-    `workers` is the number of processes besides the one that writes, None for the default. Returns `rate`, pictures
+    `workers` is the number of processes besides the one that writes, None for the default. Returns `rate`, images
     per second from opening the folder to the finished file, and `workers`, the number that took part. Raises
     RuntimeError if it fails.
     """

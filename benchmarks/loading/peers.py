@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from benchmarks.loading.pictures import jpeg_files
+from benchmarks.loading.images import jpeg_files
 from benchmarks.loading.timing import Stream, endless
 from data.sampler import GlobalSampler
 
@@ -59,7 +59,7 @@ def imagefolder(folder: Path, transform: Transform, batch_size: int, workers: in
 
 
 def numpy_gather(
-    pictures: np.ndarray,  # uint8 [n, C, H, W]
+    images: np.ndarray,  # uint8 [n, C, H, W]
     labels: np.ndarray,  # int64 [n]
     batch_size: int,
     batches: int,
@@ -68,12 +68,12 @@ def numpy_gather(
 
     numpy.take: faster than indexing.
     """
-    sampler = GlobalSampler(len(pictures), batch_size=batch_size, seed=0)
+    sampler = GlobalSampler(len(images), batch_size=batch_size, seed=0)
     indices = [sampler.next_batch()[0] for _ in range(batches)]
 
     def stream() -> Stream:
         for batch in indices:
-            yield torch.from_numpy(np.take(pictures, batch, axis=0)), torch.from_numpy(np.take(labels, batch))
+            yield torch.from_numpy(np.take(images, batch, axis=0)), torch.from_numpy(np.take(labels, batch))
 
     return stream
 
@@ -127,7 +127,7 @@ def write_optimized(package: ModuleType, photos: Path, folder: Path) -> str:
 
 
 class DecodeBytes:
-    """A sample of `write_optimized` to a picture and its label."""
+    """A sample of `write_optimized` to an image and its label."""
 
     def __init__(self, transform: Transform) -> None:
         self.transform = transform

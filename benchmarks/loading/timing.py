@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-Stream = Iterator[tuple[torch.Tensor, torch.Tensor]]  # pictures [n, C, H, W] and labels [n]
+Stream = Iterator[tuple[torch.Tensor, torch.Tensor]]  # images [n, C, H, W] and labels [n]
 Rates = dict[str, list[float]]  # contender -> one number for each repeat
 
 
@@ -24,7 +24,7 @@ class Window:
 
 
 def stream_rate(open_stream: Callable[[], Stream], window: Window) -> float:
-    """Pictures per second of a stream that is opened for this measurement and closed after it.
+    """Images per second of a stream that is opened for this measurement and closed after it.
 
     Without skipped batches the time includes the opening. Raises ValueError if the stream ends within the window.
     """
@@ -34,18 +34,18 @@ def stream_rate(open_stream: Callable[[], Stream], window: Window) -> float:
         pass
     if window.skipped:
         started = time.perf_counter()
-    pictures = batches = 0
+    count = batches = 0
     for images, labels in itertools.islice(stream, window.timed):
         if len(images) != len(labels):
-            raise ValueError(f"{len(images)} pictures with {len(labels)} labels")
-        pictures += len(labels)
+            raise ValueError(f"{len(images)} images with {len(labels)} labels")
+        count += len(labels)
         batches += 1
     seconds = time.perf_counter() - started
     if batches < window.timed:
         raise ValueError(f"the stream ended after {batches} of {window.timed} timed batches")
     del stream
     gc.collect()  # ends its worker processes, so that they do not run beside the next contender
-    return pictures / seconds
+    return count / seconds
 
 
 def endless(open_epoch: Callable[[], Stream]) -> Stream:

@@ -1,10 +1,10 @@
-"""Where pictures come from: `open_source` finds the right reader for what the user names."""
+"""Where images come from: `open_source` finds the right reader for what the user names."""
 
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from data.environment import MAGIC
+from data.lmdb.environment import MAGIC
 from data.sources.base import Item, Problem, Source
 from data.sources.cifar10 import open_cifar10
 from data.sources.fashion_mnist import open_fashion_mnist, open_sample
@@ -40,12 +40,12 @@ KINDS = f"a folder, a .zip, .csv, .parquet or LMDB file, a URL, or a name: {', '
 
 
 def open_source(spec: str, *, split: str = "train", root: str | Path | None = None, size: int | None = None) -> Source:
-    """Open a source: a name of NAMED, a URL, a folder (of pictures, idx files, Parquet files, or an LMDB's) or a file
+    """Open a source: a name of NAMED, a URL, a folder (of images, idx files, Parquet files, or an LMDB's) or a file
     (zip, CSV manifest, Parquet, LMDB).
 
     `split` is "train" or "test"; a source without splits is taken whole. `root` says where a named source lies. `size`
     in px chooses among the resolutions of a source that has several; without it, or if it is none of them, the largest
-    is taken. Raises UserError if there is nothing there, no pictures in it, or if it is something else.
+    is taken. Raises UserError if there is nothing there, no images in it, or if it is something else.
     """
     if split not in SPLITS:
         raise UserError(f"split {split!r}: choose train or test")
@@ -91,7 +91,7 @@ def _open_file(path: Path, split: str, size: int | None) -> Source:
         return ZipSource(path, split=split)
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
-    raise UserError(f"{path} is no source of pictures; give {KINDS}")
+    raise UserError(f"{path} is no source of images; give {KINDS}")
 
 
 def _open_lmdb(path: Path, split: str, size: int | None) -> Source:

@@ -1,4 +1,4 @@
-"""What a source of pictures is. A new kind of source is one new file and one line in data/sources/__init__.py."""
+"""What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py."""
 
 import os
 from abc import ABC, abstractmethod
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Item:
-    """A picture as it was found."""
+    """An image as it was found."""
 
     name: str  # file or record, for messages
     label: int  # 0 if the source is unlabelled
@@ -33,13 +33,13 @@ class Problem:
 
 @dataclass
 class Source(ABC):
-    """Pictures by index, always in the same order.
+    """Images by index, always in the same order.
 
     A source can be pickled; what it has open is not: each process opens its files itself (`PerProcess`).
 
-    `shape` is the (height, width) in px of all pictures where that is known beforehand, else None; then `channels` is
+    `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
     known too. `problems` were found while listing, for example an empty class folder; `ignored` names files that are no
-    pictures by their name.
+    images by their name.
     """
 
     name: str  # for people and the metadata
@@ -54,14 +54,14 @@ class Source(ABC):
 
     @abstractmethod
     def item(self, index: int) -> Item:
-        """One picture. Raises data.pictures.PictureError if its bytes cannot be had."""
+        """One image. Raises data.images.ImageError if its bytes cannot be had."""
 
     @abstractmethod
     def labels(self) -> np.ndarray:
         """int64 [len]; zeros if the source is unlabelled."""
 
     def item_name(self, index: int) -> str:
-        """Name of a picture, also where it cannot be read."""
+        """Name of an image, also where it cannot be read."""
         return f"record {index}"
 
     def __enter__(self) -> "Source":
@@ -97,7 +97,7 @@ class PerProcess(Generic[T]):
 
 
 class ArraySource(Source):
-    """Pictures in memory."""
+    """Images in memory."""
 
     def __init__(
         self,

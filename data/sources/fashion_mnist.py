@@ -24,7 +24,7 @@ SAMPLE = Path(__file__).parents[1] / "sample"
 
 
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
-    """The full set: 60,000 training or 10,000 test pictures, grey, 28x28 px.
+    """The full set: 60,000 training or 10,000 test images, grey, 28x28 px.
 
     Looked for in `root` (the four idx files there, or torchvision's sub-folder); without `root` in Debian's folder.
     What is not found is downloaded by torchvision, into `root` or the cache. Raises UserError if that fails.
@@ -48,7 +48,7 @@ def _download(target: Path) -> None:
 
 
 def open_sample(split: str, root: Path | None) -> ArraySource:
-    """The embedded part of Fashion-MNIST: 1,000 training or 200 test pictures of each class."""
+    """The embedded part of Fashion-MNIST: 1,000 training or 200 test images of each class."""
     if root is not None:
         raise UserError("--root does not apply to the embedded sample: leave it out")
     return idx_source(f"sample {split}", SAMPLE, split, CLASSES)

@@ -1,4 +1,4 @@
-"""Pictures in a folder or a zip file. Nothing is ever extracted to disk."""
+"""Images in a folder or a zip file. Nothing is ever extracted to disk."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.pictures import PictureError
+from data.images import ImageError
 from data.sources.base import Item, PerProcess, Source
 from data.sources.listing import MANIFEST, Listing, arrange, arrange_by_manifest
 from utils.errors import UserError
@@ -25,7 +25,7 @@ UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueErro
 
 
 class ListedSource(Source):
-    """Pictures that have names; a subclass reads them."""
+    """Images that have names; a subclass reads them."""
 
     def __init__(self, name: str, listing: Listing) -> None:
         super().__init__(name, listing.classes, problems=listing.problems, ignored=listing.ignored)
@@ -45,7 +45,7 @@ class ListedSource(Source):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """The bytes of a file. Raises PictureError if they cannot be had."""
+        """The bytes of a file. Raises ImageError if they cannot be had."""
 
 
 class LocalSource(ListedSource):
@@ -62,7 +62,7 @@ class LocalSource(ListedSource):
         try:
             return (self.folder / name).read_bytes()
         except OSError as error:
-            raise PictureError(f"cannot be read ({error.strerror})") from None
+            raise ImageError(f"cannot be read ({error.strerror})") from None
 
 
 class FolderSource(LocalSource):
@@ -122,7 +122,7 @@ class ZipSource(ListedSource):
         if MANIFEST in files:
             try:
                 return arrange_by_manifest(str(self.path), files, self.read(MANIFEST))
-            except PictureError as error:
+            except ImageError as error:
                 raise UserError(f"{self.path}: {MANIFEST} {error}; make the zip file again") from None
         return arrange(str(self.path), files, folders, split)
 
@@ -134,21 +134,21 @@ class ZipSource(ListedSource):
         try:
             member = archive.getinfo(name)
         except KeyError:
-            raise PictureError("is no longer in the zip file") from None
+            raise ImageError("is no longer in the zip file") from None
         if member.file_size > MAX_MEMBER:
-            raise PictureError(f"is {member.file_size:,} bytes when unpacked, more than {MAX_MEMBER:,}")
+            raise ImageError(f"is {member.file_size:,} bytes when unpacked, more than {MAX_MEMBER:,}")
         if stat.S_ISLNK(member.external_attr >> 16):
-            raise PictureError("is a symbolic link; put the file itself into the zip file")
+            raise ImageError("is a symbolic link; put the file itself into the zip file")
         if member.compress_type not in METHODS:
-            raise PictureError("is not compressed by deflate; make the zip file again with an ordinary program")
+            raise ImageError("is not compressed by deflate; make the zip file again with an ordinary program")
         if member.flag_bits & 1:
-            raise PictureError("is encrypted; make the zip file without a password")
+            raise ImageError("is encrypted; make the zip file without a password")
         try:
             return _unpack(archive, member)
-        except PictureError:
+        except ImageError:
             raise
         except UNPACKING_ERRORS as error:
-            raise PictureError(f"cannot be unpacked ({error})") from None
+            raise ImageError(f"cannot be unpacked ({error})") from None
 
     def __exit__(self, *error: object) -> None:
         archive = self._archive.release()
@@ -171,5 +171,5 @@ def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
             pieces.append(piece)
     content = b"".join(pieces)
     if len(content) != member.file_size:
-        raise PictureError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
+        raise ImageError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
     return content

@@ -45,18 +45,18 @@ def idx_gz(array: np.ndarray) -> bytes:
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
-    """The files of pictures and labels of a split in `folder`, gzipped or not, or None if one is missing."""
+    """The files of images and labels of a split in `folder`, gzipped or not, or None if one is missing."""
     found = []
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{PREFIX[split]}-{kind}-ubyte"
         names = (stem, f"{stem}.gz", stem.replace("-idx", ".idx"), stem.replace("-idx", ".idx") + ".gz")
         found.append(next((folder / name for name in names if (folder / name).is_file()), None))
-    pictures, labels = found
-    return (pictures, labels) if pictures and labels else None
+    images, labels = found
+    return (images, labels) if images and labels else None
 
 
 def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = None) -> ArraySource:
-    """Pictures [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless given.
+    """Images [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless given.
 
     Raises UserError if a file is missing or damaged, or if they do not belong together.
     """

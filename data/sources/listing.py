@@ -1,10 +1,10 @@
-"""From the names of files to pictures and labels: the rules that folders and zip files share.
+"""From the names of files to images and labels: the rules that folders and zip files share.
 
-- Names with a part that begins with "." and macOS's `__MACOSX` are left out; files without a picture's suffix, and
+- Names with a part that begins with "." and macOS's `__MACOSX` are left out; files without an image's suffix, and
   members of archives whose names lead out of them (absolute or with ".."), are ignored and listed.
 - A `dataset.json` at the top (StyleGAN's) names the labels: `{"labels": [["name", class], ...]}` or null.
-- Pictures at the top only: unlabelled, in order of name. Pictures in sub-folders only: a class per sub-folder, in order
-  of name (text order, as torchvision's ImageFolder), pictures at any depth. Both: refused.
+- Images at the top only: unlabelled, in order of name. Images in sub-folders only: a class per sub-folder, in order
+  of name (text order, as torchvision's ImageFolder), images at any depth. Both: refused.
 - Sub-folders called train, test, val, valid or validation and no others: the split's folder is entered; test stands for
   val, valid and validation too. A single sub-folder that holds only sub-folders is entered. Without such folders
   everything is taken, unless the split asked for is test.
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from data.pictures import SUFFIXES
+from data.images import SUFFIXES
 from data.sources.base import Problem
 from utils.errors import UserError
 
@@ -27,7 +27,7 @@ SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
 
 @dataclass
 class Listing:
-    """Pictures in order, their labels (zeros if unlabelled), class names."""
+    """Images in order, their labels (zeros if unlabelled), class names."""
 
     names: list[str]
     labels: list[int]
@@ -37,22 +37,22 @@ class Listing:
 
 
 def arrange(where: str, files: Iterable[str], folders: Iterable[str], split: str) -> Listing:
-    """Sort files (relative names with "/") into pictures and classes.
+    """Sort files (relative names with "/") into images and classes.
 
-    `where` names the source in errors. Raises UserError if there is no picture, if pictures lie both at the top and in
+    `where` names the source in errors. Raises UserError if there is no image, if images lie both at the top and in
     sub-folders, or if the split's folder is missing.
     """
-    pictures, ignored = _pictures(where, files)
+    images, ignored = _images(where, files)
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
-    prefix = _enter(where, pictures, folders, split)
-    pictures = [name for name in pictures if name.startswith(prefix)]
-    parts = {name: name[len(prefix) :].split("/") for name in pictures}
-    loose = [name for name in pictures if len(parts[name]) == 1]
-    if len(loose) == len(pictures):
-        return Listing(pictures, [0] * len(pictures), [], [], ignored)
+    prefix = _enter(where, images, folders, split)
+    images = [name for name in images if name.startswith(prefix)]
+    parts = {name: name[len(prefix) :].split("/") for name in images}
+    loose = [name for name in images if len(parts[name]) == 1]
+    if len(loose) == len(images):
+        return Listing(images, [0] * len(images), [], [], ignored)
     if loose:
         raise UserError(
-            f"{where} holds pictures both at the top ({loose[0]}) and in sub-folders;"
+            f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
             " move the loose ones into class folders or away"
         )
     filled = {path[0] for path in parts.values()}
@@ -60,16 +60,16 @@ def arrange(where: str, files: Iterable[str], folders: Iterable[str], split: str
     problems = [_empty_class(f"{where}/{prefix}{name}", f"{prefix}{name}/", ignored) for name in empty]
     classes = sorted(filled)
     labels = {name: label for label, name in enumerate(classes)}
-    return Listing(pictures, [labels[parts[name][0]] for name in pictures], classes, problems, ignored)
+    return Listing(images, [labels[parts[name][0]] for name in images], classes, problems, ignored)
 
 
 def arrange_by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
-    """Pictures and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
+    """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
 
-    Raises UserError if it is no such document, names a picture that is not there, leaves one out, or if its labels are
+    Raises UserError if it is no such document, names an image that is not there, leaves one out, or if its labels are
     not whole numbers from 0.
     """
-    pictures, ignored = _pictures(where, files)
+    images, ignored = _images(where, files)
     ignored = [name for name in ignored if name != MANIFEST]
     where = f"{where}: {MANIFEST}"
     try:
@@ -78,28 +78,28 @@ def arrange_by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Li
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
     if not known:
-        return Listing(pictures, [0] * len(pictures), [], [], ignored)
-    odd = sorted(set(known) ^ set(pictures))
+        return Listing(images, [0] * len(images), [], [], ignored)
+    odd = sorted(set(known) ^ set(images))
     if odd:
-        raise UserError(f"{where} and the pictures do not match: {odd[0]} is in one of them only")
+        raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
     for name, label in known.items():
         if not isinstance(label, int) or isinstance(label, bool) or label < 0:
             raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0")
     if max(known.values()) >= len(known):
-        raise UserError(f"{where}: labels go up to {max(known.values())}, but there are only {len(known)} pictures")
+        raise UserError(f"{where}: labels go up to {max(known.values())}, but there are only {len(known)} images")
     classes = [str(label) for label in range(max(known.values()) + 1)]
-    return Listing(pictures, [known[name] for name in pictures], classes, [], ignored)
+    return Listing(images, [known[name] for name in images], classes, [], ignored)
 
 
-def _pictures(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The visible files in order of name: pictures by their suffix, and the others."""
+def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The visible files in order of name: images by their suffix, and the others."""
     visible = sorted(name for name in files if not _hidden(name))
-    pictures = [name for name in visible if _is_picture(name)]
-    ignored = [name for name in visible if not _is_picture(name)]
-    if not pictures:
+    images = [name for name in visible if _is_image(name)]
+    ignored = [name for name in visible if not _is_image(name)]
+    if not images:
         supported = " ".join(sorted(SUFFIXES))
-        raise UserError(f"{where} holds no pictures{_what_instead(ignored)}; supported are {supported}")
-    return pictures, ignored
+        raise UserError(f"{where} holds no images{_what_instead(ignored)}; supported are {supported}")
+    return images, ignored
 
 
 def _hidden(name: str) -> bool:
@@ -111,14 +111,14 @@ def _leads_out(name: str) -> bool:
     return name.startswith("/") or ".." in name.split("/")
 
 
-def _is_picture(name: str) -> bool:
+def _is_image(name: str) -> bool:
     """By its suffix."""
     return PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
 
 
 def _empty_class(folder: str, prefix: str, ignored: list[str]) -> Problem:
     instead = _what_instead([name for name in ignored if name.startswith(prefix)])
-    return Problem(folder, f"is a class folder without pictures{instead}")
+    return Problem(folder, f"is a class folder without images{instead}")
 
 
 def _what_instead(ignored: list[str]) -> str:
@@ -133,11 +133,11 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
     return {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix) and name != prefix}
 
 
-def _enter(where: str, pictures: list[str], folders: list[str], split: str) -> str:
+def _enter(where: str, images: list[str], folders: list[str], split: str) -> str:
     """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end."""
     prefix, entered = "", False
     while True:
-        below = [name[len(prefix) :].split("/") for name in pictures if name.startswith(prefix)]
+        below = [name[len(prefix) :].split("/") for name in images if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
         if tops <= SPLIT_NAMES and not entered and all(len(path) > 1 for path in below):
             chosen = [name for name in SPLITS[split] if name in tops]
@@ -146,8 +146,8 @@ def _enter(where: str, pictures: list[str], folders: list[str], split: str) -> s
                 raise UserError(f"{where} has no {split} split, its folders are {found}: pass another --split")
             entered = True
             prefix += chosen[0] + "/"
-            if not any(name.startswith(prefix) for name in pictures):
-                raise UserError(f"{where}: the folder {prefix} holds no pictures")
+            if not any(name.startswith(prefix) for name in images):
+                raise UserError(f"{where}: the folder {prefix} holds no images")
         elif len(tops) == 1 and all(len(path) > 2 for path in below):
             prefix += tops.pop() + "/"
         elif split == "test" and not entered:

@@ -1,4 +1,4 @@
-"""CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each picture.
+"""CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each image.
 
 - Separated by commas, semicolons or tabs; UTF-8 with or without a byte order mark. Other columns are not used.
 - Paths are relative to the manifest's folder, or absolute. Blanks around a field are dropped.
@@ -38,17 +38,17 @@ class Row(NamedTuple):
 
 
 class ManifestSource(LocalSource):
-    """The pictures that a CSV file names."""
+    """The images that a CSV file names."""
 
     def __init__(self, path: Path, *, split: str) -> None:
         super().__init__(path.parent, path.name, arrange_rows(path, split))
 
 
 def arrange_rows(path: Path, split: str) -> Listing:
-    """Pictures, labels and classes of the manifest at `path`. Raises UserError if it cannot be used."""
+    """Images, labels and classes of the manifest at `path`. Raises UserError if it cannot be used."""
     rows, problems, columns = _parse(path)
     if not rows and not problems:
-        raise UserError(f"{path} has no rows below its header: add a row for each picture")
+        raise UserError(f"{path} has no rows below its header: add a row for each image")
     classes, number = _classes(path, rows) if "label" in columns else ([], {"": 0})
     rows = _without_repeats(path, rows, problems)
     if "split" in columns:
@@ -124,7 +124,7 @@ def _names(header: list[str]) -> list[str]:
 
 
 def _places(path: Path, names: list[str]) -> dict[str, int]:
-    """Where COLUMNS stand in the header. A near miss is refused: without it pictures would lose their labels unseen."""
+    """Where COLUMNS stand in the header. A near miss is refused: without it images would lose their labels unseen."""
     others = [name for name in names if name not in COLUMNS]
     for column in COLUMNS:
         if names.count(column) > 1:
@@ -149,7 +149,7 @@ def _classes(path: Path, rows: list[Row]) -> tuple[list[str], dict[str, int]]:
         return classes, {label: number for number, label in enumerate(classes)}
     largest = max(map(int, labels), default=-1)
     if largest >= len(rows):
-        raise UserError(f"{path}: labels go up to {largest}, but there are only {len(rows)} pictures")
+        raise UserError(f"{path}: labels go up to {largest}, but there are only {len(rows)} images")
     return [str(number) for number in range(largest + 1)], {label: int(label) for label in labels}
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.environment import acquire
-from data.format import FORMAT_KEY
-from data.pictures import PictureError
+from data.images import ImageError
+from data.lmdb.environment import acquire
+from data.lmdb.format import FORMAT_KEY
+from data.lmdb.reader import DamageError, LMDBReader
 from data.sources.base import Item, Source
 from data.sources.rosinality import LENGTH_KEY, RosinalitySource, resolutions
-from data.store import DamageError, LMDBReader
 from utils.errors import UserError
 
 
@@ -32,16 +32,16 @@ def open_lmdb(path: Path, *, size: int | None = None) -> Source:
         return RosinalitySource(path, size=size)
     raise UserError(
         f"{path} is an LMDB file of another program: supported are those of data.pack and of rosinality's StyleGAN2"
-        " (records 256-00000, ..., and length); give the pictures themselves"
+        " (records 256-00000, ..., and length); give the images themselves"
     )
 
 
 class PackedSource(Source):
-    """A file made by data.pack: its decoded pictures, labels and classes."""
+    """A file made by data.pack: its decoded images, labels and classes."""
 
     def __init__(self, path: Path, *, size: int | None = None) -> None:
         self.path = path
-        # Tolerant: a damaged picture does not take the others of its block along when it is skipped.
+        # Tolerant: a damaged image does not take the others of its block along when it is skipped.
         reader = LMDBReader(path, tolerant=True)
         if size is not None and size in reader.meta.resolutions and size != reader.resolution:
             reader = LMDBReader(path, resolution=size, tolerant=True)
@@ -54,9 +54,9 @@ class PackedSource(Source):
 
     def item(self, index: int) -> Item:
         try:
-            pixels, label = self.reader.picture(index)
+            pixels, label = self.reader.image(index)
         except DamageError as error:
-            raise PictureError(f"is damaged: {error.reason}") from None
+            raise ImageError(f"is damaged: {error.reason}") from None
         return Item(self.item_name(index), label, pixels)
 
     def item_name(self, index: int) -> str:

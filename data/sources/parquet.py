@@ -1,12 +1,12 @@
-"""Parquet files with pictures' bytes, as the Hugging Face hub has them: one file, or a folder of shards.
+"""Parquet files with images' bytes, as the Hugging Face hub has them: one file, or a folder of shards.
 
-- Pictures: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
+- Images: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
 - Labels: the column `label`, else the only one of LABEL_COLUMNS: text, or whole numbers, whose names may stand in the
-  schema's metadata (key "huggingface": a ClassLabel). Pictures without a label (null or negative) are problems.
+  schema's metadata (key "huggingface": a ClassLabel). Images without a label (null or negative) are problems.
 - Shards are taken in order of name. Names that begin with a split's (`train-00000-of-00002.parquet`) are its shards;
   `-of-N` says that there are N of them.
 
-Pictures are read by row group; labels at once; the number of pictures stands in the files' metadata.
+Images are read by row group; labels at once; the number of images stands in the files' metadata.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from data.pictures import SUFFIXES, PictureError
+from data.images import SUFFIXES, ImageError
 from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.listing import SPLIT_NAMES, SPLITS
 from data.sources.parquet_reader import CellReader, pyarrow, reading
@@ -32,7 +32,7 @@ SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 
 def is_parquet_folder(folder: Path) -> bool:
-    """Whether a folder holds Parquet files and neither pictures nor visible sub-folders."""
+    """Whether a folder holds Parquet files and neither images nor visible sub-folders."""
     try:
         visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     except OSError as error:
@@ -42,7 +42,7 @@ def is_parquet_folder(folder: Path) -> bool:
 
 
 class ParquetSource(Source):
-    """The pictures of a Parquet file or of a folder of them. Raises UserError for what cannot be used, by name."""
+    """The images of a Parquet file or of a folder of them. Raises UserError for what cannot be used, by name."""
 
     def __init__(self, path: Path, *, split: str) -> None:
         super().__init__(path.name, [])
@@ -75,7 +75,7 @@ class ParquetSource(Source):
         value = self._reader.get().cell(shard, row)
         content = value.get("bytes") if isinstance(value, dict) else value
         if content is None:
-            raise PictureError("holds no bytes")
+            raise ImageError("holds no bytes")
         return Item(self.item_name(index), int(self._labels[index]), content)
 
     def item_name(self, index: int) -> str:
@@ -143,14 +143,14 @@ def _describe(shards: Sequence[Path]) -> tuple[list[Any], list[int]]:
 
 
 def choose_columns(path: Path, schema: Any) -> tuple[str, str | None]:
-    """The columns of pictures and of labels (None: unlabelled). Raises UserError if that is unclear."""
+    """The columns of images and of labels (None: unlabelled). Raises UserError if that is unclear."""
     types = pyarrow("types")
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     images = [field.name for field in schema if _holds_bytes(field.type)]
     if "image" in images:
         images = ["image"]
     if len(images) != 1:
-        found = f"{' and '.join(images)} could be pictures, call one image" if images else "no column holds bytes"
+        found = f"{' and '.join(images)} could be images, call one image" if images else "no column holds bytes"
         raise UserError(f"{path}: {found}; its columns are {columns}")
     labels = [name for name in LABEL_COLUMNS if name in schema.names]
     if "label" in labels:
@@ -209,7 +209,7 @@ def _labels(where: Path, shards: Sequence[Path], schemas: Sequence[Any], column:
             raise UserError(f"{shard} and {shards[0].name} name their classes differently: get both from one place")
     largest = int(labels.max())
     if largest >= (len(classes) or len(labels)):
-        limit = f"{len(classes)} classes" if classes else f"{len(labels)} pictures"
+        limit = f"{len(classes)} classes" if classes else f"{len(labels)} images"
         raise UserError(f"{where}: labels go up to {largest}, but there are only {limit}; get it again")
     return labels, classes or [str(number) for number in range(largest + 1)]
 

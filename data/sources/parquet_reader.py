@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data.pictures import PictureError
+from data.images import ImageError
 from utils.errors import UserError
 
 CACHED_GROUPS = 2
@@ -61,7 +61,7 @@ class CellReader:
         self._piece_start = 0  # its first row in the row group
 
     def cell(self, shard: int, row: int) -> bytes | dict[str, Any] | None:
-        """A cell, by the file's place in `paths` and the row in it. Raises PictureError if it cannot be read."""
+        """A cell, by the file's place in `paths` and the row in it. Raises ImageError if it cannot be read."""
         with reading(self._paths[shard]):
             self._open(shard)
         group = int(np.searchsorted(self._ends, row, side="right"))
@@ -72,7 +72,7 @@ class CellReader:
             return self._group(group)[offset].as_py()
         except (OSError, MemoryError, IndexError, StopIteration, pyarrow().ArrowException) as error:
             self._streamed = (-1, -1)
-            raise PictureError(f"cannot be read ({reason(error)})") from None
+            raise ImageError(f"cannot be read ({reason(error)})") from None
 
     def _open(self, shard: int) -> None:
         if shard == self._shard:

@@ -1,4 +1,4 @@
-"""Pictures below a URL (s3://, gs://, hf://, http://, file://, ...), through the library fsspec.
+"""Images below a URL (s3://, gs://, hf://, http://, file://, ...), through the library fsspec.
 
 What lies there is arranged by the rules of folders (data/sources/listing.py) and read file by file; nothing is kept on
 disk. fsspec's drivers for object storage are packages of their own, which find their credentials themselves.
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from data.pictures import PictureError
+from data.images import ImageError
 from data.sources.base import PerProcess
 from data.sources.files import MAX_MEMBER, ListedSource
 from data.sources.listing import MANIFEST, Listing, arrange, arrange_by_manifest
@@ -51,12 +51,12 @@ class RemoteSource(ListedSource):
         if not found:
             raise UserError(f"{self.url}: there is nothing; check the URL")
         if list(found) == [root] and found[root].get("type") != "directory":
-            raise UserError(f"{self.url} is a single file: give the URL of a folder of pictures, or copy it here")
+            raise UserError(f"{self.url} is a single file: give the URL of a folder of images, or copy it here")
         files, folders = self._sort(found, root.rstrip("/") + "/" if root else "")
         if MANIFEST in files:
             try:
                 return arrange_by_manifest(self.url, files, self.read(MANIFEST))
-            except PictureError as error:
+            except ImageError as error:
                 raise UserError(f"{self.url}/{MANIFEST} {error}; check it") from None
         return arrange(self.url, files, folders, split)
 
@@ -82,13 +82,13 @@ class RemoteSource(ListedSource):
     def read(self, name: str) -> bytes:
         size = self._sizes.get(name)
         if size is not None and size > MAX_MEMBER:
-            raise PictureError(f"is {size:,} bytes, more than {MAX_MEMBER:,}")
+            raise ImageError(f"is {size:,} bytes, more than {MAX_MEMBER:,}")
         try:
             return attempt(functools.partial(self._fetch, name, size))
         except UserError:
             raise
         except Exception as error:  # whatever the driver raises, see FINAL
-            raise PictureError(f"cannot be read ({_reason(error)})") from None
+            raise ImageError(f"cannot be read ({_reason(error)})") from None
 
     def _fetch(self, name: str, size: int | None) -> bytes:
         filesystem, root = self._place.get()

@@ -1,7 +1,7 @@
 """The LMDB files of rosinality's StyleGAN2 (stylegan2-pytorch, `prepare_data.py`).
 
-`length` is the number of pictures as text; `{resolution}-{index:05d}` is a picture file, usually a JPEG. There may be
-every picture at several resolutions; there are no labels and no checksums.
+`length` is the number of images as text; `{resolution}-{index:05d}` is an image file, usually a JPEG. There may be
+every image at several resolutions; there are no labels and no checksums.
 """
 
 import functools
@@ -11,8 +11,8 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.environment import acquire
-from data.pictures import PictureError
+from data.images import ImageError
+from data.lmdb.environment import acquire
 from data.sources.base import Item, PerProcess, Source
 from utils.errors import UserError
 
@@ -32,9 +32,9 @@ def resolutions(transaction: lmdb.Transaction) -> list[int]:
 
 
 class RosinalitySource(Source):
-    """Pictures of one resolution: of `size` px where the file has them, else the largest. Unlabelled.
+    """Images of one resolution: of `size` px where the file has them, else the largest. Unlabelled.
 
-    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing record is a PictureError
+    Raises UserError for a file that is truncated, lacks `length` or has no records. A missing record is a ImageError
     when it is read.
     """
 
@@ -61,9 +61,9 @@ class RosinalitySource(Source):
             with self._handle.get().environment.begin() as transaction:
                 content = transaction.get(self._key(index).encode())
         except lmdb.Error as error:
-            raise PictureError(f"cannot be read ({error})") from None
+            raise ImageError(f"cannot be read ({error})") from None
         if content is None:
-            raise PictureError("is missing")
+            raise ImageError("is missing")
         return Item(self.item_name(index), 0, content)
 
     def item_name(self, index: int) -> str:
@@ -80,12 +80,12 @@ class RosinalitySource(Source):
 
 
 def _count(path: Path, length: bytes | None, entries: int) -> int:
-    """The number of pictures, from the record `length` of a file with `entries` records."""
+    """The number of images, from the record `length` of a file with `entries` records."""
     if length is None:
         raise UserError(f"{path} has no record `length`: it was not finished, make it again")
     if not length.isdigit() or len(length) > 12 or not int(length):
         raise UserError(
-            f"{path}: its record `length` is {bytes(length[:20])!r}, not a number of pictures; make it again"
+            f"{path}: its record `length` is {bytes(length[:20])!r}, not a number of images; make it again"
         )
     # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
     if int(length) > 2 * entries:

@@ -32,7 +32,7 @@ class Row:
     name: str
     bytes: int  # of its weights, or of its file
     largest_difference: float  # of an output from the original's
-    agreement: float | None  # share of pictures that get the original's class
+    agreement: float | None  # share of images that get the original's class
     accuracy: float | None  # None where true classes are not known
     accuracy_change: float | None
     batch1_ms: float = math.nan  # median

@@ -24,10 +24,10 @@ class Job:
     form: str  # a key of FORMATS
     out: Path
     overwrite: bool = False
-    data: str | None = None  # packed pictures of the check; None: as the config says
+    data: str | None = None  # packed images of the check; None: as the config says
     calibration: str | None = None  # likewise, for int8's ranges
-    count: int = 1000  # pictures of the check, at most
-    calibrated: int = 256  # pictures of the calibration, at most
+    count: int = 1000  # images of the check, at most
+    calibrated: int = 256  # images of the calibration, at most
     batch_size: int = 64
     repeats: int = 5
 
@@ -50,19 +50,19 @@ def check_job(job: Job, checkpoint: dict[str, Any]) -> None:
 
 
 def open_subject(job: Job, checkpoint: dict[str, Any]) -> Subject:
-    """The network and what it is checked with; a classifier's pictures are read here."""
+    """The network and what it is checked with; a classifier's images are read here."""
     if checkpoint["task"] == "gan":
         return generator_subject(checkpoint, batch_size=job.batch_size)
     config = checkpoint["config"].get("data") or {}
     with ExitStack() as stack:
-        pictures = stack.enter_context(_readable(checkpoint, job.data, (config.get("val_path"), config.get("path"))))
+        images = stack.enter_context(_readable(checkpoint, job.data, (config.get("val_path"), config.get("path"))))
         calibration = None
         if job.form == "int8":
             own = (config.get("path"), job.data, config.get("val_path"))
             calibration = stack.enter_context(_readable(checkpoint, job.calibration, own, option="--calibration"))
         return classifier_subject(
             checkpoint,
-            pictures,
+            images,
             count=job.count,
             batch_size=job.batch_size,
             calibration=calibration,
@@ -83,7 +83,7 @@ def _readable(
             return dataset_for_model(place, trained, resolution)
         except UserError as error:
             reason = str(error)
-    raise UserError(f"no pictures to check the export with ({reason}); give packed ones with {option} X.lmdb")
+    raise UserError(f"no images to check the export with ({reason}); give packed ones with {option} X.lmdb")
 
 
 def export(job: Job, checkpoint: dict[str, Any], *, say: Progress) -> tuple[list[Row], Subject, str | None]:
@@ -128,5 +128,5 @@ def _put(written: Path, out: Path) -> None:
 def failed(job: Job, wrong: str) -> CheckFailed:
     """The error that a failed check ends with."""
     kept = "; the one that was there is as it was" if job.out.exists() else ""
-    remedy = ", or calibrate with more or other pictures (--calibration)" if job.form == "int8" else ""
+    remedy = ", or calibrate with more or other images (--calibration)" if job.form == "int8" else ""
     return CheckFailed(f"{job.out}: not written, {wrong}{kept}; choose another --format{remedy}")

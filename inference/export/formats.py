@@ -135,7 +135,7 @@ def open_onnx(subject: Subject, path: Path) -> Runner:
 
 
 class _Reader:
-    """Calibration pictures as onnxruntime asks for them."""
+    """Calibration images as onnxruntime asks for them."""
 
     def __init__(self, subject: Subject) -> None:
         self._batches = iter(subject.calibration)
@@ -148,7 +148,7 @@ class _Reader:
 
 def write_int8(subject: Subject, path: Path) -> None:
     """An ONNX graph in 8-bit integers: weights by output channel, activations by the ranges of the calibration
-    pictures, static.
+    images, static.
     """
     assert subject.is_classifier  # a generator was refused before
     quantization = import_extra("onnxruntime.quantization")

@@ -11,7 +11,7 @@ from data.dataset import Dataset
 from data.loader import read_batch
 from inference.fold import InBfloat16, fold_batchnorm
 from metrics.extractors import classifier_input
-from models.gan import AnyGenerator
+from models.registry import AnyGenerator
 from models.resnet import Classifier
 from models.restore import classifier_from, generator_from
 from models.sampling import draw
@@ -24,7 +24,7 @@ SAMPLES = 64  # of a generator, that it is checked with
 
 
 class Drawing(nn.Module):
-    """A generator as a function of z [N, z_dim] and labels [N] (int64; left out without classes): pictures [N,
+    """A generator as a function of z [N, z_dim] and labels [N] (int64; left out without classes): images [N,
     channels, resolution, resolution], about [-1, 1], at psi 1 and with its stored noise.
     """
 
@@ -57,8 +57,8 @@ class Subject:
     names: tuple[str, ...]  # of the inputs
     output: str  # name of the output
     batches: list[Inputs]  # what it is checked with
-    labels: Tensor | None  # int64 [n], the true classes of all batches' pictures; None: unknown, or a generator
-    calibration: list[Inputs]  # a classifier's: other pictures, for the ranges of int8
+    labels: Tensor | None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
+    calibration: list[Inputs]  # a classifier's: other images, for the ranges of int8
 
     @property
     def is_classifier(self) -> bool:
@@ -93,7 +93,7 @@ def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject
         checkpoint=checkpoint,
         network=Drawing(generator).eval(),
         names=("z", "labels")[: len(columns)],
-        output="pictures",
+        output="images",
         batches=list(zip(*(column.split(batch_size) for column in columns), strict=True)),
         labels=None,
         calibration=[],
@@ -102,37 +102,37 @@ def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject
 
 def classifier_subject(
     checkpoint: dict[str, Any],
-    pictures: Dataset,
+    images: Dataset,
     *,
-    count: int,  # pictures of the check, at most
+    count: int,  # images of the check, at most
     batch_size: int,
     calibration: Dataset | None = None,  # None: no int8 is wanted
-    calibrated: int = 0,  # pictures of the calibration, at most
+    calibrated: int = 0,  # images of the calibration, at most
 ) -> Subject:
-    """A classifier, with pictures drawn from the file, and others, from the same or another one, to calibrate with.
+    """A classifier, with images drawn from the file, and others, from the same or another one, to calibrate with.
 
-    Raises UserError if the pictures' classes are not the classifier's, or if too few are there.
+    Raises UserError if the images' classes are not the classifier's, or if too few are there.
     """
     classifier = classifier_from(checkpoint)
-    _check_classes(checkpoint["classes"], pictures)
-    order = _drawn(pictures)
+    _check_classes(checkpoint["classes"], images)
+    order = _drawn(images)
     ranges: list[Inputs] = []
     if calibration is not None:
-        same = calibration.meta.content_hash == pictures.meta.content_hash
+        same = calibration.meta.content_hash == images.meta.content_hash
         others = order[::-1] if same else _drawn(calibration)
         calibrated = min(calibrated, len(order) // 2 if same else len(others))
         order = order[: len(order) - calibrated] if same else order
         ranges = _inputs(classifier, calibration, others[:calibrated], batch_size)[0]
-    batches, labels = _inputs(classifier, pictures, order[:count], batch_size)
+    batches, labels = _inputs(classifier, images, order[:count], batch_size)
     if not batches or (calibration is not None and not ranges):
-        raise UserError(f"{pictures.path}: too few pictures to check an export with; give another file with --data")
+        raise UserError(f"{images.path}: too few images to check an export with; give another file with --data")
     return Subject(
         checkpoint=checkpoint,
         network=classifier,
         names=("images",),
         output="logits",
         batches=batches,
-        labels=labels if pictures.classes else None,
+        labels=labels if images.classes else None,
         calibration=ranges,
     )
 
@@ -145,7 +145,7 @@ def _drawn(reader: Dataset) -> np.ndarray:
 def _inputs(
     classifier: Classifier, reader: Dataset, records: np.ndarray, batch_size: int
 ) -> tuple[list[Inputs], Tensor]:
-    """The records' pictures as the classifier takes them, in batches, and their labels."""
+    """The records' images as the classifier takes them, in batches, and their labels."""
     batches: list[Inputs] = []
     labels = [torch.empty(0, dtype=torch.int64)]
     for start in range(0, len(records), batch_size):
@@ -155,9 +155,9 @@ def _inputs(
     return batches, torch.cat(labels)
 
 
-def _check_classes(names: list[str], pictures: Dataset) -> None:
-    if pictures.classes and list(pictures.classes) != list(names):
+def _check_classes(names: list[str], images: Dataset) -> None:
+    if images.classes and list(images.classes) != list(names):
         raise UserError(
-            f"{pictures.path}: its {len(pictures.classes)} classes are not the classifier's {len(names)}, or in "
-            "another order; give pictures of the same classes with --data"
+            f"{images.path}: its {len(images.classes)} classes are not the classifier's {len(names)}, or in "
+            "another order; give images of the same classes with --data"
         )

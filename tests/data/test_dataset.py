@@ -1,4 +1,4 @@
-"""Pictures at any size, whole or in random parts: the same whoever reads them."""
+"""Images at any size, whole or in random parts: the same whoever reads them."""
 
 import io
 import pickle
@@ -11,12 +11,13 @@ from PIL import Image
 
 from data.dataset import Dataset, dataset_for_model
 from data.decode import RandomCrop
-from data.format import CODEC_JPEG
-from data.record import Layout, make_record
+from data.lmdb.format import CODEC_JPEG
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout, make_record
+from data.lmdb.writer import LMDBWriter, pack_arrays
 from data.sampler import SampleKeys
-from data.store import LMDBReader
-from data.writer import LMDBWriter, pack_arrays
-from tests.data.conftest import CLASSES, pictures
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
 from tests.data.test_shards import COUNT, pack_shards, small_blocks
 from utils.errors import UserError
 from utils.seeding import numpy_generator
@@ -37,12 +38,12 @@ def own_sizes(path: Path, count: int = 9) -> list[np.ndarray]:
     with LMDBWriter(path, layout, classes=CLASSES) as writer:
         for number in range(count):
             buffer = io.BytesIO()
-            picture = smooth(24 + 3 * number, 50 - 3 * number, number)
-            Image.fromarray(picture).save(buffer, format="JPEG", quality=95, subsampling=0)
+            sample_image = smooth(24 + 3 * number, 50 - 3 * number, number)
+            Image.fromarray(sample_image).save(buffer, format="JPEG", quality=95, subsampling=0)
             if number % 2:
-                writer.add_record(make_record(picture, number % 3, layout, buffer.getvalue(), CODEC_JPEG))
+                writer.add_record(make_record(sample_image, number % 3, layout, buffer.getvalue(), CODEC_JPEG))
             else:
-                writer.add(picture, number % 3, payload=buffer.getvalue())
+                writer.add(sample_image, number % 3, payload=buffer.getvalue())
             pixels.append(np.asarray(Image.open(buffer)))
         writer.finish()
     return pixels
@@ -83,7 +84,7 @@ def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path
         for workers in (0, 2):
             dataset = Dataset(path, resolution=side, workers=workers)
             assert not dataset.gathers
-            expected = [middle(picture.transpose(1, 2, 0), side) for picture in levels[source]]
+            expected = [middle(sample_image.transpose(1, 2, 0), side) for sample_image in levels[source]]
             np.testing.assert_array_equal(dataset.read(range(5))[0], expected)
 
 
@@ -94,13 +95,13 @@ def test_sizes_of_their_own_are_cropped_in_the_middle(tmp_path: Path) -> None:
     for image, record in zip(images, (8, 0, 5), strict=True):
         np.testing.assert_array_equal(image, middle(pixels[record], 20))
     assert labels.tolist() == [2, 0, 2]
-    np.testing.assert_array_equal(dataset.picture(3)[0], pixels[3])
-    with pytest.raises(UserError, match=r"x\.lmdb: its pictures have sizes of their own; set data\.resolution"):
+    np.testing.assert_array_equal(dataset.image(3)[0], pixels[3])
+    with pytest.raises(UserError, match=r"x\.lmdb: its images have sizes of their own; set data\.resolution"):
         Dataset(tmp_path / "x.lmdb").read([0])
 
 
 def test_data_set_for_a_model(tmp_path: Path) -> None:
-    pack_arrays(tmp_path / "pyramid.lmdb", pictures(3, side=32), smallest=8)
+    pack_arrays(tmp_path / "pyramid.lmdb", sample_images(3, side=32), smallest=8)
     own_sizes(tmp_path / "own.lmdb", 3)
     assert dataset_for_model(tmp_path / "pyramid.lmdb", None, 16).resolution == 16
     assert dataset_for_model(tmp_path / "own.lmdb", None, 20).resolution == 20
@@ -156,8 +157,8 @@ def test_crops_do_not_depend_on_who_reads_them(tmp_path: Path, encoding: str) ->
         different = dataset.read(records, keys=other)[0] != expected
         assert different.any(axis=(1, 2, 3)).all()
     whole, _ = Dataset(path, resolution=16, crop=crop).read(records)
-    pixels = [dataset.picture(record)[0] for record in range(9)]
-    np.testing.assert_array_equal(whole, [middle(picture, 16) for picture in pixels])
+    pixels = [dataset.image(record)[0] for record in range(9)]
+    np.testing.assert_array_equal(whole, [middle(sample_image, 16) for sample_image in pixels])
     assert (whole != expected).any(axis=(1, 2, 3)).all()
 
 
@@ -170,7 +171,7 @@ def test_read_into_out_and_bounds(tmp_path: Path, encoding: str) -> None:
     dataset = Dataset(paths, workers=2)
     out = np.zeros((3, 3, 8, 8), np.uint8)
     assert dataset.read([21, 3, 9], out=out)[0] is out
-    np.testing.assert_array_equal(out, pictures(COUNT)[[21, 3, 9]])
+    np.testing.assert_array_equal(out, sample_images(COUNT)[[21, 3, 9]])
     for wrong in (np.zeros((2, 3, 8, 8), np.uint8), np.zeros((3, 3, 8, 8), np.int8), out.transpose(0, 1, 3, 2)):
         with pytest.raises(ValueError, match="out is"):
             dataset.read([21, 3, 9], out=wrong)
@@ -181,17 +182,17 @@ def test_read_into_out_and_bounds(tmp_path: Path, encoding: str) -> None:
         with pytest.raises(IndexError, match=f"of {COUNT}"):
             dataset.read([0, index])
         with pytest.raises(IndexError, match=f"of {COUNT}"):
-            dataset.picture(index)
+            dataset.image(index)
 
 
-def test_decoded_pictures_may_lie_in_memory_channels_last(tmp_path: Path) -> None:
+def test_decoded_images_may_lie_in_memory_channels_last(tmp_path: Path) -> None:
     images = np.stack([smooth(24, 24, seed) for seed in range(5)]).transpose(0, 3, 1, 2)
     for encoding in ("raw", "png"):
         pack_arrays(tmp_path / f"{encoding}.lmdb", images, encoding=encoding)
         for side in (24, 16):
             dataset = Dataset(tmp_path / f"{encoding}.lmdb", resolution=side, workers=2)
             expected, _ = dataset.read(range(5))
-            np.testing.assert_array_equal(expected, [middle(picture.transpose(1, 2, 0), side) for picture in images])
+            np.testing.assert_array_equal(expected, [middle(one.transpose(1, 2, 0), side) for one in images])
             out = np.zeros((5, side, side, 3), np.uint8).transpose(0, 3, 1, 2)
             if dataset.gathers:
                 with pytest.raises(ValueError, match="out is"):

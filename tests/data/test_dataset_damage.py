@@ -11,15 +11,16 @@ import pytest
 import torch
 from PIL import Image
 
-from data import format as record_format
 from data.dataset import Dataset
 from data.decode import RandomCrop
+from data.lmdb import format as record_format
+from data.lmdb.reader import DamageError, LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter, pack_arrays
 from data.loader import InfiniteLoader
-from data.record import Layout
 from data.sampler import GlobalSampler, SampleKeys
-from data.store import DamageError, LMDBReader
-from data.writer import LMDBWriter, pack_arrays
-from tests.data.conftest import CLASSES, change, flip, pictures
+from tests.data.conftest import CLASSES, change, flip
+from tests.data.conftest import images as sample_images
 
 ENCODINGS = ["raw", "png", "source"]
 COUNT = 14
@@ -28,15 +29,15 @@ Packer = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
 
 
 @pytest.fixture
 def pack(tmp_path: Path) -> Packer:
-    """Pack random pictures of 8 px and flip a bit in some: record i has label i % 3."""
+    """Pack random images of 8 px and flip a bit in some: record i has label i % 3."""
 
     def packed(encoding: str, damaged: Sequence[int] = (), count: int = COUNT, name: str = "x.lmdb") -> Path:
-        path, images = tmp_path / name, pictures(count)
+        path, images = tmp_path / name, sample_images(count)
         if encoding == "source":
             layout = Layout(channels=3, resolutions=(0,), encoding=encoding)
             with LMDBWriter(path, layout, classes=CLASSES) as writer:
@@ -55,10 +56,10 @@ def pack(tmp_path: Path) -> Packer:
 
 
 def payload(path: Path, record: int) -> bytes:
-    """The stored bytes of a picture."""
+    """The stored bytes of an image."""
     with LMDBReader(path, tolerant=True) as reader:
         if reader.meta.encoding == "raw":
-            return reader.raw_picture(record).transpose(2, 0, 1).tobytes()
+            return reader.raw_image(record).transpose(2, 0, 1).tobytes()
         with reader.handle().environment.begin(buffers=True) as transaction:
             return bytes(reader.encoded_record(transaction, record)[1])
 
@@ -69,9 +70,9 @@ def open_dataset(path: Any, on_damage: str = "skip", **options: Any) -> Dataset:
 
 
 def check_read(dataset: Dataset, records: Sequence[int], expected: Sequence[int]) -> None:
-    """Reading `records` gives pictures and labels of `expected`."""
+    """Reading `records` gives images and labels of `expected`."""
     images, labels = dataset.read(records)
-    np.testing.assert_array_equal(images, pictures(COUNT)[list(expected)])
+    np.testing.assert_array_equal(images, sample_images(COUNT)[list(expected)])
     np.testing.assert_array_equal(labels, np.array(expected) % 3)
 
 
@@ -84,7 +85,7 @@ def test_damage_stops_reading_and_is_named(pack: Packer, encoding: str, workers:
             dataset.read([8, 5, 1])
         assert list(caught.value.records) == [5]
     with pytest.raises(DamageError, match="record 5 "):
-        dataset.picture(5)
+        dataset.image(5)
     assert dataset.damaged == {}
     check_read(dataset, [8, 1], [8, 1])
 
@@ -127,7 +128,7 @@ def test_records_count_over_all_shards(pack: Packer, encoding: str, tmp_path: Pa
         open_dataset(paths, "stop").read([2, COUNT + 3])
     assert list(caught.value.records) == [COUNT + 3]
     with pytest.raises(DamageError) as caught:
-        open_dataset(paths, "stop").picture(COUNT + 3)
+        open_dataset(paths, "stop").image(COUNT + 3)
     assert list(caught.value.records) == [COUNT + 3]
     dataset = open_dataset(paths[::-1])
     check_read(dataset, [13, 3, COUNT + 3], [0, 4, 3])  # the last of a file: the first of the same file
@@ -199,10 +200,10 @@ def test_damaged_signatures_count_over_all_shards(pack: Packer) -> None:
 
 
 def test_a_record_that_cannot_be_decoded_is_damaged(pack: Packer) -> None:
-    """Its bytes are those that were written, but no picture."""
+    """Its bytes are those that were written, but no image."""
     path = pack("png")
-    payloads = record_format.make_entry(b"no picture", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no picture"
-    change(path, b"picture/0000000005/00008", payloads)
+    payloads = record_format.make_entry(b"no image", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no image"
+    change(path, b"image/0000000005/00008", payloads)
     with pytest.raises(DamageError, match="record 5 is damaged: cannot be decoded"):
         open_dataset(path, "stop").read([5])
     check_read(open_dataset(path), [5], [6])
@@ -233,7 +234,7 @@ def test_loader_goes_on_over_damage(pack: Packer, prefetch: int) -> None:
     for step in range(6):
         indices, _ = sampler.next_batch()
         batch = next(straight)
-        np.testing.assert_array_equal(batch.images, pictures(COUNT)[replaced[indices]])
+        np.testing.assert_array_equal(batch.images, sample_images(COUNT)[replaced[indices]])
         np.testing.assert_array_equal(batch.labels, replaced[indices] % 3)
         assert straight.state_dict()["consumed"] == 6 * (step + 1)
     resumed = loader(open_dataset(path), prefetch)

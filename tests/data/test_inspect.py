@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import format as record_format
-from data import verify as verify_module
+from data.images import encode
 from data.inspect import grid, main
+from data.lmdb import format as record_format
+from data.lmdb import verify as verify_module
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.verify import check_block, verify
+from data.lmdb.writer import LMDBWriter, pack_arrays
 from data.pack import main as pack_main
-from data.pictures import encode
-from data.record import Layout
-from data.store import LMDBReader
-from data.verify import check_block, verify
-from data.writer import LMDBWriter, pack_arrays
-from tests.data.conftest import CLASSES, change, flip, pictures
+from tests.data.conftest import CLASSES, change, flip
+from tests.data.conftest import images as sample_images
 from utils.errors import EXIT_USER, UserError, run_cli
 
 
@@ -32,7 +33,7 @@ def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert ["2", "emu", "6", "#" * 34] in words
     with Image.open(packed.parent / "packed.grid.png") as file:
         image = np.asarray(file.convert("RGB"))
-    first = pictures(20)[0].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)
+    first = sample_images(20)[0].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)
     left = image.shape[1] - 10 * 66
     np.testing.assert_array_equal(image[:64, left : left + 64], first)
     assert (image[:64, :left] == 0).any()  # the class name
@@ -61,26 +62,26 @@ def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_grid_of_unlabelled_and_of_own_sizes(tmp_path: Path, photos: Path) -> None:
-    pack_arrays(tmp_path / "x.lmdb", pictures(25, 1))
+    pack_arrays(tmp_path / "x.lmdb", sample_images(25, 1))
     assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (660, 3 * 66)
     pack_main([str(photos), str(tmp_path / "s.lmdb"), "--encoding", "source"])
     assert grid(LMDBReader(tmp_path / "s.lmdb")).size[1] == 2 * 130
 
 
-def test_grid_of_large_pictures_stays_small(tmp_path: Path) -> None:
-    pack_arrays(tmp_path / "x.lmdb", pictures(2, 1, side=200))
+def test_grid_of_large_images_stays_small(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "x.lmdb", sample_images(2, 1, side=200))
     assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (1300, 130)
 
 
 def test_many_classes(tmp_path: Path) -> None:
-    pack_arrays(tmp_path / "x.lmdb", pictures(50, 1), np.arange(50), [f"class {number}" for number in range(50)])
+    pack_arrays(tmp_path / "x.lmdb", sample_images(50, 1), np.arange(50), [f"class {number}" for number in range(50)])
     assert grid(LMDBReader(tmp_path / "x.lmdb")).size[1] == 20 * 66
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])
 def test_verify_of_a_whole_file(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
-    pack_arrays(tmp_path / "x.lmdb", pictures(10), np.arange(10) % 3, CLASSES, encoding=encoding)
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+    pack_arrays(tmp_path / "x.lmdb", sample_images(10), np.arange(10) % 3, CLASSES, encoding=encoding)
     assert not verify(LMDBReader(tmp_path / "x.lmdb"))
 
 
@@ -88,8 +89,8 @@ def test_verify_of_a_whole_file(tmp_path: Path, encoding: str, monkeypatch: pyte
 def test_verify_names_every_damaged_record(
     tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
-    path, images = tmp_path / "x.lmdb", pictures(10)
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+    path, images = tmp_path / "x.lmdb", sample_images(10)
     pack_arrays(path, images, np.arange(10) % 3, CLASSES, encoding=encoding)
     with LMDBReader(path) as reader:
         for record in (2, 9):
@@ -110,9 +111,9 @@ def test_verify_names_every_damaged_record(
 
 
 def test_verify_names_a_lost_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
     path = tmp_path / "x.lmdb"
-    pack_arrays(path, pictures(10))
+    pack_arrays(path, sample_images(10))
     change(path, b"index/00000001/00008", None)
     damage = verify(LMDBReader(path))
     assert sorted(damage.records) == [4, 5, 6, 7]
@@ -122,8 +123,8 @@ def test_verify_names_a_lost_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_verify_compares_with_the_metadata(tmp_path: Path) -> None:
     first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
-    pack_arrays(first, pictures(4), [0, 1, 2, 2], CLASSES)
-    pack_arrays(second, pictures(4, seed=1), [0, 1, 2, 2], CLASSES)
+    pack_arrays(first, sample_images(4), [0, 1, 2, 2], CLASSES)
+    pack_arrays(second, sample_images(4, seed=1), [0, 1, 2, 2], CLASSES)
     with LMDBReader(second) as reader, reader.handle().environment.begin() as transaction:
         pixels, index = (transaction.get(key) for key in (b"pixels/00000000/00008", b"index/00000000/00008"))
     change(first, b"pixels/00000000/00008", pixels)
@@ -142,9 +143,9 @@ def test_missing_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_verify_does_not_depend_on_the_number_of_threads(
     tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
     path = tmp_path / "x.lmdb"
-    pack_arrays(path, pictures(30, side=16), np.arange(30) % 3, CLASSES, encoding=encoding, smallest=4)
+    pack_arrays(path, sample_images(30, side=16), np.arange(30) % 3, CLASSES, encoding=encoding, smallest=4)
     assert [bool(verify(LMDBReader(path), workers)) for workers in (1, 3)] == [False, False]
     change(path, b"index/00000005/00004", None)
     change(path, b"index/00000002/00016", b"nonsense")
@@ -155,8 +156,8 @@ def test_verify_does_not_depend_on_the_number_of_threads(
 
 
 def test_blocks_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
-    pack_arrays(tmp_path / "x.lmdb", pictures(12))
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+    pack_arrays(tmp_path / "x.lmdb", sample_images(12))
     together = threading.Barrier(3)
 
     def check(reader: LMDBReader, block: int) -> verify_module.Block:
@@ -173,10 +174,10 @@ def test_blocks_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("side", [4, 8, 16])
 def test_verify_finds_damage_at_every_resolution(tmp_path: Path, encoding: str, side: int) -> None:
     path = tmp_path / "x.lmdb"
-    pack_arrays(path, pictures(6, side=16), encoding=encoding, smallest=4)
+    pack_arrays(path, sample_images(6, side=16), encoding=encoding, smallest=4)
     with LMDBReader(path, resolution=side) as reader:
         if encoding == "raw":
-            needle = reader.raw_picture(4).transpose(2, 0, 1).tobytes()
+            needle = reader.raw_image(4).transpose(2, 0, 1).tobytes()
         else:
             with reader.handle().environment.begin(buffers=True) as transaction:
                 needle = bytes(reader.encoded_record(transaction, 4)[1])
@@ -186,8 +187,8 @@ def test_verify_finds_damage_at_every_resolution(tmp_path: Path, encoding: str, 
 
 def test_verify_compares_the_labels_of_the_resolutions(tmp_path: Path) -> None:
     first, second = tmp_path / "a.lmdb", tmp_path / "b.lmdb"
-    pack_arrays(first, pictures(3, side=16), [0, 1, 2], CLASSES, smallest=8)
-    pack_arrays(second, pictures(3, side=16), [1, 0, 2], CLASSES, smallest=8)
+    pack_arrays(first, sample_images(3, side=16), [0, 1, 2], CLASSES, smallest=8)
+    pack_arrays(second, sample_images(3, side=16), [1, 0, 2], CLASSES, smallest=8)
     with LMDBReader(second) as reader, reader.handle().environment.begin() as transaction:
         index = transaction.get(b"index/00000000/00008")
     change(first, b"index/00000000/00008", index)
@@ -197,13 +198,13 @@ def test_verify_compares_the_labels_of_the_resolutions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", [-1, 1, 3, 1 << 40])
 def test_verify_compares_the_labels_with_the_histogram(tmp_path: Path, label: int) -> None:
     path = tmp_path / "x.lmdb"
-    pack_arrays(path, pictures(3), [0, 1, 2], CLASSES)
+    pack_arrays(path, sample_images(3), [0, 1, 2], CLASSES)
     change_entry(path, label=label)
     assert verify(LMDBReader(path)).content == "the labels do not give the histogram in the metadata"
 
 
 def change_entry(path: Path, **values: int) -> None:
-    """Change record 0's entry in the index of raw pictures of 8 px, with checksums that fit."""
+    """Change record 0's entry in the index of raw images of 8 px, with checksums that fit."""
     with LMDBReader(path) as reader, reader.handle().environment.begin(buffers=True) as transaction:
         found, entries = reader.index_record(transaction, 0)
         head = np.array([found])
@@ -215,16 +216,16 @@ def change_entry(path: Path, **values: int) -> None:
     change(path, b"index/00000000/00008", head.tobytes() + entries.tobytes())
 
 
-def test_verify_compares_records_with_their_index_and_their_pictures(tmp_path: Path) -> None:
+def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Path) -> None:
     path = tmp_path / "x.lmdb"
-    pack_arrays(path, pictures(4), [0, 1, 2, 0], CLASSES, encoding="png")
-    payload = encode(pictures(4)[1].transpose(1, 2, 0), "png")
+    pack_arrays(path, sample_images(4), [0, 1, 2, 0], CLASSES, encoding="png")
+    payload = encode(sample_images(4)[1].transpose(1, 2, 0), "png")
     relabelled = record_format.make_entry(payload, 2, 8, 8, record_format.CODEC_PNG)
-    change(path, b"picture/0000000001/00008", relabelled.tobytes() + payload)
+    change(path, b"image/0000000001/00008", relabelled.tobytes() + payload)
     assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
     layout = Layout(channels=3, resolutions=(0,), encoding="source")
     with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:
-        writer.add(pictures(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
+        writer.add(sample_images(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
         writer.finish()
     assert verify(LMDBReader(tmp_path / "y.lmdb")).records == {0: "it is 6x5 px when decoded"}
 
@@ -240,7 +241,7 @@ def test_verify_checks_the_signatures(packed: Path, capsys: pytest.CaptureFixtur
 
 
 def test_grid_of_a_damaged_file_names_the_record(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flip(packed, pictures(20)[4].tobytes())
+    flip(packed, sample_images(20)[4].tobytes())
     assert run_cli(main, [str(packed)]) == EXIT_USER
     error = capsys.readouterr().err
     assert error.startswith("error: ")

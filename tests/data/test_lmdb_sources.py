@@ -7,12 +7,13 @@ import lmdb
 import numpy as np
 import pytest
 
+from data.images import ImageError
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import pack_arrays
 from data.pack import pack
-from data.pictures import PictureError
 from data.sources import open_source
-from data.store import LMDBReader
-from data.writer import pack_arrays
-from tests.data.conftest import CLASSES, change, flip, pictures
+from tests.data.conftest import CLASSES, change, flip
+from tests.data.conftest import images as sample_images
 from tests.data.source_files import contents, pickled, rosinality
 from utils.errors import UserError
 
@@ -47,7 +48,7 @@ def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
 def test_rosinality_damage(tmp_path: Path) -> None:
     path = rosinality(tmp_path / "x", subdir=False)
     change(path, b"16-00001", None)
-    with open_source(str(path)) as source, pytest.raises(PictureError, match="is missing"):
+    with open_source(str(path)) as source, pytest.raises(ImageError, match="is missing"):
         source.item(1)
     for length, message in ((b"many", "not a number"), (b"0", "not a number"), (b"99", "but `length` is 99")):
         change(path, b"length", length)
@@ -78,24 +79,24 @@ def test_packed_again(packed: Path, tmp_path: Path) -> None:
         copy = pickled(source)
         summary = pack(source, tmp_path / "new.lmdb", size=4)
     assert summary.meta.histogram == [7, 7, 6]
-    np.testing.assert_array_equal(np.stack(contents(copy)).transpose(0, 3, 1, 2), pictures(20))
+    np.testing.assert_array_equal(np.stack(contents(copy)).transpose(0, 3, 1, 2), sample_images(20))
     assert LMDBReader(tmp_path / "new.lmdb").resolution == 4
 
 
 def test_packed_resolution_is_chosen_by_size(tmp_path: Path) -> None:
-    pack_arrays(tmp_path / "x.lmdb", pictures(3, side=16), smallest=4)
+    pack_arrays(tmp_path / "x.lmdb", sample_images(3, side=16), smallest=4)
     for size, side in ((None, 16), (4, 4), (8, 8), (16, 16), (6, 16)):
         with open_source(str(tmp_path / "x.lmdb"), size=size) as source:
             assert source.shape == (side, side) == contents(source)[0].shape[:2]
             assert contents(pickled(source))[2].shape == (side, side, 3)
 
 
-def test_damaged_packed_picture_is_named(tmp_path: Path) -> None:
-    images = pictures(5)
+def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
+    images = sample_images(5)
     pack_arrays(tmp_path / "x.lmdb", images)
     flip(tmp_path / "x.lmdb", images[2].tobytes())
     with open_source(str(tmp_path / "x.lmdb")) as source:
-        with pytest.raises(PictureError, match="is damaged"):
+        with pytest.raises(ImageError, match="is damaged"):
             source.item(2)
         assert source.item_name(2).endswith("x.lmdb: record 2")
         np.testing.assert_array_equal(source.item(3).content, images[3].transpose(1, 2, 0))

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from data.dataset import Dataset
+from data.lmdb.reader import DamageError
 from data.loader import Batch, InfiniteLoader, evaluation_batches
 from data.sampler import GlobalSampler
-from data.store import DamageError
-from tests.data.conftest import flip, pictures
+from tests.data.conftest import flip
+from tests.data.conftest import images as sample_images
 
 
 def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, device: str = "cpu") -> InfiniteLoader:
@@ -30,7 +31,7 @@ def test_batches_are_the_samplers(packed: Path, prefetch: int) -> None:
         assert batch.images.dtype == torch.uint8
         assert batch.labels.dtype == torch.int64
         assert len(batch) == 6
-        np.testing.assert_array_equal(batch.images, pictures(20)[indices])
+        np.testing.assert_array_equal(batch.images, sample_images(20)[indices])
         np.testing.assert_array_equal(batch.labels, indices % 3)
     loader.close()
 
@@ -89,7 +90,7 @@ def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_damage_is_raised_by_next_and_not_counted(packed: Path, prefetch: int) -> None:
     record = int(GlobalSampler(20, batch_size=6, seed=1).next_batch()[0][2])
-    flip(packed, pictures(20)[record].tobytes())
+    flip(packed, sample_images(20)[record].tobytes())
     loader = make(packed, prefetch)
     for _ in range(2):
         with pytest.raises(DamageError, match=f"record {record} "):
@@ -124,7 +125,7 @@ def test_evaluation_gives_every_sample_once(packed: Path, world_size: int, limit
         batches = list(evaluation_batches(reader, 4, rank=rank, world_size=world_size, limit=limit))
         assert all(0 < len(batch) <= 4 for batch in batches)
         seen += [batch.images for batch in batches]
-    expected = pictures(20)[:limit]
+    expected = sample_images(20)[:limit]
     np.testing.assert_array_equal(torch.cat(seen), expected)
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from data.images import ImageError
 from data.pack import pack
-from data.pictures import PictureError
 from data.sources import open_source
 from tests.data.source_files import contents, manifest, pickled
 from utils.errors import UserError
@@ -25,7 +25,7 @@ def test_manifest(tmp_path: Path, delimiter: str, encoding: str) -> None:
         assert source.problems == []
         assert contents(pickled(source)) == contents(source)
         (tmp_path / "b.png").unlink()
-        with pytest.raises(PictureError, match="cannot be read"):
+        with pytest.raises(ImageError, match="cannot be read"):
             source.item(2)
 
 

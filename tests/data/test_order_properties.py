@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from data.dataset import Dataset
 from data.decode import RandomCrop
+from data.lmdb.writer import pack_arrays
 from data.loader import InfiniteLoader, evaluation_batches
 from data.sampler import GlobalSampler, SampleKeys, balanced_weights
-from data.writer import pack_arrays
-from tests.data.conftest import pictures
+from tests.data.conftest import images as sample_images
 from tests.data.test_sampler import take, weighted
 from utils.seeding import numpy_generator
 
@@ -221,7 +221,7 @@ def samplers(draw: st.DrawFn, count: int, size: int) -> Callable[[int, int], Glo
 def read_on(
     open_dataset: Callable[[], Dataset], samplers_of_ranks: list[GlobalSampler], batches: int, prefetch: int
 ) -> tuple[list[np.ndarray], list[torch.Tensor], dict[str, Any]]:
-    """Labels and pictures of the next global batches, all ranks' shares together, and the loaders' state after them."""
+    """Labels and images of the next global batches, all ranks' shares together, and the loaders' state after them."""
     with contextlib.ExitStack() as opened:
         loaders = []
         for sampler in samplers_of_ranks:
@@ -270,9 +270,9 @@ def test_loaders_read_one_order_whatever_reads_it(
 
 @pytest.fixture(scope="module")
 def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seven random pictures of 8 px."""
+    """Seven random images of 8 px."""
     path = tmp_path_factory.mktemp("crops") / "crops.lmdb"
-    pack_arrays(path, pictures(7), encoding="png")
+    pack_arrays(path, sample_images(7), encoding="png")
     return path
 
 

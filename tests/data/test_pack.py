@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 from data import pack as pack_module
-from data.format import CODEC_JPEG
+from data.lmdb.format import CODEC_JPEG
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
 from data.pack import main, pack
 from data.packing import make_plan
-from data.record import Layout
 from data.sources import open_source
-from data.store import LMDBReader
-from data.writer import LMDBWriter
 from tests.data.conftest import save
 from utils.errors import UserError, run_cli
 
@@ -44,23 +44,23 @@ def test_folder_round_trip_is_exact(photos: Path, encoding: str) -> None:
     assert reader.meta.resolutions == ([0] if encoding == "source" else [8])
     assert (reader.meta.encoding, reader.meta.channels, reader.meta.resize_filter) == (encoding, 3, "none")
     for index, name in enumerate(("cat/a.png", "cat/b.png", "dog/a.png", "dog/b.png")):
-        picture, label = reader.picture(index)
-        np.testing.assert_array_equal(picture, np.asarray(Image.open(photos / name)))
+        sample_image, label = reader.image(index)
+        np.testing.assert_array_equal(sample_image, np.asarray(Image.open(photos / name)))
         assert label == index // 2
 
 
 def test_jpeg_is_close(photos: Path) -> None:
     reader = packed(photos, "--encoding", "jpeg")
     expected = np.asarray(Image.open(photos / "cat" / "b.png")).astype(int)
-    assert np.abs(reader.picture(1)[0] - expected).max() <= 3
+    assert np.abs(reader.image(1)[0] - expected).max() <= 3
 
 
 def test_sizes_of_their_own(tmp_path: Path) -> None:
     for side in (8, 20):
         save(tmp_path / "photos" / f"{side}.jpg", side=side)
     reader = packed(tmp_path / "photos", "--encoding", "source")
-    assert reader.picture(0)[0].shape == (20, 20, 3)
-    assert reader.picture(1)[0].shape == (8, 8, 3)
+    assert reader.image(0)[0].shape == (20, 20, 3)
+    assert reader.image(1)[0].shape == (8, 8, 3)
     with reader.handle().environment.begin(buffers=True) as transaction:
         assert reader.encoded_record(transaction, 0)[0]["codec"] == CODEC_JPEG  # so that it is read the fast way
     with pytest.raises(UserError, match=r"sizes of their own; .*pack with --size"):
@@ -142,12 +142,12 @@ def test_folder_as_target(photos: Path, tmp_path: Path) -> None:
 
 
 def test_text_named_jpg(photos: Path) -> None:
-    (photos / "cat" / "c.jpg").write_text("this is not a picture")
-    refused(photos, r"cat/c\.jpg is not a picture \(it begins with b'this is not '\): .*--on-error skip")
+    (photos / "cat" / "c.jpg").write_text("this is not an image")
+    refused(photos, r"cat/c\.jpg is not an image \(it begins with b'this is not '\): .*--on-error skip")
 
 
 @pytest.mark.parametrize("name", ["cut.jpg", "flipped.png"])
-def test_damaged_picture_is_named(photos: Path, name: str) -> None:
+def test_damaged_image_is_named(photos: Path, name: str) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     path = photos / "dog" / name
     Image.fromarray(noise).save(path)
@@ -161,7 +161,7 @@ def test_damaged_picture_is_named(photos: Path, name: str) -> None:
 
 def test_empty_class(photos: Path) -> None:
     (photos / "emu").mkdir()
-    refused(photos, r"photos/emu is a class folder without pictures \(it is empty\): .*--on-error skip")
+    refused(photos, r"photos/emu is a class folder without images \(it is empty\): .*--on-error skip")
     reader = packed(photos, "--on-error", "skip")
     assert reader.classes == ["cat", "dog"]
 
@@ -169,21 +169,21 @@ def test_empty_class(photos: Path) -> None:
 def test_missing_and_empty_sources(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "no such folder or zip file")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "holds no pictures .it is empty.")
+    refused(tmp_path / "empty", "holds no images .it is empty.")
     (tmp_path / "empty" / "a.txt").write_text("text")
     refused(tmp_path / "empty", "only 1 .txt")
 
 
-def test_skipped_pictures_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_images_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "cat" / "aa.jpg").write_text("text")
     (photos / "dog" / "empty.png").write_bytes(b"")
     (photos / "dog" / "notes.txt").write_text("text")
     reader = packed(photos, "--on-error", "skip")
     assert len(reader) == 4
-    np.testing.assert_array_equal(reader.picture(1)[0], np.asarray(Image.open(photos / "cat" / "b.png")))
+    np.testing.assert_array_equal(reader.image(1)[0], np.asarray(Image.open(photos / "cat" / "b.png")))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines if line.startswith("skipped")] == [["skipped", "2"]]
-    assert any(line.strip().endswith("cat/aa.jpg is not a picture (it begins with b'text')") for line in lines)
+    assert any(line.strip().endswith("cat/aa.jpg is not an image (it begins with b'text')") for line in lines)
     assert any("dog/empty.png is an empty file" in line for line in lines)
     assert [line.split() for line in lines if line.startswith("ignored")] == [["ignored", "1"]]
     assert any(line.strip() == "dog/notes.txt" for line in lines)
@@ -195,11 +195,11 @@ def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> No
         (photos / "cat" / f"bad{number}.jpg").write_text("text")
     skip = ("--on-error", "skip", "--size", "8")
     for option in (["--max-skipped", "2"], []):
-        message = r"photos: 3 pictures or folders cannot be used, --max-skipped is 2; the first: .*cat/bad0\.jpg is not"
+        message = r"photos: 3 images or folders cannot be used, --max-skipped is 2; the first: .*cat/bad0\.jpg is not"
         refused(photos, message, *skip, *option)
-        monkeypatch.setattr(pack_module, "SKIPPED_PICTURES", 2)  # for the second, which has no option
+        monkeypatch.setattr(pack_module, "SKIPPED_IMAGES", 2)  # for the second, which has no option
     assert len(packed(photos, *skip, "--max-skipped", "3")) == 4
-    monkeypatch.setattr(pack_module, "SKIPPED_SHARE", 0.5)  # of 7 pictures
+    monkeypatch.setattr(pack_module, "SKIPPED_SHARE", 0.5)  # of 7 images
     assert len(packed(photos, *skip)) == 4
     refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
     refused(photos, "--max-skipped is for --on-error skip", "--max-skipped", "3")
@@ -211,7 +211,7 @@ def test_problems_of_the_listing_count_too(photos: Path) -> None:
         (photos / name).mkdir()
     refused(
         photos,
-        r"2 pictures or folders cannot be used, .* first: .*photos/emu is",
+        r"2 images or folders cannot be used, .* first: .*photos/emu is",
         "--on-error",
         "skip",
         "--max-skipped",
@@ -220,23 +220,23 @@ def test_problems_of_the_listing_count_too(photos: Path) -> None:
     (photos / "cat" / "bad.jpg").write_text("text")
     refused(
         photos,
-        r"3 pictures or folders cannot be used, .* first: .*photos/emu is",
+        r"3 images or folders cannot be used, .* first: .*photos/emu is",
         "--on-error",
         "skip",
         "--max-skipped",
         "2",
     )
-    refused(photos, r"photos/emu is a class folder without pictures \(it is empty\) \(and 1 more\): put it right")
+    refused(photos, r"photos/emu is a class folder without images \(it is empty\) \(and 1 more\): put it right")
 
 
 def test_nothing_left_after_skipping(photos: Path) -> None:
     for name in ("a.png", "b.png"):
         (photos / "cat" / name).write_text("text")
-    refused(photos, r"no picture of class cat could be used, 2 skipped; the first: .*a\.png", "--on-error", "skip")
+    refused(photos, r"no image of class cat could be used, 2 skipped; the first: .*a\.png", "--on-error", "skip")
     for name in ("a.png", "b.png"):
         (photos / "dog" / name).write_text("text")
-    refused(photos, "none of 4 pictures can be read", "--on-error", "skip")
-    refused(photos, "no picture could be used, 4 skipped", "--on-error", "skip", "--size", "8")
+    refused(photos, "none of 4 images can be read", "--on-error", "skip")
+    refused(photos, "no image could be used, 4 skipped", "--on-error", "skip", "--size", "8")
 
 
 def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -269,8 +269,8 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     for number in range(10):
         (photos / f"fox{number}" / "a.png").unlink()
         (photos / f"fox{number}").rmdir()
-    for picture in (photos / "cat").iterdir():
-        picture.unlink()
+    for sample_image in (photos / "cat").iterdir():
+        sample_image.unlink()
     (photos / "cat").rmdir()
     refused(photos, "cat missing here; emu only here", *against)
     (tmp_path / "flat").mkdir()
@@ -284,9 +284,9 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
 
 def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
-    for name, picture in (("train/a", 0), ("train/b", 1), ("train/c", 0), ("val/a", 2), ("val/b", 1)):
+    for name, sample_image in (("train/a", 0), ("train/b", 1), ("train/c", 0), ("val/a", 2), ("val/b", 1)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        Image.fromarray(noise[picture]).save(tmp_path / f"{name}.png")
+        Image.fromarray(noise[sample_image]).save(tmp_path / f"{name}.png")
     train = packed(tmp_path / "train")
     assert ["duplicates", "1", "exact"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
     os.rename(train.path, tmp_path / "train.lmdb")
@@ -312,7 +312,7 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(
 def test_val_stands_for_test(tmp_path: Path) -> None:
     save(tmp_path / "photos" / "train" / "a.png", shade=10)
     save(tmp_path / "photos" / "val" / "a.png", shade=200)
-    assert packed(tmp_path / "photos", "--split", "val").picture(0)[0][0, 0, 0] == 200
+    assert packed(tmp_path / "photos", "--split", "val").image(0)[0][0, 0, 0] == 200
 
 
 def test_two_runs_on_one_target(photos: Path, tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def run(*arguments: str | Path, **options: object) -> subprocess.CompletedProces
 def test_command_line(photos: Path, tmp_path: Path) -> None:
     done = run(photos, tmp_path / "x.lmdb", "--on_error", "skip")
     assert done.returncode == 0, done.stderr
-    assert ["pictures", "4,", "8x8,", "RGB"] in [line.split() for line in done.stdout.splitlines()]
+    assert ["images", "4,", "8x8,", "RGB"] in [line.split() for line in done.stdout.splitlines()]
     again = run(photos, tmp_path / "x.lmdb")
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1

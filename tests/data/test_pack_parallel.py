@@ -19,27 +19,27 @@ import pytest
 from PIL import Image
 
 from data import packing_processes
+from data.images import ImageError
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
 from data.pack import main, pack
 from data.packing import Plan, content_digest, convert, pieces
 from data.packing_processes import Conversion, Processes
-from data.pictures import PictureError
-from data.record import Layout
 from data.sources import open_source
 from data.sources.base import ArraySource, Item, Source
-from data.store import LMDBReader
 from utils.errors import UserError
 
 RNG = np.random.default_rng(0)
 
 
 def mixed_folder(folder: Path) -> Path:
-    """60 pictures of several kinds and sizes in two classes, and three files that cannot be used."""
+    """60 images of several kinds and sizes in two classes, and three files that cannot be used."""
     for index in range(60):
         path = folder / ("cat" if index < 25 else "dog") / f"{index:03d}.{('jpg', 'png', 'webp')[index % 3]}"
         path.parent.mkdir(parents=True, exist_ok=True)
         noise = RNG.integers(0, 256, (8 + index % 5, 12, 3), dtype=np.uint8)
         Image.fromarray(noise).convert("L" if index % 7 == 0 else "RGB").save(path)
-    (folder / "cat" / "004b.jpg").write_text("no picture")
+    (folder / "cat" / "004b.jpg").write_text("no image")
     (folder / "dog" / "059b.png").write_bytes(b"")
     whole = (folder / "dog" / "030.jpg").read_bytes()
     (folder / "dog" / "031b.jpg").write_bytes(whole[: len(whole) // 2])
@@ -78,7 +78,7 @@ def photo(folder: Path, name: str, image: Image.Image, **options: object) -> Non
 
 
 def every_kind(folder: Path) -> None:
-    """Pictures of every odd kind: those that begin with a to h can be used, the others cannot."""
+    """Images of every odd kind: those that begin with a to h can be used, the others cannot."""
     clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([0, 0, 0, 255, 0, 0])
@@ -110,18 +110,18 @@ def every_kind(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_every_kind_of_picture_is_converted_by_its_rule_or_refused_by_name(tmp_path: Path, workers: int) -> None:
+def test_every_kind_of_image_is_converted_by_its_rule_or_refused_by_name(tmp_path: Path, workers: int) -> None:
     every_kind(tmp_path / "photos")
     dest = tmp_path / "x.lmdb"
     summary = pack(
         open_source(str(tmp_path / "photos")), dest, size=8, on_error="skip", workers=workers, duplicates=False
     )
-    pictures, _ = LMDBReader(dest).read(range(8))
+    sample_images, _ = LMDBReader(dest).read(range(8))
     colours = [[200] * 3, [255] * 3, [255, 0, 0], [0x81] * 3, [0, 255, 255], None, [0, 0, 255], [255] * 3]
-    for picture, colour in zip(pictures, colours, strict=True):
+    for sample_image, colour in zip(sample_images, colours, strict=True):
         if colour is not None:
-            np.testing.assert_allclose(picture.reshape(3, -1).T.astype(int), np.tile(colour, (64, 1)), atol=3)
-    turned = pictures[5].astype(int)  # what was on the left is on top
+            np.testing.assert_allclose(sample_image.reshape(3, -1).T.astype(int), np.tile(colour, (64, 1)), atol=3)
+    turned = sample_images[5].astype(int)  # what was on the left is on top
     assert turned[:, :4].min() > 250
     assert turned[:, 4:].max() < 5
     assert summary.enlarged == 1  # the wide one, 4 px high
@@ -129,7 +129,7 @@ def test_every_kind_of_picture_is_converted_by_its_rule_or_refused_by_name(tmp_p
         (r"r_animated\.gif", r"is animated or has several pages \(2\)"),
         (r"s_one\.png", "is only 1x1 px"),
         (r"t_float\.tif", "has floating-point pixels"),
-        (r"u_text\.jpg", "is not a picture"),
+        (r"u_text\.jpg", "is not an image"),
         (r"v_cut\.jpg", "is truncated or damaged"),
         (r"w_flipped\.png", "is truncated or damaged"),
     ]
@@ -140,7 +140,7 @@ def test_every_kind_of_picture_is_converted_by_its_rule_or_refused_by_name(tmp_p
 
 
 class Numbers(Source):
-    """Picture i is of shade i % 256."""
+    """Image i is of shade i % 256."""
 
     def __init__(self, count: int) -> None:
         super().__init__("numbers", [])
@@ -172,7 +172,7 @@ class Killed(Numbers):
 class Unreadable(Numbers):
     def before(self, index: int) -> None:
         if index == 20:
-            raise PictureError("is torn")
+            raise ImageError("is torn")
 
 
 class Left(Numbers):
@@ -259,7 +259,7 @@ def test_few_pieces_are_under_way() -> None:
     assert (done, taken) == (59, 60)
 
 
-def test_pictures_in_memory_travel_with_their_pieces(tmp_path: Path) -> None:
+def test_images_in_memory_travel_with_their_pieces(tmp_path: Path) -> None:
     images = RNG.integers(0, 256, (200, 8, 8, 3), dtype=np.uint8)
     source = ArraySource("arrays", images, np.arange(200) % 3, ["a", "b", "c"])
     here = pack(source, tmp_path / "0.lmdb", size=16, workers=0, duplicates=False).meta
@@ -357,7 +357,7 @@ Start = Callable[[int, float], subprocess.Popen[str]]
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Start]:
-    """Starts packing of so many pictures, so many seconds each, in `tmp_path` as the leader of a process group."""
+    """Starts packing of so many images, so many seconds each, in `tmp_path` as the leader of a process group."""
     (tmp_path / "slow.py").write_text(SLOW)
     started = []
 
@@ -465,11 +465,11 @@ def test_fingerprint_is_of_the_source_alone(tmp_path: Path) -> None:
     assert moved.meta.fingerprint != expected.hexdigest()
 
 
-def test_fingerprint_of_pictures_in_memory(tmp_path: Path) -> None:
+def test_fingerprint_of_images_in_memory(tmp_path: Path) -> None:
     images = RNG.integers(0, 256, (3, 8, 8, 1), dtype=np.uint8)
     source = ArraySource("arrays", images, np.array([1, 0, 1]), ["a", "b"])
     expected = hashlib.sha256()
-    for label, picture in zip((1, 0, 1), images, strict=True):
-        expected.update(label.to_bytes(8, "little") + hashlib.sha256(b"8x8x1" + picture.tobytes()).digest())
+    for label, sample_image in zip((1, 0, 1), images, strict=True):
+        expected.update(label.to_bytes(8, "little") + hashlib.sha256(b"8x8x1" + sample_image.tobytes()).digest())
     assert pack(source, tmp_path / "x.lmdb", size=16, duplicates=False).meta.fingerprint == expected.hexdigest()
     assert content_digest(images[0].reshape(4, 16, 1)) != content_digest(images[0])

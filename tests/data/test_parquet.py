@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from data.images import ImageError
 from data.pack import pack
-from data.pictures import PictureError
 from data.sources import open_source, parquet_reader
 from tests.data.conftest import flip, save
 from tests.data.source_files import cells, content_of, contents, parquet, pickled
@@ -66,7 +66,7 @@ def test_parquet_shards(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"names a split, more\.parquet does not"):
         open_source(str(folder))
     save(folder / "cat" / "a.png")
-    assert open_source(str(folder)).classes == ["cat"]  # a folder of pictures with Parquet files beside them
+    assert open_source(str(folder)).classes == ["cat"]  # a folder of images with Parquet files beside them
 
 
 def test_parquet_split_that_is_not_there(tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_parquet_split_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"left": [b"1"], "right": [b"2"]}, r"left and right could be pictures.*left .binary., right .binary."),
+        ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
         ({"file": ["a.png"]}, r"no column holds bytes; its columns are file .string."),
         ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
         ({"image": [b"1"], "label": [0.5]}, "column label is double"),
-        ({"image": [b"1"], "label": [1]}, "labels go up to 1, but there are only 1 pictures"),
+        ({"image": [b"1"], "label": [1]}, "labels go up to 1, but there are only 1 images"),
         ({"image": [b"1"], "label": [-1]}, "no row has a label"),
     ],
 )
@@ -113,7 +113,7 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
     assert [str(problem)[-22:] for problem in source.problems] == [f"et: row {row} has no label" for row in (1, 3)]
     assert source.labels().tolist() == [0, 1, 0]
     assert source.item(1).content == content_of(3)
-    with pytest.raises(PictureError, match="holds no bytes"):
+    with pytest.raises(ImageError, match="holds no bytes"):
         source.item(2)
     assert source.item_name(2).endswith("row 4")
 
@@ -131,7 +131,7 @@ def test_damaged_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached
     source = open_source(str(path))
     assert source.item(1).content == content_of(1)
     for index in (2, 3, 2):
-        with pytest.raises(PictureError, match=r"cannot be read.*CRC"):
+        with pytest.raises(ImageError, match=r"cannot be read.*CRC"):
             source.item(index)
     assert source.item(0).content == content_of(0)
     for damaged in (content[:-20], content[:50], b"", b"text" * 10):
@@ -154,7 +154,7 @@ def test_damage_between_pieces_of_a_row_group(tmp_path: Path, monkeypatch: pytes
         if index < 2:
             assert source.item(index).content == content_of(index)
         else:
-            with pytest.raises(PictureError, match="cannot be read"):
+            with pytest.raises(ImageError, match="cannot be read"):
                 source.item(index)
 
 

@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations, register_implementation
 
-from data.pictures import PictureError
+from data.images import ImageError
 from data.sources import open_source, remote
 from tests.data.source_files import contents, pickled
 from utils.errors import UserError
@@ -31,20 +31,20 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_source("memory://pets/") as source:
         assert (source.name, source.classes, source.ignored) == ("memory://pets", ["cat", "dog"], ["dog/notes.txt"])
         assert [str(problem) for problem in source.problems] == [
-            "memory://pets/emu is a class folder without pictures (it is empty)"
+            "memory://pets/emu is a class folder without images (it is empty)"
         ]
         assert contents(source) == [b"cat/a.png", b"dog/deep/b.png"]
         assert source.item_name(1) == "memory://pets/dog/deep/b.png"
         assert contents(pickled(source)) == contents(source)
         store.pipe("/pets/cat/a.png", b"shorter")
-        with pytest.raises(PictureError, match=r"7 of 9 bytes arrived, after 3 attempts"):
+        with pytest.raises(ImageError, match=r"7 of 9 bytes arrived, after 3 attempts"):
             source.item(0)
         monkeypatch.setattr(remote, "MAX_MEMBER", 8)
-        with pytest.raises(PictureError, match="is 9 bytes, more than 8"):
+        with pytest.raises(ImageError, match="is 9 bytes, more than 8"):
             source.item(0)
         monkeypatch.setattr(remote, "MAX_MEMBER", 100)
         store.rm("/pets/cat/a.png")
-        with pytest.raises(PictureError, match="cannot be read"):
+        with pytest.raises(ImageError, match="cannot be read"):
             source.item(0)
 
 
@@ -99,7 +99,7 @@ def test_url_is_tried_three_times(store: Any, monkeypatch: pytest.MonkeyPatch, f
     if succeeds:
         assert source.item(0).content == b"a"
     else:
-        with pytest.raises(PictureError, match=r"cannot be read \(connection reset, after 3 attempts\)"):
+        with pytest.raises(ImageError, match=r"cannot be read \(connection reset, after 3 attempts\)"):
             source.item(0)
         monkeypatch.setattr(Flaky, "calls", 0)
         with pytest.raises(UserError, match=r"flaky://x cannot be listed \(connection reset, after 3 attempts\)"):
@@ -115,7 +115,7 @@ def test_urls_that_cannot_be_read(store: Any, monkeypatch: pytest.MonkeyPatch) -
         ("what://bucket", "cannot be opened .Protocol not known: what"),
         ("memory://nothing", "memory://nothing: there is nothing"),
         ("memory://x/a.zip", "is a single file"),
-        ("memory://x", r"holds no pictures \(only 1 \.zip\)"),
+        ("memory://x", r"holds no images \(only 1 \.zip\)"),
         ("zip://::memory://x/a.zip", "chained URLs are not read"),
     ):
         with pytest.raises(UserError, match=message) as caught:

@@ -96,7 +96,7 @@ def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("data.sampler.FRACTION_BITS", 1)  # so coarse that the least excess would be seen
     labels = np.repeat([0, 1, 2], [3, 5, 7])
     sampler = weighted(balanced_weights(labels, ["a", "b", "c"]), 0, labels)
-    for epoch in range(50):  # 5 draws of class b's 5 pictures
+    for epoch in range(50):  # 5 draws of class b's 5 images
         assert np.bincount(sampler.order(epoch), minlength=15)[3:8].tolist() == [1] * 5
 
 
@@ -173,8 +173,8 @@ def test_bad_groups_are_refused() -> None:
         GlobalSampler(3, batch_size=1, seed=0, weights=np.arange(3.0), shuffle=False)
 
 
-def test_class_without_pictures_cannot_be_balanced() -> None:
-    with pytest.raises(UserError, match="class 'dog' has no pictures"):
+def test_class_without_images_cannot_be_balanced() -> None:
+    with pytest.raises(UserError, match="class 'dog' has no images"):
         balanced_weights(np.array([0, 2, 0]), ["cat", "dog", "emu"])
     with pytest.raises(UserError, match="no labels"):
         balanced_weights(np.zeros(3, np.int64), [])
@@ -226,7 +226,7 @@ def test_weights_from_numpy(tmp_path: Path, dtype: type) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"1\n2\n", "has 2 weights, the data set 3 pictures"),
+        (b"1\n2\n", "has 2 weights, the data set 3 images"),
         (b"1\n2\n3\n4\n", "has 4 weights"),
         (b"", "has 0 weights"),
         (b"1\n\n3\n", "line 2: '' is not a number"),

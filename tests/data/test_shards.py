@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import format as record_format
 from data.dataset import Dataset
-from data.writer import pack_arrays
-from tests.data.conftest import CLASSES, pictures
+from data.lmdb import format as record_format
+from data.lmdb.writer import pack_arrays
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
 from utils.errors import UserError
 
 COUNT, PARTS = 22, [(0, 9), (9, 10), (10, 22)]
@@ -17,12 +18,12 @@ LABELS = np.arange(COUNT) % 3
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_format, "BLOCK_PICTURES", 4)
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
 
 
 def pack_shards(folder: Path, encoding: str = "raw") -> list[Path]:
-    """whole.lmdb and, in three files of different length, the same pictures."""
-    images = pictures(COUNT)
+    """whole.lmdb and, in three files of different length, the same images."""
+    images = sample_images(COUNT)
     pack_arrays(folder / "whole.lmdb", images, LABELS, CLASSES, encoding=encoding)
     paths = [folder / f"part-{number}.lmdb" for number in range(len(PARTS))]
     for path, (start, end) in zip(paths, PARTS, strict=True):
@@ -40,13 +41,13 @@ def test_shards_are_one_data_set(tmp_path: Path, encoding: str, workers: int) ->
         with Dataset(given, workers=workers) as parts:
             assert len(parts) == COUNT
             images, labels = parts.read(order)
-            np.testing.assert_array_equal(images, pictures(COUNT)[order])
+            np.testing.assert_array_equal(images, sample_images(COUNT)[order])
             np.testing.assert_array_equal(labels, LABELS[order])
             np.testing.assert_array_equal(parts.labels(), LABELS)
-            np.testing.assert_array_equal(parts.picture(9)[0], pictures(COUNT)[9].transpose(1, 2, 0))
-            assert parts.picture(10)[1] == 1
+            np.testing.assert_array_equal(parts.image(9)[0], sample_images(COUNT)[9].transpose(1, 2, 0))
+            assert parts.image(10)[1] == 1
     with Dataset([paths[2], paths[0]]) as parts:  # in the order given
-        np.testing.assert_array_equal(parts.read([0, 12])[0], pictures(COUNT)[[10, 0]])
+        np.testing.assert_array_equal(parts.read([0, 12])[0], sample_images(COUNT)[[10, 0]])
 
 
 def test_shards_pool_their_metadata(tmp_path: Path) -> None:
@@ -63,19 +64,19 @@ def test_shards_pool_their_metadata(tmp_path: Path) -> None:
 
 def test_unlabelled_shards(tmp_path: Path) -> None:
     for name in "ab":
-        pack_arrays(tmp_path / f"{name}.lmdb", pictures(3))
+        pack_arrays(tmp_path / f"{name}.lmdb", sample_images(3))
     dataset = Dataset(tmp_path / "*.lmdb")
     assert (dataset.classes, dataset.meta.histogram, dataset.labels().tolist()) == ([], [], [0] * 6)
 
 
 def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
     first = tmp_path / "first.lmdb"
-    pack_arrays(first, pictures(4), [0, 1, 2, 0], CLASSES)
+    pack_arrays(first, sample_images(4), [0, 1, 2, 0], CLASSES)
     others = {
-        "classes": (pictures(4), [0, 1, 1, 0], ["cat", "dog"], "raw"),
-        "channels": (pictures(4, 1), [0, 1, 2, 0], CLASSES, "raw"),
-        "resolutions": (pictures(4, side=16), [0, 1, 2, 0], CLASSES, "raw"),
-        "encoding": (pictures(4), [0, 1, 2, 0], CLASSES, "png"),
+        "classes": (sample_images(4), [0, 1, 1, 0], ["cat", "dog"], "raw"),
+        "channels": (sample_images(4, 1), [0, 1, 2, 0], CLASSES, "raw"),
+        "resolutions": (sample_images(4, side=16), [0, 1, 2, 0], CLASSES, "raw"),
+        "encoding": (sample_images(4), [0, 1, 2, 0], CLASSES, "png"),
     }
     for name, (images, labels, classes, encoding) in others.items():
         other = tmp_path / f"other {name}.lmdb"
@@ -90,5 +91,5 @@ def test_patterns_and_lists_without_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name at least one"):
         Dataset([])
     odd = tmp_path / "a[1].lmdb"  # a file of this name wins over the pattern
-    pack_arrays(odd, pictures(3))
+    pack_arrays(odd, sample_images(3))
     assert len(Dataset(odd)) == 3

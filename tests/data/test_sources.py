@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.pictures import PictureError
+from data.images import ImageError
 from data.sources import Source, open_source
 from data.sources.files import ZipSource
 from tests.data.conftest import save
@@ -33,7 +33,7 @@ def entries(source: Source) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("kind", ["folder", "zip"])
 def test_class_folders(photos: Path, tmp_path: Path, kind: str) -> None:
     save(photos / "dog" / "deep" / "er.JPG")
-    (photos / "dog" / "notes.txt").write_text("not a picture")
+    (photos / "dog" / "notes.txt").write_text("not an image")
     save(photos / ".thumbnails" / "x.png")
     save(photos / "cat" / ".hidden.png")
     where = photos if kind == "folder" else zipped(photos, tmp_path / "photos.zip")
@@ -103,20 +103,20 @@ def test_empty_class_folder_is_a_problem(photos: Path, tmp_path: Path, kind: str
     with open_source(str(where)) as source:
         assert source.classes == ["cat", "dog"]
         emu, fox = map(str, source.problems)
-        assert emu == f"{where}/emu is a class folder without pictures (it is empty)"
-        assert fox == f"{where}/fox is a class folder without pictures (only 1 .txt)"
+        assert emu == f"{where}/emu is a class folder without images (it is empty)"
+        assert fox == f"{where}/fox is a class folder without images (only 1 .txt)"
 
 
 def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UserError, match=r"empty holds no pictures \(it is empty\)"):
+    with pytest.raises(UserError, match=r"empty holds no images \(it is empty\)"):
         open_source(str(empty))
     (empty / "a.txt").write_text("text")
     (empty / "b.txt").write_text("text")
-    with pytest.raises(UserError, match=r"holds no pictures \(only 2 \.txt\); supported are .*\.jpg"):
+    with pytest.raises(UserError, match=r"holds no images \(only 2 \.txt\); supported are .*\.jpg"):
         open_source(str(empty))
-    with pytest.raises(UserError, match=r"a.txt is no source of pictures; give a folder, a .zip, .csv, .parquet"):
+    with pytest.raises(UserError, match=r"a.txt is no source of images; give a folder, a .zip, .csv, .parquet"):
         open_source(str(empty / "a.txt"))
     for name in ("a.tar", "a.TAR.GZ", "a.7z", "a.rar"):
         (empty / name).write_bytes(b"archive")
@@ -173,13 +173,13 @@ def test_wrong_manifest(tmp_path: Path, content: bytes, message: str) -> None:
 def test_damaged_zips(photos: Path, tmp_path: Path) -> None:
     path = zipped(photos, tmp_path / "photos.zip")
     content = path.read_bytes()
-    picture = (photos / "cat" / "b.png").read_bytes()
-    damaged = bytearray(picture)
+    image = (photos / "cat" / "b.png").read_bytes()
+    damaged = bytearray(image)
     damaged[-1] ^= 1
-    path.write_bytes(content.replace(picture, bytes(damaged)))
+    path.write_bytes(content.replace(image, bytes(damaged)))
     with open_source(str(path)) as source:
         assert source.item(0).content
-        with pytest.raises(PictureError, match=r"cannot be unpacked.*CRC"):
+        with pytest.raises(ImageError, match=r"cannot be unpacked.*CRC"):
             source.item(1)
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"photos\.zip cannot be read as a zip file"):
@@ -207,7 +207,7 @@ def test_huge_zip_member_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("data.sources.files.MAX_MEMBER", 1000)
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("bomb.png", bytes(1001))
-    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(PictureError, match="1,001 bytes when unpacked"):
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="1,001 bytes when unpacked"):
         source.item(0)
 
 
@@ -227,7 +227,7 @@ def test_zip_member_larger_than_it_says(tmp_path: Path) -> None:
     patched(path, 24, (1 << 16).to_bytes(4, "little"))
     with open_source(str(path)) as source:
         tracemalloc.start()
-        with pytest.raises(PictureError, match=r"cannot be unpacked.*CRC"):
+        with pytest.raises(ImageError, match=r"cannot be unpacked.*CRC"):
             source.item(0)
         assert tracemalloc.get_traced_memory()[1] < 5 << 20
         tracemalloc.stop()
@@ -237,22 +237,22 @@ def test_zip_member_larger_than_it_says(tmp_path: Path) -> None:
 def test_zip_methods_that_cannot_be_bounded_are_refused(tmp_path: Path, method: int) -> None:
     with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
         archive.writestr("a.png", bytes(100))
-    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(PictureError, match="not compressed by deflate"):
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="not compressed by deflate"):
         source.item(0)
 
 
 def test_zip_member_smaller_than_it_says(tmp_path: Path) -> None:
-    path = zipped_picture(tmp_path)
+    path = zipped_image(tmp_path)
     size = (tmp_path / "a.png").stat().st_size
     patched(path, 24, (size + 1).to_bytes(4, "little"))
     with (
         open_source(str(path)) as source,
-        pytest.raises(PictureError, match=f"cannot be unpacked .{size} of {size + 1}"),
+        pytest.raises(ImageError, match=f"cannot be unpacked .{size} of {size + 1}"),
     ):
         source.item(0)
 
 
-def zipped_picture(folder: Path) -> Path:
+def zipped_image(folder: Path) -> Path:
     save(folder / "a.png")
     with zipfile.ZipFile(folder / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(folder / "a.png", "a.png")
@@ -260,9 +260,9 @@ def zipped_picture(folder: Path) -> Path:
 
 
 def test_encrypted_zip_member(tmp_path: Path) -> None:
-    path = zipped_picture(tmp_path)
+    path = zipped_image(tmp_path)
     patched(path, 8, b"\x01")
-    with open_source(str(path)) as source, pytest.raises(PictureError, match="is encrypted; make the zip file without"):
+    with open_source(str(path)) as source, pytest.raises(ImageError, match="is encrypted; make the zip file without"):
         source.item(0)
 
 
@@ -271,7 +271,7 @@ def test_zip_symlink_is_not_followed(tmp_path: Path) -> None:
     link.external_attr = 0o120777 << 16
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr(link, "../../secret.png")
-    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(PictureError, match="is a symbolic link"):
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="is a symbolic link"):
         source.item(0)
 
 

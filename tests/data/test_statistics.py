@@ -10,20 +10,20 @@ from data.statistics import PixelStatistics, pixel_sums
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (1000, 1200)])
 def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
     for low in (0, 255):  # the largest sums there are
-        picture = np.random.default_rng(0).integers(low, 256, (*size, channels), dtype=np.uint8)
-        sums, pixels = pixel_sums(picture)
-        values = picture.reshape(-1, channels).astype(np.int64)
+        image = np.random.default_rng(0).integers(low, 256, (*size, channels), dtype=np.uint8)
+        sums, pixels = pixel_sums(image)
+        values = image.reshape(-1, channels).astype(np.int64)
         np.testing.assert_array_equal(sums, [values.sum(0), (values**2).sum(0)])
         assert sums.dtype == np.int64
         assert pixels == size[0] * size[1]
 
 
-def test_part_of_a_picture() -> None:
-    picture = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
-    np.testing.assert_array_equal(pixel_sums(picture[3:9, 5:20])[0], pixel_sums(picture[3:9, 5:20].copy())[0])
+def test_part_of_a_image() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(pixel_sums(image[3:9, 5:20])[0], pixel_sums(image[3:9, 5:20].copy())[0])
 
 
-def test_mean_and_std_of_pictures_of_different_sizes() -> None:
+def test_mean_and_std_of_images_of_different_sizes() -> None:
     draws = np.random.default_rng(0)
     parts = [draws.integers(0, 256, (side, 2 * side, 3), dtype=np.uint8) for side in (2, 5, 9)]
     statistics = PixelStatistics(3)

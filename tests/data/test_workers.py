@@ -13,11 +13,12 @@ from data import workers as workers_module
 from data.cache import SHARE
 from data.dataset import Dataset
 from data.decode import RandomCrop
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import pack_arrays
 from data.sampler import SampleKeys
-from data.store import LMDBReader
 from data.workers import candidates, choose_workers
-from data.writer import pack_arrays
-from tests.data.conftest import CLASSES, pictures
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
 from utils import memory
 
 KEYS = SampleKeys(1, np.arange(12))
@@ -26,7 +27,7 @@ KEYS = SampleKeys(1, np.arange(12))
 @pytest.fixture
 def encoded(tmp_path: Path) -> Path:
     """12 PNGs of 16 px."""
-    pack_arrays(tmp_path / "x.lmdb", pictures(12, side=16), np.arange(12) % 3, CLASSES, encoding="png")
+    pack_arrays(tmp_path / "x.lmdb", sample_images(12, side=16), np.arange(12) % 3, CLASSES, encoding="png")
     return tmp_path / "x.lmdb"
 
 
@@ -38,7 +39,7 @@ def test_candidates() -> None:
     assert found == {1: [0], 2: [0, 2], 3: [0, 2, 3], 4: [0, 2, 4], 6: [0, 2, 4, 6], 16: [0, 2, 4, 8, 16]}
 
 
-def test_raw_pictures_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_images_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dataset, "read", lambda *_, **__: pytest.fail("measured"))
     assert choose_workers(Dataset(packed), 64) == (0, {})
 
@@ -61,7 +62,7 @@ def test_the_fastest_number_is_chosen(
     monkeypatch.setattr(workers_module, "cores", lambda: 8)
 
     def measured(reader: Dataset, records: np.ndarray) -> float:
-        assert reader.cache is None  # a picture that is kept costs nothing the second time
+        assert reader.cache is None  # an image that is kept costs nothing the second time
         assert sorted(set(records.tolist())) == list(range(12))
         return seconds[reader.workers]
 
@@ -98,7 +99,7 @@ def test_a_failed_measurement_leaves_the_data_set_as_it_was(encoded: Path, monke
     assert dataset.cache is not None
 
 
-# --- pictures kept in memory
+# --- images kept in memory
 
 
 def first_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +123,9 @@ def test_the_second_read_does_not_touch_the_file(
     np.testing.assert_array_equal(copied.read([3], keys=SampleKeys(1, np.array([3])))[0][0], expected[0][3])
     first[0][:] = 0  # what was handed out is the reader's own
     first_read_only(monkeypatch)
-    for pictures_read, keys in ((expected, KEYS), (other, SampleKeys(2, np.arange(12)))):
+    for images_read, keys in ((expected, KEYS), (other, SampleKeys(2, np.arange(12)))):
         images, labels = dataset.read(range(12), keys=keys)
-        np.testing.assert_array_equal(images, pictures_read[0])
+        np.testing.assert_array_equal(images, images_read[0])
         np.testing.assert_array_equal(labels, np.arange(12) % 3)
     if crop is not None:
         assert (expected[0] != other[0]).any()
@@ -139,8 +140,8 @@ def test_what_does_not_fit_is_not_kept(
     crop: RandomCrop | None,
     memory_share: float,
 ) -> None:
-    """With random crops the pictures of such a data set were left unfilled."""
-    side = 8 if crop is None else 16  # random crops keep whole pictures
+    """With random crops the images of such a data set were left unfilled."""
+    side = 8 if crop is None else 16  # random crops keep whole images
     needed = 2 * 12 * 3 * side * side  # two processes
     monkeypatch.setattr(cache_module, "available_bytes", lambda: memory_share * needed / SHARE)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -155,14 +156,14 @@ def test_what_does_not_fit_is_not_kept(
         assert error == ""
         assert len(dataset.cache) == 12
     else:
-        assert error.startswith(f"warning: {encoded}: its decoded pictures take")
+        assert error.startswith(f"warning: {encoded}: its decoded images take")
         assert error.count("\n") == 1
         assert len(dataset.cache) == 0
         assert not dataset.cache.enabled
 
 
 def test_caches_share_the_memory(encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and held-out pictures: each alone would fit."""
+    """Training and held-out images: each alone would fit."""
     monkeypatch.setattr(cache_module, "available_bytes", lambda: 1.5 * 12 * 3 * 16 * 16 / SHARE)
     training, held_out = (Dataset(encoded, cache=True) for _ in range(2))
     assert training.cache is not None
@@ -176,7 +177,7 @@ def test_caches_share_the_memory(encoded: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("options", [{}, {"resolution": 4}, {"crop": RandomCrop()}])
-def test_raw_pictures_are_not_kept(packed: Path, options: dict[str, Any]) -> None:
+def test_raw_images_are_not_kept(packed: Path, options: dict[str, Any]) -> None:
     assert Dataset(packed, cache=True, **options).cache is None
 
 

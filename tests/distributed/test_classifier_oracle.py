@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
-from utils.launch import launch
+from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 
@@ -43,11 +43,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What each world size recorded, from 32 random 16 px RGB pictures of three classes, not equally many."""
+    """What each world size recorded, from 32 random 16 px RGB images of three classes, not equally many."""
     folder = tmp_path_factory.mktemp("oracle")
-    pictures = np.random.default_rng(0).integers(0, 256, (32, 3, 16, 16), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (32, 3, 16, 16), dtype=np.uint8)
     labels = np.array([0, 0, 1, 2] * 8)
-    pack_arrays(folder / "data.lmdb", pictures, labels=labels, classes=CLASSES, smallest=8)
+    pack_arrays(folder / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
     found = {}
     for processes, variants in VARIANTS.items():
         out = folder / f"{processes}.pt"

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference, untrained_classifier
 from tests.slim import slim_down
-from utils.launch import launch
+from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 
@@ -46,13 +46,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What each world size recorded, from 32 random 16 px pictures of three classes: grey ones for the GANs."""
+    """What each world size recorded, from 32 random 16 px images of three classes: grey ones for the GANs."""
     folder = tmp_path_factory.mktemp("oracle")
     rng = np.random.default_rng(0)
     for kind, channels in (("gan", 1), ("classifier", 3)):
-        pictures = rng.integers(0, 256, (32, channels, 16, 16), dtype=np.uint8)
+        images = rng.integers(0, 256, (32, channels, 16, 16), dtype=np.uint8)
         (folder / kind).mkdir()
-        pack_arrays(folder / kind / "data.lmdb", pictures, labels=[0, 0, 1, 2] * 8, classes=CLASSES, smallest=8)
+        pack_arrays(folder / kind / "data.lmdb", images, labels=[0, 0, 1, 2] * 8, classes=CLASSES, smallest=8)
     untrained_classifier(folder / "gan" / worker.CLASSIFIER)
     found: Records = {}
     wholes = [*(f"{name}:0" for name in NAMES), *(f"{LOCAL}:{BATCH // other}" for other in (2, 4))]
@@ -81,7 +81,7 @@ def test_twenty_steps_of_every_split_give_one_process_result(
 
 
 def without_statistics(record: dict[str, Any]) -> dict[str, Any]:
-    """Without BatchNorm's running statistics: rank 0's are of its own pictures only."""
+    """Without BatchNorm's running statistics: rank 0's are of its own images only."""
     parts = ("weights", "average")
     kept = {part: {k: v for k, v in record[part].items() if not k.endswith(STATISTICS)} for part in parts}
     return record | kept

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from models.resnet import Classifier, ResNetConfig
 from tests.distributed.worker import CLASSIFIER
 from utils.checkpoint import point, save
-from utils.launch import launch
+from utils.distributed.launch import launch
 from utils.seeding import forked
 
 TOLERANCE = 1e-9
@@ -31,11 +31,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[dict[str, Any]]]]:
-    """What each world size recorded, from 32 random 16 px grey pictures of three classes."""
+    """What each world size recorded, from 32 random 16 px grey images of three classes."""
     folder = tmp_path_factory.mktemp("oracle")
     rng = np.random.default_rng(0)
-    pictures = rng.integers(0, 256, (32, 1, 16, 16), dtype=np.uint8)
-    pack_arrays(folder / "data.lmdb", pictures, labels=np.arange(32) % 3, classes=CLASSES, smallest=8)
+    images = rng.integers(0, 256, (32, 1, 16, 16), dtype=np.uint8)
+    pack_arrays(folder / "data.lmdb", images, labels=np.arange(32) % 3, classes=CLASSES, smallest=8)
     untrained_classifier(folder / CLASSIFIER)
     found = {}
     for processes, variants in VARIANTS.items():

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from data.dataset import Dataset
-from training.data import make_loader
-from training.tasks import TASKS, build_run_config
-from training.window import MetricWindow
-from utils import distributed
+from training.base.data import make_loader
+from training.engine.tasks import TASKS, build_run_config
+from training.engine.window import MetricWindow
+from utils.distributed import collectives
 
 STEPS = 4
 CLASSIFIER = "classifier"  # run beside the data, of the classifier that gives the generator a loss
@@ -98,14 +98,14 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
 def main(out: str, data: str, variants: list[str], steps: int | None = None) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    distributed.start(torch.device("cpu"))
+    collectives.start(torch.device("cpu"))
     records = {}
     for variant in variants:
         name, _, micro_batch = variant.partition(":")
         records[variant] = train(name, int(micro_batch), data, steps)
-    if distributed.is_main():
+    if collectives.is_main():
         torch.save(records, out)
-    distributed.stop()
+    collectives.stop()
 
 
 if __name__ == "__main__":

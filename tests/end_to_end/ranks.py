@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["train", "training.run", "tests.slim", "tests.end_to_end.ranks"])
+CONTEXT.set_forkserver_preload(["train", "training.engine.run", "tests.slim", "tests.end_to_end.ranks"])
 SECONDS = 900.0  # that anything may take before the test fails
 
 Notes = list[tuple[int, list[str]]]  # of one rank: where a global batch begins, and its samples' digests

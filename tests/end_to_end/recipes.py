@@ -1,4 +1,4 @@
-"""Recipes of the exactness tests: all that has a state or draws random numbers is on, and pictures are decoded."""
+"""Recipes of the exactness tests: all that has a state or draws random numbers is on, and images are decoded."""
 
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,8 @@ COMMON: dict[str, Any] = {
 TASKS = {"gan": GAN, "classifier": CLASSIFIER}
 
 
-def picture_folders(folder: Path, count: int, seed: int) -> Path:
-    """`count` colour pictures of sizes of their own, PNG and JPEG, in three class folders."""
+def image_folders(folder: Path, count: int, seed: int) -> Path:
+    """`count` colour images of sizes of their own, PNG and JPEG, in three class folders."""
     draws = np.random.default_rng(seed)
     for index in range(count):
         name = CLASSES[index % 3]

@@ -12,7 +12,7 @@ import predict
 import train
 from data import pack
 from data.dataset import Dataset
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from tests.end_to_end.helpers import write_config
 from utils.errors import run_cli
 
@@ -102,8 +102,8 @@ def test_processes_under_torchrun(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], told: str
 ) -> None:
     """Found by a reader: they started nothing, without a word."""
-    monkeypatch.setattr("utils.distributed.start", lambda *_, **__: None)
-    monkeypatch.setattr("utils.distributed.world_size", lambda: 1)
+    monkeypatch.setattr("utils.distributed.collectives.start", lambda *_, **__: None)
+    monkeypatch.setattr("utils.distributed.collectives.world_size", lambda: 1)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("DUET_LAUNCHED", raising=False)
@@ -162,7 +162,7 @@ def test_folder_of_another_run_keeps_everything(
     assert {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file()} == before
 
 
-def test_other_pictures_in_a_runs_folder_keep_everything(
+def test_other_images_in_a_runs_folder_keep_everything(
     gan_run: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Found by a new user: the refused start had rewritten config.yaml and status.json."""
@@ -174,7 +174,7 @@ def test_other_pictures_in_a_runs_folder_keep_everything(
     )
     before = {path: path.read_bytes() for path in sorted(gan_run.rglob("*")) if path.is_file() and path.name != ".lock"}
     line = refused(capsys, train.main, "--config", gan_run / "config.yaml", "--data.path", tmp_path / "other.lmdb")
-    assert "was trained on other pictures" in line
+    assert "was trained on other images" in line
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -189,9 +189,9 @@ def test_folder_that_is_no_run(recipe: Path, tmp_path: Path, capsys: pytest.Capt
 def test_gan_checkpoint_given_to_the_classifier(
     gan_run: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    picture = tmp_path / "a.png"
-    Image.fromarray(np.zeros((16, 16), np.uint8)).save(picture)
-    assert "'gan'" in refused(capsys, predict.main, "--checkpoint", gan_run, picture)
+    image = tmp_path / "a.png"
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
+    assert "'gan'" in refused(capsys, predict.main, "--checkpoint", gan_run, image)
     line = refused(capsys, evaluate.main, "--checkpoint", gan_run, "--classifier", gan_run, "--out", tmp_path / "eval")
     assert "'gan'" in line
     assert not (tmp_path / "eval").exists()
@@ -209,8 +209,8 @@ def test_missing_and_damaged_checkpoints(gan_run: Path, tmp_path: Path, capsys: 
 def test_labels_beyond_the_classes_are_refused_before_the_first_step(
     recipe: Path, tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pictures = np.zeros((12, 1, 16, 16), np.uint8)
-    pack_arrays(tmp_path / "three.lmdb", pictures, labels=np.arange(12) % 3, classes=["a", "b", "c"])
+    images = np.zeros((12, 1, 16, 16), np.uint8)
+    pack_arrays(tmp_path / "three.lmdb", images, labels=np.arange(12) % 3, classes=["a", "b", "c"])
     line = refused(
         capsys,
         train.main,
@@ -225,7 +225,7 @@ def test_labels_beyond_the_classes_are_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_sources_that_hold_no_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_that_hold_no_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.lmdb"
     (tmp_path / "empty").mkdir()
     assert "empty" in refused(capsys, pack.main, tmp_path / "empty", out)
@@ -233,7 +233,7 @@ def test_sources_that_hold_no_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "texts" / "a" / "notes.txt").write_text("x")
     assert "texts" in refused(capsys, pack.main, tmp_path / "texts", out)
     (tmp_path / "liar" / "a").mkdir(parents=True)
-    (tmp_path / "liar" / "a" / "fake.jpg").write_text("not a picture")
+    (tmp_path / "liar" / "a" / "fake.jpg").write_text("not an image")
     assert "fake.jpg" in refused(capsys, pack.main, tmp_path / "liar", out, "--size", "16")
     assert not out.exists()
 
@@ -282,5 +282,5 @@ def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path, capsys: pytest.Cap
     assert "conv1" in out.out
     assert "memory of its training step" in out.out
     assert "Non-trainable params: 0" in out.out
-    assert "200 pictures" in out.err
+    assert "200 images" in out.err
     assert not (tmp_path / "run").exists()

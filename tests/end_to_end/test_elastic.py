@@ -7,7 +7,7 @@ import torch
 
 from tests.end_to_end.helpers import start, state_of
 from tests.end_to_end.ranks import Notes, run
-from tests.end_to_end.recipes import BATCH, pack_folders, picture_folders, write_recipe
+from tests.end_to_end.recipes import BATCH, image_folders, pack_folders, write_recipe
 
 PATH = [(1, 3), (2, 7), (4, 11), (1, 14)]  # number of processes, and up to which step
 STEPS = PATH[-1][1]
@@ -18,10 +18,10 @@ BOUND, EARLY = 1e-4, 5
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
     for split, count, seed in (("train", 40, 0), ("test", 21, 1)):
-        pack_folders(picture_folders(folder / split, count, seed), folder / f"{split}.lmdb")
+        pack_folders(image_folders(folder / split, count, seed), folder / f"{split}.lmdb")
     return folder
 
 
@@ -40,10 +40,10 @@ def networks(run_folder: Path, step: int = STEPS) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_samples_and_the_weights_are_those_of_one_process(task: str, pictures: Path, tmp_path: Path) -> None:
+def test_the_samples_and_the_weights_are_those_of_one_process(task: str, images: Path, tmp_path: Path) -> None:
     # longer than it is trained here: the end of a run has an evaluation, which is not for float64
     changes = {"steps": STEPS + 2, "evaluation": {"every": 0}}
-    recipe = write_recipe(tmp_path / "recipe.yaml", task, pictures, **changes)
+    recipe = write_recipe(tmp_path / "recipe.yaml", task, images, **changes)
     options = ["--config", str(recipe), "--run-dir"]
     limit = ["--max-steps", str(STEPS)]
     whole = run([*options, str(tmp_path / "whole"), *limit], tmp_path / "notes", float64=True)
@@ -54,14 +54,14 @@ def test_the_samples_and_the_weights_are_those_of_one_process(task: str, picture
         assert len(read) == until
     assert [begins for begins, _ in read] == [step * BATCH for step in range(STEPS)]
     assert read == whole
-    assert len({row for _, rows in whole for row in rows}) > 100  # 14 batches of 8, cropped at random, not one picture
+    assert len({row for _, rows in whole for row in rows}) > 100  # 14 batches of 8, cropped at random, not one image
     assert largest_difference(networks(tmp_path / "whole"), networks(tmp_path / "elastic")) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["gan", "classifier"])
-def test_the_command_line_goes_from_1_to_2_to_4_to_1(task: str, pictures: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "recipe.yaml", task, pictures)
+def test_the_command_line_goes_from_1_to_2_to_4_to_1(task: str, images: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", task, images)
     command = ["train.py", "--device", "cpu", "--config", str(recipe), "--run-dir"]
     for folder, path in (("whole", [(1, STEPS)]), ("elastic", PATH)):
         for world, until in path:

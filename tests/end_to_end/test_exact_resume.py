@@ -1,7 +1,7 @@
 """The resume matrix: a run that was interrupted and resumed equals one that was not, with tolerance zero.
 
 Equal are the states of every checkpoint both have (weights, averages, optimizers, schedules, scaler, ADA, path-length
-mean, loader position, log window ...), the rows of metrics.jsonl but for their timing, and the pictures and labels of
+mean, loader position, log window ...), the rows of metrics.jsonl but for their timing, and the images and labels of
 every batch after the resume. The interruption lies inside an epoch (5.5 steps) and a log window (3 steps), behind an
 evaluation: a stop after step 7, or kill -9 of all ranks then, which goes back to step 5 and cuts off the row of 6.
 """
@@ -17,7 +17,7 @@ import torch
 
 from tests.end_to_end.helpers import differing, rows, state_of
 from tests.end_to_end.ranks import Notes, run
-from tests.end_to_end.recipes import BATCH, STEPS, pack_folders, picture_folders, write_recipe
+from tests.end_to_end.recipes import BATCH, STEPS, image_folders, pack_folders, write_recipe
 from utils import checkpoint
 
 SAVED = (4, 5, 8, 10, 12, 15, 16, STEPS)  # after these steps every run saves
@@ -58,7 +58,7 @@ MATRIX = [
 ]
 
 
-class Trained(NamedTuple):
+class FineTuning(NamedTuple):
     """A run folder and the global batches that its processes have read, of all starts or of the last one."""
 
     folder: Path
@@ -66,36 +66,36 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.lmdb, 44 encoded pictures of sizes of their own, and test.lmdb, 21."""
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.lmdb, 44 encoded images of sizes of their own, and test.lmdb, 21."""
+    folder = tmp_path_factory.mktemp("images")
     for split, count, seed in (("train", 44, 0), ("test", 21, 1)):
-        pack_folders(picture_folders(folder / split, count, seed), folder / f"{split}.lmdb")
+        pack_folders(image_folders(folder / split, count, seed), folder / f"{split}.lmdb")
     return folder
 
 
-Trainer = Callable[..., Trained]
+Trainer = Callable[..., FineTuning]
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, pictures: Path) -> Trainer:
+def trainer(tmp_path: Path, images: Path) -> Trainer:
     """`trainer("name", case, ...)` starts or goes on with the run of that name."""
     started = itertools.count()
 
-    def train(name: str, case: Case, *more: str, kill_after: int | None = None, **changes: Any) -> Trained:
-        recipe = write_recipe(tmp_path / f"{case.task}.yaml", case.task, pictures, **changes)
+    def train(name: str, case: Case, *more: str, kill_after: int | None = None, **changes: Any) -> FineTuning:
+        recipe = write_recipe(tmp_path / f"{case.task}.yaml", case.task, images, **changes)
         options = ["--config", str(recipe), "--run-dir", str(tmp_path / name), "--precision", case.precision]
         options += ["--data.workers", str(case.workers), *more]
         if case.micro_batch:
             options += ["--micro-batch", str(case.micro_batch)]
         kill_at = None if kill_after is None else kill_after * BATCH
         notes = tmp_path / f"notes-{next(started)}"
-        return Trained(tmp_path / name, run(options, notes, world=case.processes, kill_at=kill_at))
+        return FineTuning(tmp_path / name, run(options, notes, world=case.processes, kill_at=kill_at))
 
     return train
 
 
-def differences(straight: Trained, resumed: Trained) -> list[str]:
+def differences(straight: FineTuning, resumed: FineTuning) -> list[str]:
     """What is not the same in two runs, the second being one whose last start went on somewhere."""
     found = []
     for step in SAVED:
@@ -109,14 +109,14 @@ def differences(straight: Trained, resumed: Trained) -> list[str]:
     return found
 
 
-def pointed_at(trained: Trained, which: str) -> dict[str, Any]:
+def pointed_at(trained: FineTuning, which: str) -> dict[str, Any]:
     """What last.json or best.json says, but for the file's checksum: it also covers notes such as times."""
     entry = checkpoint.pointer(trained.folder / "checkpoints", which)
     assert entry is not None
     return {key: value for key, value in entry.items() if key != "sha256"}
 
 
-def check_alive(case: Case, straight: Trained) -> None:
+def check_alive(case: Case, straight: FineTuning) -> None:
     """What is compared has moved: an equal state that never changes says nothing."""
     first, last = (state_of(straight.folder, step) for step in (SAVED[0], STEPS))
     assert last["loader"]["consumed"] == STEPS * BATCH == 8 * len(straight.batches)
@@ -165,14 +165,14 @@ def test_batchnorm_that_is_not_synchronised(trainer: Trainer) -> None:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> tuple[Trained, Path, list[str]]:
+def stopped(tmp_path_factory: pytest.TempPathFactory, images: Path) -> tuple[FineTuning, Path, list[str]]:
     """A straight run of the GAN in fp16, one that was stopped after INTERRUPTED steps, and the options that resume."""
     folder = tmp_path_factory.mktemp("stopped")
-    options = ["--config", str(write_recipe(folder / "gan.yaml", "gan", pictures)), "--precision", "fp16"]
+    options = ["--config", str(write_recipe(folder / "gan.yaml", "gan", images)), "--precision", "fp16"]
     straight = run([*options, "--run-dir", str(folder / "straight")], folder / "straight-notes")
     more = ["--max-steps", str(INTERRUPTED), "--run-dir", str(folder / "stopped")]
     run([*options, *more], folder / "stopped-notes")
-    return Trained(folder / "straight", straight), folder / "stopped", options
+    return FineTuning(folder / "straight", straight), folder / "stopped", options
 
 
 def disturbed(value: Any) -> Any:
@@ -199,7 +199,7 @@ def spoil(part: str, state: dict[str, Any]) -> dict[str, Any]:
     return disturbed(state)
 
 
-def differences_with(spoilt: str | None, stopped: tuple[Trained, Path, list[str]], folder: Path) -> list[str]:
+def differences_with(spoilt: str | None, stopped: tuple[FineTuning, Path, list[str]], folder: Path) -> list[str]:
     """Resume with one part's state spoilt (None: as it is), and compare."""
     straight, interrupted, options = stopped
     shutil.copytree(interrupted, folder / "run")
@@ -209,19 +209,19 @@ def differences_with(spoilt: str | None, stopped: tuple[Trained, Path, list[str]
         content["state"][spoilt] = spoil(spoilt, content["state"][spoilt])
         checkpoint.save(path.parent, content)
     batches = run([*options, "--run-dir", str(folder / "run")], folder / "notes")
-    return differences(straight, Trained(folder / "run", batches))
+    return differences(straight, FineTuning(folder / "run", batches))
 
 
 @pytest.mark.parametrize(("part", "seen"), [("loader", "batches"), ("window", "metrics.jsonl")])
 def test_a_wrong_state_is_seen(
-    part: str, seen: str, stopped: tuple[Trained, Path, list[str]], tmp_path: Path
+    part: str, seen: str, stopped: tuple[FineTuning, Path, list[str]], tmp_path: Path
 ) -> None:
     assert seen in differences_with(part, stopped, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_part_of_the_state_counts(stopped: tuple[Trained, Path, list[str]], tmp_path: Path) -> None:
+def test_every_part_of_the_state_counts(stopped: tuple[FineTuning, Path, list[str]], tmp_path: Path) -> None:
     _, interrupted, _ = stopped
     parts = sorted(state_of(interrupted, INTERRUPTED))
     assert len(parts) >= 12

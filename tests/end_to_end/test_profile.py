@@ -10,7 +10,7 @@ import pytest
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
-from training.profile_measure import WARM_UP
+from training.profile.measure import WARM_UP
 from utils.errors import run_cli
 
 

@@ -17,7 +17,7 @@ import yaml
 from tests.conftest import REPOSITORY
 from tests.end_to_end import ranks
 from tests.end_to_end.helpers import differing, rows, state_of
-from tests.end_to_end.recipes import pack_folders, picture_folders, write_recipe
+from tests.end_to_end.recipes import image_folders, pack_folders, write_recipe
 from utils import checkpoint
 
 EVERY, FIRST_EVALUATION = 2, 15  # steps between checkpoints, and until the first that may be the best
@@ -83,10 +83,10 @@ class Fork:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
     for split, count, seed in (("train", 40, 0), ("test", 21, 1)):
-        pack_folders(picture_folders(folder / split, count, seed), folder / f"{split}.lmdb")
+        pack_folders(image_folders(folder / split, count, seed), folder / f"{split}.lmdb")
     return folder
 
 
@@ -159,14 +159,14 @@ def kill_and_repeat(
     check(folder / "straight", killed, steps)
 
 
-def recipe_of(task: str, steps: int, pictures: Path, path: Path) -> Path:
+def recipe_of(task: str, steps: int, images: Path, path: Path) -> Path:
     kept = {"every": EVERY, "keep": 2}
     evaluation = {"every": FIRST_EVALUATION, "n": 20}
-    return write_recipe(path, task, pictures, steps=steps, checkpoint=kept, evaluation=evaluation)
+    return write_recipe(path, task, images, steps=steps, checkpoint=kept, evaluation=evaluation)
 
 
-def test_three_kills_at_random_moments(pictures: Path, tmp_path: Path) -> None:
-    recipe = recipe_of("classifier", 60, pictures, tmp_path / "recipe.yaml")
+def test_three_kills_at_random_moments(images: Path, tmp_path: Path) -> None:
+    recipe = recipe_of("classifier", 60, images, tmp_path / "recipe.yaml")
     kill_and_repeat(Fork, recipe, tmp_path, ["going on", "saving", "going on"], random.Random(1))
 
 
@@ -184,9 +184,9 @@ def train_until_pointing(notes: str, argv: list[str], which: str) -> int:
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which: str, pictures: Path, tmp_path: Path) -> None:
+def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which: str, images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    recipe = recipe_of("classifier", 30, pictures, tmp_path / "recipe.yaml")
+    recipe = recipe_of("classifier", 30, images, tmp_path / "recipe.yaml")
     argv = ["--config", str(recipe), "--run-dir", str(run), "--max-steps", str(FIRST_EVALUATION)]
     notes = tmp_path / "notes"
     killed = ranks.start(train_until_pointing, str(notes), [*argv, "--device", "cpu"], which, world=1, output=notes)
@@ -204,8 +204,8 @@ def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which: str, picture
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_twenty_kills_at_random_moments(processes: int, pictures: Path, tmp_path: Path) -> None:
+def test_twenty_kills_at_random_moments(processes: int, images: Path, tmp_path: Path) -> None:
     draws = random.Random(processes)
     kinds = draws.sample(KINDS, k=20, counts=[9, 6, 5])
-    recipe = recipe_of("gan", 160, pictures, tmp_path / "recipe.yaml")
+    recipe = recipe_of("gan", 160, images, tmp_path / "recipe.yaml")
     kill_and_repeat(Command, recipe, tmp_path, kinds, draws, "--procs", str(processes))

@@ -48,14 +48,14 @@ def test_classifier_evaluate_and_predict(tmp_path: Path, packed: Path, capsys: p
     assert run_cli(evaluate.main, ["--checkpoint", str(run), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures == json.loads((run / "eval" / "metrics.json").read_text())
-    # 60 steps on 200 pictures learn far more than the 0.1 of guessing
+    # 60 steps on 200 images learn far more than the 0.1 of guessing
     assert figures["accuracy"] > 0.3
     assert sum(map(sum, figures["confusion"])) == 100
 
     with Dataset(packed / "test.lmdb") as reader:
-        pixels, label = reader.picture(0)
+        pixels, label = reader.image(0)
     cv2.imwrite(str(tmp_path / "a.png"), pixels)
-    (tmp_path / "b.jpg").write_text("not a picture")
+    (tmp_path / "b.jpg").write_text("not an image")
     code = run_cli(predict.main, ["--checkpoint", str(run), str(tmp_path / "a.png"), str(tmp_path / "b.jpg"), "--json"])
     first, second = json.loads(capsys.readouterr().out)
     assert code == 2
@@ -85,9 +85,9 @@ def test_gan_evaluate_and_generate(tmp_path: Path, packed: Path, capsys: pytest.
         out = ["--out", str(tmp_path / f"{name}.png"), "--seed", "5", "--n", "20"]
         assert run_cli(generate.main, ["grid", "--checkpoint", str(run), *out]) == 0
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
-    with Image.open(tmp_path / "one.png") as picture:
-        assert picture.size[0] >= 16
-        assert picture.getextrema() != (0, 0)
+    with Image.open(tmp_path / "one.png") as image:
+        assert image.size[0] >= 16
+        assert image.getextrema() != (0, 0)
 
 
 def test_training_that_breaks_stops_itself(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.dataset import Dataset
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import kill_at_checkpoint, rows, train_in_process
 from utils.checkpoint import file_sha256
@@ -32,9 +32,9 @@ def other(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
     for split in ("train", "test"):
         with Dataset(packed / f"{split}.lmdb") as reader:
             kept = [i for i in range(len(reader)) if reader.labels()[i] < 4]
-            pictures = torch.stack([torch.from_numpy(reader.picture(i)[0].copy()) for i in kept]).reshape(-1, 1, 16, 16)
+            images = torch.stack([torch.from_numpy(reader.image(i)[0].copy()) for i in kept]).reshape(-1, 1, 16, 16)
             labels, classes = reader.labels()[kept], list(reader.classes)[:4]
-        large = pictures.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3).numpy()
+        large = images.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3).numpy()
         pack_arrays(folder / f"{split}.lmdb", large, labels=labels, classes=classes)
     return folder
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from training.config import RunConfig
-from training.saving import Keeper
+from training.base.config import RunConfig
+from training.engine.checkpoints import CheckpointManager
 from utils.checkpoint import load_latest
 from utils.run_folder import RunFolder
 
@@ -41,29 +41,29 @@ class State:
         self.weights = state["weights"]
 
 
-def keeper_of(folder: Path, asynchronous: bool) -> Keeper:
+def keeper_of(folder: Path, asynchronous: bool) -> CheckpointManager:
     config = RunConfig(task="gan")
     config.checkpoint.asynchronous = asynchronous
     loader: Any = SimpleNamespace(reader=SimpleNamespace(meta=META))
-    return Keeper(config, RunFolder(folder), loader)
+    return CheckpointManager(config, RunFolder(folder), loader)
 
 
-def save(keeper: Keeper, state: State, step: int) -> None:
+def save(manager: CheckpointManager, state: State, step: int) -> None:
     for tensor in state.weights:
         tensor.fill_(step)
     best: dict[str, float | str] | None = {"metric": "x", "value": 1.0} if step % 3 == 0 else None
-    keeper.save(step, {"state": state}, ABOUT, best)
+    manager.save(step, {"state": state}, ABOUT, best)
 
 
 def write_until_killed(folder: Path, asynchronous: bool, pipe: int) -> None:
     """In the fork."""
-    keeper, state = keeper_of(folder, asynchronous), State()
-    content = keeper.restore({"state": state})
+    manager, state = keeper_of(folder, asynchronous), State()
+    content = manager.restore({"state": state})
     step = 0 if content is None else content["step"]
     while True:
         step += 1
-        save(keeper, state, step)
-        os.write(pipe, f"{keeper.saved_step}\n".encode())
+        save(manager, state, step)
+        os.write(pipe, f"{manager.saved_step}\n".encode())
 
 
 def kill_one(folder: Path, asynchronous: bool, moment: float) -> int:
@@ -103,8 +103,8 @@ def outcome(folder: Path, told: int, asynchronous: bool) -> dict[str, Any]:
     latest = load_latest(checkpoints, warn=warnings.append)
     found = -1 if latest is None else latest[1]["step"]
     whole = latest is None or all((w == found).all() for w in latest[1]["state"]["state"]["weights"])
-    keeper = keeper_of(folder, asynchronous=False)
-    save(keeper, State(), found + 1)
+    manager = keeper_of(folder, asynchronous=False)
+    save(manager, State(), found + 1)
     row = {"told": told, "found": found, "whole": bool(whole), "warnings": warnings, "leftovers": left}
     return row | {"asynchronous": asynchronous, "swept": leftovers(checkpoints)}
 

@@ -41,7 +41,7 @@ def run(argv: list[str], out: str, err: str) -> int:
 
 def main() -> None:
     """Serve until stdin is closed."""
-    for name in ("training.run", *MODULES.values()):
+    for name in ("training.engine.run", *MODULES.values()):
         importlib.import_module(name)
     gc.freeze()  # or every fork would copy the memory of all that was imported when it collects garbage
     for line in sys.stdin:

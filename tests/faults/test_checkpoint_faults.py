@@ -136,8 +136,8 @@ def test_fault_10_disk_full(
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
 
 
-def test_fault_10_no_room_for_pictures_and_events(gan_recipe: list[str], run: Path) -> None:
-    """Sample grids; TensorBoard's scalars, pictures and graphs; statistics of layers."""
+def test_fault_10_no_room_for_images_and_events(gan_recipe: list[str], run: Path) -> None:
+    """Sample grids; TensorBoard's scalars, images and graphs; statistics of layers."""
     config = run.with_name("recipe.yaml")
     config.write_text(config.read_text().replace("tensorboard: false", "tensorboard: true"))
     small = {run / "samples": "8k", run / "tensorboard": "64k"}

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.lmdb.reader import DamageError, LMDBReader
+from data.lmdb.writer import pack_arrays
 from data.sampler import GlobalSampler
-from data.store import DamageError, LMDBReader
-from data.writer import pack_arrays
 from tests.conftest import REPOSITORY
-from tests.data.conftest import change, flip, pictures, save
+from tests.data.conftest import change, flip, save
+from tests.data.conftest import images as sample_images
 from tests.data.test_dataset_damage import payload
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
@@ -34,7 +35,7 @@ def status(run: Path) -> tuple[str, int]:
 
 
 def repacked(source: Path, path: Path, encoding: str, damaged: int | None = None) -> Path:
-    """The same pictures in another encoding, with a flipped bit in one."""
+    """The same images in another encoding, with a flipped bit in one."""
     with LMDBReader(source) as reader:
         images, labels = reader.read(range(len(reader)))
         pack_arrays(path, images, labels, reader.classes, encoding=encoding)
@@ -73,7 +74,7 @@ def test_fault_14_truncated_file(
 def test_fault_15_zeroed_page(tmp_path: Path, encoding: str) -> None:
     """Every page in turn, LMDB's own as well: what is read afterwards is right, or it is refused."""
     path = tmp_path / "x.lmdb"
-    pack_arrays(path, pictures(100, side=16), np.arange(100) % 3, list("abc"), encoding=encoding, smallest=8)
+    pack_arrays(path, sample_images(100, side=16), np.arange(100) % 3, list("abc"), encoding=encoding, smallest=8)
     command = [sys.executable, "-m", "tests.faults.zeroed_pages", str(path), str(tmp_path / "scratch.lmdb")]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     pages = json.loads(done.stdout)
@@ -134,7 +135,7 @@ def test_fault_15_two_processes_count_a_record_once(recipe: list[str], packed: P
     assert [row["damaged_records"] for row in rows(tmp_path / "run") if "images" in row] == [1, 1, 1]
 
 
-def test_fault_15_flipped_byte_in_held_out_pictures(
+def test_fault_15_flipped_byte_in_held_out_images(
     command: Command, recipe: list[str], packed: Path, tmp_path: Path
 ) -> None:
     """Met at the evaluation after step 4, which is saved first: the training itself is sound."""
@@ -147,7 +148,7 @@ def test_fault_15_flipped_byte_in_held_out_pictures(
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_fault_15_flipped_byte_in_one_ranks_held_out_pictures(
+def test_fault_15_flipped_byte_in_one_ranks_held_out_images(
     request: pytest.FixtureRequest, packed: Path, tmp_path: Path, task: str
 ) -> None:
     """Found by review: one rank saved while the other one added up counts."""
@@ -193,7 +194,7 @@ def test_fault_16_file_without_completion_record(
 @pytest.mark.parametrize("label", [-1, 10])
 def test_fault_19_label_out_of_range(command: Command, packed: Path, tmp_path: Path, task: str, label: int) -> None:
     config = write_config(tmp_path / "recipe.yaml", task, packed)
-    images, classes = pictures(40, 1), [f"class {number}" for number in range(10)]
+    images, classes = sample_images(40, 1), [f"class {number}" for number in range(10)]
     pack_arrays(tmp_path / "x.lmdb", images, np.arange(40) % 10, classes)
     change_entry(tmp_path / "x.lmdb", label=label)
     run = ["train.py", "--config", config, "--run-dir", tmp_path / "run", "--data.val-path=null"]
@@ -211,9 +212,9 @@ def test_fault_19_head_of_other_classes(command: Command, recipe: list[str], tmp
 def test_fault_19_checkpoint_of_other_classes(command: Command, trained: Path, tmp_path: Path) -> None:
     """Fewer and more classes than the head of a trained classifier."""
     for count in (3, 12):
-        images, classes = pictures(24, 1, side=16), [f"class {number}" for number in range(count)]
+        images, classes = sample_images(24, 1, side=16), [f"class {number}" for number in range(count)]
         pack_arrays(tmp_path / f"{count}.lmdb", images, np.arange(24) % count, classes)
-        told = ("the classifier has 10 classes", f"the pictures {count}")
+        told = ("the classifier has 10 classes", f"the images {count}")
         command("evaluate.py", "--checkpoint", trained, "--data", tmp_path / f"{count}.lmdb").refusal(*told)
     assert not (trained / "eval").exists()
 
@@ -228,15 +229,15 @@ def test_fault_20_empty_class(command: Command, recipe: list[str], tmp_path: Pat
     assert "emu" in outcome.out  # named as skipped
     assert LMDBReader(tmp_path / "x.lmdb").classes == ["cat", "dog"]
     (tmp_path / "list.csv").write_text("path,label\nphotos/cat/a.png,0\nphotos/dog/a.png,2\nphotos/dog/b.png,2\n")
-    command("data.pack", tmp_path / "list.csv", tmp_path / "y.lmdb").refusal("list.csv: class 1 has no pictures")
+    command("data.pack", tmp_path / "list.csv", tmp_path / "y.lmdb").refusal("list.csv: class 1 has no images")
     assert not (tmp_path / "y.lmdb").exists()
-    pack_arrays(tmp_path / "gap.lmdb", pictures(20, 1, 16), np.arange(20) % 2 * 2, ["cat", "dog", "emu"])
-    command(*recipe, "--data.path", tmp_path / "gap.lmdb").refusal("gap.lmdb: class 'dog' has no picture")
+    pack_arrays(tmp_path / "gap.lmdb", sample_images(20, 1, 16), np.arange(20) % 2 * 2, ["cat", "dog", "emu"])
+    command(*recipe, "--data.path", tmp_path / "gap.lmdb").refusal("gap.lmdb: class 'dog' has no image")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("change_of", ["fewer", "renamed", "order"])
-def test_fault_20_other_classes_in_the_held_out_pictures(
+def test_fault_20_other_classes_in_the_held_out_images(
     command: Command, recipe: list[str], packed: Path, tmp_path: Path, change_of: str
 ) -> None:
     with LMDBReader(packed / "test.lmdb") as reader:

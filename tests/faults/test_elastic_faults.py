@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from tests.end_to_end.helpers import write_config
 from tests.end_to_end.ranks import printed, run, train, wait
 from tests.end_to_end.ranks import start as start_ranks
@@ -65,18 +65,18 @@ def test_fault_23_a_gan_names_the_divisor_that_is_missing(
     assert not folder.exists()
 
 
-# --- 30: an evaluation over pictures that neither ranks nor batches divide
+# --- 30: an evaluation over images that neither ranks nor batches divide
 
 
 def evaluate_here(data: str, batch_size: int, out: str) -> int:
     """A rank of the evaluation in a classifier's training; rank 0 writes what all counts came to."""
     import torch
 
-    import training.classifier as module
+    import training.classifier.task as module
     from data.dataset import Dataset
     from tests.slim import slim_down
-    from training.tasks import build_run_config
-    from utils import distributed
+    from training.engine.tasks import build_run_config
+    from utils.distributed import collectives
 
     slim_down()
     found: list[dict[str, Any]] = []
@@ -87,7 +87,7 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
         return found[-1]
 
     module.evaluate_classifier = kept
-    distributed.start(torch.device("cpu"))
+    collectives.start(torch.device("cpu"))
     tree = {"task": "classifier", "batch_size": 12, "data": {"path": data, "val_path": data}}
     config = build_run_config(tree | {"evaluation": {"batch_size": batch_size}, "seed": 5}, [], "test")
     with Dataset(data) as train_reader, Dataset(data) as reader:
@@ -95,16 +95,16 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
         figures = task.evaluate()
     rank = os.environ.get("RANK", "0")
     Path(f"{out}.{rank}.json").write_text(json.dumps({"counts": found[0], "figures": figures}))
-    distributed.stop()
+    collectives.stop()
     return 0
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [(23, 4), (2, 5)])  # of 2 pictures the third rank gets none
-def test_fault_30_every_picture_is_counted_once_by_all_ranks(count: int, batch_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "batch_size"), [(23, 4), (2, 5)])  # of 2 images the third rank gets none
+def test_fault_30_every_image_is_counted_once_by_all_ranks(count: int, batch_size: int, tmp_path: Path) -> None:
     draws = np.random.default_rng(2)
     labels = np.resize([0, 1, 1, 2, 3], count)
-    pictures = (draws.integers(0, 128, (count, 1, 16, 16)) + 32 * labels[:, None, None, None]).astype(np.uint8)
-    known = pack_arrays(tmp_path / "data.lmdb", pictures, labels=labels, classes=CLASSES[: labels.max() + 1])
+    images = (draws.integers(0, 128, (count, 1, 16, 16)) + 32 * labels[:, None, None, None]).astype(np.uint8)
+    known = pack_arrays(tmp_path / "data.lmdb", images, labels=labels, classes=CLASSES[: labels.max() + 1])
     found = {}
     for world in (1, 2, 3):
         out = tmp_path / f"world-{world}"

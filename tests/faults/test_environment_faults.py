@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 import train
-from data.record import Layout
-from data.store import LMDBReader
-from data.writer import LMDBWriter, pack_arrays
-from tests.data.conftest import pictures, save
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter, pack_arrays
+from tests.data.conftest import images as sample_images
+from tests.data.conftest import save
 from tests.end_to_end.ranks import start, wait
 from tests.faults.conftest import Command, own_process, with_mounts
 from utils.errors import run_cli
@@ -85,8 +86,8 @@ def train_with(argv: list[str], of_rank_1: list[str]) -> int:
 def test_fault_26_missing_data_on_one_node(recipe: list[str], packed: Path, tmp_path: Path) -> None:
     """Found by review: nobody printed what was wrong. Nor may the nodes' files differ."""
     _, *argv = [*recipe, "--device", "cpu"]
-    pack_arrays(tmp_path / "other.lmdb", pictures(200, 1, 16), np.arange(200) % 10, [str(i) for i in range(10)])
-    bad = {packed / "tarin.lmdb": "tarin.lmdb: no such file", tmp_path / "other.lmdb": "rank 1 has other pictures"}
+    pack_arrays(tmp_path / "other.lmdb", sample_images(200, 1, 16), np.arange(200) % 10, [str(i) for i in range(10)])
+    bad = {packed / "tarin.lmdb": "tarin.lmdb: no such file", tmp_path / "other.lmdb": "rank 1 has other images"}
     for path, told in bad.items():
         out = tmp_path / path.stem
         codes = wait(start(train_with, argv, ["--data.path", str(path)], world=2, output=out))
@@ -98,17 +99,17 @@ def test_fault_26_missing_data_on_one_node(recipe: list[str], packed: Path, tmp_
 
 @pytest.fixture
 def own_sizes(packed: Path, tmp_path: Path) -> Path:
-    """The training pictures as JPEGs of 80 px and more: a pattern of SHARDS files, each of which stays open."""
+    """The training images as JPEGs of 80 px and more: a pattern of SHARDS files, each of which stays open."""
     with LMDBReader(packed / "train.lmdb") as reader:
         images, labels = reader.read(range(len(reader)))
         layout = Layout(channels=1, resolutions=(0,), encoding="source")
         for shard in range(SHARDS):
             with LMDBWriter(tmp_path / f"own-{shard}.lmdb", layout, classes=reader.classes) as writer:
                 for number in range(shard, len(images), SHARDS):
-                    picture = np.asarray(Image.fromarray(images[number, 0]).resize((80 + number % 9, 80)))
+                    image = np.asarray(Image.fromarray(images[number, 0]).resize((80 + number % 9, 80)))
                     buffer = io.BytesIO()
-                    Image.fromarray(picture).save(buffer, format="JPEG")
-                    writer.add(picture[:, :, None], int(labels[number]), payload=buffer.getvalue())
+                    Image.fromarray(image).save(buffer, format="JPEG")
+                    writer.add(image[:, :, None], int(labels[number]), payload=buffer.getvalue())
                 writer.finish()
     return tmp_path / "own-*.lmdb"
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.pictures import fit
-from data.store import LMDBReader
+from data.images import fit
+from data.lmdb.reader import LMDBReader
 from tests.data.conftest import save
 from tests.faults.conftest import Command, own_process, with_mounts
 
@@ -22,7 +22,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
 
 @pytest.fixture(scope="session")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 300 pictures of noise in two classes: seven megabytes of raw pixels at 88 px."""
+    """A folder of 300 images of noise in two classes: seven megabytes of raw pixels at 88 px."""
     folder = tmp_path_factory.mktemp("many") / "many"
     for number in range(300):
         place = folder / ("cat", "dog")[number % 2] / f"{number:03d}.png"
@@ -111,7 +111,7 @@ sys.exit(run_cli(pack.main, sys.argv[3:]))
 def test_fault_17_killed_while_packing(
     command: Command, recipe: list[str], many: Path, content_hash: str, tmp_path: Path, name: str, calls: int
 ) -> None:
-    """kill -9 instead of a call: at the first picture, in the middle, around the last write and the rename."""
+    """kill -9 instead of a call: at the first image, in the middle, around the last write and the rename."""
     folder = tmp_path / "packed"
     path = folder / "x.lmdb"
     done = own_process("-c", KILLED, name, str(calls), *packing(many, path)[1:])
@@ -142,7 +142,7 @@ def test_fault_17_killed_while_a_file_is_replaced(
     assert names(path.parent) == ["x.lmdb"]
 
 
-# --- files that are no pictures
+# --- files that are no images
 
 
 def truncated(content: bytes) -> bytes:
@@ -157,13 +157,13 @@ BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "truncated.jpg": ("JPEG", truncated, "is truncated or damaged"),
     "truncated.png": ("PNG", truncated, "is truncated or damaged"),
     "flipped.png": ("PNG", flipped, "is truncated or damaged"),
-    "text.jpg": ("PNG", lambda _: b"this is no picture", "is not a picture (it begins with b'this is no p')"),
-    "program.png": ("PNG", lambda _: b"\x7fELF" + bytes(100), "is not a picture"),
+    "text.jpg": ("PNG", lambda _: b"this is no image", "is not an image (it begins with b'this is no p')"),
+    "program.png": ("PNG", lambda _: b"\x7fELF" + bytes(100), "is not an image"),
     "empty.png": ("PNG", lambda _: b"", "is an empty file"),
 }
 
 
-def picture_file(kind: str, pixels: np.ndarray = NOISE[:40, :40]) -> bytes:
+def image_file(kind: str, pixels: np.ndarray = NOISE[:40, :40]) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind)
     return buffer.getvalue()
@@ -177,12 +177,12 @@ def test_fault_18_broken_files(command: Command, tmp_path: Path, encoding: list[
     pack = ["data.pack", photos, path, "--no-duplicates", *encoding]
     for name, (kind, spoil, reason) in BROKEN.items():
         file = photos / "dog" / name
-        file.write_bytes(spoil(picture_file(kind)))
+        file.write_bytes(spoil(image_file(kind)))
         command(*pack).refusal(f"{file} {reason}", "--on-error skip")
         assert names(tmp_path) == ["photos"]
         file.unlink()
     for name, (kind, spoil, _) in BROKEN.items():
-        (photos / "dog" / name).write_bytes(spoil(picture_file(kind)))
+        (photos / "dog" / name).write_bytes(spoil(image_file(kind)))
     outcome = command(*pack, "--on-error", "skip", "--max-skipped", str(len(BROKEN))).success()
     assert ["skipped", str(len(BROKEN))] in [line.split() for line in outcome.out.splitlines()]
     for name, (_, _, reason) in BROKEN.items():
@@ -197,13 +197,13 @@ def test_fault_18_broken_files(command: Command, tmp_path: Path, encoding: list[
 def test_fault_18_a_class_of_broken_files_only(command: Command, tmp_path: Path) -> None:
     save(tmp_path / "photos" / "cat" / "a.png")
     (tmp_path / "photos" / "dog").mkdir()
-    (tmp_path / "photos" / "dog" / "b.png").write_text("no picture")
+    (tmp_path / "photos" / "dog" / "b.png").write_text("no image")
     refusal = command("data.pack", tmp_path / "photos", tmp_path / "x.lmdb", "--on-error", "skip")
-    refusal.refusal("no picture of class dog could be used, 1 skipped", "b.png")
+    refusal.refusal("no image of class dog could be used, 1 skipped", "b.png")
     assert names(tmp_path) == ["photos"]
 
 
-# --- all kinds of pictures
+# --- all kinds of images
 
 
 def exif(orientation: int) -> Image.Exif:
@@ -255,7 +255,7 @@ def write_refused(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("encoding", ["raw", "source"])
-def test_fault_21_every_kind_of_picture(command: Command, tmp_path: Path, encoding: str) -> None:
+def test_fault_21_every_kind_of_image(command: Command, tmp_path: Path, encoding: str) -> None:
     expected = write_kinds(tmp_path / "photos")
     refused = write_refused(tmp_path / "photos")
     path = tmp_path / "x.lmdb"
@@ -269,7 +269,7 @@ def test_fault_21_every_kind_of_picture(command: Command, tmp_path: Path, encodi
     with LMDBReader(path) as reader:
         assert len(reader) == len(expected)
         for record, name in enumerate(sorted(expected)):
-            pixels = reader.picture(record)[0]
+            pixels = reader.image(record)[0]
             wanted = expected[name] if encoding == "source" else fit(expected[name], 16, "crop")
             assert pixels.shape == wanted.shape, name
             # Pillow composites transparency in integers

@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.end_to_end.helpers import GAN
 from tests.faults.conftest import Command, start
-from training.tasks import build_run_config
+from training.engine.tasks import build_run_config
 from utils.config import read_yaml
 from utils.errors import UserError
 
@@ -111,10 +111,10 @@ def test_fault_25_two_runs_on_one_folder(command: Command, gan_recipe: list[str]
 def test_fault_31_a_checkpoint_of_the_wrong_task(
     command: Command, recipe: list[str], trained: Path, gan_trained: Path, tmp_path: Path
 ) -> None:
-    picture = tmp_path / "a.png"
-    Image.fromarray(np.zeros((16, 16), np.uint8)).save(picture)
+    image = tmp_path / "a.png"
+    Image.fromarray(np.zeros((16, 16), np.uint8)).save(image)
     grid = tmp_path / "grid.png"
-    command("predict.py", "--checkpoint", gan_trained, picture).refusal(
+    command("predict.py", "--checkpoint", gan_trained, image).refusal(
         "task 'gan'", "a 'classifier' checkpoint is needed"
     )
     command("generate.py", "grid", "--checkpoint", trained, "--out", grid).refusal(

@@ -14,9 +14,10 @@ from models import resnet
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
 from tests.slim import SlimResNet
-from training import guard
-from training.optim import Mixed, OptimizerConfig, Updater
-from utils import determinism, distributed, inject
+from training.engine import health
+from training.optim.updater import OptimizerConfig, Precision, Updater
+from utils import determinism, inject
+from utils.distributed import collectives
 from utils.errors import TrainingHalted, run_cli
 
 SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
@@ -68,7 +69,7 @@ def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path: Path, packed: Path, fa
     """Rank 1's NaN masks rank 0's update too: the weights stay equal, which is compared after every step."""
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:3:nan")
-    options = ["--procs", "2", "--distributed.check-every", "1", *SHORT]
+    options = ["--procs", "2", "--collectives.check-every", "1", *SHORT]
     own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options).success()
     assert rows(tmp_path / "run")[-1]["nonfinite_updates"] == 1
     assert math.isfinite(rows(tmp_path / "run")[-1]["loss/generator"])
@@ -137,7 +138,7 @@ def test_fault_28_on_one_rank(tmp_path: Path, packed: Path, fail_at: Any) -> Non
 def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at: Any) -> None:
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:4:unequal")
-    options = ["--procs", "2", "--distributed.check-every", "2", *SHORT]
+    options = ["--procs", "2", "--collectives.check-every", "2", *SHORT]
     found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
     assert found.code == 4
     found.error("do not hold the same numbers any more after step 4", "generator on rank 1")
@@ -147,26 +148,26 @@ def test_what_is_compared(tmp_path: Path) -> None:
     """Weights, averages, statistics, moments and numbers."""
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     network.register_buffer("w_avg", torch.zeros(3))
-    updater = Updater(network, OptimizerConfig(name="adam"), Mixed("fp32", torch.device("cpu")), 10)
+    updater = Updater(network, OptimizerConfig(name="adam"), Precision("fp32", torch.device("cpu")), 10)
     network(torch.ones(1, 1, 2, 2)).sum().backward()
     updater.step(0)
-    parts = guard.shared_tensors({"network": network, "optimizer": updater, "mixed": updater.mixed})
+    parts = health.shared_tensors({"network": network, "optimizer": updater, "mixed": updater.mixed})
     assert {name: len(tensors) for name, tensors in parts.items() if name != "optimizer"} == {"network": 8}
     assert len(parts["optimizer"]) > 8  # two moments and a step of four parameters, and the rates
-    prints = distributed.fingerprints(parts, torch.device("cpu"))
+    prints = collectives.fingerprints(parts, torch.device("cpu"))
     with torch.no_grad():
         next(network.parameters()).view(-1)[0] += 1e-7
-    changed = distributed.fingerprints(parts, torch.device("cpu"))
+    changed = collectives.fingerprints(parts, torch.device("cpu"))
     assert (prints != changed).tolist() == [True, False]
 
 
 def test_parameters_without_a_gradient_are_named() -> None:
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-    updater = Updater(network, OptimizerConfig(name="sgd"), Mixed("fp32", torch.device("cpu")), 10)
+    updater = Updater(network, OptimizerConfig(name="sgd"), Precision("fp32", torch.device("cpu")), 10)
     network[0](torch.ones(1, 2)).sum().backward()
-    assert guard.unused_parameters({"x": updater}) == ""
+    assert health.unused_parameters({"x": updater}) == ""
     updater.step(0)
-    assert "x: 1.weight, 1.bias" in guard.unused_parameters({"x": updater})
+    assert "x: 1.weight, 1.bias" in health.unused_parameters({"x": updater})
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
@@ -198,18 +199,18 @@ def test_the_seed_of_pythons_hashes_does_not_matter(
 
 
 def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) -> None:
-    from training.tasks import build_run_config
+    from training.engine.tasks import build_run_config
 
     config = build_run_config({"task": "gan", "data": {"path": str(packed / "train.lmdb")}}, [], "x")
     error = RuntimeError(
         "grid_sampler_2d_backward_cuda does not have a deterministic implementation, but you set "
         "'torch.use_deterministic_algorithms(True)'."
     )
-    told = guard.explain(error, config, 3, 16)
+    told = health.explain(error, config, 3, 16)
     assert told is not None
     assert "grid_sampler_2d_backward_cuda has no deterministic form" in told
     assert determinism.refused(RuntimeError("something else")) is None
-    assert guard.explain(RuntimeError("something else"), config, 3, 16) is None
+    assert health.explain(RuntimeError("something else"), config, 3, 16) is None
 
 
 def test_halting_keeps_its_reason() -> None:

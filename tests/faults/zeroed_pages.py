@@ -1,8 +1,8 @@
 """Zero every page of a packed file in turn and read it: `python -m tests.faults.zeroed_pages FILE SCRATCH`.
 
 Each page is tried in a fork, since a read that goes wrong may end the process. Prints a JSON list with, for each page,
-its kind and what reading and `verify` made of it: "the same" pictures and labels as before, "refused" with a UserError,
-"other" pictures or labels, "raised" another error, or the name of a signal.
+its kind and what reading and `verify` made of it: "the same" images and labels as before, "refused" with a UserError,
+"other" images or labels, "raised" another error, or the name of a signal.
 """
 
 import json
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.store import LMDBReader
-from data.verify import verify
+from data.lmdb.reader import LMDBReader
+from data.lmdb.verify import verify
 from utils.errors import UserError
 
 PAGE = 4096  # bytes
@@ -44,7 +44,7 @@ def contents(path: Path) -> list[bytes]:
     for side in sides:
         with LMDBReader(path, resolution=side) as reader:
             found.append(reader.labels().tobytes())
-            found += [np.ascontiguousarray(reader.picture(index)[0]).tobytes() for index in range(len(reader))]
+            found += [np.ascontiguousarray(reader.image(index)[0]).tobytes() for index in range(len(reader))]
     return found
 
 

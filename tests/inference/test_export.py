@@ -19,7 +19,7 @@ NEAR, INT8 = FORMATS["onnx"], FORMATS["int8"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A classifier's run whose config names its pictures."""
+    """A classifier's run whose config names its images."""
     folder = tmp_path_factory.mktemp("export")
     places = {"path": str(pack(folder / "train.lmdb", seed=1)), "val_path": str(pack(folder / "test.lmdb", seed=2))}
     return classifier_run(folder / "run", data=places)
@@ -42,8 +42,8 @@ def test_a_row_has_difference_agreement_and_accuracy():
     assert (row.largest_difference, row.agreement, row.accuracy, row.accuracy_change) == (1.0, 0.75, 0.5, -0.25)
     row = of_logits(found, original)
     assert (row.agreement, row.accuracy, row.accuracy_change) == (0.75, None, None)
-    pictures = compare("x", 1, torch.zeros(2, 1, 2, 2), torch.ones(2, 1, 2, 2), None, classes=False)
-    assert (pictures.largest_difference, pictures.agreement) == (1.0, None)
+    images = compare("x", 1, torch.zeros(2, 1, 2, 2), torch.ones(2, 1, 2, 2), None, classes=False)
+    assert (images.largest_difference, images.agreement) == (1.0, None)
     assert compare("x", 1, torch.zeros(2, 3), torch.zeros(1, 3), None, classes=False).largest_difference == math.inf
 
 
@@ -142,13 +142,13 @@ def test_the_file_of_weights_can_be_exported_on(run, tmp_path, capsys):
     data = str(run.parent / "test.lmdb")
     assert script.main(command(run, first, "--data", data)) == 0
     assert "largest difference" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"no pictures to check.*its config names none.*with --data X\.lmdb"):
+    with pytest.raises(UserError, match=r"no images to check.*its config names none.*with --data X\.lmdb"):
         script.main(command(first, second))
     assert script.main(command(first, second, "--data", data)) == 0
     assert second.stat().st_size == first.stat().st_size
 
 
-def test_generators_are_exported_without_pictures(runs, tmp_path, capsys):
+def test_generators_are_exported_without_images(runs, tmp_path, capsys):
     assert script.main([*command(runs["grey"], tmp_path / "g.safetensors"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in told["rows"]] == ["fp32 eager", "bf16", "safetensors"]
@@ -213,7 +213,7 @@ def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, capsys):
     cases = {
         "is a folder; name a file": command(run, tmp_path),
         "int8 is for classifiers": command(runs["grey"], tmp_path / "x", form="int8"),
-        "no pictures to check the export with": command(runs["classifier"], tmp_path / "x"),
+        "no images to check the export with": command(runs["classifier"], tmp_path / "x"),
         "nowhere.lmdb": command(run, tmp_path / "x", "--data", "nowhere.lmdb"),
         "no such run folder or checkpoint": command(tmp_path / "none", tmp_path / "x"),
     }
@@ -225,7 +225,7 @@ def test_bad_input_is_one_line_with_the_remedy(run, runs, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_held_out_pictures_come_first_then_those_of_training(run, tmp_path):
+def test_the_held_out_images_come_first_then_those_of_training(run, tmp_path):
     test, train = run.parent / "test.lmdb", run.parent / "train.lmdb"
     config = {"data": {"path": str(train), "val_path": str(test)}}
     checkpoint = {"config": config, "shape": {"resolution": 8}}

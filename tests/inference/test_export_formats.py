@@ -19,18 +19,18 @@ from utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def sample_images(tmp_path_factory):
     """A packed file in the order of classes."""
-    return pack(tmp_path_factory.mktemp("pictures") / "x.lmdb", count=60)
+    return pack(tmp_path_factory.mktemp("images") / "x.lmdb", count=60)
 
 
 @pytest.fixture(scope="module")
-def subjects(runs, pictures, tmp_path_factory):
+def subjects(runs, sample_images, tmp_path_factory):
     """Networks by name; `growing` is at a smaller stage of its growth, half faded in."""
     made = {name: generator_subject(load(resolve(runs[name])), batch_size=24) for name in ("grey", "plain", "r3")}
     grown = load(resolve(gan_run(tmp_path_factory.mktemp("runs") / "growing", styled(side=16))))
     made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24)
-    with Dataset(pictures) as reader:
+    with Dataset(sample_images) as reader:
         checkpoint = load(resolve(runs["classifier"]))
         made["classifier"] = classifier_subject(
             checkpoint, reader, count=30, batch_size=16, calibration=reader, calibrated=20
@@ -130,13 +130,13 @@ def test_a_generator_is_checked_on_the_samples_of_evaluation(subjects):
     assert subjects["plain"].names == ("z",)
 
 
-def test_pictures_are_drawn_from_all_classes_and_calibration_sees_others(subjects, pictures):
+def test_images_are_drawn_from_all_classes_and_calibration_sees_others(subjects, sample_images):
     subject = subjects["classifier"]
     images = torch.cat([batch[0] for batch in subject.batches])
     ranges = torch.cat([batch[0] for batch in subject.calibration])
     assert (len(images), len(ranges)) == (30, 20)
     assert set(subject.labels.tolist()) == {0, 1, 2}
-    with Dataset(pictures) as reader:
+    with Dataset(sample_images) as reader:
         stored, labels = reader.read(range(60))
     everything = classifier_input(subject.network, torch.from_numpy(stored))
     place = [[i for i in range(60) if everything[i].equal(image)] for image in (*images, *ranges)]
@@ -145,7 +145,7 @@ def test_pictures_are_drawn_from_all_classes_and_calibration_sees_others(subject
     assert [labels[found[0]] for found in place[:30]] == subject.labels.tolist()
 
 
-def test_few_pictures_are_shared_between_check_and_calibration(runs, tmp_path):
+def test_few_images_are_shared_between_check_and_calibration(runs, tmp_path):
     checkpoint = load(resolve(runs["classifier"]))
     with Dataset(pack(tmp_path / "few.lmdb", count=9)) as reader:
         subject = classifier_subject(checkpoint, reader, count=50, batch_size=4, calibration=reader, calibrated=50)
@@ -155,7 +155,7 @@ def test_few_pictures_are_shared_between_check_and_calibration(runs, tmp_path):
     assert [sum(len(b[0]) for b in part) for part in (subject.batches, subject.calibration)] == [9, 50]
 
 
-def test_pictures_of_other_classes_are_refused_and_unlabelled_ones_are_not_scored(runs, tmp_path):
+def test_images_of_other_classes_are_refused_and_unlabelled_ones_are_not_scored(runs, tmp_path):
     checkpoint = load(resolve(runs["classifier"]))
     with (
         Dataset(pack(tmp_path / "other.lmdb", classes=["a", "b"])) as reader,

@@ -36,11 +36,11 @@ def pixels(path):
 
 
 @pytest.fixture
-def picture(runs, tmp_path, generator):
+def sample_image(runs, tmp_path, generator):
     """A file with one of the generator's own samples, of class `light`."""
-    own = sampler_of(generator, chosen=[2], noise_mode="const").pictures([0])[0, 0].numpy()
-    Image.fromarray(own).save(tmp_path / "picture.png")
-    return tmp_path / "picture.png"
+    own = sampler_of(generator, chosen=[2], noise_mode="const").images([0])[0, 0].numpy()
+    Image.fromarray(own).save(tmp_path / "image.png")
+    return tmp_path / "image.png"
 
 
 QUICK = {
@@ -67,7 +67,7 @@ def test_each_command_is_the_same_for_a_seed_and_another_for_another(runs, tmp_p
 
 
 @pytest.mark.parametrize("command", ["truncation", "mix", "interpolate", "dataset"])
-def test_noise_and_truncation_reach_the_pictures(runs, tmp_path, command):
+def test_noise_and_truncation_reach_the_images(runs, tmp_path, command):
     name, options = QUICK[command]
     settings = [[], ["--noise-mode", "none"], ["--truncation-cutoff", "1"]]
     if command != "truncation":
@@ -108,9 +108,9 @@ def test_a_data_set(runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("space", ["w", "w+", "both"])
-def test_projecting_its_own_sample(runs, picture, tmp_path, capsys, space):
+def test_projecting_its_own_sample(runs, sample_image, tmp_path, capsys, space):
     out, latents = tmp_path / "x.png", tmp_path / "x.safetensors"
-    options = ["--picture", picture, "--features", "pixels", "--steps", 100, "--space", space, "--save", latents]
+    options = ["--image", sample_image, "--features", "pixels", "--steps", 100, "--space", space, "--save", latents]
     assert call("project", "--checkpoint", runs["grey"], "--out", out, *options) == 0
     lines = capsys.readouterr().out.splitlines()
     names = {"w": ["w"], "w+": ["w+"], "both": ["w", "w+"]}[space]
@@ -127,12 +127,12 @@ def test_projecting_its_own_sample(runs, picture, tmp_path, capsys, space):
     assert about["rmse"][names[-1]] == pytest.approx(errors[-1], abs=1e-3)
     found = pixels(out)
     assert found.shape[1] == pytest.approx((1 + len(names)) * (192 + 4) + 8, abs=4)
-    wanted = pixels(picture)
+    wanted = pixels(sample_image)
     shown = found[-4 - 192 : -4 : 24, 8 : 8 + 192 : 24]
     np.testing.assert_array_equal(shown, wanted)
 
 
-def test_w_plus_refines_what_w_has_found(runs, picture, tmp_path, monkeypatch):
+def test_w_plus_refines_what_w_has_found(runs, sample_image, tmp_path, monkeypatch):
     calls = []
     plain = Projector.search
 
@@ -142,17 +142,17 @@ def test_w_plus_refines_what_w_has_found(runs, picture, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Projector, "search", watched)
-    options = ["--picture", picture, "--features", "pixels", "--steps", 2]
+    options = ["--image", sample_image, "--features", "pixels", "--steps", 2]
     assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "x.png", *options) == 0
     assert [named[:2] for named in calls] == [("w", False), ("w+", True)]
     assert calls[1][2] is calls[0][3]
 
 
-def test_projection_in_detail(runs, picture, tmp_path, generator):
+def test_projection_in_detail(runs, sample_image, tmp_path, generator):
     """The saved w is what was drawn; noise is saved where it was searched for; a class is where it starts."""
     out, latents = tmp_path / "x.png", tmp_path / "x.safetensors"
     options = ["--features", "pixels", "--steps", 5, "--noise-mode", "optimise", "--classes", "grey", "--lr", ".2"]
-    base = ["project", "--checkpoint", runs["grey"], "--picture", picture, "--out", out, *options]
+    base = ["project", "--checkpoint", runs["grey"], "--image", sample_image, "--out", out, *options]
     assert call(*base, "--save", latents) == 0
     tensors = load_file(latents)
     noise = [tensors[f"w+.noise.{layer}"] for layer in range(3)]
@@ -168,13 +168,13 @@ def test_projection_in_detail(runs, picture, tmp_path, generator):
     assert latents.read_bytes() != first
 
 
-def test_a_picture_is_brought_to_size_as_in_training(runs, tmp_path):
-    """The run's pictures were padded: a wide one has black above and below, unless it is to be cropped."""
+def test_a_image_is_brought_to_size_as_in_training(runs, tmp_path):
+    """The run's images were padded: a wide one has black above and below, unless it is to be cropped."""
     Image.fromarray(np.full((8, 16), 255, np.uint8)).save(tmp_path / "wide.png")
     shown = {}
     for mode in ("", "pad", "crop"):
         out = tmp_path / f"x{mode}.png"
-        options = ["--picture", tmp_path / "wide.png", "--features", "pixels", "--steps", 1, "--space", "w"]
+        options = ["--image", tmp_path / "wide.png", "--features", "pixels", "--steps", 1, "--space", "w"]
         options += ["--resize", mode] if mode else []
         assert call("project", "--checkpoint", runs["grey"], "--out", out, *options) == 0
         shown[mode] = pixels(out)[-4 - 192 : -4 : 24, 8 : 8 + 192 : 24]
@@ -193,7 +193,7 @@ def test_r3gan_does_what_needs_no_w(runs, tmp_path, capsys):
     for command, options in (
         ("truncation", []),
         ("mix", []),
-        ("project", ["--picture", tmp_path / "p.png", "--features", "pixels"]),
+        ("project", ["--image", tmp_path / "p.png", "--features", "pixels"]),
         ("grid", ["--truncation-psi", "0.5"]),
     ):
         told = refused(capsys, command, *base, "--out", tmp_path / "y.png", *options)
@@ -203,13 +203,13 @@ def test_r3gan_does_what_needs_no_w(runs, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.png", "x.gif", "x.lmdb", "x.png"]
 
 
-def test_refusals(runs, picture, tmp_path, capsys, no_weights):
+def test_refusals(runs, sample_image, tmp_path, capsys, no_weights):
     out = tmp_path / "out"
 
     def with_out(command, name, *options, run="grey"):
         return [command, "--checkpoint", runs[run], "--out", out / name, *options]
 
-    project = ["--picture", picture, "--features", "pixels"]
+    project = ["--image", sample_image, "--features", "pixels"]
     for argv, told in (
         *((with_out(command, "x.jpg"), "end in .png") for command in ("grid", "truncation", "mix")),
         (with_out("project", "x.jpg", *project), "end in .png"),
@@ -226,11 +226,11 @@ def test_refusals(runs, picture, tmp_path, capsys, no_weights):
         (with_out("grid", "x.png", "--classes", "drak"), "did you mean 'dark'"),
         (with_out("grid", "x.png", "--classes", "dark", run="plain"), "unconditional"),
         (with_out("mix", "x.png", run="classifier"), "'gan' checkpoint is needed"),
-        (with_out("project", "x.png"), "--picture"),
-        (with_out("project", "x.png", "--picture", picture), "--features pixels"),
-        (with_out("project", "x.png", "--picture", tmp_path / "absent.png"), "absent.png: No such file"),
-        (with_out("project", "x.png", "--picture", runs["grey"]), "Is a directory"),
-        (with_out("project", "x.png", "--picture", runs["grey"] / "checkpoints/last.json"), "is not a picture"),
+        (with_out("project", "x.png"), "--image"),
+        (with_out("project", "x.png", "--image", sample_image), "--features pixels"),
+        (with_out("project", "x.png", "--image", tmp_path / "absent.png"), "absent.png: No such file"),
+        (with_out("project", "x.png", "--image", runs["grey"]), "Is a directory"),
+        (with_out("project", "x.png", "--image", runs["grey"] / "checkpoints/last.json"), "is not an image"),
         (with_out("project", "x.png", *project, "--save", out / "x.pt"), "--save"),
         (with_out("project", "x.png", *project, "--pixel-weight", "0"), "nothing to compare"),
         (with_out("project", "x.png", *project, "--lr", "0"), "--lr above 0"),
@@ -274,7 +274,7 @@ def test_progress_goes_to_stderr(runs, tmp_path, capsys, monkeypatch):
         name, options = QUICK[command]
         assert call(command, "--checkpoint", runs["grey"], "--out", tmp_path / name, *options) == 0
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "p.png")
-    search = ["--picture", tmp_path / "p.png", "--features", "pixels", "--steps", 3]
+    search = ["--image", tmp_path / "p.png", "--features", "pixels", "--steps", 3]
     assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "x.png", *search) == 0
     assert shown == [["frames", 4, 4, None], ["samples", 5, 5, None], ["projecting", 6, 6, None]]
 

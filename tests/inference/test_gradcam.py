@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 import predict
-from inference.gradcam import grad_cam, output_files, overlay, picture_heat
+from inference.gradcam import grad_cam, image_heat, output_files, overlay
 from models.resnet import Classifier, ResNetConfig
 from tests.metrics.conftest import CLASSES, classifier_run
 from utils.errors import UserError, run_cli
@@ -79,7 +79,7 @@ def test_at_the_last_stage_it_is_cam():
 
 
 def stripes(count: int, side: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pictures with one striped patch at a random place on noise; its direction is the class. Corners [n, 2]."""
+    """Images with one striped patch at a random place on noise; its direction is the class. Corners [n, 2]."""
     draw = generator(0, "test", "stripes")
     batch = 0.2 * torch.randn(count, 1, side, side, generator=draw)
     labels = torch.arange(count) % 2
@@ -117,8 +117,8 @@ def test_the_map_peaks_at_the_object_of_the_class_that_is_asked_for():
             put(image, label, *places[(label + number) % 2])
     for label in (0, 1):
         heat = grad_cam(model, both, torch.full((8,), label), "3")
-        for number, picture in enumerate(heat):
-            row, column = divmod(int(picture.argmax()), 24)
+        for number, sample_image in enumerate(heat):
+            row, column = divmod(int(sample_image.argmax()), 24)
             top, left = places[(label + number) % 2]
             assert top - 1 <= row <= top + 6, (label, number, row, column)
             assert left - 1 <= column <= left + 6
@@ -131,26 +131,26 @@ def test_layers_without_maps_and_unknown_ones_are_refused():
         grad_cam(classifier(), images(), torch.tensor([0, 1]), "layer5")
 
 
-def test_heat_is_scaled_picture_by_picture_and_may_be_none(monkeypatch):
+def test_heat_is_scaled_image_by_image_and_may_be_none(monkeypatch):
     model = classifier().float()
-    pictures = torch.randint(0, 256, (3, 1, 32, 32), dtype=torch.uint8, generator=generator(0, "test"))
-    heat = picture_heat(model, pictures, torch.tensor([0, 1, 2]))
+    sample_images = torch.randint(0, 256, (3, 1, 32, 32), dtype=torch.uint8, generator=generator(0, "test"))
+    heat = image_heat(model, sample_images, torch.tensor([0, 1, 2]))
     assert heat.dtype == torch.float32
     assert heat.min() >= 0
     assert heat.amax((1, 2)).tolist() == [1.0, 1.0, 1.0]
     model.network.fc.weight.fill_(-1.0)  # every map speaks against every class
-    assert picture_heat(model, pictures, torch.tensor([0, 1, 2])).abs().max() == 0
+    assert image_heat(model, sample_images, torch.tensor([0, 1, 2])).abs().max() == 0
 
 
-def test_overlay_leaves_a_picture_as_it_is_where_there_is_no_heat():
-    picture = torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8, generator=generator(0, "test"))
+def test_overlay_leaves_a_image_as_it_is_where_there_is_no_heat():
+    sample_image = torch.randint(0, 256, (1, 8, 8), dtype=torch.uint8, generator=generator(0, "test"))
     heat = torch.zeros(4, 4)
-    large, shown = overlay(picture, heat)
+    large, shown = overlay(sample_image, heat)
     assert large.shape == (3, 224, 224)
     assert torch.equal(large, shown)
-    assert torch.equal(large[:, ::28, ::28], picture.expand(3, -1, -1))
+    assert torch.equal(large[:, ::28, ::28], sample_image.expand(3, -1, -1))
     heat[0, 3] = 1.0
-    _, shown = overlay(picture, heat)
+    _, shown = overlay(sample_image, heat)
     changed = (shown != large).any(0)
     assert changed[10, 210]
     assert not changed[112:, :].any()
@@ -199,10 +199,10 @@ def draw_files(tmp_path: Path) -> list[str]:
     return files
 
 
-def test_predict_writes_a_picture_for_each_readable_file(tmp_path, capsys):
+def test_predict_writes_a_image_for_each_readable_file(tmp_path, capsys):
     files = draw_files(tmp_path)
     broken = tmp_path / "broken.png"
-    broken.write_bytes(b"no picture")
+    broken.write_bytes(b"no image")
     out = tmp_path / "maps"
     common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--json", "--batch-size", "2"]
     arguments = [*common, files[0], str(broken), *files[1:]]
@@ -216,20 +216,20 @@ def test_predict_writes_a_picture_for_each_readable_file(tmp_path, capsys):
     assert names == [name and str(out / name) for name in written]
     assert sorted(path.name for path in out.iterdir()) == sorted(filter(None, written))
     for path in out.iterdir():
-        with Image.open(path) as picture:
-            assert abs(picture.width - 2 * (224 + 12)) < 20
-            assert abs(picture.height - (224 + 2 * 14 + 14)) < 10
+        with Image.open(path) as sample_image:
+            assert abs(sample_image.width - 2 * (224 + 12)) < 20
+            assert abs(sample_image.height - (224 + 2 * 14 + 14)) < 10
 
 
 def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch):
     asked: list[list[int]] = []
-    real = predict.gradcam.picture_heat
+    real = predict.gradcam.image_heat
 
     def spy(model, images, targets, layer):
         asked.append(targets.tolist())
         return real(model, images, targets, layer)
 
-    monkeypatch.setattr(predict.gradcam, "picture_heat", spy)
+    monkeypatch.setattr(predict.gradcam, "image_heat", spy)
     files = draw_files(tmp_path)
     common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--gradcam", str(tmp_path / "m"), *files]
     assert run_cli(predict.main, common) == 0

@@ -10,13 +10,13 @@ from PIL import Image
 from torch import nn
 
 from data.dataset import Dataset
-from data.writer import pack_arrays
+from data.lmdb.writer import pack_arrays
 from inference import influence as command
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion, weights_of
 from inference.sample_gradients import head_gradients, matching_parameters, sample_gradients
 from models.resnet import Classifier, ResNetConfig
 from models.restore import classifier_from
-from tests.conftest import sample_pictures
+from tests.conftest import sample_images
 from tests.end_to_end.test_train_kill_resume import train_in_process
 from tests.metrics.conftest import gan_run
 from utils.checkpoint import load, newest_first
@@ -130,9 +130,9 @@ def test_parameters_are_named_by_layers_and_patterns():
 
 @pytest.fixture(scope="module")
 def flipped(tmp_path_factory):
-    """A run on 240 pictures of which 12 have another class's label; (run, data, numbers of the wrong ones)."""
+    """A run on 240 images of which 12 have another class's label; (run, data, numbers of the wrong ones)."""
     folder = tmp_path_factory.mktemp("flipped")
-    images, labels, names = sample_pictures("train", 60)
+    images, labels, names = sample_images("train", 60)
     kept = [names.index(next(n for n in names if n.lower() == name)) for name in CHOSEN]
     rows = np.isin(labels, kept)
     images, labels = images[rows], np.array([kept.index(label) for label in labels[rows]])
@@ -204,7 +204,7 @@ def test_influence_is_its_definition(flipped):
             )
 
 
-def test_a_step_on_a_helpful_picture_lowers_the_loss():
+def test_a_step_on_a_helpful_image_lowers_the_loss():
     """The sign: of a linear model's head, to first order."""
     model, (images, labels) = net(), batch()
     own, _ = head_gradients(model, images[:1], labels[:1])
@@ -231,11 +231,11 @@ def test_weights_of_checkpoints():
 
 
 def test_confident_learning_by_hand():
-    """Thresholds are the mean probability of each class in the pictures labelled so: 0.5 and 0.8."""
+    """Thresholds are the mean probability of each class in the images labelled so: 0.5 and 0.8."""
     own = [[0.8, 0.2], [0.2, 0.8], [0.1, 0.9], [0.35, 0.65], [0.05, 0.95]]
     found = Suspicion(torch.tensor([1.0, 3, 2, 0, 0]), torch.tensor(own).double(), torch.tensor([0, 0, 1, 1, 1]))
     assert found.given.tolist() == pytest.approx([0.8, 0.2, 0.9, 0.65, 0.95])
-    # picture 1: class 1 has 0.8, below its threshold (0.9 + 0.65 + 0.95) / 3 = 0.833, so that it is not an issue
+    # image 1: class 1 has 0.8, below its threshold (0.9 + 0.65 + 0.95) / 3 = 0.833, so that it is not an issue
     assert found.issues().tolist() == [-1, -1, -1, -1, -1]
     own[1] = [0.1, 0.9]
     found = Suspicion(found.self_influence, torch.tensor(own).double(), found.labels)
@@ -263,8 +263,8 @@ def test_the_command_lists_wrong_labels(flipped, tmp_path, capsys):
     for item in document["mislabelled"]:
         assert item["label"] != item["named"]
     assert "not what the classifier was trained on" not in err
-    with Image.open(tmp_path / "x" / "wrong.png") as picture:
-        assert picture.width > 1000
+    with Image.open(tmp_path / "x" / "wrong.png") as sample_image:
+        assert sample_image.width > 1000
     code, out, _ = run(capsys, *common, "--top", 2, "--by", "self-influence")
     assert code == 0
     assert len(out.splitlines()) == 3
@@ -273,13 +273,13 @@ def test_the_command_lists_wrong_labels(flipped, tmp_path, capsys):
 def test_the_command_explains_a_prediction(flipped, tmp_path, capsys):
     folder, data, _ = flipped
     with Dataset(data) as reader:
-        Image.fromarray(reader.picture(5)[0][:, :, 0]).save(tmp_path / "shown.png")
+        Image.fromarray(reader.image(5)[0][:, :, 0]).save(tmp_path / "shown.png")
     common = [
         "--checkpoint",
         folder,
         "--data",
         data,
-        "--picture",
+        "--image",
         tmp_path / "shown.png",
         "--out",
         tmp_path / "why.png",
@@ -298,8 +298,8 @@ def test_the_command_explains_a_prediction(flipped, tmp_path, capsys):
     code, out, _ = run(capsys, *common, "--label", other)
     assert code == 0
     assert f"for {other}" in out.splitlines()[0]
-    with Image.open(tmp_path / "why.png") as picture:
-        assert picture.width > 9 * 100
+    with Image.open(tmp_path / "why.png") as sample_image:
+        assert sample_image.width > 9 * 100
 
 
 def test_refusals(flipped, tmp_path, capsys):
@@ -310,13 +310,13 @@ def test_refusals(flipped, tmp_path, capsys):
     out = ["--out", tmp_path / "o.png"]
     good = ["--checkpoint", folder, "--data", data]
     cases = [
-        ([*good, *out], "give either --picture FILE or --mislabelled"),
-        ([*good, *out, "--mislabelled", "--picture", "x.png"], "give either"),
-        ([*good, *out, "--mislabelled", "--label", "bag"], "--label belongs to --picture"),
-        ([*good, *out, "--picture", "x.png", "--by", "probability"], "--by belongs to --mislabelled"),
+        ([*good, *out], "give either --image FILE or --mislabelled"),
+        ([*good, *out, "--mislabelled", "--image", "x.png"], "give either"),
+        ([*good, *out, "--mislabelled", "--label", "bag"], "--label belongs to --image"),
+        ([*good, *out, "--image", "x.png", "--by", "probability"], "--by belongs to --mislabelled"),
         ([*good, "--out", tmp_path / "o.jpg", "--mislabelled"], "must end in .png"),
-        ([*good, *out, "--picture", tmp_path / "broken.png"], "give a picture file"),
-        ([*good, *out, "--picture", tmp_path / "none.png"], "cannot be read"),
+        ([*good, *out, "--image", tmp_path / "broken.png"], "give an image file"),
+        ([*good, *out, "--image", tmp_path / "none.png"], "cannot be read"),
         ([*good, *out, "--mislabelled", "--layers", "layer9"], "--layers layer9: fits no parameter (did you mean"),
         (["--checkpoint", gan, "--data", data, *out, "--mislabelled"], "task 'gan'; give one of a classifier"),
         (["--checkpoint", folder, "--data", tmp_path / "other.lmdb", *out, "--mislabelled"], "has other classes"),

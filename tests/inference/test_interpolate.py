@@ -66,7 +66,7 @@ def test_the_film_goes_through_its_samples_and_back(generator, space, noise_mode
     maps = noise if isinstance(noise, str) else [m.expand(4, -1, -1, -1) for m in noise]
     expected = to_uint8(generator(z, labels, noise=maps, truncation_psi=0.7, truncation_cutoff=3))
     assert near(found[::5], expected)
-    assert near(found[0], sampler.pictures([0])[0])
+    assert near(found[0], sampler.images([0])[0])
     steps = (found.float() - found.roll(-1, 0).float()).abs().mean(dim=(1, 2, 3))
     assert steps.max() < 6 * steps.median()  # also from the last frame to the first
 
@@ -109,8 +109,8 @@ def test_without_w_it_goes_through_z_and_the_classes_embeddings():
         embedded = (1 - share) * table[labels[0]] + share * table[labels[1]]
         start = generator.linear(torch.cat([way, embedded[None]], dim=1))[:, :, None, None] * generator.basis
         assert near(found[number], to_uint8(generator.to_rgb(generator.stages(start)))[0])
-    assert near(found[::4], sampler.pictures([0, 1]))
-    assert near(sampler.pictures([0, 1]), sampler.pictures(range(2)))  # nothing is left behind in the generator
+    assert near(found[::4], sampler.images([0, 1]))
+    assert near(sampler.images([0, 1]), sampler.images(range(2)))  # nothing is left behind in the generator
     with pytest.raises(UserError, match="--space w works on w"):
         Journey(sampler, FilmConfig(space="w"))
 
@@ -119,7 +119,7 @@ def test_without_w_it_goes_through_z_and_the_classes_embeddings():
 def test_without_classes(make):
     sampler = sampler_of(make(classes=0), noise_mode="const")
     found = frames_of(sampler, space="z", keyframes=2, frames=2)
-    assert near(found[::2], sampler.pictures([0, 1]))
+    assert near(found[::2], sampler.images([0, 1]))
     z = [draw(sampler.generator, [index], 0)[0] for index in (0, 1)]
     assert near(found[1], to_uint8(sampler.generator(slerp(z[0], z[1], torch.tensor([[0.5]])), None, noise="const"))[0])
 
@@ -134,7 +134,7 @@ def test_frames_do_not_depend_on_the_batch(generator, space, batch_size):
 
 def test_one_frame_a_segment_shows_the_samples(generator):
     sampler = sampler_of(generator, noise_mode="const", batch_size=2)
-    assert near(frames_of(sampler, keyframes=5, frames=1), sampler.pictures(range(5)))
+    assert near(frames_of(sampler, keyframes=5, frames=1), sampler.images(range(5)))
 
 
 def test_how_many_samples_it_goes_through(generator):

@@ -64,34 +64,34 @@ def test_gradients():
 
     assert gradcheck(loss, maps)
     assert gradgradcheck(loss, maps)
-    pictures = draws(1, 1, 4, 4).requires_grad_()
-    assert gradcheck(lambda x: resize(x, 7), pictures)
+    images = draws(1, 1, 4, 4).requires_grad_()
+    assert gradcheck(lambda x: resize(x, 7), images)
 
 
 @pytest.mark.parametrize(("before", "side"), [(8, 64), (16, 24), (96, 64), (300, 256), (64, 64)])
 def test_scaling_is_bilinear(before, side):
-    pictures = draws(2, 3, before, before)
-    expected = F.interpolate(pictures, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-    torch.testing.assert_close(resize(pictures, side), expected, rtol=0, atol=1e-10)
+    images = draws(2, 3, before, before)
+    expected = F.interpolate(images, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+    torch.testing.assert_close(resize(images, side), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("channels", "side", "seen"), [(1, 8, 64), (3, 64, 64), (3, 96, 96), (1, 128, 112)])
 def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen, monkeypatch):
     """The oracle: hooks on the whole network, fed by hand."""
     monkeypatch.setattr("inference.perceptual.LARGEST", 112)
-    pictures = draws(1, channels, side, side).clamp(-1, 1)
+    images = draws(1, channels, side, side).clamp(-1, 1)
     caught = {}
     hooks = [
         getattr(network, name).register_forward_hook(lambda module, _, output, name=name: caught.update({name: output}))
         for name in ("bn1", "layer1", "layer2", "layer3", "layer4")
     ]
-    wanted = F.interpolate(pictures, size=(seen, seen), mode="bilinear", align_corners=False, antialias=True)
+    wanted = F.interpolate(images, size=(seen, seen), mode="bilinear", align_corners=False, antialias=True)
     rgb = wanted.expand(-1, 3, -1, -1) * 0.5 + 0.5
     mean, std = (torch.tensor(numbers).view(3, 1, 1) for numbers in (MEAN, STD))
     network((rgb - mean.double()) / std.double())
     for hook in hooks:
         hook.remove()
-    found = ResNetFeatures(network)(pictures)
+    found = ResNetFeatures(network)(images)
     assert [maps.shape[1] for maps in found] == [64, 256, 512, 1024, 2048]
     for name, maps in zip(("bn1", "layer1", "layer2", "layer3", "layer4"), found, strict=True):
         raw = caught[name].relu()
@@ -99,7 +99,7 @@ def test_features_are_the_stem_and_the_four_stages(network, channels, side, seen
         torch.testing.assert_close(maps, expected, rtol=0, atol=1e-6)  # MEAN and STD are held in float32
 
 
-def test_equal_pictures_are_at_distance_0_and_others_are_not(network):
+def test_equal_images_are_at_distance_0_and_others_are_not(network):
     target, other = draws(1, 1, 16, 16).clamp(-1, 1), draws(2, 1, 16, 16, seed=1).clamp(-1, 1)
     features = ResNetFeatures(network)
     distance = Distance(target, features=features, pixel_weight=0.5)
@@ -141,8 +141,8 @@ def test_building_and_what_is_missing(network, tmp_path, no_weights):
         build_features("resnet50", None, cpu)
     state = {key: value.float() if value.is_floating_point() else value for key, value in network.state_dict().items()}
     save_file(state, tmp_path / "x.safetensors", metadata={"stride": "conv1"})
-    pictures = draws(1, 1, 16, 16).clamp(-1, 1)
+    images = draws(1, 1, 16, 16).clamp(-1, 1)
     built = build_features("resnet50", tmp_path / "x.safetensors", cpu)
     assert built is not None
-    for found, expected in zip(built(pictures.float()), ResNetFeatures(network)(pictures), strict=True):
+    for found, expected in zip(built(images.float()), ResNetFeatures(network)(images), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)

@@ -15,7 +15,7 @@ from utils.seeding import generator as keyed_generator
 
 
 def projector(generator, target, *, seed=0, **config):
-    """A search for a picture uint8 [C, H, W] by its pixels."""
+    """A search for an image uint8 [C, H, W] by its pixels."""
     wanted = target[None].to(generator.w_avg.dtype) / 127.5 - 1
     distance = Distance(wanted, features=None, pixel_weight=1.0)
     return Projector(generator, distance, ProjectionConfig(**config), seed=seed)
@@ -23,8 +23,8 @@ def projector(generator, target, *, seed=0, **config):
 
 @pytest.fixture
 def own(generator):
-    """A picture that the generator itself has drawn, of class 2, with the stored noise."""
-    return sampler_of(generator, chosen=[2], noise_mode="const", seed=9).pictures([0])[0]
+    """An image that the generator itself has drawn, of class 2, with the stored noise."""
+    return sampler_of(generator, chosen=[2], noise_mode="const", seed=9).images([0])[0]
 
 
 def test_its_own_sample_is_found(generator, own):
@@ -40,7 +40,7 @@ def test_its_own_sample_is_found(generator, own):
 
 
 def test_every_layer_its_own_w_comes_nearer(generator):
-    """To a picture that no single w gives."""
+    """To an image that no single w gives."""
     sampler = sampler_of(generator, noise_mode="none")
     z, labels, _ = sampler.latents([0, 1, 2, 3])
     ws = generator.mapping(z, labels)[None]
@@ -82,13 +82,13 @@ def test_what_was_found_is_not_shaken_away(generator, own):
 
 
 def test_what_is_told_is_what_is_seen(generator, own):
-    """Picture and distances again from the styles."""
+    """Image and distances again from the styles."""
     search = projector(generator, own, steps=5)
     found = search.search("w+", search.start([0]))
     image = generator.synthesis(found.ws[None], "const")[0]
-    picture = (image * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
-    assert torch.equal(found.picture, picture)
-    difference = (picture.double() - own.double()) / 255
+    sample_image = (image * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+    assert torch.equal(found.image, sample_image)
+    difference = (sample_image.double() - own.double()) / 255
     assert found.rmse == pytest.approx(math.sqrt(difference.square().mean()), rel=1e-5)
     assert found.loss == pytest.approx(4 * found.rmse**2, rel=1e-5)
     assert found.perceptual is None

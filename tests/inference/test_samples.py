@@ -8,7 +8,7 @@ from utils.errors import UserError
 
 
 def apart(a, b):
-    """The largest difference of two sets of pictures; 1 is the rounding of another batch."""
+    """The largest difference of two sets of images; 1 is the rounding of another batch."""
     return int((a.int() - b.int()).abs().max())
 
 
@@ -21,23 +21,23 @@ def test_numbers_go_round_the_chosen_classes(generator):
     assert plain.indices([4, 7]) == [4, 7]
 
 
-def test_pictures_are_those_of_their_keys(generator):
+def test_images_are_those_of_their_keys(generator):
     sampler = sampler_of(generator, chosen=[2, 0], seed=5, truncation_psi=0.6, truncation_cutoff=2)
     named = {"truncation_psi": 0.6, "truncation_cutoff": 2}
     wanted = generate(generator, labels=torch.tensor([0, 2]), indices=[3, 8], seed=5, **named)  # type: ignore[arg-type]
-    assert torch.equal(sampler.pictures([3, 4]), wanted)
+    assert torch.equal(sampler.images([3, 4]), wanted)
 
 
 def test_a_sample_does_not_depend_on_what_else_is_drawn(generator):
     every, some = sampler_of(generator), sampler_of(generator, chosen=[1], batch_size=2)
-    pictures = every.pictures(range(9))
-    assert apart(pictures[1::3], some.pictures(range(3))) <= 1
-    assert apart(pictures, sampler_of(generator, batch_size=4).pictures(range(9))) <= 1
-    assert apart(pictures[:3], pictures[3:6]) > 10
-    assert apart(pictures, sampler_of(generator, seed=1).pictures(range(9))) > 10
+    images = every.images(range(9))
+    assert apart(images[1::3], some.images(range(3))) <= 1
+    assert apart(images, sampler_of(generator, batch_size=4).images(range(9))) <= 1
+    assert apart(images[:3], images[3:6]) > 10
+    assert apart(images, sampler_of(generator, seed=1).images(range(9))) > 10
 
 
-def test_latents_are_what_pictures_are_made_of(generator):
+def test_latents_are_what_images_are_made_of(generator):
     sampler = sampler_of(generator, seed=2)
     z, labels, noise = sampler.latents([3, 4])
     expected_z, expected_noise = draw(generator, [3, 4], 2)
@@ -56,7 +56,7 @@ def test_a_cutoff_is_one_of_the_layers(generator, cutoff):
 
 
 def test_without_w_there_is_no_truncation():
-    assert sampler_of(without_w()).pictures(range(4)).shape == (4, 1, 8, 8)
+    assert sampler_of(without_w()).images(range(4)).shape == (4, 1, 8, 8)
     for options in ({"truncation_psi": 0.5}, {"truncation_cutoff": 1}):
         with pytest.raises(UserError, match="works on w, which an R3GAN generator does not have"):
             sampler_of(without_w(), **options)

@@ -8,7 +8,7 @@ from PIL import Image
 
 from inference import tables
 from inference.grid import draw_grid
-from inference.pictures import PADDING, save_table
+from inference.images import PADDING, save_table
 from inference.tables import draw_mix, draw_truncation, parse_layers, parse_psis
 from models.sampling import draw, to_uint8
 from tests.inference.conftest import sampler_of, styled, without_w
@@ -41,10 +41,10 @@ def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_m
     assert table["row_heads"] == ["psi 0", "psi 0.4", "psi 1", "psi -1"]
     assert table["column_heads"] == ["dark", "grey", "light", "dark", "grey"]
     for psi, row in zip(psis, table["rows"], strict=True):
-        expected = sampler_of(generator, truncation_psi=psi, **options).pictures(range(5))
+        expected = sampler_of(generator, truncation_psi=psi, **options).sample_images(range(5))
         assert apart(torch.stack(row), expected) <= 1
     if cutoff is None and noise_mode != "random":
-        assert all(torch.equal(picture, table["rows"][0][0]) for picture in table["rows"][0])
+        assert all(torch.equal(sample_image, table["rows"][0][0]) for sample_image in table["rows"][0])
     assert apart(torch.stack(table["rows"][2]), torch.stack(table["rows"][1])) > 10
 
 
@@ -65,20 +65,20 @@ def test_mix_takes_styles_and_noise_of_b_at_the_layers(generator, table, noise_m
         w = generator.w_avg + 0.8 * (w - generator.w_avg)
         return [w] * 4, [*maps, None]
 
-    def picture(styles, maps):
+    def sample_image(styles, maps):
         noise = maps[:3] if noise_mode == "random" else "const"
         return to_uint8(generator.synthesis(torch.stack(styles, dim=1), noise))[0]
 
     assert table["rows"][0][0] is None
     for number in range(3):
-        assert apart(table["rows"][0][number + 1], picture(*source("B", number))) <= 1
-        assert apart(table["rows"][number + 1][0], picture(*source("A", number))) <= 1
+        assert apart(table["rows"][0][number + 1], sample_image(*source("B", number))) <= 1
+        assert apart(table["rows"][number + 1][0], sample_image(*source("A", number))) <= 1
     for row in range(3):
         for column in range(3):
             (a, a_maps), (b, b_maps) = source("A", row), source("B", column)
             styles = [b[i] if i in layers else a[i] for i in range(4)]
             maps = [b_maps[i] if i in layers else a_maps[i] for i in range(4)]
-            assert apart(table["rows"][row + 1][column + 1], picture(styles, maps)) <= 1
+            assert apart(table["rows"][row + 1][column + 1], sample_image(styles, maps)) <= 1
 
 
 def test_all_layers_give_b_and_none_a(generator, table):
@@ -88,9 +88,9 @@ def test_all_layers_give_b_and_none_a(generator, table):
         assert apart(torch.stack(row[1:]), torch.stack(head[1:])) <= 1
     draw_mix(sampler_of(generator), CLASSES, NOWHERE, layers=[], count=3)
     for row in table["rows"][1:]:
-        assert all(apart(picture, row[0]) <= 1 for picture in row[1:])
+        assert all(apart(sample_image, row[0]) <= 1 for sample_image in row[1:])
     sources = [*table["rows"][0][1:], *(row[0] for row in table["rows"][1:])]
-    assert len({picture.numpy().tobytes() for picture in sources}) == 6
+    assert len({sample_image.numpy().tobytes() for sample_image in sources}) == 6
 
 
 def test_how_many_are_shown(generator, table):
@@ -139,13 +139,13 @@ def shade(value, channels=1, side=8):
 
 
 @pytest.mark.parametrize("margin", [PADDING, 20])
-def test_a_table_holds_the_pictures_pixel_by_pixel(tmp_path, margin):
+def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
     ramp = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8)
     rows = [[None, shade(50), shade(100)], [shade(150), ramp, shade(0)]]
     save_table(rows, tmp_path / "x.png", row_heads=["", "$a_b"], column_heads=["", "i\nMMMM", "one"], margin=margin)
     found = pixels(tmp_path / "x.png")
     height, width = found.shape
-    last, left = 96 + PADDING, 3 * 96 + PADDING + margin + PADDING  # of the pictures, from the right and from below
+    last, left = 96 + PADDING, 3 * 96 + PADDING + margin + PADDING  # of the images, from the right and from below
     x = [width - left, width - left + 96 + margin, width - last]
     y = [height - last - 96 - margin, height - last]
     assert (found[y[0] : y[0] + 96, x[0] : x[0] + 96] == 255).all()
@@ -159,13 +159,13 @@ def test_a_table_holds_the_pictures_pixel_by_pixel(tmp_path, margin):
     above, beside = found[: y[0]], found[:, : x[0]]
     first, second = ((part[:, x[1] : x[1] + 96] < 100).sum() for part in (above[:14], above[14:]))
     assert 0 < 4 * first < second  # letters, few in the first line and many in the second
-    assert above[:14, x[2] : x[2] + 96].min() == 255  # one line stands next to its picture, the first is free
+    assert above[:14, x[2] : x[2] + 96].min() == 255  # one line stands next to its image, the first is free
     assert above[14:, x[2] : x[2] + 96].min() < 100
     assert beside[y[1] :].min() < 100
     assert beside[y[0] : y[1]].min() == 255
 
 
-def test_large_and_coloured_pictures_and_long_heads(tmp_path):
+def test_large_and_coloured_images_and_long_heads(tmp_path):
     save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
     found = pixels(tmp_path / "x.png")
     assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
@@ -177,7 +177,7 @@ def test_grid_has_a_row_for_each_class(generator, tmp_path):
     assert draw_grid(sampler_of(generator, chosen=[1, 2]), tmp_path / "x.png", count=5) == 5
     found = pixels(tmp_path / "x.png")
     assert found.shape == (2 * 64, 3 * 64)
-    expected = sampler_of(generator, chosen=[1, 2]).pictures(range(5))
+    expected = sampler_of(generator, chosen=[1, 2]).sample_images(range(5))
     for number in range(5):
         row, column = number % 2 * 64, number // 2 * 64
         np.testing.assert_array_equal(found[row : row + 64 : 8, column : column + 64 : 8], expected[number, 0])

@@ -200,7 +200,7 @@ def test_names_and_speeds_are_checked(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("side", "asked", "scale"), [(8, None, 32), (32, None, 8), (100, None, 3), (256, None, 1), (1024, None, 1)]
 )
-def test_small_pictures_are_enlarged(side, asked, scale):
+def test_small_images_are_enlarged(side, asked, scale):
     assert enlargement(side, asked) == scale
 
 

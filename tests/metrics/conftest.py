@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from data.dataset import Dataset
-from data.record import Layout
-from data.writer import LMDBWriter
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
 from models.resnet import Classifier, ResNetConfig
 from models.stylegan2 import Generator, GeneratorConfig
 from utils.checkpoint import point, save
@@ -22,7 +22,7 @@ TINY: dict[str, Any] = {"z_dim": 8, "w_dim": 8, "mapping_layers": 1, "channel_ba
 
 
 def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resize_filter="none"):
-    """Pictures whose brightness tells their class, packed in the order of classes; returns the path."""
+    """Images whose brightness tells their class, packed in the order of classes; returns the path."""
     draw = np.random.default_rng(seed)
     kinds = max(1, len(classes))
     writer = LMDBWriter(
@@ -69,7 +69,7 @@ def classifier_run(folder, *, classes=CLASSES, channels=1, data=None, seed=0, re
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory):
-    """Packed training and test pictures: {"path", "val_path"} as in a run's config."""
+    """Packed training and test images: {"path", "val_path"} as in a run's config."""
     folder = tmp_path_factory.mktemp("packed")
     train, test = pack(folder / "train.lmdb", seed=1, count=90), pack(folder / "test.lmdb", seed=2)
     return {"path": str(train), "val_path": str(test)}

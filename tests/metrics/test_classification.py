@@ -49,7 +49,7 @@ def test_calibration_error_is_torchmetrics(sharpness):
 
 
 def test_calibration_error_by_hand():
-    """Two pictures at confidence 0.85 of which one is right, |1.7 - 1| / 4; two at 0.62, both right, |1.24 - 2| / 4."""
+    """Two images at confidence 0.85 of which one is right, |1.7 - 1| / 4; two at 0.62, both right, |1.24 - 2| / 4."""
     probabilities = torch.tensor([[0.85, 0.15], [0.85, 0.15], [0.62, 0.38], [0.38, 0.62]]).double()
     counts = counted(probabilities.log(), torch.tensor([0, 1, 0, 1]))
     assert counts.expected_calibration_error() == pytest.approx((0.7 + 0.76) / 4, abs=1e-7)
@@ -105,7 +105,7 @@ def test_undefined_figures_are_none():
 
 def test_bad_input_is_told():
     counts = ClassificationCounts(3)
-    with pytest.raises(UserError, match="no picture"):
+    with pytest.raises(UserError, match="no image"):
         counts.figures(["a", "b", "c"])
     with pytest.raises(UserError, match="not finite"):
         counts.update(torch.tensor([[0.0, float("nan"), 1.0]]), torch.tensor([0]))

@@ -27,7 +27,7 @@ def test_ratio_of_equal_distributions_is_about_one_and_scales():
 
 
 def test_a_collapsed_generator_fails():
-    """One picture of a class over and over, with a little noise: its ratio is the figure of the whole generator."""
+    """One image of a class over and over, with a little noise: its ratio is the figure of the whole generator."""
     real = normal(400, 3)
     labels = [0] * 200 + [1] * 200
     samples = normal(400, 4)
@@ -35,29 +35,29 @@ def test_a_collapsed_generator_fails():
     found = by_class(samples, labels, real, labels, 2)
     assert found.by_class[0] > 0.9
     assert found.smallest == found.by_class[1] < 0.05
-    assert found.pictures == 200
+    assert found.images == 200
 
 
-def test_only_the_first_pictures_count_and_as_many_on_both_sides():
+def test_only_the_first_images_count_and_as_many_on_both_sides():
     samples, real = normal(50, 5), normal(30, 6)
-    found = by_class(samples, [0] * 50, real, [0] * 30, 1, pictures=40)
-    assert found.pictures == 30
+    found = by_class(samples, [0] * 50, real, [0] * 30, 1, images=40)
+    assert found.images == 30
     assert found.smallest == diversity_ratio(samples[:30], real)
     assert by_class(real, [0] * 30, samples, [0] * 50, 1).smallest == diversity_ratio(real, samples[:30])
-    fewer = by_class(samples, [0] * 50, real, [0] * 30, 1, pictures=10)
+    fewer = by_class(samples, [0] * 50, real, [0] * 30, 1, images=10)
     assert fewer.smallest == diversity_ratio(samples[:10], real[:10])
 
 
 def test_undefined_classes_are_none_and_do_not_count():
-    """Class 1 has one real picture, class 2 only equal ones, class 3 no sample."""
+    """Class 1 has one real image, class 2 only equal ones, class 3 no sample."""
     real = torch.cat([normal(4, 7), torch.ones(3, 16), normal(3, 8)])
     samples = normal(8, 9)
     found = by_class(samples, [0, 0, 0, 1, 1, 2, 2, 2], real, [0, 0, 0, 1, 2, 2, 2, 3, 3, 3], 4)
     assert found.by_class[1:] == [None, None, None]
     assert found.smallest == found.by_class[0] is not None
-    assert found.pictures == 3
+    assert found.images == 3
     nothing = by_class(samples[:1], [0], real, [0] * 10, 1)
-    assert (nothing.smallest, nothing.pictures) == (None, 0)
+    assert (nothing.smallest, nothing.images) == (None, 0)
 
 
 def test_recognised_share_over_all_and_by_class():

@@ -24,7 +24,7 @@ class ByBrightness(Classifier):
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_every_picture_counts_once_at_any_number_of_ranks(test_reader, world_size):
+def test_every_image_counts_once_at_any_number_of_ranks(test_reader, world_size):
     model = ByBrightness()
     whole = evaluate_classifier(model, test_reader, batch_size=16)
     assert whole["n"] == 60
@@ -36,7 +36,7 @@ def test_every_picture_counts_once_at_any_number_of_ranks(test_reader, world_siz
     assert evaluate_classifier(model, test_reader, reduce=ranks.total, **share) == whole
 
 
-def test_limit_takes_the_first_pictures(test_reader):
+def test_limit_takes_the_first_images(test_reader):
     found = evaluate_classifier(ByBrightness(), test_reader, limit=20)
     assert found["n"] == 20
     assert found["per_class"]["dark"]["support"] == 20  # packed in the order of classes
@@ -50,7 +50,7 @@ def test_mode_comes_back_and_classes_are_named(test_reader):
     assert found["top5_accuracy"] is None
 
 
-def test_observer_and_progress_see_every_picture(test_reader):
+def test_observer_and_progress_see_every_image(test_reader):
     seen, told = [], []
     evaluate_classifier(
         ByBrightness(),
@@ -70,6 +70,6 @@ def test_data_without_its_labels_is_told(tmp_path):
             evaluate_classifier(ByBrightness(), reader)
 
 
-def test_no_picture_is_told(test_reader):
-    with pytest.raises(UserError, match="no picture"):
+def test_no_image_is_told(test_reader):
+    with pytest.raises(UserError, match="no image"):
         evaluate_classifier(ByBrightness(), test_reader, limit=0)

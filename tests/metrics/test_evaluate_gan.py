@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from data.dataset import Dataset
-from metrics.copies import neighbour_pictures
+from metrics.copies import neighbour_images
 from metrics.diversity import diversity_ratio
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import ClassifierFeatures, PixelFeatures, extract
@@ -36,7 +36,7 @@ def judge(runs):
 
 
 class Whimsical(Classifier):
-    """A judge whose answer changes with every picture."""
+    """A judge whose answer changes with every image."""
 
     def __init__(self):
         torch.nn.Module.__init__(self)
@@ -47,7 +47,7 @@ class Whimsical(Classifier):
 
 
 class Counting(PixelFeatures):
-    """Counts the pictures that it is shown."""
+    """Counts the images that it is shown."""
 
     def __init__(self, name="counting"):
         super().__init__(1)
@@ -93,7 +93,7 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
         ratio = diversity_ratio(fake[labels == label][:16], real[labels == label][:16])
         assert found["diversity_by_class"][name] == pytest.approx(ratio, rel=1e-6)
     assert found["diversity_ratio"] == row["diversity_ratio"] == min(found["diversity_by_class"].values())
-    assert (found["diversity_extractor"], found["diversity_pictures"]) == ("pixels", 16)
+    assert (found["diversity_extractor"], found["diversity_images"]) == ("pixels", 16)
     hits = judge(samples[:30].float() / 127.5 - 1).argmax(1) == labels[:30]
     assert found["recognised"] == pytest.approx(hits.double().mean().item())
     assert found["recognised_by_class"]["dark"] == pytest.approx(hits[labels[:30] == 0].double().mean().item())
@@ -139,7 +139,7 @@ def test_n_falls_to_the_smallest_real_set(generator, test_reader, train_reader, 
     assert found["n"] == found["distances"][0]["n"] == len(test_reader) == 60
     with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
         assert evaluate(generator, test_reader, n=5000, train_reader=small)["n"] == 12
-    with pytest.raises(UserError, match="at least 2 pictures"):
+    with pytest.raises(UserError, match="at least 2 images"):
         evaluate(generator, test_reader, n=1)
 
 
@@ -147,12 +147,12 @@ def test_what_cannot_be_computed_is_none_and_said(generator, test_reader):
     found = evaluate(generator, test_reader)
     assert found["recognised"] is found["recognised_by_class"] is found["distances"][0]["floor"] is None
     assert "--classifier" in found["notes"]["recognised"]
-    assert "no training pictures" in found["notes"]["floor"]
+    assert "no training images" in found["notes"]["floor"]
     same = evaluate(generator, test_reader, train_reader=test_reader)
     assert same["distances"][0]["floor"] is same["memorisation"] is found["memorisation"] is None
     assert "the same" in same["notes"]["floor"]
     assert same["notes"]["memorisation"] == same["notes"]["floor"]
-    assert "no training pictures" in found["notes"]["memorisation"]
+    assert "no training images" in found["notes"]["memorisation"]
 
 
 def test_unconditional_generator(test_reader, tmp_path, judge):
@@ -163,7 +163,7 @@ def test_unconditional_generator(test_reader, tmp_path, judge):
     assert "unconditional" in found["notes"]["recognised"]
 
 
-def test_without_a_floor_n_is_not_bound_by_the_training_pictures(generator, test_reader, tmp_path):
+def test_without_a_floor_n_is_not_bound_by_the_training_images(generator, test_reader, tmp_path):
     with Dataset(pack(tmp_path / "small.lmdb", count=12, seed=5)) as small:
         found = evaluate(generator, test_reader, n=5000, train_reader=small, floor=False)
         silent = evaluate(generator, test_reader, train_reader=small, floor=False, searched=0)
@@ -174,7 +174,7 @@ def test_without_a_floor_n_is_not_bound_by_the_training_pictures(generator, test
     assert "no search" in silent["notes"]["memorisation"]
 
 
-def test_copies_are_looked_for_in_features_that_never_saw_the_training_pictures(
+def test_copies_are_looked_for_in_features_that_never_saw_the_training_images(
     generator, test_reader, train_reader, judge
 ):
     """A classifier's features serve only where it stands beside others; then pixels do, and no distance is added."""
@@ -187,7 +187,7 @@ def test_copies_are_looked_for_in_features_that_never_saw_the_training_pictures(
     assert both["distances"][0] == alone["distances"][0]
 
 
-def test_fewer_pictures_are_searched_and_the_floor_stays(generator, test_reader, train_reader, judge):
+def test_fewer_images_are_searched_and_the_floor_stays(generator, test_reader, train_reader, judge):
     few, all_ = (evaluate(generator, test_reader, train_reader=train_reader, searched=n) for n in (40, 5000))
     assert (few["memorisation"]["searched"], all_["memorisation"]["searched"]) == (40, 90)
     assert few["distances"] == all_["distances"]
@@ -199,14 +199,14 @@ def test_fewer_pictures_are_searched_and_the_floor_stays(generator, test_reader,
 
 
 class Plagiarist(torch.nn.Module):
-    """Draws training pictures, and nothing else."""
+    """Draws training images, and nothing else."""
 
     resolution, channels, classes, z_dim = SIDE, 1, 3, 4
 
-    def __init__(self, pictures, labels):
+    def __init__(self, sample_images, labels):
         super().__init__()
         self.gain = torch.nn.Parameter(torch.ones(()))
-        self.by_class = [pictures[labels == label].float() / 127.5 - 1 for label in range(3)]
+        self.by_class = [sample_images[labels == label].float() / 127.5 - 1 for label in range(3)]
 
     def noise_shapes(self):
         return []
@@ -236,23 +236,23 @@ def test_a_plagiarist_is_found_out_and_its_sources_named(test_reader, train_read
     assert found["p_value"] == pytest.approx(memorisation(samples, *real)[0]["p_value"], rel=1e-3)
     honest = evaluate(generator, test_reader, train_reader=train_reader, n=60)["memorisation"]
     assert not honest["copies"]
-    (picture, *_), _ = neighbour_pictures(generator, train_reader, honest, seed=3)
+    (image, *_), _ = neighbour_images(generator, train_reader, honest, seed=3)
     first = honest["closest"][0]
     sample = generate(generator, labels=torch.tensor([first["label"]]), indices=[first["sample"]], seed=3)[0]
-    assert (picture[..., :SIDE].int() - sample.int()).abs().max() <= 1  # on the left; rounding of another batch
-    np.testing.assert_array_equal(picture[0, :, SIDE + 1 :].numpy(), images[first["train"], 0])
-    pictures, captions = neighbour_pictures(copier, train_reader, found, seed=3)
-    assert len(pictures) == len(captions) == 24
-    for picture, caption, pair in zip(pictures, captions, [*found["closest"], *found["first"]], strict=True):
-        assert picture.shape == (1, SIDE, SIDE + 1 + SIDE)
-        torch.testing.assert_close(picture[..., :SIDE], picture[..., SIDE + 1 :])
-        torch.testing.assert_close(picture[0, :, :SIDE].numpy(), images[pair["train"], 0])
-        assert (picture[..., SIDE] == 255).all()
+    assert (image[..., :SIDE].int() - sample.int()).abs().max() <= 1  # on the left; rounding of another batch
+    np.testing.assert_array_equal(image[0, :, SIDE + 1 :].numpy(), images[first["train"], 0])
+    sample_images, captions = neighbour_images(copier, train_reader, found, seed=3)
+    assert len(sample_images) == len(captions) == 24
+    for image, caption, pair in zip(sample_images, captions, [*found["closest"], *found["first"]], strict=True):
+        assert image.shape == (1, SIDE, SIDE + 1 + SIDE)
+        torch.testing.assert_close(image[..., :SIDE], image[..., SIDE + 1 :])
+        torch.testing.assert_close(image[0, :, :SIDE].numpy(), images[pair["train"], 0])
+        assert (image[..., SIDE] == 255).all()
         assert caption == f"sample {pair['sample']} | record {pair['train']}\n0.00 of the usual distance"
 
 
 class Collapsed(torch.nn.Module):
-    """Draws one and the same picture of each class."""
+    """Draws one and the same image of each class."""
 
     resolution, channels, classes, z_dim = SIDE, 1, 3, 4
 
@@ -292,11 +292,11 @@ def test_real_features_are_kept_between_calls(generator, test_reader, train_read
     fresh = counting.seen
     again = evaluate(generator, test_reader, extractors=[counting], real=real, train_reader=train_reader)
     samples = counting.seen - fresh
-    assert samples == fresh - samples - 90 > 0  # once the real test pictures (as many as samples), once all to search
+    assert samples == fresh - samples - 90 > 0  # once the real test images (as many as samples), once all to search
     assert first == again
     before = counting.seen
     evaluate(generator, test_reader, extractors=[counting], real=real, seed=9)
-    assert counting.seen - before > samples  # another seed draws other real pictures
+    assert counting.seen - before > samples  # another seed draws other real images
     other = Counting("other")
     evaluate(generator, test_reader, extractors=[counting, other], real=real, seed=9)
     assert other.seen > 30
@@ -322,7 +322,7 @@ def test_files_that_do_not_fit_the_generator_are_told(generator, test_reader, tm
             evaluate(generator, reader)
     with (
         Dataset(pack(tmp_path / "train.lmdb", side=16)) as train,
-        pytest.raises(UserError, match="the train pictures"),
+        pytest.raises(UserError, match="the train images"),
     ):
         evaluate(generator, test_reader, train_reader=train)
 
@@ -360,6 +360,6 @@ def test_moments_hold_the_first_n_only(test_reader):
     torch.testing.assert_close(found.moments.mean, found.features[:9].double().mean(0))
 
 
-def test_a_judge_of_another_size_sees_scaled_pictures(generator, test_reader):
+def test_a_judge_of_another_size_sees_scaled_images(generator, test_reader):
     judge = Classifier(ResNetConfig(), channels=3, classes=3, resolution=32).eval()
     assert 0 <= evaluate(generator, test_reader, classifier=judge)["recognised"] <= 1

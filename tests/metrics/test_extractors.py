@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from data.transforms import to_float
+from data.augment.transforms import to_float
 from metrics.extractors import (
     ClassifierFeatures,
     InceptionFeatures,
@@ -27,22 +27,22 @@ def classifier(channels=1, resolution=8):
     return model.eval().requires_grad_(False)
 
 
-def pictures(n=4, channels=1, side=8):
+def sample_images(n=4, channels=1, side=8):
     return torch.randint(256, (n, channels, side, side), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 
 
 def test_pixels_are_averages_in_0_to_1():
-    features = extract(PixelFeatures(3), pictures(channels=3, side=16))
-    expected = pictures(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
+    features = extract(PixelFeatures(3), sample_images(channels=3, side=16))
+    expected = sample_images(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
     torch.testing.assert_close(features, expected.flatten(1))
     assert features.shape[1] == PixelFeatures(3).dim
 
 
 def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
     model = classifier()
-    expected = model.features(to_float(pictures()))
+    expected = model.features(to_float(sample_images()))
     extractor = ClassifierFeatures(model.train(), name="classifier:x")
-    torch.testing.assert_close(extract(extractor, pictures()), expected)
+    torch.testing.assert_close(extract(extractor, sample_images()), expected)
     assert expected.shape == (4, extractor.dim)
     assert model.training  # put back
 
@@ -55,8 +55,8 @@ def test_fingerprint_tells_weights_apart():
     assert ClassifierFeatures(model, name="classifier:x").source != before
 
 
-def test_pictures_are_fitted_to_the_classifier():
-    grey, colour = pictures(side=16), pictures(channels=3, side=8)
+def test_images_are_fitted_to_the_classifier():
+    grey, colour = sample_images(side=16), sample_images(channels=3, side=8)
     assert classifier_input(classifier(), grey).shape == (4, 1, 8, 8)
     stripes = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).repeat(1, 1, 32, 8)
     assert classifier_input(classifier(), stripes).abs().max() < 0.2  # their mean, not every fourth of them
@@ -110,7 +110,7 @@ class TwoFeatures:
 
 def test_features_that_are_not_finite_are_told():
     with pytest.raises(UserError, match="extractor two gives features that are not finite"):
-        extract(TwoFeatures(), pictures())
+        extract(TwoFeatures(), sample_images())
 
 
 def test_inception_without_its_library_is_told(monkeypatch):
@@ -140,12 +140,12 @@ def fake_library(monkeypatch):
     monkeypatch.setattr("metrics.extractors.importlib.import_module", lambda name: FakeLibrary)
 
 
-def test_inception_takes_grey_pictures_and_a_weights_file(fake_library, tmp_path):
+def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
     torch.save({"a": torch.zeros(1)}, tmp_path / "weights.pth")
     extractor = InceptionFeatures(tmp_path / "weights.pth")
     assert extractor._network.asked == ("inception", ["2048"], str(tmp_path / "weights.pth"))
-    features = extract(extractor, pictures())
-    torch.testing.assert_close(features, pictures().float().mean((2, 3)).expand(-1, 3))
+    features = extract(extractor, sample_images())
+    torch.testing.assert_close(features, sample_images().float().mean((2, 3)).expand(-1, 3))
 
 
 def test_inceptions_weights_that_cannot_be_had_are_told(fake_library, tmp_path):

@@ -67,7 +67,7 @@ def test_fewer_vectors_than_dimensions(n, m):
     assert frechet_distance(moments_of(first), moments_of(first)) == pytest.approx(0, abs=1e-9 * float(spread))
 
 
-def test_a_generator_that_draws_one_picture_only():
+def test_a_generator_that_draws_one_image_only():
     one = torch.ones(50, 6, dtype=torch.float64)
     real = normal(50, 6, 8)
     expected = float((real.mean(0) - 1).square().sum() + torch.cov(real.T).trace())

@@ -79,7 +79,7 @@ def test_mann_whitney_against_counted_pairs():
     assert mann_whitney(samples - 100, held_out) < -4
 
 
-def test_data_copying_weighs_cells_by_held_out_pictures_and_leaves_out_small_ones():
+def test_data_copying_weighs_cells_by_held_out_images_and_leaves_out_small_ones():
     samples, held_out = normal(100, key=5), normal(100, key=6)
     sample_cells = torch.tensor([0] * 30 + [1] * 40 + [2] * 5 + [4] * 25)
     held_out_cells = torch.tensor([0] * 20 + [1] * 50 + [2] * 27 + [4] * 3)
@@ -100,35 +100,35 @@ def test_chance_bound_against_every_outcome():
     assert chance_bound(np.zeros(0, dtype=np.int64), np.zeros(0), 0) == 1.0  # nothing seen, nothing proved
 
 
-def test_chance_bound_of_many_pictures_is_that_of_the_binomial():
+def test_chance_bound_of_many_images_is_that_of_the_binomial():
     n, p, observed = 400, 0.8, 340
     expected = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(observed, n + 1))
     assert chance_bound(np.ones(n, dtype=np.int64), np.full(n, p), observed) == pytest.approx(expected, rel=1e-9)
 
 
 def test_training_bound_by_hand():
-    """Two classes with their own shares of training pictures; ties and far samples do not count for training."""
+    """Two classes with their own shares of training images; ties and far samples do not count for training."""
     train = RealSet(torch.zeros(4, 1), torch.tensor([0, 0, 0, 1]))
     held_out = RealSet(torch.zeros(3, 1), torch.tensor([0, 1, 1]))
     to_train = Nearest(torch.tensor([0.1, 0.1, 0.2, 0.5, 9.0]).double(), torch.tensor([0, 0, 3, 1, 2]))
     other = Nearest(torch.tensor([0.3, 0.3, 0.4, 0.5, 9.5]).double(), torch.tensor([0, 0, 1, 2, 0]))
     near, of_train, chance = training_bound(to_train, other, train, held_out, bound=1.0)
     assert (near, of_train) == (4, 3)  # the fourth is equally near to both
-    # picture 0 twice (class 0: 3 of 4 are training pictures), 3 once (class 1: 1 of 3), held-out 2 once (class 1)
+    # image 0 twice (class 0: 3 of 4 are training images), 3 once (class 1: 1 of 3), held-out 2 once (class 1)
     expected = chance_bound(np.array([2, 1, 1]), np.array([3 / 4, 1 / 3, 1 / 3]), 3)
     assert chance == pytest.approx(expected, abs=1e-15)
     assert training_bound(to_train, other, train, held_out, bound=0.05) == (0, 0, 1.0)
 
 
 def three_sets():
-    """Training pictures, held-out pictures and a fresh part of the same distribution: a mixture of clusters."""
+    """Training images, held-out images and a fresh part of the same distribution: a mixture of clusters."""
     centres = normal(40, 8, key=10) * 4
     picked = torch.randint(0, 40, (5000,), generator=generator(0, "test", "clusters"))
     real = (centres[picked] + normal(5000, 8, key=11)).float()
     return unlabelled(real[:3000]), unlabelled(real[3000:4000]), real[4000:]
 
 
-def test_fresh_real_pictures_are_no_copies():
+def test_fresh_real_images_are_no_copies():
     train, held_out, fresh = three_sets()
     found, neighbours = memorisation(fresh, train, held_out)
     assert not found["copies"]
@@ -142,7 +142,7 @@ def test_fresh_real_pictures_are_no_copies():
     torch.testing.assert_close(neighbours.distances, nearest(fresh, train.features).distances)
 
 
-def test_cells_are_the_classes_of_the_nearest_training_pictures():
+def test_cells_are_the_classes_of_the_nearest_training_images():
     real = normal(900, 3, key=15)
     train = RealSet(real[:500], torch.randint(0, 4, (500,), generator=generator(0, "test", "cells")))
     held_out, samples = unlabelled(real[500:700]), real[700:] * 0.8
@@ -174,8 +174,8 @@ def test_bland_and_collapsed_samples_are_no_copies_though_they_are_near():
     assert bland["share"] > 0.9  # what distances alone would call memorised
     assert bland["c_t"] < -20
     assert not bland["copies"]
-    for picture in range(5):
-        collapsed, _ = memorisation(0.3 * real[4000 + picture].expand(500, -1), train, held_out)
+    for image in range(5):
+        collapsed, _ = memorisation(0.3 * real[4000 + image].expand(500, -1), train, held_out)
         assert not collapsed["copies"]
 
 
@@ -190,8 +190,8 @@ def test_honest_generators_are_accused_as_seldom_as_the_level_says():
     assert min(chances) > 1e-4
 
 
-def test_more_training_than_held_out_pictures_of_a_class_is_no_proof():
-    """Samples of one class only, which has few held-out pictures: the other class must not set the odds."""
+def test_more_training_than_held_out_images_of_a_class_is_no_proof():
+    """Samples of one class only, which has few held-out images: the other class must not set the odds."""
     real = normal(2200, 5, key=14)
     train = RealSet(real[:1100], torch.tensor([0] * 1000 + [1] * 100))
     held_out = RealSet(real[1100:1700], torch.tensor([0] * 20 + [1] * 580))

@@ -57,7 +57,7 @@ def test_features_follow_the_protocol(he_file, state, images):
     torch.testing.assert_close(features, reference(state, images, 64, he_strides=True), rtol=1e-3, atol=1e-4)
 
 
-def test_pictures_above_64_px_are_scaled_to_224(he_file, state):
+def test_images_above_64_px_are_scaled_to_224(he_file, state):
     images = torch.randint(256, (1, 3, 65, 65), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     found = extract(ResNet50Features(he_file), images)
     torch.testing.assert_close(found, reference(state, images, 224, he_strides=True), rtol=1e-3, atol=1e-4)

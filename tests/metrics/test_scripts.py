@@ -12,7 +12,7 @@ import generate
 import inference.samples
 import predict
 from data.dataset import Dataset
-from metrics.evaluate_gan import judge_pictures
+from metrics.evaluate_gan import judge_images
 from metrics.extractors import fingerprint
 from models.restore import classifier_from
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
@@ -45,9 +45,9 @@ class TestEvaluate:
         assert found["checkpoint"].endswith("checkpoints/step-00000007.pt")
         assert {"accuracy", "top5_accuracy", "ece", "per_class", "confusion", "seed"} < found.keys()
         assert np.sum(found["confusion"]) == 60
-        for name in found["pictures"]:
+        for name in found["images"]:
             assert pixels(runs["classifier"] / "eval" / name).size
-        assert {"confusion.png", "mistakes.png"} == set(found["pictures"])
+        assert {"confusion.png", "mistakes.png"} == set(found["images"])
         printed = capsys.readouterr()
         assert f"{found['accuracy']:.4f}" in printed.out
         assert "wrote" in printed.err
@@ -66,7 +66,7 @@ class TestEvaluate:
         assert set(found["diversity_by_class"]) == set(found["recognised_by_class"]) == set(CLASSES)
         assert 0 <= found["recognised"] <= 1
         drawn = {"samples.png", "real.png", "neighbours.png", "recognised_best.png", "recognised_worst.png"}
-        assert drawn == set(found["pictures"])
+        assert drawn == set(found["images"])
         height, width = pixels(tmp_path / "samples.png").shape
         assert pixels(tmp_path / "real.png").shape == (height, width)
         assert height == 3 * 64
@@ -89,7 +89,7 @@ class TestEvaluate:
         assert documents[:3] == documents[3:]
         assert "frechet" in capsys.readouterr().out
 
-    def test_checkpoint_file_and_missing_training_pictures(self, files, tmp_path):
+    def test_checkpoint_file_and_missing_training_images(self, files, tmp_path):
         run = gan_run(tmp_path / "run", data={"path": "absent.lmdb", "val_path": None})
         file = resolve(run)
         data = ["--data", files["val_path"], "--extractor", "pixels", "--n", "20"]
@@ -99,12 +99,12 @@ class TestEvaluate:
         assert "absent.lmdb" in found["notes"]["floor"]
         assert found["memorisation"] is None
         assert "absent.lmdb" in found["notes"]["memorisation"]
-        assert "neighbours.png" not in found["pictures"]
+        assert "neighbours.png" not in found["images"]
 
     def test_unconditional_generator(self, files, tmp_path):
         run = gan_run(tmp_path / "run", classes=[], data=files)
         assert call(evaluate, "--checkpoint", run, "--extractor", "pixels", "--n", "20") == 0
-        assert pixels(run / "eval" / "samples.png").shape == (6 * 64, 10 * 64)  # filled up to all 60 pictures
+        assert pixels(run / "eval" / "samples.png").shape == (6 * 64, 10 * 64)  # filled up to all 60 images
 
     def test_default_extractors_are_what_is_there(self, runs, tmp_path, capsys, no_weights):
         options = ["--checkpoint", runs["gan"], "--n", "20", "--out", tmp_path]
@@ -154,7 +154,7 @@ class TestEvaluate:
         for argv, told in (
             ([*gan, "--classifier", other, *pixel], "class 1 is 'grey' and 'light'"),
             ([*gan, "--classifier", runs["gan"], *pixel], "'gan'"),
-            ([*gan, "--data", two, *pixel], "3 classes and the pictures 2; class 1"),
+            ([*gan, "--data", two, *pixel], "3 classes and the images 2; class 1"),
             ([*gan, "--data", tmp_path / "absent.lmdb", *pixel], "absent.lmdb"),
             ([*gan, "--extractor", "incepton"], "did you mean 'inception'"),
             ([*gan, "--extractor", "classifier"], "--classifier RUN"),
@@ -174,39 +174,39 @@ class TestEvaluate:
 
 class TestPredict:
     @pytest.fixture
-    def pictures(self, tmp_path, test_reader):
-        """Two test pictures as files, one of them in colour and larger."""
+    def sample_images(self, tmp_path, test_reader):
+        """Two test images as files, one of them in colour and larger."""
         paths = [tmp_path / "first.png", tmp_path / "second.png"]
         for path, index in zip(paths, (0, 59), strict=True):
-            Image.fromarray(test_reader.picture(index)[0][:, :, 0]).save(path)
+            Image.fromarray(test_reader.image(index)[0][:, :, 0]).save(path)
         with Image.open(paths[1]) as image:
             image.convert("RGB").resize((SIDE * 2, SIDE * 2), Image.Resampling.NEAREST).save(paths[1])
         return paths
 
-    def test_probabilities_are_the_classifiers_own(self, runs, pictures, test_reader, capsys):
-        assert call(predict, "--checkpoint", runs["classifier"], *pictures, "--json") == 0
+    def test_probabilities_are_the_classifiers_own(self, runs, sample_images, test_reader, capsys):
+        assert call(predict, "--checkpoint", runs["classifier"], *sample_images, "--json") == 0
         first, second = json.loads(capsys.readouterr().out)
-        assert first["file"] == str(pictures[0])
+        assert first["file"] == str(sample_images[0])
         assert list(first) == ["file", "label", "probabilities"]
         assert sum(first["probabilities"].values()) == pytest.approx(1)
         assert first["label"] == max(first["probabilities"], key=first["probabilities"].get)
         assert set(second["probabilities"]) == set(CLASSES)
         model = classifier_from(load(resolve(runs["classifier"])))
-        images = np.stack([test_reader.picture(0)[0].transpose(2, 0, 1)])
-        expected = judge_pictures(model, torch.from_numpy(images))[0]
+        images = np.stack([test_reader.image(0)[0].transpose(2, 0, 1)])
+        expected = judge_images(model, torch.from_numpy(images))[0]
         assert [first["probabilities"][name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=1e-6)
 
-    def test_top_and_table(self, runs, pictures, capsys):
-        assert call(predict, "--checkpoint", runs["classifier"], pictures[0], "--json", "--top", 2) == 0
+    def test_top_and_table(self, runs, sample_images, capsys):
+        assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--json", "--top", 2) == 0
         (only,) = json.loads(capsys.readouterr().out)
         assert len(only["probabilities"]) == 2
         assert next(iter(only["probabilities"])) == only["label"]
-        assert call(predict, "--checkpoint", runs["classifier"], pictures[0], "--top", 1) == 0
-        assert capsys.readouterr().out.startswith(f"{pictures[0]}: {only['label']} 0.")
+        assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--top", 1) == 0
+        assert capsys.readouterr().out.startswith(f"{sample_images[0]}: {only['label']} 0.")
 
-    def test_unreadable_pictures_stand_in_their_place_and_exit_is_2(self, runs, pictures, tmp_path, capsys):
-        (tmp_path / "text.jpg").write_text("not a picture")
-        files = [tmp_path / "absent.png", pictures[0], tmp_path / "text.jpg", tmp_path]
+    def test_unreadable_images_stand_in_their_place_and_exit_is_2(self, runs, sample_images, tmp_path, capsys):
+        (tmp_path / "text.jpg").write_text("not an image")
+        files = [tmp_path / "absent.png", sample_images[0], tmp_path / "text.jpg", tmp_path]
         assert call(predict, "--checkpoint", runs["classifier"], *files, "--json", "--batch-size", 2) == 2
         printed = capsys.readouterr()
         found = json.loads(printed.out)
@@ -214,11 +214,11 @@ class TestPredict:
         assert ["error" in row for row in found] == [True, False, True, True]
         assert list(found[0]) == ["file", "error"]
         assert "No such file" in found[0]["error"]
-        assert "not a picture" in found[2]["error"]
-        assert "3 of 4 pictures" in printed.err
+        assert "not an image" in found[2]["error"]
+        assert "3 of 4 images" in printed.err
 
-    def test_pictures_are_brought_to_size_as_the_training_data_was(self, files, tmp_path, capsys):
-        """A wide picture: cropped to its middle, or shrunk whole onto black, as the packed file says."""
+    def test_images_are_brought_to_size_as_the_training_data_was(self, files, tmp_path, capsys):
+        """A wide image: cropped to its middle, or shrunk whole onto black, as the packed file says."""
         wide = np.zeros((SIDE, SIDE * 2), np.uint8)
         wide[:, SIDE // 2 : SIDE + SIDE // 2] = 255
         Image.fromarray(wide).save(tmp_path / "wide.png")
@@ -234,7 +234,7 @@ class TestPredict:
 
     def test_refusals(self, runs, capsys):
         assert "'classifier' checkpoint is needed" in refused(capsys, predict, "--checkpoint", runs["gan"], "x.png")
-        assert "required: PICTURE" in refused(capsys, predict, "--checkpoint", runs["classifier"])
+        assert "required: IMAGE" in refused(capsys, predict, "--checkpoint", runs["classifier"])
 
 
 class TestGenerate:
@@ -245,7 +245,7 @@ class TestGenerate:
     def test_a_row_for_each_class_and_the_same_every_time(self, runs, tmp_path, capsys):
         found = self.grid(runs["gan"], tmp_path / "new" / "a.png")
         assert found.shape == (3 * 64, 8 * 64)
-        assert "24 pictures" in capsys.readouterr().out
+        assert "24 images" in capsys.readouterr().out
         np.testing.assert_array_equal(found, self.grid(runs["gan"], tmp_path / "b.png"))
         assert (found != self.grid(runs["gan"], tmp_path / "c.png", "--seed", 1)).any()
 
@@ -255,7 +255,7 @@ class TestGenerate:
         assert np.abs(alone[:64].astype(int) - whole[128:, : 5 * 64]).max() <= 1  # rounding of another batch
         assert np.abs(alone[64:].astype(int) - whole[:64, : 5 * 64]).max() <= 1
 
-    def test_no_two_pictures_share_their_latent(self, runs, tmp_path, monkeypatch):
+    def test_no_two_images_share_their_latent(self, runs, tmp_path, monkeypatch):
         plain = inference.samples.generate
 
         def checked(*arguments, indices, **named):
@@ -265,13 +265,13 @@ class TestGenerate:
         monkeypatch.setattr(inference.samples, "generate", checked)
         self.grid(runs["gan"], tmp_path / "a.png")
 
-    def test_n_is_the_number_of_pictures(self, runs, tmp_path):
+    def test_n_is_the_number_of_images(self, runs, tmp_path):
         found = self.grid(runs["gan"], tmp_path / "a.png", "--n", 7)  # 3, 2 and 2
         assert found.shape == (3 * 64, 3 * 64)
         assert (found[64:, 128:] == 255).all()
         assert self.grid(runs["gan"], tmp_path / "b.png", "--n", 2).shape == (2 * 64, 64)
 
-    def test_truncation_and_noise_change_the_pictures(self, runs, tmp_path):
+    def test_truncation_and_noise_change_the_images(self, runs, tmp_path):
         plain = self.grid(runs["gan"], tmp_path / "a.png")
         for number, options in enumerate((["--truncation-psi", "0.3"], ["--truncation_psi=0.3"])):
             found = self.grid(runs["gan"], tmp_path / f"{number}.png", *options)
@@ -303,7 +303,7 @@ class TestGenerate:
 def test_a_file_with_a_damaged_record_is_told(runs, tmp_path, capsys):
     path = pack(tmp_path / "damaged.lmdb")
     with Dataset(path) as reader:
-        needle = reader.picture(30)[0].tobytes()
+        needle = reader.image(30)[0].tobytes()
     content = bytearray(path.read_bytes())
     content[content.index(needle)] ^= 255
     path.write_bytes(content)

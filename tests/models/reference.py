@@ -144,7 +144,7 @@ def synthesis(generator, ws, noise, *, resolution=None, alpha=1.0):
         layer += 1
         rgb = to_rgb(block.to_rgb, x, ws[:, layer])
         weight = alpha if size == resolution else 1.0
-        image = rgb if image is None else np.stack([up(picture) for picture in image]) + weight * rgb
+        image = rgb if image is None else np.stack([up(sample_image) for sample_image in image]) + weight * rgb
         if size == resolution:
             break
         size *= 2
@@ -189,24 +189,24 @@ def discriminator(network, images, labels, *, residual, group, alpha=1.0):
 
 def hidden(network, images, *, residual, group, alpha=1.0):
     """The last hidden activations [N, F] of images at any stage's resolution."""
-    x = np.stack([_walk(network, picture, residual, alpha) for picture in images])
+    x = np.stack([_walk(network, sample_image, residual, alpha) for sample_image in images])
     if group > 1:
         x = minibatch_std(x, group)
-    x = np.stack([conv(network.last_conv, picture) for picture in x])
+    x = np.stack([conv(network.last_conv, sample_image) for sample_image in x])
     return linear(network.last_linear, x.reshape(len(x), -1), activation=True)
 
 
-def _walk(network, picture, residual, alpha):
-    """One picture's activations at 4 px; the block of its own resolution counts `alpha`."""
+def _walk(network, sample_image, residual, alpha):
+    """One image's activations at 4 px; the block of its own resolution counts `alpha`."""
     full = 4 * 2 ** len(network.blocks)
-    size = picture.shape[-1]
-    x = conv(network.from_rgb if size == full else network.from_rgbs[str(size)], picture)
+    size = sample_image.shape[-1]
+    x = conv(network.from_rgb if size == full else network.from_rgbs[str(size)], sample_image)
     for number, block in enumerate(network.blocks):
         if full // 2**number > size:
             continue
         x = _discriminator_block(block, x, residual)
         if full // 2**number == size and alpha != 1:
-            before = conv(network.from_rgbs[str(size // 2)], halved(picture))
+            before = conv(network.from_rgbs[str(size // 2)], halved(sample_image))
             x = alpha * x + (1 - alpha) * before
     return x
 

@@ -1,7 +1,7 @@
 """R3GAN's formulas (2501.05441) written out with loops over samples, groups and taps: float64 NumPy, slow and obvious.
 
 Everything is read from a state dict of arrays by name and from the sizes in the configuration; nothing of the
-modules' code is used. A picture is [C, H, W].
+modules' code is used. An image is [C, H, W].
 """
 
 import numpy as np
@@ -103,8 +103,8 @@ def hidden(network, resolution, images):
         return x if weight is None else convolution(x, weight)
 
     found = []
-    for picture in images:
-        x = convolution(picture, state["from_rgb.weight"])
+    for image in images:
+        x = convolution(image, state["from_rgb.weight"])
         x = stages(state, network.config, x, sizes_to(resolution)[::-1], change)
         found.append([(plane * weight).sum() for plane, weight in zip(x, state["basis"][0], strict=True)])
     return np.array(found)

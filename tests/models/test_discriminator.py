@@ -6,7 +6,7 @@ import torch
 from models.stylegan2 import Discriminator, DiscriminatorConfig, minibatch_std
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
-from training.losses import squared_gradient_norm
+from training.gan.objectives import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked
 
@@ -167,7 +167,7 @@ def test_the_gradient_of_r1_reaches_the_parameters(architecture):
             continue
         found = (parameter.grad * direction).sum().item()
         assert found == pytest.approx(slope, rel=1e-5, abs=1e-6), name
-    # D is piecewise linear in the picture up to the standard deviation, so biases of convolutions act only through it
+    # D is piecewise linear in the image up to the standard deviation, so biases of convolutions act only through it
     assert [name for name in blind if name.endswith("weight")] == []
 
 

@@ -21,7 +21,7 @@ LAYOUTS = (torch.contiguous_format, torch.channels_last)
 
 
 def matrix(oracle, shape):
-    """The oracle as a matrix: its answers to the unit pictures [C, H, W] in the columns."""
+    """The oracle as a matrix: its answers to the unit images [C, H, W] in the columns."""
     units = np.eye(int(np.prod(shape))).reshape(-1, *shape)
     return np.stack([oracle(unit).reshape(-1) for unit in units], axis=1)
 
@@ -48,7 +48,7 @@ def test_fir_kernel_first_made_in_inference_mode_can_be_trained_with():
 def test_values_up_to_the_borders(name, size, layout):
     function, oracle = CASES[name]
     x = draw(2, 3, *size)
-    expected = np.stack([oracle(picture) for picture in x.numpy()])
+    expected = np.stack([oracle(image) for image in x.numpy()])
     x = x.to(memory_format=layout)
     found = function(x)
     close(found, expected)
@@ -58,7 +58,7 @@ def test_values_up_to_the_borders(name, size, layout):
 
 def test_downsampling_to_a_single_pixel():
     x = draw(2, 3, 2, 2)
-    close(downsample_fir(x), np.stack([reference.down(picture) for picture in x.numpy()]))
+    close(downsample_fir(x), np.stack([reference.down(image) for image in x.numpy()]))
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 3), (4, 3)])
@@ -66,13 +66,13 @@ def test_upsampling_odd_and_single_pixels(height, width):
     x = draw(2, 3, height, width)
     found = upsample_fir(x)
     assert found.shape == (2, 3, 2 * height, 2 * width)
-    close(found, np.stack([reference.up(picture) for picture in x.numpy()]))
+    close(found, np.stack([reference.up(image) for image in x.numpy()]))
 
 
 @pytest.mark.parametrize("padding", [0, 1, 2])
 def test_blur_of_odd_sizes(padding):
     x = draw(2, 3, 5, 7)
-    close(blur_fir(x, padding=padding), np.stack([reference.blur(picture, pad=padding) for picture in x.numpy()]))
+    close(blur_fir(x, padding=padding), np.stack([reference.blur(image, pad=padding) for image in x.numpy()]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

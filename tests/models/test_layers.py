@@ -79,7 +79,7 @@ def test_equalised_convolution(size, downsample, bias, activation, gain):
     x = draw(2, 3, 6, 8)
     found = layer(x)
     expected = [
-        reference.conv(layer, picture, downsample=downsample, activation=activation, gain=gain) for picture in x.numpy()
+        reference.conv(layer, image, downsample=downsample, activation=activation, gain=gain) for image in x.numpy()
     ]
     assert found.shape == (2, 4, 3, 4) if downsample else (2, 4, 6, 8)
     close(found, np.stack(expected))

@@ -9,7 +9,7 @@ from models import r3gan
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from tests.models import reference_r3gan as reference
 from tests.models.test_r3gan_layers import close, draw, randomised
-from training.losses import squared_gradient_norm
+from training.gan.objectives import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked, generator
 
@@ -117,7 +117,7 @@ def test_start_of_the_parameters(resolution, classes):
             assert abs(parameter.mean().item()) < 5 * sigma / math.sqrt(parameter.numel()), name
 
 
-def test_blocks_are_the_identity_at_the_start_and_samples_have_the_scale_of_pictures():
+def test_blocks_are_the_identity_at_the_start_and_samples_have_the_scale_of_images():
     with forked(0, "init", "identity"):
         network = R3Generator(R3GeneratorConfig(width=32, cardinality=4), resolution=32, channels=3, classes=0)
     z = torch.randn(16, 64, generator=generator(0, "test"))
@@ -146,7 +146,7 @@ def test_the_networks_can_be_differentiated_twice_by_input_and_parameters():
 def penalised(network, images, labels, dtype=None):
     """The gradients of R3GAN's whole discriminator loss, by parameter."""
     network.zero_grad()
-    real, fake = (picture.clone().requires_grad_() for picture in images)
+    real, fake = (image.clone().requires_grad_() for image in images)
     with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
         logits = network(real, labels), network(fake, labels)
     penalty = squared_gradient_norm(logits[0], real) + squared_gradient_norm(logits[1], fake)
@@ -178,16 +178,16 @@ def test_checkpointing_changes_no_bit_of_the_discriminators_gradients(dtype):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_checkpointing_changes_no_bit_of_the_generators_gradients(dtype):
     shape: dict[str, int] = {"resolution": 64, "channels": 3, "classes": 2}
-    z, labels, gradients, pictures = draw(3, 5).float(), torch.tensor([0, 1, 1]), [], []
+    z, labels, gradients, sample_images = draw(3, 5).float(), torch.tensor([0, 1, 1]), [], []
     for recompute in (False, True):
         network = build_g(**shape, activation_checkpointing=recompute).float()
         assert network.stages.recompute == recompute
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             images = network(z, labels)
         images.square().sum().backward()
-        pictures.append(images)
+        sample_images.append(images)
         gradients.append([parameter.grad for parameter in network.parameters()])
-    assert pictures[0].equal(pictures[1])
+    assert sample_images[0].equal(sample_images[1])
     assert all(a.equal(b) for a, b in zip(*gradients, strict=True))
 
 
@@ -253,7 +253,7 @@ def test_attributes_that_others_read():
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8), (1, 8, 4)])
-def test_the_discriminator_refuses_other_pictures(shape):
+def test_the_discriminator_refuses_other_images(shape):
     with pytest.raises(ValueError, match=r"for a discriminator of \(1, 8, 8\)"):
         build_d()(draw(2, *shape))
 

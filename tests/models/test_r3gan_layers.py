@@ -32,8 +32,8 @@ def close(found, expected, tolerance=1e-10):
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
-def each(function, pictures):
-    return np.stack([function(picture) for picture in pictures.detach().numpy()])
+def each(function, images):
+    return np.stack([function(image) for image in images.detach().numpy()])
 
 
 CONVOLUTIONS = [(1, 3, 2, 1), (1, 2, 3, 3), (2, 4, 6, 3), (3, 3, 3, 3), (2, 2, 2, 5)]
@@ -237,14 +237,14 @@ def test_stages_change_the_width_before_upsampling_and_after_downsampling(before
     found = stage(x)
     state = {f"s.{name}": value for name, value in reference.arrays(stage).items()}
 
-    def expected(picture):
+    def expected(image):
         weight = state.get("s.change.weight")
-        picture = picture if resample == "up" else reference.down(picture)
-        picture = picture if weight is None else reference.convolution(picture, weight)
-        picture = picture if resample == "down" else reference.up(picture)
+        image = image if resample == "up" else reference.down(image)
+        image = image if weight is None else reference.convolution(image, weight)
+        image = image if resample == "down" else reference.up(image)
         for number in range(2):
-            picture = reference.block(state, f"s.blocks.{number}", picture, 2)
-        return picture
+            image = reference.block(state, f"s.blocks.{number}", image, 2)
+        return image
 
     close(found, each(expected, x))
     small, large = (2, 2) if resample == "down" else (4, 8)  # heights at the change and in the blocks

@@ -120,7 +120,7 @@ def test_what_no_network_can_be_built_from():
         build(classes=1)
 
 
-# --- every network, heads, what happens to pictures
+# --- every network, heads, what happens to images
 
 
 BOTTLENECKS = [name for name in NAMES if name not in ("resnet18", "resnet34")]
@@ -184,7 +184,7 @@ def test_stages(name, stage):
 
 @pytest.mark.parametrize("weights", [None, "file.pth"])
 @pytest.mark.parametrize("normalise", ["auto", "symmetric", "imagenet"])
-def test_pictures_are_normalised_as_asked(weights, normalise):
+def test_images_are_normalised_as_asked(weights, normalise):
     model = build(stem="small", weights=weights, normalise=normalise)
     x = draw(2, 3, 8, 8).float().clamp(-1, 1)
     if normalise == "imagenet" or (normalise == "auto" and weights):
@@ -197,7 +197,7 @@ def test_pictures_are_normalised_as_asked(weights, normalise):
     assert not any("input_" in name for name in model.state_dict())  # old checkpoints fit
 
 
-def test_the_network_sees_normalised_and_scaled_pictures():
+def test_the_network_sees_normalised_and_scaled_images():
     model, plain = build(normalise="imagenet", input_size=48).eval(), build().eval()
     seen: list[torch.Tensor] = []
     model.network.conv1.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
@@ -211,7 +211,7 @@ def test_the_network_sees_normalised_and_scaled_pictures():
 
 
 @pytest.mark.parametrize(("side", "scaled"), [(32, False), (48, True), (20, True)])
-def test_pictures_of_the_networks_size_are_left_alone(side, scaled):
+def test_images_of_the_networks_size_are_left_alone(side, scaled):
     model = build(input_size=32)
     x = draw(1, 3, side, side).float()
     assert (model.prepare(x) is not x) == scaled
@@ -328,11 +328,11 @@ def test_statistics_are_kept_inside_the_block_only(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_pictures_are_scaled_in_any_precision(dtype: torch.dtype) -> None:
+def test_images_are_scaled_in_any_precision(dtype: torch.dtype) -> None:
     """torch has no antialiased scaling in bf16 on CPUs."""
-    pictures = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
-    found = scaled(pictures.to(dtype), 13)
+    images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    found = scaled(images.to(dtype), 13)
     assert (found.dtype, found.shape) == (dtype, (2, 3, 13, 13))
-    torch.testing.assert_close(found.float(), scaled(pictures, 13), atol=8e-3, rtol=0)
+    torch.testing.assert_close(found.float(), scaled(images, 13), atol=8e-3, rtol=0)
     model = Classifier(ResNetConfig(stem="small-stride2", input_size=16), channels=3, classes=2, resolution=8)
-    assert torch.isfinite(model.eval().to(dtype)(pictures.to(dtype))).all()
+    assert torch.isfinite(model.eval().to(dtype)(images.to(dtype))).all()

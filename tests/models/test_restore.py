@@ -57,8 +57,8 @@ def test_architecture_is_the_one_that_the_config_names():
     assert not any(p.requires_grad for p in found.parameters())
     z, labels = draw(2, 4).float(), torch.tensor([0, 2])
     torch.testing.assert_close(found(z, labels), expected(z, labels).detach(), rtol=1e-5, atol=1e-5)
-    pictures = generate(found, labels=labels, indices=[0, 1], seed=0)
-    assert pictures.shape == (2, 1, 8, 8)
+    images = generate(found, labels=labels, indices=[0, 1], seed=0)
+    assert images.shape == (2, 1, 8, 8)
 
 
 def test_an_unknown_architecture_is_refused_by_name():

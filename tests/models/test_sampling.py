@@ -21,7 +21,7 @@ def model():
 
 
 def same(found, expected):
-    """Equal pictures; a rounding of the last bit may differ, since kernels depend on the batch's size."""
+    """Equal images; a rounding of the last bit may differ, since kernels depend on the batch's size."""
     assert found.shape == expected.shape
     difference = (found.int() - expected.int()).abs()
     assert difference.max() <= 1
@@ -63,7 +63,7 @@ def test_draws_belong_to_their_index_alone(model):
 
 @pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
 @pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_pictures_are_equal_for_every_split_and_order(model, batch_size, noise_mode):
+def test_images_are_equal_for_every_split_and_order(model, batch_size, noise_mode):
     labels = torch.tensor([0, 1, 2, 0, 1, 2, 0])
     whole = generate(model, labels=labels, indices=range(7), seed=1, noise_mode=noise_mode, batch_size=7)
     assert whole.dtype == torch.uint8
@@ -74,7 +74,7 @@ def test_pictures_are_equal_for_every_split_and_order(model, batch_size, noise_m
     same(generate(model, labels=labels[order], indices=order, **options), whole[order])
 
 
-def test_labels_seeds_and_settings_reach_the_pictures(model):
+def test_labels_seeds_and_settings_reach_the_images(model):
     zeros = torch.zeros(3, dtype=torch.int64)
     options: dict[str, Any] = {"labels": zeros, "indices": range(3), "seed": 1}
     first = generate(model, **options)

@@ -180,9 +180,9 @@ def test_our_own_runs_give_their_average(tmp_path):
         same(dict(model.state_dict()), dict(average.state_dict()))
 
 
-def test_our_own_runs_must_have_seen_the_same_pictures(tmp_path):
+def test_our_own_runs_must_have_seen_the_same_images(tmp_path):
     path, _ = own_checkpoint(tmp_path / "run")
-    with pytest.raises(UserError, match=r"has seen pictures normalised symmetric; set --model\.normalise symmetric"):
+    with pytest.raises(UserError, match=r"has seen images normalised symmetric; set --model\.normalise symmetric"):
         loaded(path)
     path, _ = own_checkpoint(tmp_path / "other", normalise="auto", weights="x.pth")
     loaded(path)
@@ -240,7 +240,7 @@ def test_other_precisions_are_cast(dtype, donor, tmp_path):
     assert torch.equal(model.network.conv1.weight, donor.conv1.weight.to(dtype).float())
 
 
-def test_grey_pictures_give_what_they_would_give_in_colour(file, donor):
+def test_grey_images_give_what_they_would_give_in_colour(file, donor):
     model, told = loaded(file, channels=1, normalise="symmetric")
     grey = draw(2, 1, 32, 32).float()
     torch.testing.assert_close(model(grey), donor(grey.expand(-1, 3, -1, -1)), rtol=1e-4, atol=1e-4)

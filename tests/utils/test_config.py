@@ -3,8 +3,8 @@ from typing import Literal
 
 import pytest
 
-from training.classifier import ClassifierConfig
-from training.gan_config import GanConfig
+from training.classifier.task import ClassifierConfig
+from training.gan.config import GanConfig
 from utils.config import UnknownKey, build, differences, keys_of, read_yaml, save_yaml, to_tree
 from utils.errors import UserError
 

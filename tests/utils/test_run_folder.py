@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from training.classifier import ClassifierConfig
-from training.gan_config import GanConfig
+from training.classifier.task import ClassifierConfig
+from training.gan.config import GanConfig
 from utils.config import read_yaml, to_tree
 from utils.errors import UserError
 from utils.run_folder import RunFolder

@@ -1,0 +1,145 @@
+"""Images on the device: normalisation and augmentation, pure functions of given random draws.
+
+Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from data.augment import trivial_augment as trivial
+from utils.errors import UserError
+from utils.seeding import Key, generator
+
+ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
+ERASE_ASPECT = (0.3, 3.3)  # height / width
+
+
+@dataclass(kw_only=True)
+class Augment:
+    """Augmentation of training images. Raises UserError for values out of range."""
+
+    flip: bool = False  # left-right, with probability 1/2
+    shift: int = 0  # px: padded by so many black pixels on all sides and cropped at a random place
+    trivial: bool = False  # TrivialAugment: one of 14 operations at a random strength
+    erase: float = 0.0  # probability that a random rectangle is blackened
+
+    def __post_init__(self) -> None:
+        if self.shift < 0:
+            raise UserError(f"augment.shift {self.shift}: pixels, must be at least 0")
+        if not 0 <= self.erase <= 1:
+            raise UserError(f"augment.erase {self.erase}: a probability, must be between 0 and 1")
+
+
+def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:
+    """uint8 [n, C, H, W] in 0..255 -> [-1, 1] (x / 127.5 - 1) in torch's default dtype, on the images' device."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return images.to(torch.get_default_dtype(), memory_format=memory_format).div_(127.5).sub_(1)
+
+
+def random_flip(
+    images: torch.Tensor,  # [n, C, H, W]
+    flips: torch.Tensor,  # bool [n]
+) -> torch.Tensor:
+    """Mirror the images left-right where `flips` is true."""
+    if images.device.type != "cpu":
+        return torch.where(flips[:, None, None, None], images.flip(3), images)  # never waits for the device
+    mirrored = images.clone()
+    for row in flips.nonzero()[:, 0].tolist():  # half of them are not touched again
+        mirrored[row] = images[row].flip(2)
+    return mirrored
+
+
+def random_shift(
+    images: torch.Tensor,  # [n, C, H, W]
+    offsets: torch.Tensor,  # int64 [n, 2]: row and column in 0..2*padding; `padding` leaves the image in place
+    padding: int,  # px
+) -> torch.Tensor:
+    """Pad every image by black pixels on all sides and crop [H, W] at its own offset."""
+    n, channels, height, width = images.shape
+    padded = F.pad(images, [padding] * 4, value=_black(images))
+    device = images.device
+    rows = offsets[:, 0, None] + torch.arange(height, device=device)  # [n, H]
+    columns = offsets[:, 1, None] + torch.arange(width, device=device)  # [n, W]
+    samples = torch.arange(n, device=device)[:, None, None, None]
+    planes = torch.arange(channels, device=device)[:, None, None]
+    return padded[samples, planes, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def random_erase(
+    images: torch.Tensor,  # [n, C, H, W]
+    boxes: torch.Tensor,  # int64 [n, 4]: top, left, height, width in px; height or width 0 erases nothing
+) -> torch.Tensor:
+    """Blacken a rectangle in every image."""
+    top, left, height, width = (boxes[:, column, None] for column in range(4))
+    rows = torch.arange(images.shape[2], device=images.device)
+    columns = torch.arange(images.shape[3], device=images.device)
+    inside_rows = (rows >= top) & (rows < top + height)  # [n, H]
+    inside_columns = (columns >= left) & (columns < left + width)  # [n, W]
+    inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
+    return images.masked_fill(inside, _black(images))
+
+
+def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:
+    """Turn uniform draws [n, 5] into boxes for `random_erase`, int64 [n, 4].
+
+    The draws decide, in this order: whether, area, aspect, row, column. Area is uniform in ERASE_AREA, the logarithm of
+    the aspect uniform in the logarithms of ERASE_ASPECT; sides are cut to the image's.
+    """
+    area = (ERASE_AREA[0] + draws[:, 1] * (ERASE_AREA[1] - ERASE_AREA[0])) * height * width
+    low, high = math.log(ERASE_ASPECT[0]), math.log(ERASE_ASPECT[1])
+    aspect = torch.exp(low + draws[:, 2] * (high - low))
+    tall = (area * aspect).sqrt().round().long().clamp(1, height)
+    wide = (area / aspect).sqrt().round().long().clamp(1, width)
+    top = _integers(draws[:, 3], height - tall + 1)
+    left = _integers(draws[:, 4], width - wide + 1)
+    boxes = torch.stack([top, left, tall, wide], dim=1)
+    return torch.where(draws[:, 0, None] < probability, boxes, torch.zeros_like(boxes))
+
+
+def draw_and_apply(
+    images: torch.Tensor,  # uint8 or float [n, C, H, W], a rank's rows of the global batch
+    config: Augment,
+    *,
+    seed: int,
+    step: int,
+    start: int,  # position of the first row in the global batch
+    global_batch: int,  # images of all ranks
+    phase: str | None = None,  # tells apart several batches of a step
+) -> torch.Tensor:
+    """Augment a rank's images with draws of key (seed, "augment", step), or (seed, "augment", step, phase).
+
+    The numbers of the whole global batch are drawn on the images' device and rows [start, start + n) taken, so that the
+    result does not depend on the number of ranks; a setting does not change another's draws. Raises ValueError if the
+    rows lie outside the global batch.
+    """
+    if not 0 <= start <= start + len(images) <= global_batch:
+        raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
+    if not (config.flip or config.shift or config.trivial or config.erase):
+        return images
+    key: tuple[Key, ...] = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
+    numbers = generator(*key, device=images.device)
+    draws = torch.rand(global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32)
+    draws = draws[start : start + len(images)]
+    if config.flip:
+        images = random_flip(images, draws[:, 0] < 0.5)
+    if config.shift:
+        images = random_shift(images, _integers(draws[:, 1:3], 2 * config.shift + 1), config.shift)
+    if config.trivial:
+        rows = slice(start, start + len(images))
+        images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))
+    if config.erase:
+        boxes = erase_boxes(draws[:, 3:8], config.erase, images.shape[2], images.shape[3])
+        images = random_erase(images, boxes)
+    return images
+
+
+def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
+    """Uniform numbers of [0, 1) to integers 0..ends-1."""
+    return torch.minimum((uniform * ends).long(), torch.as_tensor(ends, device=uniform.device) - 1)
+
+
+def _black(images: torch.Tensor) -> int:
+    return -1 if images.is_floating_point() else 0

@@ -1,0 +1,234 @@
+"""TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on every image; a batch at once.
+
+Operations, strengths and rounding are those of torchvision's TrivialAugmentWide on uint8 tensors (nearest neighbour,
+black outside).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils.seeding import Key, numpy_generator
+
+# the geometric ones stand together: they are done in one pass
+KINDS = (
+    "identity",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+    "rotate",
+    "brightness",
+    "color",
+    "contrast",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "autocontrast",
+    "equalize",
+)
+SIGNED = KINDS[1:10]  # the strength may be negative
+BINS = 31  # strengths of an operation
+LUMA = (0.2989, 0.587, 0.114)  # torchvision's grey of RGB
+
+
+def _strengths() -> np.ndarray:
+    """Table 1 of the paper, column "wide", as torchvision has it: float64 [kinds, BINS]."""
+    rising = {
+        "shear_x": 0.99,
+        "shear_y": 0.99,
+        "translate_x": 32.0,
+        "translate_y": 32.0,
+        "rotate": 135.0,
+        "brightness": 0.99,
+        "color": 0.99,
+        "contrast": 0.99,
+        "sharpness": 0.99,
+    }
+    table = torch.zeros(len(KINDS), BINS)
+    for row, kind in enumerate(KINDS):
+        if kind in rising:
+            table[row] = torch.linspace(0, rising[kind], BINS)
+        elif kind == "posterize":  # bits kept
+            table[row] = (8 - torch.arange(BINS) / ((BINS - 1) / 6)).round()
+        elif kind == "solarize":  # share of the range from where on values are inverted
+            table[row] = torch.linspace(1, 0, BINS)
+    return table.double().numpy()
+
+
+STRENGTHS = _strengths()
+
+
+class Draws(NamedTuple):
+    """What is done to each image; on the host, where the images of an operation are counted without waiting for a
+    device.
+    """
+
+    kinds: np.ndarray  # int64 [n], positions in KINDS
+    strengths: np.ndarray  # float64 [n], signed
+
+
+def draw(key: tuple[Key, ...], global_batch: int, rows: slice) -> Draws:
+    """The draws of `rows` of a global batch, from those of the whole."""
+    numbers = numpy_generator(*key)
+    kinds = numbers.integers(len(KINDS), size=global_batch)
+    bins = numbers.integers(BINS, size=global_batch)
+    signs = 1 - 2 * numbers.integers(2, size=global_batch)
+    signed = np.isin(kinds, [KINDS.index(kind) for kind in SIGNED])
+    strengths = STRENGTHS[kinds, bins] * np.where(signed, signs, 1)
+    return Draws(kinds[rows], strengths[rows])
+
+
+def trivial_augment(
+    images: Tensor,  # uint8 [n, 1 or 3, H, W]
+    draws: Draws,
+) -> Tensor:
+    """Apply to each image its operation: uint8 [n, C, H, W]. Raises ValueError for another type."""
+    if images.dtype != torch.uint8:
+        raise ValueError(f"TrivialAugment takes uint8 images, not {images.dtype}")
+    order = np.argsort(draws.kinds, kind="stable")
+    kinds, strengths = draws.kinds[order], draws.strengths[order]
+    places = torch.from_numpy(order).to(images.device, non_blocking=True)
+    done = images[places].contiguous()
+    factors = torch.from_numpy(strengths.astype(np.float32)).to(images.device, non_blocking=True)[:, None, None, None]
+    first, last = np.searchsorted(kinds, [KINDS.index("shear_x"), KINDS.index("rotate") + 1])
+    if last > first:
+        matrices = _inverse_maps(kinds[first:last], strengths[first:last], images.shape[2], images.shape[3])
+        done[first:last] = _warp(done[first:last], torch.from_numpy(matrices).to(images.device, non_blocking=True))
+    for number in range(KINDS.index("rotate") + 1, len(KINDS)):
+        first, last = np.searchsorted(kinds, [number, number + 1])
+        if last > first:
+            done[first:last] = _COLOUR[KINDS[number]](done[first:last], factors[first:last])
+    result = torch.empty_like(done)
+    result[places] = done
+    return result
+
+
+# --- geometry
+
+
+def _inverse_maps(kinds: np.ndarray, strengths: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Where each image's pixels come from: float32 [n, 2, 3], (x, y, 1) -> (x', y'), in px from the middle."""
+    maps = np.zeros((len(kinds), 2, 3))
+    maps[:, 0, 0] = maps[:, 1, 1] = 1
+    for one, kind, strength in zip(maps, kinds, strengths, strict=True):
+        match KINDS[kind]:
+            case "shear_x":  # about the upper left corner
+                one[0, 1], one[0, 2] = strength, strength * height / 2
+            case "shear_y":
+                one[1, 0], one[1, 2] = strength, strength * width / 2
+            case "translate_x":
+                one[0, 2] = -int(strength)
+            case "translate_y":
+                one[1, 2] = -int(strength)
+            case "rotate":  # degrees, anticlockwise
+                sine, cosine = np.sin(np.radians(strength)), np.cos(np.radians(strength))
+                one[:, :2] = [[cosine, -sine], [sine, cosine]]
+    return maps.astype(np.float32)
+
+
+def _warp(images: Tensor, maps: Tensor) -> Tensor:
+    """Every pixel from the nearest one of its map, black from outside."""
+    height, width = images.shape[2:]
+    x = torch.arange(width, device=images.device, dtype=torch.float32) - (width - 1) / 2
+    y = torch.arange(height, device=images.device, dtype=torch.float32) - (height - 1) / 2
+    maps = maps[:, :, :, None, None]
+    source = maps[:, :, 0] * x + maps[:, :, 1] * y[:, None] + maps[:, :, 2]  # [n, 2, H, W]
+    column = (source[:, 0] + (width - 1) / 2).round().long()
+    row = (source[:, 1] + (height - 1) / 2).round().long()
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    index = torch.where(inside, row * width + column, 0)[:, None].expand(-1, images.shape[1], -1, -1)
+    found = images.flatten(2).gather(2, index.flatten(2)).view(images.shape)
+    return found * inside[:, None]
+
+
+# --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1] (brightness and the like: 0 changes nothing)
+
+
+def _to_bytes(values: Tensor) -> Tensor:
+    return values.clamp_(0, 255).to(torch.uint8)
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Float32 [n, 1, H, W], whole numbers."""
+    if images.shape[1] == 1:
+        return images.float()
+    red, green, blue = images.float().split(1, dim=1)
+    return red.mul(LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2]).floor_()
+
+
+def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
+    """(1 + factor) of the image, -factor of the other."""
+    return _to_bytes(images * (1 + factors) - other * factors)
+
+
+def _brightness(images: Tensor, factors: Tensor) -> Tensor:
+    return _to_bytes(images * (1 + factors))
+
+
+def _color(images: Tensor, factors: Tensor) -> Tensor:
+    return images if images.shape[1] == 1 else _blend(images, _grey(images), factors)
+
+
+def _contrast(images: Tensor, factors: Tensor) -> Tensor:
+    return _blend(images, _grey(images).mean(dim=(1, 2, 3), keepdim=True), factors)
+
+
+def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
+    """Away from, or towards, the 3x3 blur whose middle weighs 5 and whose edge 1; the border stays."""
+    height, width = images.shape[2:]
+    if height <= 2 or width <= 2:
+        return images
+    values = images.float()
+    rows = values[:, :, :-2] + values[:, :, 1:-1] + values[:, :, 2:]
+    total = rows[:, :, :, :-2] + rows[:, :, :, 1:-1] + rows[:, :, :, 2:]
+    middle = values[:, :, 1:-1, 1:-1]
+    blurred = ((total + 4 * middle) / 13).round_()
+    middle += (middle - blurred) * factors
+    return _to_bytes(values)
+
+
+def _posterize(images: Tensor, factors: Tensor) -> Tensor:
+    """Keep the `factors` highest bits."""
+    return images & (256 - torch.exp2(8 - factors)).to(torch.uint8)
+
+
+def _solarize(images: Tensor, factors: Tensor) -> Tensor:
+    return torch.where(images >= 255 * factors, 255 - images, images)
+
+
+def _autocontrast(images: Tensor, _factors: Tensor) -> Tensor:
+    """Every channel to the whole range; a constant one stays."""
+    values = images.float()
+    low, high = values.amin((2, 3), keepdim=True), values.amax((2, 3), keepdim=True)
+    flat = low == high
+    scale = torch.where(flat, 1.0, (high - low) * (1 / 255))
+    return _to_bytes((values - torch.where(flat, 0.0, low)) / scale)
+
+
+def _equalize(images: Tensor, _factors: Tensor) -> Tensor:
+    """Every channel's histogram made flat, in Pillow's integers (PIL.ImageOps.equalize)."""
+    flat = images.flatten(2).long()
+    histogram = torch.zeros(*flat.shape[:2], 256, dtype=torch.long, device=images.device)
+    histogram.scatter_add_(2, flat, torch.ones_like(flat))
+    up_to = histogram.cumsum(2)
+    brightest = histogram.gather(2, flat.amax(2, keepdim=True))
+    step = (flat.shape[2] - brightest) // 255
+    below = up_to - histogram  # pixels darker than each value
+    table = ((below + step // 2) // step.clamp(min=1)).clamp_(0, 255).to(torch.uint8)
+    equalized = table.gather(2, flat).view(images.shape)
+    return torch.where((step == 0)[..., None], images, equalized)
+
+
+_COLOUR = {
+    "brightness": _brightness,
+    "color": _color,
+    "contrast": _contrast,
+    "sharpness": _sharpness,
+    "posterize": _posterize,
+    "solarize": _solarize,
+    "autocontrast": _autocontrast,
+    "equalize": _equalize,
+}

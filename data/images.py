@@ -1,0 +1,174 @@
+"""One image: decode any file by a stated rule, bring it to size, encode it.
+
+The rules (docs/lmdb.md lists them): EXIF orientation is applied; transparency is composited on white; palettes are
+resolved; 16-bit values keep their high byte; CMYK and other colour models are converted to RGB without a colour
+profile; grey from RGB is ITU-R 601 luma. Animated and multi-page files, floating-point images, images with a side
+below MIN_SIDE px and those above Pillow's limit of pixels are refused.
+"""
+
+import io
+import struct
+import warnings
+import zlib
+
+import cv2
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
+MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
+JPEG_QUALITY = 95  # without chroma subsampling
+
+RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
+
+
+class ImageError(ValueError):
+    """An image that cannot be read or is refused; the message is the reason, without the file's name."""
+
+
+def decode_file(content: bytes, channels: int) -> np.ndarray:
+    """Decode a file of unknown origin: uint8 [H, W, channels]. Raises ImageError with the reason."""
+    if not content:
+        raise ImageError("is an empty file")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # Pillow's remarks about odd EXIF data
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            _check_chunks(content)
+            return decode(content, channels)
+    except ImageError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise ImageError(f"is not an image (it begins with {content[:12]!r})") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise ImageError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller first") from None
+    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise ImageError(f"is truncated or damaged ({error})") from None
+    except (struct.error, zlib.error, MemoryError) as error:
+        raise ImageError(f"is truncated or damaged ({error})") from None
+
+
+def decode(content: bytes | memoryview, channels: int) -> np.ndarray:
+    """Decode a file: uint8 [H, W, channels]. Raises ImageError for what is refused, else whatever Pillow raises."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
+            raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")
+        image.load()
+        pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
+    if min(pixels.shape[:2]) < MIN_SIDE:
+        raise ImageError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _check_chunks(content: bytes) -> None:
+    """Pillow checks the checksums of a PNG's chunks only when asked to."""
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        if image.format == "PNG":
+            image.verify()
+
+
+def _convert(image: Image.Image, channels: int) -> Image.Image:
+    """To mode L or RGB by the rules above."""
+    if image.mode == "F":
+        raise ImageError("has floating-point pixels; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise ImageError("has 32-bit pixels; save it with 8 or 16 bits")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        coloured = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), coloured).convert("RGB")
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
+    """Grey to RGB or RGB to grey (ITU-R 601 luma): uint8 [H, W, 1 or 3] -> uint8 [H, W, channels]."""
+    if pixels.shape[2] == channels:
+        return pixels
+    if channels == 3:
+        return np.repeat(pixels, 3, axis=2)
+    return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+
+
+def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
+    """Bring an image uint8 [H, W, C] to [size, size, C].
+
+    Modes: "exact" leaves it and refuses other sizes; "crop" takes the largest square in the middle and scales it with
+    Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is larger than
+    `size`, never scaled up. Raises ImageError for a size that "exact" does not allow.
+    """
+    height, width, channels = pixels.shape
+    if (height, width) == (size, size):
+        return pixels
+    if mode == "exact":
+        raise ImageError(f"is {width}x{height} px where {size}x{size} was expected; pass --size N")
+    if mode == "crop":
+        side = min(height, width)
+        top, left = (height - side) // 2, (width - side) // 2
+        return _scale(pixels[top : top + side, left : left + side], size, size)
+    if mode != "pad":
+        raise ValueError(f"mode {mode!r}")
+    longest = max(height, width)
+    if longest > size:
+        pixels = _scale(pixels, max(1, round(height * size / longest)), max(1, round(width * size / longest)))
+    height, width = pixels.shape[:2]
+    padded = np.zeros((size, size, channels), np.uint8)
+    top, left = (size - height) // 2, (size - width) // 2
+    padded[top : top + height, left : left + width] = pixels
+    return padded
+
+
+def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    channels = pixels.shape[2]
+    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if channels == 1 else pixels))
+    scaled = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
+    return scaled.reshape(height, width, channels)
+
+
+def encode(pixels: np.ndarray, encoding: str) -> bytes:
+    """A "png" (lossless) or "jpeg" (quality JPEG_QUALITY, 4:4:4) file of an image uint8 [H, W, 1 or 3]."""
+    ordered = np.ascontiguousarray(pixels[:, :, ::-1]) if pixels.shape[2] == 3 else pixels
+    options = {
+        "png": [cv2.IMWRITE_PNG_COMPRESSION, 6],
+        "jpeg": [
+            cv2.IMWRITE_JPEG_QUALITY,
+            JPEG_QUALITY,
+            cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
+            cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
+        ],
+    }[encoding]
+    done, content = cv2.imencode(".jpg" if encoding == "jpeg" else ".png", ordered, options)
+    if not done:
+        raise ImageError(f"cannot be encoded as {encoding}")
+    return content.tobytes()
+
+
+def decode_by_rules(payload: bytes | memoryview, channels: int) -> np.ndarray:
+    """Decode a file that was kept as it came, by the rules it was packed by: uint8 [H, W, channels].
+
+    Raises ImageError if that fails.
+    """
+    try:
+        return decode(payload, channels)
+    except (OSError, SyntaxError) as error:
+        raise ImageError(f"cannot be decoded: {error}") from None
+
+
+def plain_codec(content: bytes, channels: int) -> int:
+    """The decoder that reads this file as `decode` does: CODEC_JPEG or CODEC_PNG where no rule applies to it (8 bits,
+    no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
+    """
+    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        if image.mode not in ("L", "RGB") or (image.mode == "RGB" and channels == 1):
+            return CODEC_RULES
+        if image.has_transparency_data or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            return CODEC_RULES
+        if image.format == "JPEG":
+            return CODEC_JPEG
+        depth = content[24]  # bits, in the header
+        return CODEC_PNG if image.format == "PNG" and depth == 8 else CODEC_RULES

@@ -1,0 +1,126 @@
+"""The record format of a packed data set, version 1: keys, entries, metadata. docs/lmdb.md is its description."""
+
+import hashlib
+import itertools
+import json
+import zlib
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+
+FORMAT = "duet-lmdb"
+VERSION = 1
+FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
+SIGNATURES = 4096  # per record
+ENCODINGS = ("raw", "jpeg", "png", "source")
+
+BLOCK_IMAGES = 4096  # images per block at most
+BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
+
+# How a payload is decoded: by the rules of data/images.py, or faster because nothing in the file needs them.
+CODEC_RULES, CODEC_JPEG, CODEC_PNG = 0, 1, 2
+
+# One image's label and shape. `size` is the payload's length in bytes; `checksum` is the CRC-32 of the entry's other
+# 24 bytes followed by the payload. Entries stand in the index of their block and in front of an encoded image.
+ENTRY = np.dtype(
+    [("checksum", "<u4"), ("size", "<u4"), ("label", "<i8"), ("height", "<u4"), ("width", "<u4"), ("codec", "<u4")]
+)
+# In front of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block beside it (0: no raw block).
+INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What a packed data set says about itself.
+
+    `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
+    `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the
+    images have sizes of their own (encoding "source"). `content_hash` is the SHA-256 of classes, labels, shapes and
+    payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
+    own bytes and labels in order, whatever was made of them; empty if the source was not asked.
+    """
+
+    version: int = VERSION
+    count: int  # images
+    classes: list[str]  # names by label; empty: unlabelled
+    channels: int  # 1 or 3
+    resolutions: list[int]  # px
+    encoding: str  # one of ENCODINGS
+    histogram: list[int]  # images per class; empty: unlabelled
+    mean: list[float]
+    std: list[float]
+    resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
+    source: str  # what was packed, for people
+    fingerprint: str
+    content_hash: str
+    blocks: list[int]  # images per block, one number for each resolution
+
+    def to_json(self) -> bytes:
+        """The metadata record."""
+        return json.dumps(asdict(self), sort_keys=True).encode()
+
+    @classmethod
+    def from_json(cls, record: bytes) -> "Meta":
+        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError or TypeError if unfit."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(record).items() if key in known})
+
+
+def block_length(channels: int, resolution: int, encoding: str) -> int:
+    """Images per block: for raw images as many as fit into BLOCK_BYTES, else BLOCK_IMAGES per index record."""
+    if encoding != "raw":
+        return BLOCK_IMAGES
+    return max(1, min(BLOCK_IMAGES, BLOCK_BYTES // (channels * resolution * resolution)))
+
+
+class ContentHash:
+    """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
+
+    A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
+    """
+
+    def __init__(self, classes: list[str], channels: int, encoding: str, resolutions: list[int]) -> None:
+        head = {"channels": channels, "classes": classes, "encoding": encoding, "resolutions": resolutions}
+        self._head = json.dumps(head, sort_keys=True).encode()
+        self._digests: list[list[bytes]] = [[] for _ in resolutions]
+
+    def add(self, level: int, digest: bytes) -> None:
+        """The digest of the next block of resolution number `level`."""
+        self._digests[level].append(digest)
+
+    def hexdigest(self) -> str:
+        """The hash of what was added."""
+        return hashlib.sha256(self._head + b"".join(itertools.chain.from_iterable(self._digests))).hexdigest()
+
+
+def pixels_key(block: int, resolution: int) -> bytes:
+    """Key of a raw block of images: uint8 [n, C, H, W]."""
+    return b"pixels/%08d/%05d" % (block, resolution)
+
+
+def image_key(index: int, resolution: int) -> bytes:
+    """Key of an encoded image: its entry, then the file's bytes."""
+    return b"picture/%010d/%05d" % (index, resolution)
+
+
+def index_key(block: int, resolution: int) -> bytes:
+    """Key of a block's index: INDEX_HEAD, then an ENTRY per image."""
+    return b"index/%08d/%05d" % (block, resolution)
+
+
+def signature_key(record: int) -> bytes:
+    """Key of SIGNATURES signatures: their CRC-32 (u32), then the array of data.signature.SIGNATURE."""
+    return b"hash/%08d" % record
+
+
+def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:
+    """The entry of an image, as an array of shape [1] and type ENTRY."""
+    entry = np.zeros(1, ENTRY)
+    entry[0] = (0, len(payload), label, height, width, codec)
+    entry["checksum"] = entry_checksum(entry[0], payload)
+    return entry
+
+
+def entry_checksum(entry: np.void, payload: bytes | memoryview) -> int:
+    """CRC-32 of label, shape, size and codec, then the payload."""
+    return zlib.crc32(payload, zlib.crc32(entry.tobytes()[4:]))

@@ -1,0 +1,313 @@
+"""Read a packed data set: `LMDBReader`. The format is in data/lmdb/format.py and docs/lmdb.md."""
+
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import lmdb
+import numpy as np
+
+from data.decode import decode
+from data.images import ImageError
+from data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
+from data.lmdb.format import (
+    ENTRY,
+    INDEX_HEAD,
+    SIGNATURES,
+    Meta,
+    entry_checksum,
+    image_key,
+    index_key,
+    pixels_key,
+    signature_key,
+)
+from data.signature import SIGNATURE
+from utils.errors import UserError
+
+__all__ = ["DamageError", "LMDBReader", "Meta"]
+
+
+class DamageError(UserError):
+    """Records whose bytes are not those that were written."""
+
+    def __init__(self, path: Path, records: Sequence[int], reason: str) -> None:
+        self.records, self.reason = records, reason
+        name = f"record {records[0]}"
+        if len(records) > 1:
+            whole = records[-1] - records[0] == len(records) - 1
+            name += f" to {records[-1]}" if whole else f" and {len(records) - 1} more"
+        # Other ranks may not meet the same record: every rank says it.
+        super().__init__(f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True)
+        self.path = path
+
+    def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str]]:
+        """So that it travels between processes."""
+        return type(self), (self.path, self.records, self.reason)
+
+
+class LMDBReader:
+    """Images and labels of a packed file by index, at one of its resolutions (default: the largest).
+
+    `resolution` is the side of the square images in px, or 0 where they have sizes of their own. With `tolerant`
+    the whole images of a damaged raw block can still be read.
+
+    Checked at opening: a missing, foreign, truncated, unfinished or newer file raises UserError. Checked at reading: a
+    raw block's checksum when the process first touches it, an encoded image's every time; damage raises DamageError
+    naming the record. May be pickled, used after a fork and from several threads; each process opens the file itself.
+    """
+
+    def __init__(self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False) -> None:
+        self.path, self.tolerant = Path(path), tolerant
+        self._handle: Handle | None = acquire(self.path)
+        self._labels: np.ndarray | None = None
+        self.meta = read_meta(self.path, self._handle.environment)
+        if resolution not in (None, *self.meta.resolutions):
+            held = ", ".join(map(str, self.meta.resolutions))
+            raise UserError(f"{self.path} holds no images of {resolution} px but of {held}: choose one of them")
+        self.resolution: int = resolution or self.meta.resolutions[-1]
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names by label; empty if the set is unlabelled."""
+        return self.meta.classes
+
+    @property
+    def block(self) -> int:
+        """Images per block at this resolution."""
+        return self.meta.blocks[self.meta.resolutions.index(self.resolution)]
+
+    def __len__(self) -> int:
+        return self.meta.count
+
+    def read(self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Images uint8 [n, C, H, W] and labels int64 [n] of the given records, in the given order.
+
+        `out`, if given, is filled and returned: uint8 [n, C, H, W], C-contiguous. Unlabelled images have label 0.
+        Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError for images of different sizes.
+        """
+        wanted, images = checked_read(self.path, indices, len(self), self.meta.channels, self.resolution, out)
+        if not len(wanted):
+            return images, np.empty(0, np.int64)
+        if self.meta.encoding == "raw":
+            self.gather(wanted, images)
+        else:
+            for row, index in enumerate(wanted.tolist()):
+                images[row] = self.image(index)[0].transpose(2, 0, 1)
+        return images, self.labels()[wanted]
+
+    def image(self, index: int) -> tuple[np.ndarray, int]:
+        """One image uint8 [H, W, C] and its label. Raises as `read` does; images may have sizes of their own."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        if self.meta.encoding == "raw":
+            return self.raw_image(index), int(self.labels()[index])
+        handle = self.handle()
+        with handle.environment.begin(buffers=True) as transaction:
+            entry, payload = self.encoded_record(transaction, index)
+            try:
+                return decode(payload, int(entry["codec"]), self.meta.channels), int(entry["label"])
+            except ImageError as error:
+                raise self.damage(index, str(error)) from None
+
+    def labels(self) -> np.ndarray:
+        """All labels, int64 [count], read-only."""
+        if self._labels is None:
+            handle = self.handle()
+            with handle.environment.begin(buffers=True) as transaction:
+                blocks = range(self.blocks)
+                parts = [self.index_record(transaction, block)[1]["label"].astype(np.int64) for block in blocks]
+            labels = np.concatenate(parts)
+            labels.setflags(write=False)
+            self._labels = labels
+        return self._labels
+
+    def signatures(self) -> np.ndarray:
+        """What duplicates are found by: SIGNATURE [count], see data/signature.py. Raises DamageError."""
+        parts = []
+        with self.handle().environment.begin(buffers=True) as transaction:
+            for start in range(0, len(self), SIGNATURES):
+                records = range(start, min(len(self), start + SIGNATURES))
+                value = self._get(transaction, signature_key(start // SIGNATURES), records)
+                if len(value) != 4 + len(records) * SIGNATURE.itemsize or zlib.crc32(value[4:]) != int.from_bytes(
+                    value[:4], "little"
+                ):
+                    raise self.damage(records, "the checksum of its signatures does not match")
+                parts.append(np.frombuffer(value, SIGNATURE, offset=4).copy())
+        return np.concatenate(parts)
+
+    def decoded_bytes(self) -> int:
+        """Bytes of all images when they are decoded. Raises DamageError."""
+        with self.handle().environment.begin(buffers=True) as transaction:
+            entries = [self.index_record(transaction, block)[1] for block in range(self.blocks)]
+        areas = [(part["height"].astype(np.int64) * part["width"]).sum() for part in entries]
+        return self.meta.channels * int(sum(areas))
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks (raw images) or index records (encoded ones)."""
+        return -(-len(self) // self.block)
+
+    def block_range(self, block: int) -> range:
+        """The records of a block."""
+        return range(block * self.block, min(len(self), (block + 1) * self.block))
+
+    def index_record(self, transaction: lmdb.Transaction, block: int) -> tuple[np.void, np.ndarray]:
+        """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises UserError if it is damaged."""
+        records = self.block_range(block)
+        value = self._get(transaction, index_key(block, self.resolution), records)
+        if len(value) != INDEX_HEAD.itemsize + len(records) * ENTRY.itemsize:
+            raise self.damage(records, "its index is missing or has another length")
+        head = np.frombuffer(value, INDEX_HEAD, 1)[0]
+        if zlib.crc32(value[INDEX_HEAD.itemsize :]) != head["checksum"]:
+            raise self.damage(records, "the checksum of its index does not match")
+        return head, np.frombuffer(value, ENTRY, offset=INDEX_HEAD.itemsize).copy()
+
+    def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
+        """The images of a raw block as a view into the file: uint8 [n, C, H, W]; valid within the transaction."""
+        records = self.block_range(block)
+        shape = (len(records), self.meta.channels, self.resolution, self.resolution)
+        value = self._get(transaction, pixels_key(block, self.resolution), records)
+        if len(value) != math.prod(shape):
+            raise self.damage(records, "its block is missing or has another length")
+        return np.frombuffer(value, np.uint8).reshape(shape)
+
+    def encoded_record(self, transaction: lmdb.Transaction, index: int) -> tuple[np.void, memoryview]:
+        """The entry and the checked payload of an encoded image; the payload is valid within the transaction."""
+        value = self._get(transaction, image_key(index, self.resolution), range(index, index + 1))
+        if len(value) < ENTRY.itemsize:
+            raise self.damage(index, "it is missing")
+        entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
+        # The length first: a damaged one could lead beyond the end of the file.
+        if len(payload) != entry["size"] or entry_checksum(entry, payload) != entry["checksum"]:
+            raise self.damage(index, "its checksum does not match")
+        return entry, payload
+
+    def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
+        """The records of a raw block whose own checksum does not match."""
+        _, entries = self.index_record(transaction, block)
+        for record, entry, image in zip(
+            self.block_range(block), entries, self.raw_block(transaction, block), strict=True
+        ):
+            if entry_checksum(entry, image.tobytes()) != entry["checksum"]:
+                yield record
+
+    def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
+        """The error for a damaged record or block."""
+        return DamageError(self.path, [record] if isinstance(record, int) else record, reason)
+
+    def close(self) -> None:
+        """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""
+        self._handle = None
+
+    def __enter__(self) -> "LMDBReader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        names = ("path", "meta", "resolution", "tolerant")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._handle = self._labels = None
+
+    def handle(self) -> Handle:
+        """The file opened by this process; when it is opened anew it must still hold the same data set."""
+        handle = self._handle
+        if handle is None or handle.pid != os.getpid():
+            handle = acquire(self.path)
+            if read_meta(self.path, handle.environment) != self.meta:
+                raise UserError(f"{self.path} was replaced by another data set while it was in use; start again")
+            self._handle = handle
+        return handle
+
+    def _get(self, transaction: lmdb.Transaction, key: bytes, records: range) -> memoryview:
+        """The value of a key as a view into the file; empty if there is none. `records` are those it holds."""
+        try:
+            return memoryview(transaction.get(key, b""))
+        except lmdb.Error as error:
+            raise self.damage(records, str(error)) from None
+
+    def gather(self, records: np.ndarray, out: np.ndarray, places: np.ndarray | None = None) -> None:
+        """Copy raw images into `out`, uint8 [n, C, H, W], at `places` (default: in order), by one NumPy gather.
+
+        Raises DamageError: for any damage in a block, or with `tolerant` for damaged `records` only.
+        """
+        blocks, rows = np.divmod(records, self.block)
+        handle = self.handle()  # kept until the copy is made: the file is unmapped with it
+        raw = self._verified(handle, blocks, rows)
+        raw.copy(blocks, rows, out.reshape(len(out), -1).view(raw.item)[:, 0], places)
+
+    def raw_image(self, record: int) -> np.ndarray:
+        """A raw image: uint8 [H, W, C]. Raises DamageError as `gather` does."""
+        image = np.empty((1, self.meta.channels, self.resolution, self.resolution), np.uint8)
+        self.gather(np.array([record]), image)
+        return image[0].transpose(1, 2, 0)
+
+    def _verified(self, handle: Handle, blocks: np.ndarray, rows: np.ndarray) -> RawBlocks:
+        """The raw blocks of this resolution, after a look at those at hand. Raises DamageError as `gather` does."""
+        raw = handle.raw.get(self.resolution)
+        if raw is None:
+            item = np.dtype((np.void, self.meta.channels * self.resolution**2))
+            raw = handle.raw.setdefault(self.resolution, RawBlocks(item, self.blocks))
+        if raw.damaged or (raw.addresses[blocks] < 0).any():
+            for block in np.unique(blocks).tolist():
+                self._verify(handle, raw, block, rows[blocks == block])
+        return raw
+
+    def _verify(self, handle: Handle, raw: RawBlocks, block: int, rows: np.ndarray) -> None:
+        """Compare a raw block's checksum at its first touch; raise DamageError if it does not match, with `tolerant`
+        only if one of `rows` is damaged.
+        """
+        if raw.addresses[block] < 0:
+            with handle.lock:
+                pixels = self.raw_block(handle.transaction, block).reshape(-1)
+                head, _ = self.index_record(handle.transaction, block)
+                if zlib.crc32(pixels.data) != head["block_checksum"]:
+                    bad = list(self.damaged_in_raw_block(handle.transaction, block))
+                    raw.damaged[block] = frozenset(bad or self.block_range(block))
+                raw.add(block, pixels)
+        damaged = raw.damaged.get(block, frozenset())
+        if self.tolerant:
+            damaged = damaged.intersection((rows + block * self.block).tolist())
+        if damaged:
+            raise self.damage(sorted(damaged), "its checksum does not match")
+
+
+def checked_read(
+    path: str | Path,
+    indices: Sequence[int] | np.ndarray,
+    count: int,
+    channels: int,
+    resolution: int,
+    out: np.ndarray | None,
+    *,
+    channels_last: bool = False,  # `out` may lie in memory as [n, R, R, C]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The records as int64 [n] and the array for their images, uint8 [n, C, R, R]: `out` or a new one.
+
+    Raises IndexError outside 0..count-1, UserError without a resolution, ValueError for an `out` that does not fit.
+    """
+    wanted = np.asarray(indices, dtype=np.int64)
+    if len(wanted) and (wanted.min() < 0 or wanted.max() >= count):
+        raise IndexError(f"record {wanted.min()}..{wanted.max()} of {count}")
+    if not resolution:
+        raise UserError(
+            f"{path}: its images have sizes of their own; set data.resolution to read them at one size, or pack with"
+            " --size N"
+        )
+    shape = (len(wanted), channels, resolution, resolution)
+    images = np.empty(shape, np.uint8) if out is None else out
+    fits = images.shape == shape and images.dtype == np.uint8
+    if not fits or not (
+        images.flags.c_contiguous or (channels_last and images.transpose(0, 2, 3, 1).flags.c_contiguous)
+    ):
+        raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
+    return wanted, images

@@ -1,0 +1,109 @@
+"""From an image's pixels to what is stored of it: pure functions, so that any process can run them."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+
+from data.images import encode
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, ENCODINGS, make_entry
+from data.signature import signature
+from data.statistics import pixel_sums
+
+CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How every image of a file is stored. Raises ValueError for what does not fit together."""
+
+    channels: int  # 1 or 3
+    resolutions: tuple[int, ...]  # sides in px, ascending, each twice the one before; (0,): sizes of their own
+    encoding: str = "raw"
+
+    def __post_init__(self) -> None:
+        sides = self.resolutions
+        doubled = all(larger == 2 * smaller for smaller, larger in itertools.pairwise(sides))
+        if (
+            self.encoding not in ENCODINGS
+            or self.channels not in (1, 3)
+            or not sides
+            or not doubled
+            or (sides == (0,)) != (self.encoding == "source")
+        ):
+            raise ValueError(f"encoding {self.encoding!r}, channels {self.channels}, resolutions {sides} do not fit")
+
+
+@dataclass(frozen=True)
+class Record:
+    """An image ready to be stored."""
+
+    label: int
+    entries: np.ndarray  # ENTRY [resolutions]
+    payloads: tuple[bytes, ...]  # one for each resolution
+    sums: np.ndarray  # int64 [2, C]: sums of the values and of their squares, at the largest resolution
+    pixels: int  # in those sums
+    signature: np.ndarray  # SIGNATURE [1]
+
+
+def make_record(
+    image: np.ndarray,  # uint8 [H, W, C], of the largest resolution
+    label: int,
+    layout: Layout,
+    payload: bytes | None = None,  # the file to keep, for encoding "source" only
+    codec: int = CODEC_RULES,  # of that file
+) -> Record:
+    """Encode an image at every resolution. Raises ValueError for a wrong shape or type, a label below 0."""
+    _check(image, label, layout, payload)
+    levels = pyramid(image, layout.resolutions)
+    if payload is not None:
+        payloads: Sequence[bytes] = [payload]
+    elif layout.encoding == "raw":
+        payloads = [np.ascontiguousarray(level.transpose(2, 0, 1)).tobytes() for level in levels]
+    else:
+        payloads = [encode(level, layout.encoding) for level in levels]
+    codec = CODECS.get(layout.encoding, codec)
+    entries = [
+        make_entry(content, label, level.shape[0], level.shape[1], codec)
+        for content, level in zip(payloads, levels, strict=True)
+    ]
+    sums, pixels = pixel_sums(image)
+    return Record(label, np.concatenate(entries), tuple(payloads), sums, pixels, signature(image))
+
+
+def _check(image: np.ndarray, label: int, layout: Layout, payload: bytes | None) -> None:
+    side = layout.resolutions[-1]
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != layout.channels:
+        raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
+    if side and image.shape[:2] != (side, side):
+        raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {side}x{side}")
+    if label < 0:
+        raise ValueError(f"label {label} is negative")
+    if (payload is None) == (layout.encoding == "source"):
+        raise ValueError(f"encoding {layout.encoding!r} and payload do not fit together")
+
+
+def pyramid(image: np.ndarray, resolutions: Sequence[int]) -> list[np.ndarray]:
+    """The image at every resolution, ascending; each is the mean of 2x2 pixels of the next larger one, rounded half
+    up, as in the progressive growing of GANs (Karras et al. 2018, section 2: average pooling).
+    """
+    levels = [image]
+    for side in reversed(resolutions[:-1]):
+        smaller = cv2.resize(levels[-1], (side, side), interpolation=cv2.INTER_AREA)
+        levels.append(smaller.reshape(side, side, image.shape[2]))
+    return levels[::-1]
+
+
+def halvings(side: int, smallest: int | None) -> tuple[int, ...]:
+    """`side`, its half and so on down to `smallest` px (None: `side` alone), ascending.
+
+    Raises ValueError if `side` is not `smallest` times a power of two.
+    """
+    sides = [side]
+    while smallest is not None and sides[0] > smallest and sides[0] % 2 == 0:
+        sides.insert(0, sides[0] // 2)
+    if smallest is not None and sides[0] != smallest:
+        raise ValueError(f"{side} px cannot be halved down to {smallest} px")
+    return tuple(sides)

@@ -1,0 +1,135 @@
+"""Check every record of a packed file, blocks side by side in threads."""
+
+import hashlib
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import lmdb
+import numpy as np
+from tqdm import tqdm
+
+from data.decode import decode
+from data.images import ImageError
+from data.lmdb.format import ContentHash
+from data.lmdb.reader import DamageError, LMDBReader
+from utils.memory import cores
+
+
+@dataclass
+class Damage:
+    """Damaged records and why; `content` says what does not fit the metadata although every record is whole."""
+
+    records: dict[int, str] = field(default_factory=dict)
+    content: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.records or self.content)
+
+
+@dataclass
+class Block:
+    """What one block turned out to be."""
+
+    labels: np.ndarray  # int64 [n]; empty if its index is damaged
+    digest: bytes = b""  # SHA-256 of payloads and entries
+    damaged: dict[int, str] = field(default_factory=dict)  # record -> reason
+
+
+def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
+    """Check every index, block and record at every resolution, decode encoded images, compare labels and hash with
+    the metadata. `workers`: threads, default one per core.
+    """
+    meta, damage = reader.meta, Damage()
+    content = ContentHash(meta.classes, meta.channels, meta.encoding, meta.resolutions)
+    levels = [LMDBReader(reader.path, resolution=side or None) for side in meta.resolutions]
+    jobs = [(number, block) for number, level in enumerate(levels) for block in range(level.blocks)]
+    labels: list[list[np.ndarray]] = [[] for _ in levels]
+    with ThreadPoolExecutor(workers or cores()) as pool:
+        found = pool.map(lambda job: check_block(levels[job[0]], job[1]), jobs)
+        progress = tqdm(found, "verifying", len(jobs), unit="block", disable=None)
+        for (number, _), block in zip(jobs, progress, strict=True):
+            damage.records |= block.damaged
+            labels[number].append(block.labels)
+            content.add(number, block.digest)
+    try:
+        reader.signatures()
+    except DamageError as error:
+        damage.records |= dict.fromkeys(error.records, error.reason)
+    if not damage.records:
+        damage.content = _contradiction(reader, [np.concatenate(parts) for parts in labels], content)
+    return damage
+
+
+def _contradiction(reader: LMDBReader, labels: list[np.ndarray], content: ContentHash) -> str:
+    """What does not fit the metadata, if anything."""
+    meta = reader.meta
+    if any((part != labels[0]).any() for part in labels):
+        return "the labels differ between the resolutions"
+    known = (labels[0] >= 0) & (labels[0] < len(meta.classes))
+    counts = np.bincount(labels[0][known], minlength=len(meta.classes)).tolist()
+    if meta.classes and counts != meta.histogram:
+        return "the labels do not give the histogram in the metadata"
+    if content.hexdigest() != meta.content_hash:
+        return "the content hash does not match"
+    return ""
+
+
+def check_block(reader: LMDBReader, block: int) -> Block:
+    """Check one block at the reader's resolution."""
+    with reader.handle().environment.begin(buffers=True) as transaction:
+        try:
+            head, entries = reader.index_record(transaction, block)
+        except DamageError as error:
+            return Block(np.empty(0, np.int64), damaged=dict.fromkeys(error.records, error.reason))
+        found = Block(entries["label"].astype(np.int64))
+        payloads = hashlib.sha256()
+        try:
+            if reader.meta.encoding == "raw":
+                _check_raw(reader, transaction, block, head, payloads, found)
+            else:
+                _check_encoded(reader, transaction, block, entries, payloads, found)
+        except DamageError as error:
+            found.damaged |= dict.fromkeys(error.records, error.reason)
+        payloads.update(entries.tobytes())
+        found.digest = payloads.digest()
+        return found
+
+
+def _check_raw(
+    reader: LMDBReader,
+    transaction: lmdb.Transaction,
+    block: int,
+    head: np.void,
+    payloads: "hashlib._Hash",
+    found: Block,
+) -> None:
+    pixels = reader.raw_block(transaction, block)
+    bad = list(reader.damaged_in_raw_block(transaction, block))
+    found.damaged |= dict.fromkeys(bad, "its checksum does not match")
+    if not bad and zlib.crc32(pixels.data) != head["block_checksum"]:
+        raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
+    payloads.update(pixels.data)
+
+
+def _check_encoded(
+    reader: LMDBReader,
+    transaction: lmdb.Transaction,
+    block: int,
+    entries: np.ndarray,
+    payloads: "hashlib._Hash",
+    found: Block,
+) -> None:
+    for record, expected in zip(reader.block_range(block), entries, strict=True):
+        try:
+            entry, payload = reader.encoded_record(transaction, record)
+            if entry != expected:
+                raise reader.damage(record, "it differs from its index")
+            shape = decode(payload, int(entry["codec"]), reader.meta.channels).shape
+            if shape[:2] != (entry["height"], entry["width"]):
+                raise reader.damage(record, f"it is {shape[1]}x{shape[0]} px when decoded")
+            payloads.update(payload)
+        except DamageError as error:
+            found.damaged[record] = error.reason
+        except ImageError as error:
+            found.damaged[record] = str(error)

@@ -1,0 +1,308 @@
+"""Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is complete."""
+
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import lmdb
+import numpy as np
+
+from data.lmdb.environment import partial_path
+from data.lmdb.format import (
+    COMPLETE_KEY,
+    FORMAT,
+    FORMAT_KEY,
+    INDEX_HEAD,
+    META_KEY,
+    SIGNATURES,
+    VERSION,
+    ContentHash,
+    Meta,
+    block_length,
+    image_key,
+    index_key,
+    pixels_key,
+    signature_key,
+)
+from data.lmdb.record import Layout, Record, halvings, make_record
+from data.statistics import PixelStatistics
+from utils.errors import UserError
+
+BATCH_PUTS = 1000  # records per transaction at most
+BATCH_BYTES = 16 << 20
+LAST_KEYS = b"picture/"  # no key sorts after these
+FIRST_MAP = 64 << 20  # bytes; doubled whenever it is full
+
+
+class _Level:
+    """The block that is being filled at one resolution."""
+
+    def __init__(self, side: int, layout: Layout) -> None:
+        self.side, self.block = side, block_length(layout.channels, side, layout.encoding)
+        self.start()
+
+    def start(self) -> None:
+        """A new block."""
+        self.entries: list[bytes] = []
+        self.pixels: list[bytes] = []
+        self.payloads = hashlib.sha256()
+
+
+class LMDBWriter:
+    """Write images one after the other; `finish` makes the file appear under its name.
+
+    Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with` block without
+    `finish` removes it; one left by a killed process is overwritten by the next run. Raises UserError if the target
+    exists and `overwrite` is false, if another process is writing it, and if the disk is full.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        layout: Layout,
+        *,
+        classes: Sequence[str],  # names by label; empty: unlabelled
+        resize_filter: str = "none",
+        source: str = "",
+        overwrite: bool = False,
+        first_map: int = FIRST_MAP,  # bytes
+    ) -> None:
+        self.path = Path(path)
+        self.layout, self.classes = layout, list(classes)
+        self._resize_filter, self._source = resize_filter, source
+        self._content = ContentHash(self.classes, layout.channels, layout.encoding, list(layout.resolutions))
+        self._levels = [_Level(side, layout) for side in layout.resolutions]
+        self._batch: list[tuple[bytes, bytes]] = []
+        self._batch_bytes = 0
+        self.count = 0  # images so far
+        self.histogram = np.zeros(len(self.classes), np.int64)  # images so far by label
+        self._statistics = PixelStatistics(layout.channels)
+        self._signatures: list[np.ndarray] = []  # since the last record of them
+        self._new_folders = _make_folders(self.path, overwrite)
+        self._partial = partial_path(self.path)
+        self._lock: IO[bytes] | None = None
+        self._environment: lmdb.Environment | None = None
+        try:
+            self._open(first_map)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _open(self, first_map: int) -> None:
+        try:
+            lock = self._partial.open("ab")
+        except OSError as error:
+            raise UserError(f"{self._partial}: {error.strerror}; choose a folder that can be written") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(f"{self.path} is being written by another process: wait or choose another name") from None
+        self._lock = lock
+        os.truncate(self._partial, 0)  # what a killed run has left
+        self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=first_map)
+        self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
+        self._commit()
+
+    def add(self, image: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
+        """Append an image uint8 [H, W, C] of the largest resolution; see `make_record` and `add_record`."""
+        self.add_record(make_record(image, label, self.layout, payload))
+
+    def add_record(self, record: Record) -> None:
+        """Append an image. Raises ValueError for a label that has no class."""
+        if not 0 <= record.label < max(1, len(self.classes)):
+            raise ValueError(f"label {record.label} is outside 0..{max(1, len(self.classes)) - 1}")
+        for level, entry, payload in zip(self._levels, record.entries, record.payloads, strict=True):
+            level.entries.append(entry.tobytes())
+            level.payloads.update(payload)
+            if self.layout.encoding == "raw":
+                level.pixels.append(payload)
+            else:
+                self._put(image_key(self.count, level.side), level.entries[-1] + payload)
+        self._signatures.append(record.signature)
+        self._statistics.add(record.sums, record.pixels)
+        self.count += 1
+        if self.classes:
+            self.histogram[record.label] += 1
+        for number, level in enumerate(self._levels):
+            if len(level.entries) == level.block:
+                self._flush_block(number)
+        if len(self._signatures) == SIGNATURES:
+            self._flush_signatures()
+
+    def _flush_block(self, number: int) -> None:
+        """Put a block's pixels and its index."""
+        level = self._levels[number]
+        if not level.entries:
+            return
+        block = (self.count - 1) // level.block
+        entries, pixels = b"".join(level.entries), b"".join(level.pixels)
+        if pixels:
+            self._put(pixels_key(block, level.side), pixels)
+        head = np.zeros(1, INDEX_HEAD)
+        head[0] = (zlib.crc32(entries), zlib.crc32(pixels) if pixels else 0)
+        self._put(index_key(block, level.side), head.tobytes() + entries)
+        level.payloads.update(entries)
+        self._content.add(number, level.payloads.digest())
+        level.start()
+
+    def _flush_signatures(self) -> None:
+        if self._signatures:
+            record = (self.count - 1) // SIGNATURES
+            signatures = np.concatenate(self._signatures).tobytes()
+            self._put(signature_key(record), zlib.crc32(signatures).to_bytes(4, "little") + signatures)
+            self._signatures = []
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._batch.append((key, value))
+        self._batch_bytes += len(value)
+        if len(self._batch) >= BATCH_PUTS or self._batch_bytes >= BATCH_BYTES:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Write the batch in one transaction; a full map is doubled and the batch replayed."""
+        environment = self._opened()
+        while True:
+            try:
+                with environment.begin(write=True) as transaction:
+                    for key, value in self._batch:
+                        # Images have the last keys and come in order: appending keeps pages full. The rest is small.
+                        if not transaction.put(key, value, append=key.startswith(LAST_KEYS)):
+                            raise RuntimeError(f"{key!r} is not the last key")
+                break
+            except lmdb.MapFullError:
+                environment.set_mapsize(environment.info()["map_size"] * 2)
+            except (lmdb.Error, OSError) as error:
+                raise UserError(f"{self.path}: cannot write ({error}); free some space or change the disk") from None
+        self._batch, self._batch_bytes = [], 0
+
+    def finish(self, fingerprint: str = "") -> Meta:
+        """Write metadata and completion record, sync, rename. Raises ValueError if no image was added."""
+        if not self.count:
+            raise ValueError("no images were added")
+        for number in range(len(self._levels)):
+            self._flush_block(number)
+        self._flush_signatures()
+        meta = self._meta(fingerprint)
+        record = meta.to_json()
+        self._put(META_KEY, record)
+        self._commit()
+        complete = {"content_hash": meta.content_hash, "count": meta.count, "meta_checksum": zlib.crc32(record)}
+        self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
+        self._commit()
+        self._publish()
+        return meta
+
+    def _meta(self, fingerprint: str) -> Meta:
+        mean, std = self._statistics.mean_and_std()
+        return Meta(
+            count=self.count,
+            classes=self.classes,
+            channels=self.layout.channels,
+            resolutions=list(self.layout.resolutions),
+            encoding=self.layout.encoding,
+            histogram=self.histogram.tolist(),
+            mean=mean,
+            std=std,
+            resize_filter=self._resize_filter,
+            source=self._source,
+            fingerprint=fingerprint,
+            content_hash=self._content.hexdigest(),
+            blocks=[level.block for level in self._levels],
+        )
+
+    def _publish(self) -> None:
+        environment = self._opened()
+        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        environment.close()
+        self._environment = None
+        try:
+            with self._partial.open("rb+") as file:
+                if os.fstat(file.fileno()).st_size < needed:  # pages that were reserved but never written
+                    file.truncate(needed)
+                os.fsync(file.fileno())
+            os.replace(self._partial, self.path)
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; free some space or choose another folder") from None
+        self._new_folders = []
+        self._unlock()
+
+    def _opened(self) -> lmdb.Environment:
+        if self._environment is None:
+            raise ValueError(f"{self.path}: the writer is closed")
+        return self._environment
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def abort(self) -> None:
+        """Remove what was written. Does nothing after `finish`."""
+        if self._environment is not None:
+            self._environment.close()
+            self._environment = None
+        if self._lock is not None:  # the partial file is ours
+            self._partial.unlink(missing_ok=True)
+            self._unlock()
+        for folder in self._new_folders:
+            folder.rmdir()
+        self._new_folders = []
+
+    def __enter__(self) -> "LMDBWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+
+def check_target(path: Path, overwrite: bool) -> None:
+    """Raise UserError if `path` must not be written."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists: choose another name or add --overwrite")
+
+
+def _make_folders(path: Path, overwrite: bool) -> list[Path]:
+    """Make the folders above `path`; returns the new ones, innermost first."""
+    check_target(path, overwrite)
+    missing = [folder for folder in path.parents if not folder.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path.parent}: {error.strerror}; choose a folder that can be written") from None
+    return missing
+
+
+def pack_arrays(
+    path: str | Path,
+    images: np.ndarray,  # uint8 [n, C, H, H]
+    labels: Sequence[int] | np.ndarray | None = None,  # [n]
+    classes: Sequence[str] = (),
+    *,
+    encoding: str = "raw",
+    source: str = "arrays",
+    smallest: int | None = None,  # px: also store the images at half their side, a quarter and so on down to this
+    overwrite: bool = False,
+) -> Meta:
+    """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
+    resolutions = halvings(images.shape[2], smallest)
+    layout = Layout(channels=images.shape[1], resolutions=resolutions, encoding=encoding)
+    with LMDBWriter(path, layout, classes=classes, source=source, overwrite=overwrite) as writer:
+        for index, image in enumerate(images):
+            writer.add(image.transpose(1, 2, 0), 0 if labels is None else int(labels[index]))
+        return writer.finish()

@@ -1,0 +1,255 @@
+"""One classifier over several devices: consecutive stages of it lie on one each, for networks that one cannot hold.
+
+The devices take turns, so nothing gets faster. Names in state dicts stay, checkpoints fit every placement; images go
+in, and logits come out, on the first device.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from models.resnet import STAGES, Classifier
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+COPIES = 5  # of the weights, in training: they, their gradients, two moments, their average
+SAMPLES = 2  # that the memory is estimated with: BatchNorm refuses one alone
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the network that lies on one device, with the bytes that training keeps there."""
+
+    name: str  # stem, a residual block (layer3.4), head
+    weights: int  # parameters, once
+    entering: int  # its input
+    kept: int  # what its backward pass needs besides, its input only where no earlier part keeps that too
+
+    @property
+    def stage(self) -> str:
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What lies on one device."""
+
+    device: torch.device
+    parts: tuple[str, ...]  # consecutive
+    bytes: int  # estimated, of a training step
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a classifier lies: the devices' shares, from the images to the logits."""
+
+    shares: tuple[Share, ...]
+
+    def text(self) -> str:
+        """For the plan: `cuda:0: stem to layer3.1, about 1.25 GiB; cuda:1: layer3.2 to head, about 1.19 GiB`."""
+        return "; ".join(
+            f"{share.device}: {' to '.join(dict.fromkeys((share.parts[0], share.parts[-1])))}, about "
+            f"{share.bytes / GIB:.2f} GiB"
+            for share in self.shares
+        )
+
+
+def place(
+    classifier: Classifier,
+    devices: Sequence[torch.device],
+    *,
+    samples: int,  # of a forward pass
+    reduced: bool = False,  # activations are kept in 16 bits
+) -> Placement:
+    """Move the classifier's parts to `devices` as `config.split` says, and its activations with every call.
+
+    `auto`: the device that holds most memory in training holds as little as it can. A copy of the classifier
+    (`copy.deepcopy`) lies and works the same way; moved to one device as a whole, it works there.
+
+    Raises UserError for fewer than two devices, and for a split that does not fit the network or the devices.
+    """
+    split = classifier.config.split
+    assert split != "off"
+    if len(devices) < 2:
+        shown = split if split == "auto" else ", ".join(f"{part}: {number}" for part, number in split.items())
+        raise UserError(
+            f"model.split {shown}: needs two devices or more, but this process has one ({devices[0]}); leave it out, "
+            "or give each process several: fewer processes, or more GPUs"
+        )
+    parts = measure(classifier, samples, reduced=reduced)
+    cost = _cost(parts, checkpointing=classifier.config.activation_checkpointing)
+    if split == "auto":
+        ends = balanced(len(parts), min(len(devices), len(parts)), cost)
+    else:
+        ends = given(split, [part.name for part in parts], len(devices))
+    shares = []
+    for device, (start, end) in zip(devices, pairwise([0, *ends]), strict=False):
+        names = tuple(part.name for part in parts[start:end])
+        shares.append(Share(device, names, cost(start, end)))
+    _move(classifier, shares)
+    return Placement(tuple(shares))
+
+
+def parts_of(network: torchvision.models.ResNet) -> dict[str, list[nn.Module]]:
+    """Name -> modules of every part, from the images to the logits; the first of them takes the part's input."""
+    blocks = {
+        f"{stage}.{number}": [block]
+        for stage in STAGES[1:-1]
+        for number, block in getattr(network, stage).named_children()
+    }
+    return {"stem": [network.conv1, network.bn1, network.relu, network.maxpool], **blocks, "head": [network.fc]}
+
+
+def _move(classifier: Classifier, shares: Sequence[Share]) -> None:
+    modules = parts_of(classifier.network)
+    for share in shares:
+        for module in (module for name in share.parts for module in modules[name]):
+            module.to(share.device)
+    for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
+        setattr(classifier, name, buffer.to(shares[0].device))
+    for share in shares[1:]:
+        modules[share.parts[0]][0].register_forward_pre_hook(_arrive)
+    classifier.register_forward_hook(_return)
+
+
+def _arrive(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The activations come to where the weights lie; their gradients go back by themselves."""
+    device = next(module.parameters()).device
+    return tuple(x.to(device) for x in inputs)
+
+
+def _return(_module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
+    """Whoever gives the images has the labels there too."""
+    return logits.to(inputs[0].device)
+
+
+def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]]:
+    """Device -> what each of the lists, which go together item by item, has there: for operations on many tensors,
+    which take those of one device.
+    """
+    found: dict[torch.device, list[list[Tensor]]] = {}
+    for row in zip(*lists, strict=True):
+        for column, tensor in zip(found.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
+            column.append(tensor)
+    return found
+
+
+# --- how much memory the parts take
+
+
+def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Part]:
+    """Every part's bytes in training with `samples` samples a forward pass, found on torch's meta device: nothing is
+    computed or allocated. `reduced`: activations take half.
+    """
+    config = replace(classifier.config, activation_checkpointing=False)
+    side = config.input_size or classifier.resolution
+    with torch.device("meta"):
+        ghost = Classifier(config, channels=classifier.channels, classes=classifier.classes, resolution=side).train()
+        images = torch.empty(SAMPLES, classifier.channels, side, side)
+    modules = parts_of(ghost.network)
+    weights = {name: sum(_bytes(p) for m in own for p in m.parameters()) for name, own in modules.items()}
+    entering, kept = _activations(ghost, images, modules)
+
+    def scaled(count: int) -> int:
+        return count * samples // SAMPLES // (2 if reduced else 1)
+
+    return [Part(name, weights[name], scaled(entering[name]), scaled(kept[name])) for name in modules]
+
+
+def _activations(
+    network: nn.Module, images: Tensor, modules: Mapping[str, Sequence[nn.Module]]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of each part's input, and of what autograd keeps of it; a tensor counts where it is kept first."""
+    entering, kept = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
+    current = next(iter(modules))
+    # what has been seen is held, so that no address comes twice
+    seen = {p.untyped_storage()._cdata: p.detach() for p in network.parameters()}
+
+    def enter(name: str) -> Callable[[nn.Module, Any], None]:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            nonlocal current
+            current = name
+            entering[name] = _bytes(inputs[0])
+
+        return hook
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen[storage._cdata] = tensor
+            kept[current] += storage.nbytes()
+        return tensor
+
+    for name, own in modules.items():
+        own[0].register_forward_pre_hook(enter(name))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        network(images)
+    return entering, kept
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _cost(parts: Sequence[Part], *, checkpointing: bool) -> Callable[[int, int], int]:
+    """(start, end) -> bytes on a device that holds parts[start:end]."""
+
+    def cost(start: int, end: int) -> int:
+        own = parts[start:end]
+        total = sum(COPIES * part.weights for part in own) + (own[0].entering if start else 0)
+        if not checkpointing:
+            return total + sum(part.kept for part in own)
+        # a stage's input stays where the stage before it ended; a stage at a time is computed again
+        total += sum(part.entering for part in parts[start + 1 : end + 1] if part.name.endswith(".0"))
+        stages: dict[str, int] = {}
+        for part in own:
+            stages[part.stage] = stages.get(part.stage, 0) + part.kept
+        return total + (parts[0].entering if not start else 0) + stages.pop("head", 0) + max(stages.values(), default=0)
+
+    return cost
+
+
+# --- where the network is cut
+
+
+def balanced(count: int, devices: int, cost: Callable[[int, int], int]) -> list[int]:
+    """Ends of `devices` consecutive spans of range(count), none empty, whose largest `cost(start, end)` is smallest."""
+    best = {end: (cost(0, end), [end]) for end in range(1, count + 1)}  # of the spans up to `end`
+    for taken in range(1, devices):
+        best = {
+            end: min((max(best[cut][0], cost(cut, end)), [*best[cut][1], end]) for cut in range(taken, end))
+            for end in range(taken + 1, count + 1)
+        }
+    return best[count][1]
+
+
+def given(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[int]:
+    """Ends of the spans on devices 0, 1, ... where `split` says at which stage, or block, each further one begins.
+
+    Raises UserError for a part that the network has not, and unless the numbers go up one by one from 0.
+    """
+    begins: dict[int, int] = {}
+    for part, number in split.items():
+        first = next((place for place, name in enumerate(names) if name == part or name.startswith(f"{part}.")), None)
+        if first is None:
+            near = did_you_mean(part, [*STAGES, *names])
+            raise UserError(f"model.split: the network has no part {part!r}{near}; parts are {', '.join(names)}")
+        if number >= devices:
+            raise UserError(
+                f"model.split {part}: {number}: this process has {devices} devices, numbers 0 to {devices - 1}"
+            )
+        begins[first] = number
+    order = [begins.get(0, 0), *(begins[first] for first in sorted(begins) if first)]
+    if order[0] != 0 or any(after - before not in (0, 1) for before, after in pairwise(order)) or order[-1] == 0:
+        raise UserError(
+            f"model.split: devices {', '.join(map(str, order))} from the stem to the head; the stem lies on 0, and "
+            "each further device takes over where the one before ends, e.g. {layer3: 1}"
+        )
+    firsts = [min(place for place, number in begins.items() if number == n) for n in range(1, order[-1] + 1)]
+    return [*firsts, len(names)]

@@ -1,0 +1,96 @@
+"""What a run folder holds, read for a report: tolerant of what is missing, open about what is damaged."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What a run folder holds, read tolerantly: what is missing is empty, what is damaged has a line in `notes`."""
+
+    folder: Path
+    config: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl, one a step, in order of steps
+    status: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)  # checkpoints/last.json
+    evaluation: dict[str, Any] = field(default_factory=dict)  # eval/metrics.json
+    samples: list[Path] = field(default_factory=list)  # in order of steps
+    images: list[Path] = field(default_factory=list)  # eval/*.png
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def series(self) -> dict[str, list[tuple[float, float]]]:
+        """(step, value) of every scalar of metrics.jsonl, by key."""
+        series: dict[str, list[tuple[float, float]]] = {}
+        for record in self.records:
+            for key, value in record.items():
+                value = math.nan if value is None else value  # null stands for a value that was not finite
+                if key not in ("step", "images") and isinstance(value, int | float) and not isinstance(value, bool):
+                    series.setdefault(key, []).append((float(record["step"]), float(value)))
+        return series
+
+    @property
+    def is_gan(self) -> bool:
+        """Whether the config says so; without a readable one, whether the files look like it."""
+        try:
+            config = yaml.safe_load(self.config)
+        except yaml.YAMLError:
+            config = None
+        if isinstance(config, dict) and "task" in config:
+            return config["task"] == "gan"
+        return any("loss/generator" in record for record in self.records) or "distances" in self.evaluation
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run folder; never raises for missing or damaged files."""
+    folder = Path(folder)
+    run = Run(folder=folder)
+    config = folder / "config.yaml"
+    run.config = config.read_text(errors="replace") if config.is_file() else ""
+    run.records = _read_records(folder / "metrics.jsonl", run.notes)
+    run.status = _read_object(folder / "status.json", run.notes)
+    run.last = _read_object(folder / "checkpoints" / "last.json", run.notes)
+    run.evaluation = _read_object(folder / "eval" / "metrics.json", run.notes)
+    run.samples = sorted(path for path in (folder / "samples").glob("step-*.png") if path.stem[5:].isdecimal())
+    run.images = sorted((folder / "eval").glob("*.png"))
+    order = run.evaluation.get("images")  # as the evaluation lists them; another evaluation's leftovers are not shown
+    if isinstance(order, list):
+        run.images = sorted((p for p in run.images if p.name in order), key=lambda path: order.index(path.name))
+    return run
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} does not hold an object")
+        return {}
+    return value
+
+
+def _read_records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """The records of one step become one; the later value of a key counts; torn lines are counted in `notes`."""
+    if not path.is_file():
+        return []
+    by_step: dict[int, dict[str, Any]] = {}
+    torn = 0
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+            step = int(record["step"])
+            by_step[step] = by_step.get(step, {}) | record
+        except (ValueError, OverflowError, TypeError, KeyError):
+            torn += 1
+    if torn:
+        notes.append(f"{torn} line(s) of {path.name} cannot be read")
+    return [by_step[step] for step in sorted(by_step)]

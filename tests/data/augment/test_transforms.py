@@ -1,0 +1,185 @@
+"""Every transform against a loop over samples."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from data.augment.transforms import (
+    Augment,
+    draw_and_apply,
+    erase_boxes,
+    random_erase,
+    random_flip,
+    random_shift,
+    to_float,
+)
+from tests.data.conftest import images as sample_images
+from utils.errors import UserError
+
+
+def images(dtype: torch.dtype = torch.uint8, channels: int = 3) -> torch.Tensor:
+    whole = torch.from_numpy(sample_images(7, channels, side=9)[:, :, :, :8].copy())  # 9 x 8: not square
+    return whole if dtype == torch.uint8 else whole.to(dtype) / 127.5 - 1
+
+
+def test_to_float_range_and_layout() -> None:
+    ramp = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(2, 3, 1, 1)
+    result = to_float(ramp)
+    assert result.dtype == torch.float32
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    assert not result.is_contiguous()
+    np.testing.assert_allclose(result.numpy(), ramp.numpy().astype(np.float64) / 127.5 - 1, atol=1e-6)
+    assert (result.min().item(), result.max().item()) == (-1.0, 1.0)
+    assert to_float(ramp, channels_last=False).is_contiguous()
+    assert torch.equal(to_float(ramp, channels_last=False), result)
+    assert torch.equal((result + 1).mul(127.5).round().to(torch.uint8), ramp)  # 8 bits survive
+
+
+def test_to_float_follows_the_default_type() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert to_float(images()).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_flip(dtype: torch.dtype) -> None:
+    before = images(dtype)
+    flips = torch.tensor([True, False, True, True, False, False, True])
+    after = random_flip(before, flips)
+    for old, new, flip in zip(before, after, flips, strict=True):
+        assert torch.equal(new, old.flip(-1) if flip else old)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_shift(dtype: torch.dtype) -> None:
+    before, padding = images(dtype), 3
+    offsets = torch.tensor([[3, 3], [0, 0], [6, 6], [0, 6], [2, 5], [4, 3], [3, 2]])
+    after = random_shift(before, offsets, padding)
+    assert after.dtype == dtype
+    black = 0 if dtype == torch.uint8 else -1
+    for old, new, (row, column) in zip(before, after, offsets.tolist(), strict=True):
+        padded = F.pad(old, [padding] * 4, value=black)
+        assert torch.equal(new, padded[:, row : row + 9, column : column + 8])
+    assert torch.equal(after[0], before[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_erase(dtype: torch.dtype) -> None:
+    before = images(dtype)
+    boxes = torch.tensor(
+        [[0, 0, 9, 8], [2, 3, 4, 2], [0, 0, 0, 0], [8, 7, 1, 1], [1, 1, 0, 5], [5, 0, 3, 8], [0, 6, 9, 2]]
+    )
+    after = random_erase(before, boxes)
+    for old, new, (top, left, height, width) in zip(before, after, boxes.tolist(), strict=True):
+        expected = old.clone()
+        expected[:, top : top + height, left : left + width] = 0 if dtype == torch.uint8 else -1
+        assert torch.equal(new, expected)
+
+
+def test_gradients_pass_twice() -> None:
+    before = images(torch.float64).requires_grad_()
+    flips, offsets = torch.arange(7) % 2 == 0, torch.full((7, 2), 2)
+    boxes = torch.tensor([[1, 1, 2, 2]] * 7)
+    after = random_erase(random_shift(random_flip(before, flips), offsets, 1), boxes)
+    (gradient,) = torch.autograd.grad((after**3).sum(), before, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), before)
+    # 6x where a pixel is kept, 0 where it is shifted out or erased: a row, a column and a square of 4
+    assert torch.allclose(second, torch.where(gradient == 0, 0.0, 6 * before))
+    assert (second != 0).sum() == 7 * 3 * (8 * 7 - 4)
+
+
+def test_erase_boxes_lie_inside_and_have_the_right_sizes() -> None:
+    draws = torch.rand(4000, 5, generator=torch.Generator().manual_seed(0))
+    boxes = erase_boxes(draws, 0.25, 20, 30)
+    top, left, height, width = boxes.unbind(1)
+    erased = height > 0
+    assert abs(erased.float().mean().item() - 0.25) < 0.03
+    assert torch.equal(erased, draws[:, 0] < 0.25)
+    assert (top >= 0).all()
+    assert (left >= 0).all()
+    assert (top + height <= 20).all()
+    assert (left + width <= 30).all()
+    share = (height * width)[erased] / 600
+    assert share.max() < 0.37
+    assert 0.1 < share.mean() < 0.2
+    assert boxes[~erased].abs().sum() == 0
+
+
+def test_extreme_draws_stay_inside() -> None:
+    for value in (0.0, 1 - 2**-24):
+        top, left, height, width = erase_boxes(torch.full((1, 5), value), 1.0, 4, 4)[0].tolist()
+        assert 0 <= top <= top + height <= 4
+        assert 0 <= left <= left + width <= 4
+        assert min(height, width) >= 1
+
+
+ALL = Augment(flip=True, shift=2, erase=0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_draw_what_one_process_draws(world_size: int) -> None:
+    before = images(channels=1).repeat(2, 1, 1, 1)[:12]
+    whole = draw_and_apply(before, ALL, seed=1, step=5, start=0, global_batch=12)
+    share = 12 // world_size
+    parts = [
+        draw_and_apply(before[start : start + share], ALL, seed=1, step=5, start=start, global_batch=12)
+        for start in range(0, 12, share)
+    ]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(whole, before)
+
+
+def test_key_decides() -> None:
+    before = images()
+
+    def run(seed: int = 1, step: int = 5) -> torch.Tensor:
+        return draw_and_apply(before, ALL, seed=seed, step=step, start=0, global_batch=7)
+
+    first = run()
+    torch.rand(3)  # the global generator has no part in it
+    assert torch.equal(run(), first)
+    assert not torch.equal(run(step=6), first)
+    assert not torch.equal(run(seed=2), first)
+
+
+def test_each_setting_does_its_part() -> None:
+    before = torch.from_numpy(sample_images(400, 1, side=8))
+
+    def run(config: Augment) -> torch.Tensor:
+        return draw_and_apply(before, config, seed=0, step=0, start=0, global_batch=400)
+
+    assert run(Augment()) is before
+    flipped = run(Augment(flip=True))
+    mirrored = (flipped == before.flip(3)).all(dim=(1, 2, 3))
+    assert torch.equal(flipped[~mirrored], before[~mirrored])
+    assert 150 < mirrored.sum() < 250
+    shifted = run(Augment(shift=1))
+    places = {
+        (row, column): (random_shift(before, torch.tensor([[row, column]]).repeat(400, 1), 1) == shifted).all((1, 2, 3))
+        for row in range(3)
+        for column in range(3)
+    }
+    counts = torch.stack(list(places.values())).sum(1)
+    assert counts.sum() >= 400  # every image is one of the nine shifts, and all occur
+    assert counts.min() > 20
+    erased = run(Augment(erase=0.5))
+    changed = (erased != before).any(dim=1).any(dim=1).any(dim=1)
+    assert 150 < changed.sum() < 250
+    # A setting does not change another's draws.
+    both = run(Augment(flip=True, erase=0.5))
+    assert torch.equal((both != flipped).any(dim=1).any(dim=1).any(dim=1), changed)
+    assert torch.equal(both[~changed], flipped[~changed])
+
+
+def test_rows_outside_the_batch_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="global batch of 8"):
+        draw_and_apply(images(), ALL, seed=0, step=0, start=2, global_batch=8)
+
+
+@pytest.mark.parametrize("wrong", [{"shift": -1}, {"erase": 1.5}, {"erase": -0.1}])
+def test_settings_out_of_range(wrong: dict[str, float]) -> None:
+    with pytest.raises(UserError, match=f"augment.{next(iter(wrong))}"):
+        Augment(**wrong)  # type: ignore[arg-type]

@@ -1,0 +1,149 @@
+"""Files that are unfinished, truncated, damaged, foreign or newer are refused by name; damaged records are named."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.lmdb.environment import partial_path
+from data.lmdb.format import META_KEY
+from data.lmdb.reader import DamageError, LMDBReader
+from data.lmdb.writer import pack_arrays
+from tests.data.conftest import CLASSES, change, flip
+from tests.data.conftest import images as sample_images
+from utils.errors import UserError
+
+LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
+
+KILLED = """
+import os, sys
+import numpy as np
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
+writer = LMDBWriter(sys.argv[1], Layout(channels=3, resolutions=(64,), encoding="png"), classes=[])
+noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+for _ in range(1500):  # more than one transaction
+    writer.add(noise)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_killed_pack_is_refused_and_can_be_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "x.lmdb"
+    subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, env={**os.environ, "PYTHONPATH": "."})
+    assert [item.name for item in tmp_path.iterdir()] == [".x.lmdb.partial"]
+    with pytest.raises(UserError, match="not finished"):
+        LMDBReader(path)
+    shutil.copy(partial_path(path), tmp_path / "copied.lmdb")
+    with pytest.raises(UserError, match="not finished"):
+        LMDBReader(tmp_path / "copied.lmdb")
+    images = sample_images(4)
+    pack_arrays(path, images)
+    np.testing.assert_array_equal(LMDBReader(path).read(range(4))[0], images)
+    assert not partial_path(path).exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
+def test_truncated_file_is_refused(packed: Path, share: float) -> None:
+    content = packed.read_bytes()
+    packed.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(UserError, match=r"packed\.lmdb.*(truncated|empty)"):
+        LMDBReader(packed)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+def test_flipped_bit_in_a_image_names_the_record(tmp_path: Path, encoding: str) -> None:
+    path, images = tmp_path / "x.lmdb", sample_images(9, side=16)
+    pack_arrays(path, images, np.arange(9) % 3, CLASSES, encoding=encoding)
+    with LMDBReader(path) as reader:
+        if encoding == "raw":
+            needle = images[6].tobytes()
+        else:
+            with reader.handle().environment.begin(buffers=True) as transaction:
+                needle = bytes(reader.encoded_record(transaction, 6)[1])
+    flip(path, needle, offset=100)
+    reader = LMDBReader(path)
+    for _ in range(2):  # not only the first time
+        with pytest.raises(DamageError, match=r"x\.lmdb: record 6 is damaged.*pack"):
+            reader.read([2, 6])
+        with pytest.raises(DamageError, match="record 6 "):
+            reader.image(6)
+    if encoding == "png":
+        np.testing.assert_array_equal(reader.read([2])[0], images[[2]])
+
+
+def test_flipped_bit_in_a_label_is_refused(packed: Path) -> None:
+    with LMDBReader(packed) as reader, reader.handle().environment.begin(buffers=True) as transaction:
+        entry = reader.index_record(transaction, 0)[1][5].tobytes()
+    flip(packed, entry, offset=LABEL_OFFSET)
+    with pytest.raises(DamageError, match=r"record 0 to 19 .*index"):
+        LMDBReader(packed).labels()
+
+
+def test_flipped_bit_in_an_encoded_label_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.lmdb"
+    pack_arrays(path, sample_images(3), [2, 1, 0], CLASSES, encoding="png")
+    with LMDBReader(path) as reader, reader.handle().environment.begin(buffers=True) as transaction:
+        entry, payload = reader.encoded_record(transaction, 1)
+        record = entry.tobytes() + bytes(payload)
+    flip(path, record, offset=LABEL_OFFSET)
+    with pytest.raises(DamageError, match="record 1 "):
+        LMDBReader(path).image(1)
+
+
+def test_flipped_bit_in_the_metadata_is_refused(packed: Path) -> None:
+    flip(packed, b'"channels": 3', offset=12)
+    with pytest.raises(UserError, match="metadata record is damaged"):
+        LMDBReader(packed)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (b"complete", None, "not finished"),
+        (META_KEY, None, "not finished"),
+        (b"format", None, "not a packed data set"),
+        (b"format", b"duet-lmdb 2", "format version 2, this program reads 1"),
+        (b"complete", b"{}", "damaged"),
+    ],
+)
+def test_unfinished_foreign_and_newer_files_are_refused(
+    packed: Path, key: bytes, value: bytes | None, message: str
+) -> None:
+    change(packed, key, value)
+    with pytest.raises(UserError, match=message):
+        LMDBReader(packed)
+
+
+def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
+    change(packed, b"pixels/00000000/00008", None)
+    with pytest.raises(DamageError, match=r"record 0 to 19 .*missing"):
+        LMDBReader(packed).read([3])
+    path = tmp_path / "png.lmdb"
+    pack_arrays(path, sample_images(3), encoding="png")
+    change(path, b"image/0000000002/00008", None)
+    with pytest.raises(DamageError, match=r"record 2 .*missing"):
+        LMDBReader(path).read([2])
+
+
+def test_other_files_are_refused(tmp_path: Path, packed: Path) -> None:
+    text = tmp_path / "notes.lmdb"
+    text.write_text("this is a text file, and a long one at that")
+    with pytest.raises(UserError, match=r"notes\.lmdb is not an LMDB file"):
+        LMDBReader(text)
+    with pytest.raises(UserError, match="is a folder"):
+        LMDBReader(tmp_path)
+    with pytest.raises(UserError, match=r"pakced\.lmdb: no such file.*did you mean 'packed\.lmdb'"):
+        LMDBReader(tmp_path / "pakced.lmdb")
+    with pytest.raises(UserError, match="nor a folder"):
+        LMDBReader(tmp_path / "nowhere" / "packed.lmdb")
+
+
+def test_opening_for_reading_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        LMDBReader(tmp_path / "x.lmdb")
+    assert list(tmp_path.iterdir()) == []

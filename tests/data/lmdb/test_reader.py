@@ -1,0 +1,247 @@
+"""What is written is read back, and what is not whole is refused by name."""
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from data.lmdb import format as record_format
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter, pack_arrays
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
+from utils.errors import UserError
+
+GREY = Layout(channels=1, resolutions=(8,))
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_round_trip_is_exact(tmp_path: Path, encoding: str, channels: int) -> None:
+    images, labels = sample_images(11, channels), np.arange(11) % 3
+    pack_arrays(tmp_path / "x.lmdb", images, labels, CLASSES, encoding=encoding)
+    reader = LMDBReader(tmp_path / "x.lmdb")
+    order = [7, 0, 7, 10, 3]
+    read, read_labels = reader.read(order)
+    np.testing.assert_array_equal(read, images[order])
+    np.testing.assert_array_equal(read_labels, labels[order])
+    assert read.dtype == np.uint8
+    assert read_labels.dtype == np.int64
+    sample_image, label = reader.image(4)
+    np.testing.assert_array_equal(sample_image, images[4].transpose(1, 2, 0))
+    assert label == 1
+    np.testing.assert_array_equal(reader.labels(), labels)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_jpeg_is_close(tmp_path: Path, channels: int) -> None:
+    smooth = np.linspace(0, 255, 32 * 32).reshape(1, 1, 32, 32).repeat(channels, axis=1).astype(np.uint8)
+    smooth[:, -1] = 255 - smooth[:, -1]  # in colour, so that swapped channels would show
+    pack_arrays(tmp_path / "x.lmdb", smooth, encoding="jpeg")
+    read, _ = LMDBReader(tmp_path / "x.lmdb").read([0])
+    assert np.abs(read.astype(int) - smooth).max() <= 6
+
+
+def test_metadata(tmp_path: Path) -> None:
+    images = sample_images(10)
+    meta = pack_arrays(tmp_path / "x.lmdb", images, [0] * 4 + [1] * 5 + [2], CLASSES, source="mine")
+    reader = LMDBReader(tmp_path / "x.lmdb")
+    assert reader.meta == meta
+    assert (meta.version, meta.count, meta.channels, meta.resolutions, meta.encoding) == (1, 10, 3, [8], "raw")
+    assert (meta.classes, meta.histogram, meta.source, meta.resize_filter) == (CLASSES, [4, 5, 1], "mine", "none")
+    assert (len(reader), reader.classes, reader.resolution) == (10, CLASSES, 8)
+    unit = images / 255
+    np.testing.assert_allclose(meta.mean, unit.mean((0, 2, 3)), rtol=1e-12)
+    np.testing.assert_allclose(meta.std, unit.std((0, 2, 3)), rtol=1e-10)
+
+
+def test_unlabelled(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "x.lmdb", sample_images(3))
+    reader = LMDBReader(tmp_path / "x.lmdb")
+    assert not reader.classes
+    assert not reader.meta.histogram
+    assert reader.read([0, 2])[1].tolist() == [0, 0]
+
+
+def test_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+    images, labels = sample_images(10), np.arange(10) % 3
+    for encoding in ("raw", "png"):
+        pack_arrays(tmp_path / f"{encoding}.lmdb", images, labels, CLASSES, encoding=encoding)
+        reader = LMDBReader(tmp_path / f"{encoding}.lmdb")
+        assert reader.blocks == 3
+        order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
+        np.testing.assert_array_equal(reader.read(order)[0], images[order])
+        np.testing.assert_array_equal(reader.read(order)[1], labels[order])
+
+
+def test_read_into_out(packed: Path) -> None:
+    reader = LMDBReader(packed)
+    out = np.zeros((2, 3, 8, 8), np.uint8)
+    assert reader.read([3, 1], out=out)[0] is out
+    np.testing.assert_array_equal(out, sample_images(20)[[3, 1]])
+    for wrong in (np.zeros((3, 3, 8, 8), np.uint8), np.zeros((2, 3, 8, 8), np.int8), out.transpose(0, 1, 3, 2)):
+        with pytest.raises(ValueError, match="out is"):
+            reader.read([3, 1], out=wrong)
+
+
+def test_empty_read_and_bounds(packed: Path) -> None:
+    reader = LMDBReader(packed)
+    images, labels = reader.read([])
+    assert images.shape == (0, 3, 8, 8)
+    assert labels.shape == (0,)
+    for index in (-1, 20):
+        with pytest.raises(IndexError):
+            reader.read([index])
+        with pytest.raises(IndexError):
+            reader.image(index)
+
+
+def test_full_map_grows(tmp_path: Path) -> None:
+    images = sample_images(200, side=32)  # 600 kB into a map of 64 kB
+    with LMDBWriter(
+        tmp_path / "x.lmdb", Layout(channels=3, resolutions=(32,)), classes=[], first_map=1 << 16
+    ) as writer:
+        for image in images:
+            writer.add(image.transpose(1, 2, 0))
+        writer.finish()
+    np.testing.assert_array_equal(LMDBReader(tmp_path / "x.lmdb").read(range(200))[0], images)
+
+
+def test_content_hash_follows_content(tmp_path: Path) -> None:
+    images = sample_images(5)
+
+    def content(name: str, images: np.ndarray, labels: list[int], classes: list[str] = CLASSES) -> str:
+        return pack_arrays(tmp_path / name, images, labels, classes).content_hash
+
+    first = content("a.lmdb", images, [0, 1, 2, 0, 1])
+    assert content("b.lmdb", images, [0, 1, 2, 0, 1]) == first
+    changed = images.copy()
+    changed[3, 0, 0, 0] ^= 1
+    assert content("c.lmdb", changed, [0, 1, 2, 0, 1]) != first
+    assert content("d.lmdb", images, [0, 1, 2, 0, 2]) != first
+    assert content("e.lmdb", images, [0, 1, 2, 0, 1], ["cat", "dog", "yak"]) != first
+
+
+def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    with LMDBWriter(tmp_path / "x.lmdb", Layout(channels=3, resolutions=(8,)), classes=CLASSES) as writer:
+        good = np.zeros((8, 8, 3), np.uint8)
+        for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
+            with pytest.raises(ValueError, match="image"):
+                writer.add(wrong)
+        with pytest.raises(ValueError, match="label 3"):
+            writer.add(good, 3)
+        with pytest.raises(ValueError, match="no images"):
+            writer.finish()
+    with pytest.raises(ValueError, match="do not fit"):
+        Layout(channels=3, resolutions=(8,), encoding="source")
+
+
+def test_left_writer_leaves_nothing(tmp_path: Path) -> None:
+    with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", GREY, classes=[]) as writer:
+        writer.add(np.zeros((8, 8, 1), np.uint8))
+        assert list((tmp_path / "new" / "deep").iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_file_needs_overwrite(packed: Path) -> None:
+    before = packed.read_bytes()
+    with pytest.raises(UserError, match=r"packed\.lmdb exists.*--overwrite"):
+        pack_arrays(packed, sample_images(2))
+    assert packed.read_bytes() == before
+    pack_arrays(packed, sample_images(2), overwrite=True)
+    assert len(LMDBReader(packed)) == 2
+
+
+def test_two_writers_on_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.lmdb"
+    with LMDBWriter(path, GREY, classes=[]) as writer:
+        with pytest.raises(UserError, match="another process"):
+            LMDBWriter(path, GREY, classes=[])
+        writer.add(np.zeros((8, 8, 1), np.uint8))
+        writer.finish()
+    assert len(LMDBReader(path)) == 1
+
+
+def test_readers_share_a_file_and_close_it(packed: Path) -> None:
+    first, second = LMDBReader(packed), LMDBReader(packed)
+    first.read([1])
+    assert first.handle() is second.handle()
+    first.close()
+    np.testing.assert_array_equal(second.read([2])[0], sample_images(20)[[2]])
+    second.close()
+    lmdb.open(str(packed), subdir=False, readonly=True, lock=False).close()  # raises while it is open in the process
+    np.testing.assert_array_equal(first.read([3])[0], sample_images(20)[[3]])  # opened again
+
+
+def test_pickled_reader_in_another_process(packed: Path) -> None:
+    reader = LMDBReader(packed)
+    reader.read([0])
+    code = "import pickle, sys; r = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(r.read([5, 2])[0].tobytes())"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps(reader),
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert child.stdout == sample_images(20)[[5, 2]].tobytes()
+
+
+def _in_child(reader: LMDBReader, path: Path, results: "multiprocessing.Queue[bytes]") -> None:
+    results.put(reader.read([5, 2])[0].tobytes() + LMDBReader(path).read([7])[0].tobytes())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_reader_after_a_fork(packed: Path) -> None:
+    reader = LMDBReader(packed)
+    reader.read([0])
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_in_child, args=(reader, packed, results))
+    child.start()
+    assert results.get(timeout=30) == sample_images(20)[[5, 2, 7]].tobytes()
+    child.join()
+    np.testing.assert_array_equal(reader.read([9])[0], sample_images(20)[[9]])  # the parent's is untouched
+
+
+def test_reader_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+    images = sample_images(64)
+    pack_arrays(tmp_path / "x.lmdb", images)
+    reader = LMDBReader(tmp_path / "x.lmdb")
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for order in np.random.default_rng(seed).integers(0, 64, (200, 16)):
+            if not np.array_equal(reader.read(order)[0], images[order]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_replaced_file_is_noticed(packed: Path) -> None:
+    reader = pickle.loads(pickle.dumps(LMDBReader(packed)))
+    pack_arrays(packed, sample_images(20, seed=1), np.arange(20) % 3, CLASSES, overwrite=True)
+    with pytest.raises(UserError, match="was replaced"):
+        reader.read([0])
+
+
+def test_file_replaced_while_open_is_read_to_its_end(packed: Path) -> None:
+    reader = LMDBReader(packed)
+    pack_arrays(packed, sample_images(3, seed=1), overwrite=True)
+    np.testing.assert_array_equal(reader.read([19])[0], sample_images(20)[[19]])
+    assert len(LMDBReader(packed)) == 3

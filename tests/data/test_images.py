@@ -1,0 +1,216 @@
+"""Every kind of image is converted by its rule or refused with its reason."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.images import ImageError, decode_file, fit, to_channels
+
+GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
+
+
+def as_file(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format=kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM"])
+def test_lossless_files_are_exact(kind: str) -> None:
+    np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(GRADIENT), kind), 3), GRADIENT)
+
+
+def test_lossy_and_palette_files() -> None:
+    flat = Image.new("RGB", (16, 16), (200, 100, 50))
+    for kind in ("JPEG", "WEBP", "GIF"):
+        decoded = decode_file(as_file(flat, kind), 3)
+        assert decoded.shape == (16, 16, 3)
+        assert np.abs(decoded.astype(int) - (200, 100, 50)).max() <= 4
+
+
+def test_grey_to_rgb_and_back() -> None:
+    grey = GRADIENT[:, :, 0]
+    np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(grey)), 3), np.stack([grey] * 3, axis=2))
+    np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(grey)), 1), grey[:, :, None])
+    luma = np.round(GRADIENT @ (0.299, 0.587, 0.114))
+    assert np.abs(decode_file(as_file(Image.fromarray(GRADIENT)), 1)[:, :, 0] - luma).max() <= 1
+    np.testing.assert_array_equal(
+        to_channels(GRADIENT, 1), np.asarray(Image.fromarray(GRADIENT).convert("L"))[:, :, None]
+    )
+    np.testing.assert_array_equal(to_channels(grey[:, :, None], 3), np.stack([grey] * 3, axis=2))
+
+
+def test_transparency_is_composited_on_white() -> None:
+    image = Image.new("RGBA", (8, 8), (0, 100, 200, 255))
+    image.paste((0, 100, 200, 0), (0, 0, 4, 8))
+    image.paste((0, 100, 200, 128), (0, 0, 4, 4))
+    decoded = decode_file(as_file(image), 3)
+    assert decoded[7, 0].tolist() == [255, 255, 255]
+    assert decoded[7, 7].tolist() == [0, 100, 200]
+    np.testing.assert_allclose(decoded[0, 0], (127, 177, 227), atol=1)
+    grey = image.convert("LA")
+    assert decode_file(as_file(grey), 1)[7, 0, 0] == 255
+
+
+def test_palette_with_and_without_transparency() -> None:
+    image = Image.fromarray(GRADIENT).quantize(8)
+    np.testing.assert_array_equal(decode_file(as_file(image), 3), np.asarray(image.convert("RGB")))
+    clear = Image.new("P", (8, 8), 0)
+    clear.putpalette([255, 0, 0, 0, 255, 0])
+    clear.paste(1, (0, 0, 8, 4))
+    decoded = decode_file(as_file(clear, transparency=0), 3)
+    assert decoded[7, 0].tolist() == [255, 255, 255]
+    assert decoded[0, 0].tolist() == [0, 255, 0]
+
+
+def test_sixteen_bits_keep_their_high_byte() -> None:
+    values = np.arange(256, dtype=np.uint16).reshape(16, 16) * 256 + 77
+    for kind in ("PNG", "TIFF"):
+        np.testing.assert_array_equal(decode_file(as_file(Image.fromarray(values), kind), 1)[:, :, 0], values >> 8)
+
+
+def test_sixteen_bit_colour_keeps_its_high_byte() -> None:
+    rows = b"".join(b"\0" + struct.pack(">3H", 0x1234, 0xFF01, 0x00FF) * 4 for _ in range(4))
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    head = struct.pack(">2I5B", 4, 4, 16, 2, 0, 0, 0)
+    file = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    assert (decode_file(file, 3) == (0x12, 0xFF, 0x00)).all()
+
+
+def test_cmyk_and_one_bit() -> None:
+    cmyk = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
+    np.testing.assert_allclose(decode_file(as_file(cmyk, "JPEG", quality=100), 3)[0, 0], (0, 255, 255), atol=3)
+    bits = Image.new("1", (8, 8), 1)
+    assert (decode_file(as_file(bits), 1) == 255).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    upright = np.zeros((16, 24, 3), np.uint8)
+    upright[:8, :8] = 255  # white at the top left
+    undo = {
+        1: lambda a: a,
+        2: lambda a: a[:, ::-1],
+        3: lambda a: a[::-1, ::-1],
+        4: lambda a: a[::-1],
+        5: lambda a: a.transpose(1, 0, 2),
+        6: lambda a: np.rot90(a, 1),
+        7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
+        8: lambda a: np.rot90(a, -1),
+    }
+    stored = Image.fromarray(np.ascontiguousarray(undo[orientation](upright)))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    decoded = decode_file(as_file(stored, "JPEG", quality=100, exif=exif), 3)
+    assert decoded.shape == upright.shape
+    assert np.abs(decoded.astype(int) - upright).max() <= 8
+
+
+def test_two_frame_camera_jpeg_is_its_first_frame() -> None:
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+    decoded = decode_file(as_file(frames[0], "MPO", save_all=True, append_images=frames[1:]), 3)
+    assert decoded[0, 0, 0] > 250
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_animated_files_are_refused(kind: str) -> None:
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+    with pytest.raises(ImageError, match=r"animated or has several pages \(2\)"):
+        decode_file(as_file(frames[0], kind, save_all=True, append_images=frames[1:]), 3)
+
+
+def test_refusals_say_why() -> None:
+    with pytest.raises(ImageError, match="empty file"):
+        decode_file(b"", 3)
+    with pytest.raises(ImageError, match=r"is not an image .it begins with b'hello"):
+        decode_file(b"hello world, I am a text", 3)
+    with pytest.raises(ImageError, match="only 1x1 px"):
+        decode_file(as_file(Image.new("L", (1, 1))), 3)
+    with pytest.raises(ImageError, match="only 2000x3 px"):
+        decode_file(as_file(Image.new("L", (2000, 3))), 3)
+    with pytest.raises(ImageError, match="floating-point"):
+        decode_file(as_file(Image.fromarray(np.zeros((8, 8), np.float32)), "TIFF"), 1)
+    with pytest.raises(ImageError, match="32-bit"):
+        decode_file(as_file(Image.fromarray(np.full((8, 8), 1 << 20, np.int32)), "TIFF"), 1)
+
+
+def test_huge_images_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
+    for side in (101, 1000):  # Pillow warns above the limit and raises above twice the limit
+        with pytest.raises(ImageError, match="more than 10,000 pixels"):
+            decode_file(as_file(Image.new("L", (side, side))), 3)
+
+
+def noise(kind: str) -> bytes:
+    return as_file(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)), kind)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+def test_truncated_files_are_refused(kind: str, share: float) -> None:
+    content = noise(kind)
+    with pytest.raises(ImageError, match=r"truncated|not an image"):
+        decode_file(content[: int(share * len(content))], 3)
+
+
+def test_flipped_bits_in_png_are_refused() -> None:
+    content = noise("PNG")
+    for position in range(60, len(content), 997):
+        damaged = bytearray(content)
+        damaged[position] ^= 16
+        with pytest.raises(ImageError):
+            decode_file(bytes(damaged), 3)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+def test_any_damage_is_a_image_error_or_a_image(kind: str) -> None:
+    content, random = noise(kind), np.random.default_rng(1)
+    for _ in range(60):
+        damaged = bytearray(content)
+        for position in random.integers(0, min(len(content), 400), 3):
+            damaged[position] = random.integers(256)
+        try:
+            decoded = decode_file(bytes(damaged), 3)
+        except ImageError:
+            continue
+        assert decoded.ndim == 3
+
+
+def test_crop_takes_the_middle() -> None:
+    wide = np.zeros((8, 20, 3), np.uint8)
+    wide[:, 6:14] = 200
+    assert (fit(wide, 8, "crop") == 200).all()
+    assert (fit(wide.transpose(1, 0, 2), 8, "crop") == 200).all()
+    assert (fit(wide, 4, "crop") == 200).all()
+    assert (fit(wide, 16, "crop") == 200).all()
+
+
+def test_scaling_is_antialiased() -> None:
+    stripes = np.zeros((64, 64, 1), np.uint8)
+    stripes[:, ::2] = 255
+    small = fit(stripes, 16, "crop").astype(int)
+    assert np.abs(small[:, 2:-2] - 127).max() < 12  # not stripes of black and white
+
+
+def test_pad_keeps_pixels() -> None:
+    sample_image = GRADIENT[:14, :12]
+    padded = fit(sample_image, 16, "pad")
+    np.testing.assert_array_equal(padded[1:15, 2:14], sample_image)
+    assert padded.sum(dtype=int) == sample_image.sum(dtype=int)
+    larger = fit(np.full((40, 20, 1), 99, np.uint8), 10, "pad")
+    assert larger.shape == (10, 10, 1)
+    assert (larger[:, 2:7] == 99).all()  # 5 columns, 2 before and 3 after
+    assert larger.sum(dtype=int) == 99 * 50
+
+
+def test_exact_takes_no_other_size() -> None:
+    assert fit(GRADIENT, 16, "exact") is GRADIENT
+    with pytest.raises(ImageError, match="is 12x16 px where 16x16 was expected; pass --size"):
+        fit(GRADIENT[:, :12], 16, "exact")

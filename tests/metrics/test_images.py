@@ -1,0 +1,172 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from metrics.images import Best, MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows, shorten
+from metrics.tables import classifier_table, gan_table
+
+
+def shades(*values, side=8):
+    return torch.tensor(values, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, side, side)
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L"))
+
+
+def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals():
+    best = Best(3)
+    best.add(shades(1, 2, 3), torch.tensor([0.1, 0.9, 0.5]), ["a", "b", "c"])
+    best.add(shades(4, 5), torch.tensor([0.5, 0.7]), ["d", "e"])
+    assert best.captions == ["b", "e", "c"]
+    assert [int(image[0, 0, 0]) for image in best.images] == [2, 5, 3]
+
+
+def test_sample_board_has_a_row_for_each_class(tmp_path):
+    board = SampleBoard(["a", "b"], columns=3)
+    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.3, 0.7]])
+    board.observe(shades(10, 20, 30, 40), torch.tensor([0, 1, 0, 0]), probabilities)
+    board.observe(shades(50), torch.tensor([0]), torch.tensor([[0.5, 0.5]]))
+    assert board.save(tmp_path) == ["samples.png", "recognised_best.png", "recognised_worst.png"]
+    found = pixels(tmp_path / "samples.png")[::64, -3 * 64 :: 64]
+    np.testing.assert_array_equal(found, [[10, 30, 40], [20, 255, 255]])
+    assert board.best.captions[0] == "a 0.90"
+    assert board.worst.captions[0] == "a 0.30\nnamed b"
+
+
+def test_sample_board_without_classes_or_judge(tmp_path):
+    board = SampleBoard([], columns=2)
+    board.observe(shades(1, 2, 3, 4, 5), torch.zeros(5, dtype=torch.int64), None)
+    assert board.save(tmp_path) == ["samples.png"]
+    np.testing.assert_array_equal(pixels(tmp_path / "samples.png")[::64, ::64], [[1, 2], [3, 4]])
+
+
+def test_mistakes_are_the_confident_wrong_ones_with_their_place(tmp_path):
+    board = MistakeBoard(["a", "b"], size=2)
+    board.observe(shades(1, 2), torch.tensor([0, 1]), torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
+    assert board.mistakes.captions == ["1: b\nnamed a 0.80"]
+    board.observe(shades(3, 4), torch.tensor([0, 0]), torch.tensor([[0.05, 0.95], [0.4, 0.6]]))
+    assert board.mistakes.captions == ["2: a\nnamed b 0.95", "1: b\nnamed a 0.80"]
+    assert board.save(tmp_path) == ["mistakes.png"]
+    assert MistakeBoard(["a", "b"]).save(tmp_path) == []
+
+
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 64), (3, 128)])
+def test_captioned_images_are_drawn_as_they_are(tmp_path, channels, side):
+    images = torch.randint(0, 256, (7, channels, side, side + 3), dtype=torch.uint8)
+    save_captioned(list(images), ["a\nb"] * 7, tmp_path / "x.png")
+    found = np.asarray(Image.open(tmp_path / "x.png"))
+    scale = max(1, round(112 / side))
+    height, width = side * scale, (side + 3) * scale
+    cell = (height + 2 * 14 + 14, max(width, 112) + 12)
+    assert found.shape == (2 * cell[0], 6 * cell[1], 3)
+    for index, image in enumerate(images):
+        top, left = index // 6 * cell[0] + 6, index % 6 * cell[1] + 6
+        drawn = found[top : top + height : scale, left : left + width : scale]
+        np.testing.assert_array_equal(drawn, image.permute(1, 2, 0).expand(-1, -1, 3).numpy())
+
+
+@pytest.mark.parametrize("side", [8, 28, 32, 64, 100, 256])
+def test_captions_keep_to_their_cell(tmp_path, side):
+    """Wide letters without end: between two captions there is white, and so there is below the second line."""
+    save_captioned([shades(255, side=side)[0]] * 4, ["W" * 90 + "\n" + "W" * 90 + "\nno third"] * 4, tmp_path / "x.png",
+                   columns=2)  # fmt: skip
+    found = pixels(tmp_path / "x.png")
+    middle = found.shape[1] // 2
+    assert (found[:, middle - 4 : middle + 4] == 255).all()
+    assert (found[:, -4:] == 255).all()
+    rows = (found < 128).any(1)
+    assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of images, none touching
+
+
+def test_fewer_images_than_columns_take_no_empty_room(tmp_path):
+    save_captioned([shades(0)[0]] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
+    assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
+
+
+def test_rows_have_their_names_beside_them(tmp_path):
+    rows = [list(shades(7, 7)), list(shades(9, 9)), list(shades(11, 11))]
+    save_rows(rows, tmp_path / "plain.png", columns=2)
+    save_rows(
+        rows, tmp_path / "named.png", columns=2, captions=["a", "", "a name that is much too long for the margin"]
+    )
+    plain, named = pixels(tmp_path / "plain.png"), pixels(tmp_path / "named.png")
+    margin = named.shape[1] - plain.shape[1]
+    assert 100 < margin <= 158
+    np.testing.assert_array_equal(named[:, margin:], plain)
+    ink = [(named[64 * row : 64 * row + 64, :margin] < 128).sum() for row in range(3)]
+    assert ink[0] > 5
+    assert ink[1] == 0
+    assert ink[2] > 10 * ink[0]
+    assert (named[:, :2] == 255).all()
+    first = np.flatnonzero((named[:64, :margin] < 128).any(1))
+    assert 24 < first.mean() < 40  # at the height of its row's middle
+    colour = [[sample_image.expand(3, -1, -1) for sample_image in row] for row in rows]
+    save_rows(colour, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
+    assert np.asarray(Image.open(tmp_path / "colour.png")).shape[2] == 3
+
+
+def test_long_captions_lose_their_middle():
+    assert shorten("123456789", 9) == "123456789"
+    assert shorten("1234567890", 9) == "1234…7890"
+    assert len(shorten("x" * 50, 8)) == 8
+    assert shorten("abcdef", 30, lambda text: 10 * len(text)) == "a…f"
+    assert shorten("abc", 0) == "a…"  # something is left
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_confusion_matrix_is_darkest_where_the_share_is_largest(tmp_path, count):
+    confusion = (np.eye(count, dtype=int) * 100).tolist()
+    save_confusion(confusion, ["$a_b"] * count, tmp_path / "x.png")
+    found = pixels(tmp_path / "x.png")
+    assert (found < 100).mean() > 0.1 / count
+    save_confusion([[0] * count] * count, ["a"] * count, tmp_path / "empty.png")
+    assert (pixels(tmp_path / "empty.png") < 100).mean() < (found < 100).mean()
+
+
+def test_rows_beyond_the_most_are_left_out(tmp_path):
+    save_rows([list(shades(i)) for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
+    np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
+
+
+HEAD = {"checkpoint": "runs/x", "step": 3, "data": "test.lmdb", "n": 20, "seed": 0}
+
+
+def test_gan_table_shows_figures_floors_and_notes():
+    row = {"extractor": "resnet50", "frechet": 12.3456, "kernel": 0.0123456, "floor": None, "kernel_floor": None}
+    document = {
+        **HEAD,
+        "task": "gan",
+        "distances": [{**row, "diversity_ratio": 0.5, "n": 20}],
+        "recognised": 0.75,
+        "recognised_by_class": {"a": 1.0, "b": None},
+        "diversity_ratio": 0.5,
+        "diversity_by_class": {"a": 0.5, "b": 0.625},
+        "diversity_extractor": "resnet50",
+        "notes": {"floor": "nothing to compare with"},
+    }
+    lines = gan_table(document).splitlines()
+    assert "resnet50    12.346      -  0.012346      -      0.500  20" in lines
+    assert "recognised       0.7500" in lines
+    assert any(line.split() == ["b", "-", "0.6250"] for line in lines)
+    assert lines[-1] == "floor: nothing to compare with"
+    assert not any("memorisation" in line for line in lines)
+    copies = {"extractor": "pixels", "searched": 500, "share": 0.25, "expected": 0.01, "c_t": None, "p_value": 0.0004}
+    for verdict, told in (
+        (True, "COPIES TRAINING IMAGES (p 0.0004): 25.0%"),
+        (False, "no sign of copies (p 0.0004)"),
+    ):
+        text = gan_table({**document, "memorisation": {**copies, "copies": verdict}})
+        assert f"memorisation     {told}" in text
+        assert "C_T - (pixels, 500 training images searched)" in text
+
+
+def test_classifier_table_shows_figures_by_class():
+    rows = {"a": {"precision": None, "recall": 0.5, "f1": 0.25, "support": 20}}
+    figures = {"accuracy": 0.5, "top5_accuracy": None, "ece": 0.125, "per_class": rows}
+    lines = classifier_table({**HEAD, "task": "classifier", **figures}).splitlines()
+    assert "accuracy                 0.5000" in lines
+    assert not any("top-5" in line for line in lines)
+    assert any(line.split() == ["a", "-", "0.5000", "0.2500", "20"] for line in lines)

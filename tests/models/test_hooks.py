@@ -1,0 +1,300 @@
+"""Hooks as tools: what they read, that they see values before in-place layers, and that they are always removed."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from models.hooks import (
+    LayerStatistics,
+    features,
+    find_layer,
+    matching_layers,
+    merge,
+    output_gradient,
+    parameter_gradients,
+)
+from utils.errors import UserError
+from utils.seeding import forked, generator
+
+
+class Refused(torch.autograd.Function):
+    """Passes values on; nobody may differentiate it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("an earlier layer was differentiated")
+
+
+class Barrier(nn.Module):
+    def forward(self, x):
+        return Refused.apply(x)
+
+
+class Net(nn.Module):
+    """Two blocks and a head; the activations work in place, as torchvision's do."""
+
+    def __init__(self, *, barrier: bool = False) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 3, 3)
+        self.barrier = Barrier() if barrier else nn.Identity()
+        self.layer1 = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True))
+        self.layer2 = nn.Sequential(nn.Conv2d(4, 5, 3), nn.ReLU(inplace=True))
+        self.fc = nn.Linear(5, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.fc(self.layer2(self.layer1(self.barrier(self.stem(x)))).mean((2, 3)))
+
+
+def net(**options) -> Net:
+    with forked(0, "init", "hooks"):
+        return Net(**options).double()
+
+
+def images(count=4):
+    return torch.randn(count, 1, 9, 9, dtype=torch.float64, generator=generator(0, "test", "hooks"))
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._backward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def objective(logits):
+    return (logits[:, 1] ** 2).sum()
+
+
+# --- names
+
+
+def test_patterns_fit_names_and_their_ends_in_the_models_order():
+    model = nn.ModuleDict({"model": net()})
+    assert list(matching_layers(model, ["layer*.0"])) == ["model.layer1.0", "model.layer2.0"]
+    assert list(matching_layers(model, ["fc", "model.stem"])) == ["model.stem", "model.fc"]
+    assert list(matching_layers(model, ["layer2"])) == ["model.layer2"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "told"),
+    [
+        (["layer7.0"], r"no layer fits 'layer7.0' \(did you mean 'layer[12].0'\?\)"),
+        (["xyz"], "there are stem, barrier"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_is_refused(patterns, told):
+    with pytest.raises(UserError, match=told):
+        matching_layers(net(), ["stem", *patterns])
+
+
+def test_a_layer_is_found_by_the_end_of_its_name_where_that_is_clear():
+    model = nn.ModuleDict({"network": net(), "deeper": nn.ModuleDict({"more": nn.ModuleDict({"fc": nn.Identity()})})})
+    assert find_layer(model, "fc") is model["network"].fc
+    assert find_layer(model, "network.layer1.0") is model.get_submodule("network.layer1.0")
+    with pytest.raises(UserError, match=r"'0' could be network.layer1.0, network.layer2.0; give the whole name"):
+        find_layer(model, "0")
+    with pytest.raises(UserError, match=r"no layer is called 'laier1' \(did you mean 'layer1'\?\)"):
+        find_layer(model, "laier1")
+
+
+# --- features
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_features_are_the_outputs_before_what_works_in_place(graph):
+    model, x = net(), images()
+    stem = model.stem(x)
+    first = torch.func.functional_call(model.get_submodule("layer1.0"), {}, (stem,))
+    with features(model, ["layer1.0", "layer1"], graph=graph) as found:
+        logits = model(x)
+    assert (first < 0).any()
+    torch.testing.assert_close(found["layer1.0"], first, rtol=0, atol=0)
+    torch.testing.assert_close(found["layer1"], first.relu(), rtol=0, atol=0)
+    assert found["layer1"].requires_grad is graph
+    torch.testing.assert_close(logits, model(x), rtol=0, atol=0)
+    assert hooks_of(model) == 0
+
+
+def test_features_of_the_graph_get_gradients():
+    model, x = net(), images()
+    with features(model, ["layer1.0"], graph=True) as found:
+        value = objective(model(x))
+    (gradient,) = torch.autograd.grad(value, found["layer1.0"])
+    torch.testing.assert_close(gradient, output_gradient(model, "layer1.0", (x,), objective)[1])
+
+
+def test_hooks_go_also_after_an_error_and_unknown_names_are_refused_before_any_hook():
+    model = net()
+    with pytest.raises(RuntimeError), features(model, ["layer1", "fc"]):
+        model(torch.zeros(1, 2, 9, 9, dtype=torch.float64))
+    with pytest.raises(RuntimeError), LayerStatistics({"fc": model.fc}).watching():
+        model(torch.zeros(1, 2, 9, 9, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        output_gradient(model, "layer1", (torch.zeros(1, 2, 9, 9, dtype=torch.float64),), objective)
+    with pytest.raises(UserError, match="did you mean"), features(model, ["layer1", "fcc"]):
+        pass
+    assert hooks_of(model) == 0
+
+
+def test_a_layer_without_a_tensor_is_refused():
+    model = nn.Sequential(nn.LSTM(2, 2), nn.Flatten())
+    with pytest.raises(UserError, match="layer '0' gives a tuple"), features(model, ["0"]):
+        model(torch.zeros(3, 1, 2))
+
+
+# --- gradients of one layer
+
+
+@pytest.mark.parametrize("name", ["layer1", "layer1.0", "layer2", "fc"])
+def test_output_gradient_is_that_of_a_full_backward(name):
+    model, x = net(), images()
+    with features(model, [name], graph=True) as found:
+        value = objective(model(x))
+    found[name].retain_grad()
+    value.backward()
+    model.zero_grad()
+    output, gradient = output_gradient(model, name, (x,), objective)
+    torch.testing.assert_close(gradient, found[name].grad, rtol=1e-12, atol=0)
+    torch.testing.assert_close(output, found[name].detach(), rtol=0, atol=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_neither_differentiates_earlier_layers():
+    model, x = net(barrier=True), images()
+    with pytest.raises(AssertionError, match="an earlier layer"):
+        objective(model(x)).backward()
+    model.zero_grad()
+    output_gradient(model, "layer1", (x,), objective)
+    found = parameter_gradients(model, "layer1", (x,), objective)
+    assert found.keys() == {"0.weight", "0.bias"}
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(AssertionError, match="an earlier layer"):
+        parameter_gradients(model, "stem", (x,), objective)
+
+
+def test_the_graph_of_an_output_gradient_begins_at_the_layer():
+    model, seen = net(barrier=True), set()
+
+    def walked(logits):
+        pending = [logits.grad_fn]
+        while pending:
+            node = pending.pop()
+            seen.add(type(node).__name__)
+            pending += [parent for parent, _ in node.next_functions if parent is not None]
+        return objective(logits)
+
+    output_gradient(model, "layer1", (images(),), walked)
+    assert "ConvolutionBackward0" in seen
+    assert "RefusedBackward" not in seen
+
+
+def test_parameter_gradients_are_those_of_a_full_backward():
+    model, x = net(), images()
+    found = parameter_gradients(model, "layer1", (x,), objective)
+    objective(model(x)).backward()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, model.layer1.get_parameter(name).grad, rtol=1e-12, atol=0)
+
+
+def test_a_frozen_model_has_output_gradients_without_a_graph_before_the_layer():
+    model, x = net(), images()
+    expected = output_gradient(model, "layer2", (x,), objective)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        found = output_gradient(model, "layer2", (x,), objective)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    with pytest.raises(UserError, match="layer 'fc' has no parameters that require gradients"):
+        parameter_gradients(model, "fc", (x,), objective)
+
+
+def test_a_layer_without_a_part_in_the_output_is_refused():
+    with pytest.raises(UserError, match="'unused' plays no part"):
+        output_gradient(net(), "unused", (images(),), objective)
+    assert parameter_gradients(net(), "unused", (images(),), objective) == {"weight": None, "bias": None}
+
+
+# --- statistics
+
+
+def figures(values):
+    """What LayerStatistics says, by NumPy."""
+    array = torch.cat([v.detach().reshape(-1) for v in values]).double().numpy()
+    known = array[np.isfinite(array)]
+    figures = (known.mean(), known.std(), np.abs(known).max(), (array == 0).mean(), 1 - np.isfinite(array).mean())
+    return dict(zip(("mean", "std", "max_abs", "zeros", "nonfinite"), figures, strict=True))
+
+
+def test_statistics_of_activations_and_gradients_over_several_passes():
+    model = net()
+    statistics = LayerStatistics(matching_layers(model, ["layer1", "layer2.0"]))
+    outputs: dict[str, list[torch.Tensor]] = {"layer1": [], "layer2.0": []}
+    parts = [images(4), 30 + images(3)]
+    for x in parts:
+        with features(model, list(outputs), graph=True) as found:
+            value = objective(model(x))
+        for name, tensor in found.items():
+            outputs[name].append(tensor)
+            tensor.retain_grad()
+        value.backward()
+    with statistics.watching(scale=torch.tensor(0.25, dtype=torch.float64)):
+        for x in parts:
+            objective(model(x)).backward()
+    assert hooks_of(model) == 0
+    collected = statistics.collect()
+    assert len(collected) == 2 * 2 * 5
+    for name, tensors in outputs.items():
+        grads = [4 * t.grad for t in tensors if t.grad is not None]
+        for kind, values in (("activation", tensors), ("gradient", grads)):
+            for what, expected in figures(values).items():
+                assert collected[f"{name}/{kind}_{what}"] == pytest.approx(expected, rel=1e-9), (name, kind, what)
+    assert collected["layer1/activation_zeros"] > 0
+    assert statistics.collect() == {}
+
+
+def test_statistics_of_values_that_are_not_finite():
+    layer = nn.Identity()
+    statistics = LayerStatistics({"layer": layer})
+    with statistics.watching(), torch.no_grad():
+        layer(torch.tensor([1.0, float("nan"), 0.0, float("-inf"), -3.0]))
+    found = statistics.collect()
+    assert found.keys() == {f"layer/activation_{name}" for name in ("mean", "std", "max_abs", "zeros", "nonfinite")}
+    assert found["layer/activation_mean"] == pytest.approx(-2 / 3)
+    assert found["layer/activation_std"] == pytest.approx(np.std([1, 0, -3]))
+    assert found["layer/activation_max_abs"] == 3
+    assert found["layer/activation_zeros"] == pytest.approx(0.2)
+    assert found["layer/activation_nonfinite"] == pytest.approx(0.4)
+    with statistics.watching(), torch.no_grad():
+        layer(torch.full((2,), float("inf")))
+    assert statistics.collect()["layer/activation_nonfinite"] == 1
+
+
+def test_statistics_in_low_precision_with_a_large_mean():
+    layer = nn.Identity()
+    statistics = LayerStatistics({"layer": layer})
+    values = (1000 + torch.randn(5000, generator=generator(0, "test"))).bfloat16()
+    with statistics.watching():
+        layer(values)
+    found = statistics.collect()
+    assert found["layer/activation_mean"] == pytest.approx(values.double().mean().item(), rel=1e-6)
+    assert found["layer/activation_std"] == pytest.approx(values.double().std(correction=0).item(), rel=1e-4)
+
+
+def test_merging_with_nothing_changes_nothing():
+    moments = torch.tensor([4.0, -2.0, 3.0, 5.0, 1.0, 2.0])
+    for pair in ((moments, torch.zeros(6)), (torch.zeros(6), moments)):
+        torch.testing.assert_close(merge(*pair), moments, rtol=0, atol=0)
+
+
+def test_a_model_behaves_the_same_under_watch():
+    model, x = net(), images()
+    objective(model(x)).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with LayerStatistics(matching_layers(model, ["*"])).watching():
+        objective(model(x)).backward()
+    for p, e in zip([p for p in model.parameters() if p.grad is not None], expected, strict=True):
+        torch.testing.assert_close(p.grad, e, rtol=0, atol=0)

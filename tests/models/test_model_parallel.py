@@ -1,0 +1,285 @@
+"""A classifier over several devices: where its parts go, that its activations follow, that nothing else changes."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from models import model_parallel as split
+from models.batchnorm import synchronise_batchnorm
+from models.resnet import Classifier, ResNetConfig
+from tests.end_to_end.helpers import differing
+from tests.models.test_layers import draw
+from training.engine.preflight import saved_bytes
+from utils.errors import UserError
+from utils.seeding import forked
+
+CPU = torch.device("cpu")
+# Devices whose tensors are faked. A build for CUDA refuses a backward pass on faked GPUs where there is none, so these
+# are of another type; torch refuses operations that mix two of them all the same.
+FAKE = [torch.device("meta", index) for index in range(4)]
+
+
+def build(side: int = 32, **config: Any) -> Classifier:
+    with forked(0, "init", "test split"):
+        return Classifier(ResNetConfig(**config), channels=3, classes=4, resolution=side).train()
+
+
+@contextmanager
+def faked() -> Iterator[None]:
+    """Tensors that are made or moved in here have a device and a shape, but no values."""
+    with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # a copy asks for it
+        yield
+
+
+def watched(model: Classifier) -> tuple[dict[str, torch.device], dict[str, torch.device]]:
+    """Module -> device of its output, and of the gradient that reaches it, filled by what is run later."""
+    forward: dict[str, torch.device] = {}
+    backward: dict[str, torch.device] = {}
+
+    def note(name: str, output: Tensor) -> None:
+        forward[name] = output.device
+        if output.requires_grad:
+            output.register_hook(lambda grad: backward.update({name: grad.device}))
+
+    for name, module in model.network.named_modules():
+        if not any(True for _ in module.children()) and not isinstance(module, nn.ReLU):  # a block's is used thrice
+            module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
+    return forward, backward
+
+
+def part_of(module: str) -> str:
+    """The part that a module of the network belongs to."""
+    if module.startswith("layer"):
+        return ".".join(module.split(".")[:2])
+    return "head" if module.startswith("fc") else "layer4.1" if module == "avgpool" else "stem"
+
+
+# --- moves
+
+
+@pytest.mark.parametrize(
+    ("devices", "config"),
+    [
+        (2, {"split": "auto"}),
+        (3, {"split": "auto", "stem": "small", "normalise": "imagenet", "input_size": 48}),
+        (3, {"split": {"layer2": 1, "head": 2}, "head": "hidden", "activation_checkpointing": True, "inplace": False}),
+        (2, {"split": {"layer2.1": 1}, "activation_checkpointing": True}),
+    ],
+)
+def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config: dict[str, Any]) -> None:
+    model = build(**config)
+    names = list(model.state_dict())
+    with faked():
+        placement = split.place(model, FAKE[:devices], samples=4)
+        where = {part: share.device for share in placement.shares for part in share.parts}
+        assert set(where.values()) == set(FAKE[:devices])
+        average = copy.deepcopy(model).eval()
+        forward, backward = watched(model)
+        images = torch.empty(4, 3, 32, 32, device=FAKE[0], requires_grad=True)
+        logits = model(images)
+        assert logits.device == FAKE[0]
+        logits.sum().backward()
+        for network in (model, average):
+            for name, tensor in [*network.named_parameters(), *network.network.named_buffers(prefix="network")]:
+                assert tensor.device == where[part_of(name.removeprefix("network."))], name
+        with torch.no_grad():
+            assert average(images).device == FAKE[0]
+    assert list(model.state_dict()) == names
+    leaves = {name for name in forward if not name.endswith("relu")}
+    assert len(leaves) > 40
+    assert backward.keys() == forward.keys()
+    for name in leaves:
+        assert forward[name] == backward[name] == where[part_of(name)], name
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.device == parameter.device, name
+    assert images.grad is not None
+    assert images.grad.device == FAKE[0]
+
+
+@pytest.mark.parametrize("dropped", range(3))
+def test_without_a_move_it_fails(dropped: int) -> None:
+    model = build(split={"layer2": 1, "layer4.1": 2})
+    with faked():
+        split.place(model, FAKE[:3], samples=4)
+        images, labels = torch.empty(4, 3, 32, 32, device=FAKE[0]), torch.zeros(4, dtype=torch.long, device=FAKE[0])
+        nn.functional.cross_entropy(model(images), labels)
+        at: Sequence[nn.Module] = [model.network.layer2[0], model.network.layer4[1]]
+        for hooks in (m._forward_pre_hooks if dropped < 2 else m._forward_hooks for m in [*at, model][dropped:][:1]):
+            assert len(hooks) == 1
+            hooks.clear()
+        with pytest.raises(RuntimeError, match="same device"):
+            nn.functional.cross_entropy(model(images), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_precision_crosses_the_cut_as_it_is(dtype: torch.dtype) -> None:
+    """cpu:1 and cpu:2 are devices to a faked tensor, and autocast knows their type."""
+    model = build(split={"layer3": 1}).to(memory_format=torch.channels_last)
+    seen: list[Tensor] = []
+    with faked():
+        split.place(model, [torch.device("cpu", 1), torch.device("cpu", 2)], samples=4)
+        model.network.layer3[0].conv1.register_forward_pre_hook(lambda _module, inputs: seen.extend(inputs))
+        images = torch.empty(4, 3, 64, 64, device="cpu:1").to(memory_format=torch.channels_last)
+        with torch.autocast("cpu", dtype=dtype):
+            logits = model(images)
+        logits.float().sum().backward()
+    assert (str(seen[0].device), seen[0].dtype) == ("cpu:2", dtype)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+    assert model.network.layer3[0].conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert {str(p.grad.device) for p in model.parameters() if p.grad is not None} == {"cpu:1", "cpu:2"}
+
+
+def test_moved_to_one_device_as_a_whole_it_works_there() -> None:
+    model = build(split="auto")
+    split.place(model, [CPU, CPU], samples=4)
+    copied = copy.deepcopy(model)
+    with faked():
+        assert copied.to(FAKE[2])(torch.empty(4, 3, 32, 32, device=FAKE[2])).device == FAKE[2]
+    assert not model(draw(4, 3, 32, 32).float()).is_meta
+
+
+# --- the same numbers
+
+
+@pytest.mark.parametrize(("checkpointing", "setting"), [(False, "auto"), (True, {"layer1.1": 1})])
+def test_split_over_one_device_twice_gives_the_same_bits(checkpointing: bool, setting: Any) -> None:
+    found: list[dict[str, Any]] = []
+    for each in ("off", setting):
+        model = build(split=each, activation_checkpointing=checkpointing, normalise="imagenet")
+        if each != "off":
+            split.place(model, [CPU, CPU], samples=4)
+            model = synchronise_batchnorm(model, CPU)  # type: ignore[assignment]
+        for key in ("a", "b"):
+            model(draw(4, 3, 32, 32, key=key).float()).square().sum().backward()
+        logits = model.eval()(draw(2, 3, 32, 32, key="c").float())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        found.append({"logits": logits, "state": dict(model.state_dict()), "gradients": gradients})
+    assert differing(found[0], found[1]) == []
+
+
+# --- balance
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "samples"),
+    [("resnet18", False, 1), ("resnet50", False, 64), ("resnet50", True, 8), ("resnet101", True, 64)],
+)
+def test_the_largest_share_is_the_smallest_possible(name: str, checkpointing: bool, samples: int) -> None:
+    with torch.device("meta"):
+        config = ResNetConfig(name=name, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        model = Classifier(config, channels=3, classes=1000, resolution=224)
+    parts = split.measure(model, samples)
+    cost = split._cost(parts, checkpointing=checkpointing)
+    whole = cost(0, len(parts))
+    for devices in (2, 3):
+        ends = split.balanced(len(parts), devices, cost)
+        assert len(ends) == devices
+        assert ends[-1] == len(parts)
+        found = max(cost(start, end) for start, end in pairwise([0, *ends]))
+        possible = (
+            max(cost(start, end) for start, end in pairwise([0, *cuts, len(parts)]))
+            for cuts in combinations(range(1, len(parts)), devices - 1)
+        )
+        assert found == min(possible)
+        assert found < 0.8 * whole  # and it is of use
+    assert len(split.balanced(len(parts), len(parts), cost)) == len(parts)
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"stem": "small"}, {"name": "resnet50"}, {"inplace": False, "head": "hidden", "input_size": 48}]
+)
+def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> None:
+    state = torch.get_rng_state()
+    model = build(**config)
+    parts = split.measure(model, 2)
+    side = model.config.input_size or 32
+    real = saved_bytes(copy.deepcopy(model), (draw(2, 3, side, side).float(),))
+    assert sum(part.kept for part in parts) == real
+    parts = split.measure(model, 6)
+    assert sum(part.kept for part in parts) == 3 * real
+    assert sum(part.weights for part in parts) == sum(4 * p.numel() for p in model.parameters())
+    assert parts[0].entering == 6 * 3 * side * side * 4
+    assert parts[1].entering == 6 * 64 * 4 * (side if model.config.stem == "small" else side // 4) ** 2
+    halved = split.measure(model, 6, reduced=True)
+    assert [2 * part.kept for part in halved] == pytest.approx([part.kept for part in parts], abs=1)
+    assert [part.weights for part in halved] == [part.weights for part in parts]
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_weights_count_more_with_few_samples() -> None:
+    """A ResNet has its weights at the end and its activations at the beginning."""
+
+    def last_on_first(samples: int) -> str:
+        model = build(224, split="auto", activation_checkpointing=False)
+        return split.place(model, [CPU, CPU], samples=samples).shares[0].parts[-1]
+
+    assert last_on_first(1) > "layer3"
+    assert last_on_first(256) < "layer2"
+
+
+def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
+    def part(name: str, kept: int, entering: int) -> split.Part:
+        return split.Part(name, weights=1, entering=entering, kept=kept)
+
+    parts = [part("stem", 100, 1), part("layer1.0", 40, 2), part("layer1.1", 20, 4), part("layer2.0", 30, 8)]
+    parts += [part("layer2.1", 10, 16), part("head", 5, 32)]
+    plain, again = (split._cost(parts, checkpointing=checkpointing) for checkpointing in (False, True))
+    assert plain(0, 6) == 5 * 6 + 205
+    assert again(0, 6) == 5 * 6 + 100 + (1 + 2 + 8) + 5
+    assert plain(2, 4) == 5 * 2 + 50 + 4  # what comes from the other device is a copy
+    assert again(2, 4) == 5 * 2 + 30 + (4 + 8)
+    assert again(0, 3) == 5 * 3 + 100 + (1 + 2 + 8)  # the next stage's input stays where it was made
+
+
+# --- what is asked for
+
+
+def test_where_each_device_begins() -> None:
+    model = build(split={"layer1.1": 1, "layer4": 2})
+    placement = split.place(model, [CPU, CPU, CPU, CPU], samples=2)
+    ends = [(share.parts[0], share.parts[-1]) for share in placement.shares]
+    assert ends == [("stem", "layer1.0"), ("layer1.1", "layer3.1"), ("layer4.0", "head")]
+    assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in placement.text()
+    assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
+    alone = split.Placement((split.Share(FAKE[1], ("head",), 3 * 2**30),))
+    assert alone.text() == "meta:1: head, about 3.00 GiB"
+
+
+def test_more_devices_than_parts() -> None:
+    model = build(split="auto")
+    assert len(split.place(model, [CPU] * 12, samples=2).shares) == 10
+
+
+@pytest.mark.parametrize(
+    ("setting", "devices", "told"),
+    [
+        ("auto", 1, "model.split auto: needs two devices or more, but this process has one (cpu); leave it out"),
+        ({"layer3": 1}, 1, "model.split layer3: 1: needs two devices or more"),
+        ({"layer3": 2}, 2, "model.split layer3: 2: this process has 2 devices, numbers 0 to 1"),
+        ({"layer5": 1}, 2, "model.split: the network has no part 'layer5' (did you mean"),
+        ({"layer3.7": 1}, 2, "the network has no part 'layer3.7'"),
+        ({"layer": 1}, 2, "the network has no part 'layer'"),
+        ({"layer3": 1, "layer2": 2}, 3, "devices 0, 2, 1 from the stem to the head"),
+        ({"layer3": 2}, 3, "devices 0, 2 from the stem to the head"),
+        ({"stem": 1}, 2, "devices 1 from the stem to the head; the stem lies on 0"),
+        ({"layer2": 0}, 2, "devices 0, 0 from"),
+        ({"layer2": -1}, 2, "devices 0, -1 from"),
+        ({}, 2, "devices 0 from"),
+    ],
+)
+def test_refused(setting: Any, devices: int, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        split.place(build(split=setting), [CPU] * devices, samples=2)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,355 @@
+"""The HTML report: complete, self-contained, well formed, and never stopped by what a run folder lacks."""
+
+import base64
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from reporting.charts import line_chart, log_ticks, number, thin, ticks
+from reporting.page import LARGEST_SIDE
+from reporting.report import write_quickstart_report, write_report
+from reporting.run_files import read_run
+from utils.images import save_grid
+from utils.provenance import environment
+
+VOID = {"meta", "img", "br", "hr", "link", "input"}
+EVIL = "<script>alert('x')</script>"
+
+
+class Page(HTMLParser):
+    """What a page holds: tags, addresses and text; refuses tags that are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [value for key, value in attrs if key in ("src", "href", "action", "data", "poster")]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open, f"</{tag}> closes nothing"
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def page(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def sample_images(count: int = 4, side: int = 8) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 1, side, side), dtype=np.uint8)
+
+
+def make_gan(folder: Path) -> Path:
+    rows = [
+        {
+            "step": step,
+            "images": step * 64,
+            "images_per_second": 400.0 + step,
+            "loss/generator": 1.0 / step,
+            "loss/discriminator": 0.5,
+            "loss/r1": None if step == 30 else 10.0 ** (-step / 10),
+        }
+        for step in range(10, 60, 10)
+    ]
+    write(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write(folder / "config.yaml", f"task: gan\nseed: 3\nname: {EVIL}\n")
+    write(folder / "status.json", {"state": "finished", "step": 50, "reason": "", "exit_code": 0})
+    write(folder / "checkpoints" / "last.json", {"file": "step-00000050.pt", "step": 50, "sha256": "0" * 64})
+    for step in (0, 20, 50):
+        save_grid(sample_images(), folder / "samples" / f"step-{step:08d}.png")
+    save_grid(sample_images(), folder / "eval" / "samples.png")
+    distance = {"extractor": "resnet50", "frechet": 1869.25, "kernel": 1.5, "floor": 60.875, "kernel_floor": None}
+    evaluation = {
+        "checkpoint": "runs/gan/checkpoints/step-00020000.pt",
+        "step": 20000,
+        "n": 2000,
+        "data": f"test {EVIL}.lmdb",
+        "seed": 4,
+        "memorisation": {
+            "copies": False,
+            "share": 0.0125,
+            "expected": 0.01,
+            "p_value": 0.25,
+            "searched": 9000,
+            "extractor": f"pixels {EVIL}",
+        },
+        "distances": [{**distance, "n": 2000}],
+        "recognised": 0.8725,
+        "recognised_by_class": {"Bag": 0.9, EVIL: 0.845},
+        "diversity_ratio": 0.4375,
+        "diversity_by_class": {"Bag": 0.5, EVIL: 0.4375},
+        "notes": {"floor": f"a note {EVIL}"},
+    }
+    write(folder / "eval" / "metrics.json", evaluation)
+    return folder
+
+
+def make_classifier(folder: Path) -> Path:
+    row = {"step": 10, "loss/classifier": 0.3, "accuracy/train": 0.95, "val/accuracy": 0.9}
+    write(folder / "metrics.jsonl", json.dumps(row) + "\n")
+    write(folder / "config.yaml", "task: classifier\n")
+    per_class = {"Shirt": {"precision": 0.725, "recall": None, "f1": 0.7, "support": 200}}
+    evaluation = {"accuracy": 0.8975, "top5_accuracy": None, "ece": 0.0213, "per_class": per_class}
+    write(folder / "eval" / "metrics.json", evaluation)
+    save_grid(sample_images(), folder / "eval" / "confusion.png")
+    return folder
+
+
+def test_report_of_a_gan_run_shows_everything(tmp_path):
+    report = write_report(make_gan(tmp_path / "gan"), commands=["python train.py --config a.yaml && echo done"])
+    assert report == tmp_path / "gan" / "report.html"
+    found = page(report)
+    assert found.tags.count("svg") == 3  # adversarial losses together, r1, speed
+    assert found.tags.count("img") == 1 + 3 + 1  # newest grid, three over time, one of the evaluation
+    assert "Evaluation at step 20,000" in found.text
+    assert f"step-00020000.pt, 2,000 images, data test {EVIL}.lmdb, seed 4" in found.text
+    assert "no sign of copies" in found.text
+    assert (
+        f"1.2 % of the samples unusually near to training images, 1.0 % expected; p 0.25 (pixels {EVIL}" in found.text
+    )
+    shown = ["finished", "87.2 %", "0.438", "1,869", "60.9", "90.0 %", "step 20", "3,200", "seed: 3", "a note"]
+    assert [text for text in shown if text not in found.text] == []
+    assert "python train.py --config a.yaml && echo done" in found.text
+    assert environment()["torch"] in found.text
+
+
+def test_report_is_self_contained_and_escaped(tmp_path):
+    found = page(write_report(make_gan(tmp_path / "gan"), commands=[EVIL]))
+    assert "script" not in found.tags
+    assert "link" not in found.tags
+    assert found.text.count(EVIL) == 6  # command, config, class, note, data, extractor: as text
+    assert [address for address in found.addresses if not address.startswith("data:image/png;base64,")] == []
+    assert "url(" not in (tmp_path / "gan" / "report.html").read_text()
+
+
+def test_small_image_is_embedded_as_it_is(tmp_path):
+    run = make_gan(tmp_path / "gan")
+    found = page(write_report(run))
+    embedded = base64.b64decode(found.addresses[0].partition(",")[2])
+    assert embedded == (run / "samples" / "step-00000050.png").read_bytes()
+
+
+def test_large_image_is_shrunk(tmp_path):
+    run = make_gan(tmp_path / "gan")
+    noise = np.random.default_rng(0).integers(0, 256, (1500, 1500), dtype=np.uint8)
+    Image.fromarray(noise).save(run / "eval" / "samples.png")
+    address = page(write_report(run)).addresses[-1]
+    image = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+    assert (image.format, image.size) == ("JPEG", (LARGEST_SIDE, LARGEST_SIDE))
+
+
+def test_empty_folder_gives_a_report_that_says_so(tmp_path):
+    found = page(write_report(tmp_path))
+    for words in ("No metrics.jsonl", "Not evaluated yet", "no config.yaml", "commands were not recorded"):
+        assert words in found.text
+
+
+def test_gan_without_samples_says_so(tmp_path):
+    write(tmp_path / "config.yaml", "task: gan\n")
+    assert "No sample grids yet" in page(write_report(tmp_path)).text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("status.json", "{", "status.json cannot be read"),
+        ("status.json", "[]", "status.json does not hold an object"),
+        ("metrics.jsonl", '{"step": 1, "loss/r1": 2.0}\n{"step": 2, "lo', "1 line(s) of metrics.jsonl cannot be read"),
+        ("metrics.jsonl", '{"step": 1, "loss/r1": null}\n', "loss/r1: not one finite value"),
+        ("samples/step-00000050.png", "no image", "step-00000050.png cannot be shown"),
+        ("eval/metrics.json", '{"distances": 3, "per_class": [1], "accuracy": "x", "notes": []}', "Evaluation"),
+        ("config.yaml", "\t: [", "Resolved configuration"),
+    ],
+)
+def test_damaged_file_is_named_and_stops_nothing(tmp_path, file, content, words):
+    run = make_gan(tmp_path / "gan")
+    write(run / file, content)
+    assert words in page(write_report(run)).text
+
+
+def test_truncated_image_is_named(tmp_path):
+    run = make_gan(tmp_path / "gan")
+    whole = (run / "eval" / "samples.png").read_bytes()
+    (run / "eval" / "samples.png").write_bytes(whole[: len(whole) // 2])
+    assert "samples.png cannot be shown" in page(write_report(run)).text
+
+
+def test_quickstart_report_holds_both_runs(tmp_path):
+    make_gan(tmp_path / "gan")
+    make_classifier(tmp_path / "classifier")
+    found = page(write_quickstart_report(tmp_path, commands=["one", "two"], seconds=75.0))
+    headings = ["What the GAN draws", "What the classifier gets right"]
+    shown = [*headings, "89.8 %", "87.2 %", "1 min 15 s", "72.5 %", "one\ntwo"]
+    assert [text for text in shown if text not in found.text] == []
+    assert found.tags.count("img") == 5 + 1
+    assert found.tags.count("details") >= 2  # both configurations, folded away
+
+
+def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
+    rows = [(10, "loss/r1", 1.0), (20, "loss/r1", 2.0), (30, "loss/r1", 3.0), (20, "val/x", 7.0), (20, "loss/r1", 5.0)]
+    write(tmp_path / "metrics.jsonl", "\n".join(json.dumps({"step": step, key: value}) for step, key, value in rows))
+    expected = {"loss/r1": [(10.0, 1.0), (20.0, 5.0), (30.0, 3.0)], "val/x": [(20.0, 7.0)]}
+    assert read_run(tmp_path).series == expected
+
+
+def test_keys_that_belong_together_share_a_chart(tmp_path):
+    keys = ["loss/r1", "val/accuracy", "accuracy/train", "logits/real", "logits/fake", "loss/classifier", "val/loss"]
+    write(tmp_path / "metrics.jsonl", json.dumps({"step": 1} | dict.fromkeys(keys, 0.5)) + "\n")
+    charts = re.findall(r'<figure class="chart">.*?</figure>', write_report(tmp_path).read_text())
+    found = {tuple(key for key in keys if f">{key} <" in chart) for chart in charts}
+    assert found == {tuple(keys[:1]), tuple(keys[1:3]), tuple(keys[3:5]), tuple(keys[5:])}
+
+
+def test_charts_of_a_gan_are_grouped_by_what_is_read_together(tmp_path):
+    groups = [
+        ("logits/real", "logits/fake", "logits/margin"),
+        ("logits/real_sign", "ada/p"),
+        ("val/logits/held_out", "val/logits/real", "val/logits/fake"),
+        ("loss/path_length",),
+        ("val/memorised/pixels", "val/memorised_p/pixels"),
+        ("path_length/mean",),
+        ("gradient_norm/generator", "gradient_norm/discriminator"),
+    ]
+    row = {"step": 1} | {key: 0.5 for group in groups for key in group}
+    write(tmp_path / "metrics.jsonl", json.dumps(row) + "\n")
+    text = write_report(tmp_path).read_text()
+    charts = re.findall(r'<figure class="chart">.*?</figure>', text)
+    keys = [key for group in groups for key in group]
+    assert [tuple(key for key in keys if f">{key} <" in chart) for chart in charts] == groups
+    at_once, folded = text.split("<summary>More curves</summary>")
+    assert at_once.count('<figure class="chart">') == 5
+    assert "path_length/mean" in folded
+
+
+def test_commands_of_training_and_evaluation_are_shown_once_each(tmp_path):
+    run = make_gan(tmp_path / "my run")
+    again = f"python train.py --config '{run}/config.yaml' --run-dir '{run}-again'"
+    write(run / "eval" / "command.txt", "python evaluate.py --checkpoint x\n")
+    found = page(write_report(run, commands=[again, "third"]))
+    assert f"{again}\npython evaluate.py --checkpoint x\nthird" in found.text
+    assert found.text.count(again) == 1
+    write(tmp_path / "other" / "status.json", {})
+    assert "commands were not recorded" in page(write_report(tmp_path / "other")).text
+
+
+@pytest.mark.parametrize("evaluation", [{"step": "7"}, {"memorisation": []}, {"memorisation": {}}, {"n": None}])
+def test_odd_evaluations_are_shown_as_far_as_they_go(tmp_path, evaluation):
+    write(tmp_path / "eval" / "metrics.json", evaluation)
+    assert "Evaluation" in page(write_report(tmp_path)).text
+
+
+def test_only_sample_grids_count_as_samples(tmp_path):
+    for name in ("step-00000010.png", "step-00000002.png", "step-x.png", "other.png"):
+        write(tmp_path / "samples" / name, "")
+    assert [path.name for path in read_run(tmp_path).samples] == ["step-00000002.png", "step-00000010.png"]
+
+
+def test_images_come_in_the_order_of_the_evaluation(tmp_path):
+    for name in ("a.png", "b.png", "c.png"):
+        write(tmp_path / "eval" / name, "")
+    write(tmp_path / "eval" / "metrics.json", {"images": ["c.png", "a.png", "gone.png"]})
+    assert [path.name for path in read_run(tmp_path).images] == ["c.png", "a.png"]
+
+
+@pytest.mark.parametrize(("config", "is_gan"), [("task: gan", True), ("task: classifier", False), ("", False)])
+def test_task_comes_from_the_config(tmp_path, config, is_gan):
+    write(tmp_path / "config.yaml", config)
+    assert read_run(tmp_path).is_gan is is_gan
+
+
+def curves(chart: str) -> list[str]:
+    return re.findall(r'class="curve [^"]*" d="([^"]*)"', chart)
+
+
+def test_chart_draws_large_values_higher_and_later_steps_further_right():
+    (path,) = curves(line_chart({"a": [(0, 1.0), (10, 2.0)]}, title="a"))
+    (x0, y0), (x1, y1) = [tuple(map(float, point.split())) for point in re.split("[ML]", path)[1:]]
+    assert x1 > x0
+    assert y1 < y0  # SVG counts downwards
+
+
+def test_chart_is_broken_where_a_value_is_not_finite():
+    (path,) = curves(line_chart({"a": [(0, 1.0), (1, 2.0), (2, float("nan")), (3, 1.0), (4, 2.0)]}, title="a"))
+    assert re.sub(r"[^ML]", "", path) == "MLML"
+
+
+@pytest.mark.parametrize(
+    ("values", "log"), [((0.01, 2.0), True), ((0.1, 2.0), False), ((0.0, 2.0), False), ((-0.01, 2.0), False)]
+)
+def test_chart_takes_a_log_scale_only_for_positive_values_far_apart(values, log):
+    chart = line_chart({"a": list(enumerate(values))}, title="a")
+    assert ("log scale" in chart) is log
+
+
+def test_chart_of_a_constant_and_of_one_point():
+    assert "nan" not in line_chart({"a": [(0, 0.0), (1, 0.0)], "b": [(1, 0.0)]}, title="a")
+
+
+def test_chart_without_a_finite_value_is_refused():
+    with pytest.raises(ValueError, match="no finite value"):
+        line_chart({"a": [(0, float("inf"))]}, title="a")
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(3, 12))
+def test_ticks_are_round_inside_and_not_too_many(low, span, most):
+    found = ticks(low, low + span, most)
+    assert 1 <= len(found) <= most
+    assert all(low - 1e-6 * span <= tick <= low + span * (1 + 1e-6) for tick in found)
+    steps = np.diff(found)
+    assert np.ptp(steps) <= 1e-9 * (abs(low) + span) if len(steps) else len(found) == 1  # all alike, but for rounding
+
+
+def test_log_ticks_are_powers_of_ten():
+    assert log_ticks(0.002, 30.0) == pytest.approx([0.01, 0.1, 1.0, 10.0])
+    assert len(log_ticks(1e-30, 1e30)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0123456, "0.0123"),
+        (4.567, "4.57"),
+        (1234.5, "1,234"),
+        (20000, "20k"),
+        (20001, "20,001"),
+        (0.0000123, "1.2e-05"),
+        (float("nan"), "not finite"),
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_thin_keeps_means_and_leaves_short_series_alone():
+    points = [(float(i), float(i % 2)) for i in range(10)]
+    assert thin(points, 10) == points
+    assert thin(points, 5) == [(0.5, 0.5), (2.5, 0.5), (4.5, 0.5), (6.5, 0.5), (8.5, 0.5)]

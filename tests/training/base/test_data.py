@@ -1,0 +1,265 @@
+"""The data of a run as its config says: opened, checked, sampled, read."""
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import Dataset
+from data.decode import RandomCrop
+from data.images import encode
+from data.lmdb.reader import DamageError
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter, pack_arrays
+from data.sampler import GlobalSampler
+from tests.data.conftest import CLASSES, flip
+from tests.data.conftest import images as sample_images
+from tests.data.test_inspect import change_entry
+from training.base import data
+from training.base.config import DataConfig, RunConfig
+from training.gan import task as gan
+from training.gan.config import GanConfig
+from utils.errors import UserError
+
+LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """train.lmdb: 10 raw RGB images of 8 px; test.lmdb: four others; own.lmdb: sizes of their own."""
+    pack_arrays(tmp_path / "train.lmdb", sample_images(10), LABELS, CLASSES)
+    pack_arrays(tmp_path / "test.lmdb", sample_images(4, seed=1), [0, 1, 2, 0], CLASSES)
+    with LMDBWriter(
+        tmp_path / "own.lmdb", Layout(channels=3, resolutions=(0,), encoding="source"), classes=CLASSES
+    ) as writer:
+        for number in range(6):
+            image = sample_images(1, side=8 + number, seed=9)[0].transpose(1, 2, 0)[:8]
+            writer.add(image, number % 3, payload=encode(image, "png"))
+        writer.finish()
+    return tmp_path
+
+
+def config_of(folder: Path, **options: Any) -> RunConfig:
+    path = folder / options.pop("name", "train.lmdb")
+    return RunConfig(task="x", batch_size=4, seed=5, data=DataConfig(path=str(path), **options))
+
+
+def opened(config: RunConfig) -> tuple[Dataset, Dataset | None]:
+    """Training and held-out images, checked."""
+    training = data.open_training(config.data)
+    held_out = data.open_held_out(config.data, training)
+    data.check_data(config, training, held_out)
+    return training, held_out
+
+
+# --- opening
+
+
+def test_every_option_reaches_the_data_set(folder: Path) -> None:
+    plain = data.open_training(config_of(folder).data)
+    assert (plain.workers, plain.crop, plain.cache, plain.on_damage, plain.resolution) == (0, None, None, "stop", 8)
+    options: dict[str, Any] = {"crop": "random", "crop_area": (0.5, 0.9), "crop_aspect": (0.8, 1.25), "cache": "ram"}
+    config = config_of(folder, name="own.lmdb", resolution=6, workers=3, on_damage="skip", **options)
+    dataset = data.open_training(config.data)
+    assert dataset.crop == RandomCrop(area=(0.5, 0.9), aspect=(0.8, 1.25))
+    assert (dataset.workers, dataset.on_damage, dataset.resolution) == (3, "skip", 6)
+    assert dataset.cache is not None
+
+
+def test_held_out_images_are_whole_and_at_the_same_size(folder: Path) -> None:
+    assert data.open_held_out(config_of(folder).data, Dataset(folder / "train.lmdb")) is None
+    config = config_of(folder, val_path=str(folder / "own.lmdb"), crop="random", on_damage="skip", resolution=6)
+    training, held_out = opened(config)
+    assert training.crop is not None
+    assert held_out is not None
+    assert (held_out.resolution, held_out.crop, held_out.on_damage) == (6, None, "stop")
+
+
+def test_damage_of_held_out_images_stops(folder: Path) -> None:
+    flip(folder / "test.lmdb", sample_images(4, seed=1)[2].tobytes())
+    _, held_out = opened(config_of(folder, val_path=str(folder / "test.lmdb"), on_damage="skip"))
+    assert held_out is not None
+    with pytest.raises(DamageError, match="record 2 "):
+        held_out.read(range(4))
+
+
+def test_missing_files_are_named(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.path is not set; pack images with .*--data\.path FILE"):
+        data.open_training(DataConfig())
+    with pytest.raises(UserError, match=r"trian\.lmdb: no such file.*did you mean 'train\.lmdb'"):
+        opened(config_of(folder, name="trian.lmdb"))
+    with pytest.raises(UserError, match=r"tset\.lmdb: no such file.*did you mean 'test\.lmdb'"):
+        opened(config_of(folder, val_path=str(folder / "tset.lmdb")))
+    with pytest.raises(UserError, match=r"shard-\*\.lmdb: no file fits"):
+        opened(config_of(folder, name="shard-*.lmdb"))
+
+
+# --- checks
+
+
+def test_images_of_sizes_of_their_own_need_a_resolution(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"own\.lmdb: its images have sizes of their own; set data\.resolution N"):
+        opened(config_of(folder, name="own.lmdb", val_path=str(folder / "test.lmdb")))
+
+
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 16), (3, 4)])
+def test_held_out_images_of_another_kind(folder: Path, channels: int, side: int) -> None:
+    """Those of another size were scaled in silence."""
+    pack_arrays(folder / "other.lmdb", sample_images(4, channels, side), [0, 1, 2, 0], CLASSES)
+    with pytest.raises(UserError, match=r"other\.lmdb: .*pack"):
+        opened(config_of(folder, val_path=str(folder / "other.lmdb")))
+
+
+def test_held_out_images_are_scaled_where_a_resolution_is_set(folder: Path) -> None:
+    pack_arrays(folder / "larger.lmdb", sample_images(4, side=16), [0, 1, 2, 0], CLASSES)
+    _, held_out = opened(config_of(folder, val_path=str(folder / "larger.lmdb"), resolution=8))
+    assert held_out is not None
+    assert held_out.read([0])[0].shape == (1, 3, 8, 8)
+
+
+def test_square_images_are_not_enlarged(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.lmdb: its images have 8 px, less than the 16 px asked for"):
+        opened(config_of(folder, resolution=16))
+
+
+@pytest.mark.parametrize("label", [-1, 3, 1 << 40])
+@pytest.mark.parametrize("name", ["train.lmdb", "test.lmdb"])
+def test_labels_without_a_class(folder: Path, name: str, label: int) -> None:
+    """Also for a GAN, whose task does not look at them."""
+    change_entry(folder / name, label=label)
+    with pytest.raises(UserError, match=rf"{name}: record 0 has label {label}, the file has 3 classes"):
+        opened(config_of(folder, val_path=str(folder / "test.lmdb")))
+
+
+def test_leaks_are_counted(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = np.concatenate([sample_images(4, seed=1), sample_images(10)[[3, 3, 7]]])
+    pack_arrays(folder / "mixed.lmdb", mixed, [0] * 7, CLASSES)
+    opened(config_of(folder, val_path=str(folder / "test.lmdb")))
+    assert capsys.readouterr().err == ""
+    opened(config_of(folder, val_path=str(folder / "mixed.lmdb")))
+    error = capsys.readouterr().err
+    assert error.startswith("warning: 3 of the 7 images of ")
+    assert error.count("\n") == 1
+    assert f"`python -m data.duplicates {folder}/train.lmdb {folder}/mixed.lmdb`" in error
+    monkeypatch.setattr("utils.distributed.collectives.is_main", lambda: False)
+    opened(config_of(folder, val_path=str(folder / "mixed.lmdb")))
+    assert capsys.readouterr().err == ""
+
+
+# --- open files
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"),
+    [(98, 98, None), (1024, 4096, None), (40, 4096, 98), (40, 98, 98), (40, -1, 98), (-1, -1, None)],
+)
+def test_limit_of_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None) -> None:
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    data.check_open_files(1)
+    assert limits == ([] if raised is None else [(raised, hard)])
+
+
+def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 97))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: pytest.fail("raised"))
+    with pytest.raises(UserError, match=r"may open 97 files here \(ulimit -n\), training needs 98; run `ulimit -n 98`"):
+        data.check_open_files(1)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (99, 99))
+    data.open_training(config_of(folder).data)
+    with pytest.raises(UserError, match="needs 104"):  # held-out files count as well: four in all
+        data.open_training(config_of(folder, val_path=str(folder / "[ot]*[nt].lmdb")).data)
+
+
+# --- sampling and loading
+
+
+def test_weights(folder: Path) -> None:
+    reader = Dataset(folder / "train.lmdb")
+    shares = data.label_shares
+
+    def weights(**options: Any) -> np.ndarray:
+        found = data.sampling_weights(config_of(folder, **options).data, reader)
+        assert found is not None
+        return found
+
+    assert data.sampling_weights(config_of(folder).data, reader) is None
+    assert shares(config_of(folder).data, reader) == [6, 3, 1]
+    np.testing.assert_allclose(np.bincount(LABELS, weights(sampling="balanced")), 1)
+    rates = {"dog": 2.0, "emu": 0.0}
+    np.testing.assert_array_equal(weights(class_rates=rates), [1, 1, 1, 1, 1, 1, 2, 2, 2, 0])
+    (folder / "weights.txt").write_text("\n".join(map(str, range(10))))
+    given = {"sample_weights": str(folder / "weights.txt")}
+    np.testing.assert_array_equal(weights(**given), np.arange(10))
+    all_of_them = {"sampling": "balanced", "class_rates": rates, **given}
+    expected = np.array([1 / 6] * 6 + [2 / 3] * 3 + [0]) * np.arange(10)
+    np.testing.assert_allclose(weights(**all_of_them), expected)
+    found = shares(config_of(folder, **all_of_them).data, reader)
+    np.testing.assert_allclose(found, np.bincount(LABELS, expected))
+    assert all(type(share) is float for share in found)
+
+
+def test_loader_follows_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("utils.distributed.collectives.rank", lambda: 1)
+    monkeypatch.setattr("utils.distributed.collectives.world_size", lambda: 2)
+    config = config_of(folder, sampling="balanced", prefetch=3)
+    training, _ = opened(config)
+    loader = data.make_loader(config, training, torch.device("cpu"))
+    assert loader.prefetch == 0  # the step itself wants the cores
+    assert data.make_loader(config, training, torch.device("meta")).prefetch == 3
+    weights, groups = data.sampling_weights(config.data, training), training.labels()
+    expected = GlobalSampler(10, batch_size=4, seed=5, weights=weights, groups=groups, rank=1, world_size=2)
+    assert loader.state_dict() == expected.state_dict()
+    for _ in range(6):
+        np.testing.assert_array_equal(next(loader).images, sample_images(10)[expected.next_batch()[0]])
+
+
+# --- what the plan says
+
+
+def test_threads_are_measured_only_where_they_are_left_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measured(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
+        asked.append(batch_size)
+        return 2, {0: 1000.0, 2: 1500.4}
+
+    monkeypatch.setattr(data, "choose_workers", measured)
+    config = config_of(folder)
+    assert data.tune_workers(config, Dataset(folder / "train.lmdb"), None) == "raw images, gathered without workers"
+    config = config_of(folder, name="own.lmdb", val_path=str(folder / "test.lmdb"), resolution=6, workers=3)
+    training, held_out = opened(config)
+    assert data.tune_workers(config, training, held_out) == "decoded by 3 threads, whole or in the middle"
+    assert asked == []
+    options: dict[str, Any] = {"crop": "random", "cache": "ram", "val_path": str(folder / "test.lmdb")}
+    config = config_of(folder, name="own.lmdb", resolution=6, **options)
+    training, held_out = opened(config)
+    text = data.tune_workers(config, training, held_out)
+    assert text == "decoded by 2 threads (images/s by threads: 0: 1,000, 2: 1,500), random crops, kept in memory"
+    assert held_out is not None
+    assert (training.workers, held_out.workers, asked) == (2, 2, [4])
+
+
+def test_description(folder: Path) -> None:
+    assert data.data_text(Dataset(folder / "train.lmdb")) == "10 images, 8 px, RGB, 3 classes, raw"
+    pack_arrays(folder / "grey.lmdb", sample_images(1200, 1, 4), encoding="png")
+    two = Dataset([folder / "grey.lmdb", folder / "grey.lmdb"])
+    assert data.data_text(two) == "2,400 images in 2 files, 4 px, grey, no labels, png"
+
+
+def test_fault_20_held_out_classes_of_a_gan(tmp_path: Path) -> None:
+    made = {}
+    names = {"train": ["cat", "dog"], "val": ["cat", "emu"], "swapped": ["dog", "cat"], "plain": []}
+    for name, classes in names.items():
+        pack_arrays(tmp_path / f"{name}.lmdb", sample_images(4), np.arange(4) % max(1, len(classes)), classes)
+        made[name] = Dataset(tmp_path / f"{name}.lmdb")
+    config = GanConfig(data=DataConfig(path="train.lmdb", val_path="val.lmdb"), batch_size=4)
+    for other, odd in (("val", "dog, emu"), ("swapped", "the order")):
+        with pytest.raises(UserError, match=rf"val\.lmdb: its classes differ from those of train\.lmdb \({odd}\)"):
+            gan.GanTask(config, made["train"], made[other], torch.device("cpu"))
+    gan.GanTask(config, made["train"], made["plain"], torch.device("cpu"))
+    gan.GanTask(config, made["train"], None, torch.device("cpu"))

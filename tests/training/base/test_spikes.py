@@ -1,0 +1,155 @@
+"""Spikes of the loss: what counts as one, and the way back from it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import train
+from models import resnet
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.slim import SlimResNet
+from training.base.spikes import LEAST, SpikeDetector, SpikesConfig
+from utils import checkpoint as checkpoints
+from utils import inject
+from utils.errors import UserError, run_cli
+
+
+@pytest.fixture(autouse=True)
+def slim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small classifiers: these tests save often."""
+    monkeypatch.setattr(resnet, "build_torchvision", lambda name, *, he_strides=False: SlimResNet())
+
+
+def noise(count: int, seed: int = 0) -> list[float]:
+    return list(np.random.default_rng(seed).normal(2.0, 0.1, count))
+
+
+def test_a_jump_is_found_and_noise_is_not() -> None:
+    detector = SpikeDetector(SpikesConfig(factor=20))
+    assert detector.see(0, noise(500)) is None
+    found = detector.see(500, [2.1, 1.9, 9.0, 30.0])
+    assert found is not None
+    assert found[:2] == (502, 9.0)
+    assert found[2] == pytest.approx(2.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("value", "spike"), [(2.0 + 0.1 * 5 * 1.4, True), (2.0 + 0.1 * 5 * 0.6, False)])
+def test_the_threshold_is_in_standard_deviations(value: float, spike: bool) -> None:
+    detector = SpikeDetector(SpikesConfig(factor=5, window=5000))
+    detector.history = noise(5000)
+    assert (detector.see(0, [value]) is not None) == spike
+
+
+def test_a_fall_is_none_nor_is_what_is_not_finite() -> None:
+    detector = SpikeDetector(SpikesConfig())
+    assert detector.see(0, [*noise(100), -50.0, math.nan, math.inf]) is None
+    assert all(math.isfinite(value) for value in detector.history)
+
+
+def test_at_the_beginning_nothing_is_usual() -> None:
+    detector = SpikeDetector(SpikesConfig())
+    assert detector.see(0, [1.0] * (LEAST - 1) + [100.0]) is None
+
+
+def test_a_spike_does_not_become_usual_but_a_new_level_does() -> None:
+    detector = SpikeDetector(SpikesConfig())
+    detector.see(0, noise(100))
+    assert detector.see(100, [9.0]) is not None
+    assert detector.see(101, [9.0]) is not None
+    assert 9.0 not in detector.history
+    assert detector.see(102, [9.0 + x for x in noise(3 * LEAST)]) is not None
+    assert detector.see(200, [9.0 + x for x in noise(20, seed=1)]) is None
+
+
+def test_a_loss_that_stands_still_may_move_a_little() -> None:
+    detector = SpikeDetector(SpikesConfig(factor=20))
+    assert detector.see(0, [0.5] * 100 + [0.505]) is None
+    assert detector.see(101, [0.52]) is not None
+
+
+def test_its_state_goes_on() -> None:
+    one, two = SpikeDetector(SpikesConfig(window=50)), SpikeDetector(SpikesConfig(window=50))
+    one.see(0, [*noise(80), 9.0, 9.0])
+    assert len(one.history) == 50
+    two.load_state_dict(one.state_dict())
+    assert two.see(82, [9.0] * LEAST) == one.see(82, [9.0] * LEAST)
+    assert (two.history, two.unusual) == (one.history, one.unusual)
+
+
+@pytest.mark.parametrize("wrong", [{"factor": 1.0}, {"factor": math.inf}, {"window": 5}, {"limit": 0}])
+def test_settings_are_checked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"spikes.{next(iter(wrong))}"):
+        SpikesConfig(**wrong)
+
+
+STEPS = ["--steps", "44", "--log.every", "4", "--checkpoint.every", "8", "--evaluation.every", "0"]
+STEPS += ["--checkpoint.keep", "9", "--log.samples-every", "0"]
+
+
+def run(config: Path, folder: Path, *more: str) -> int:
+    return run_cli(train.main, ["--config", str(config), "--run-dir", str(folder), *STEPS, *more])
+
+
+@pytest.mark.parametrize("task", ["classifier", "gan"])
+def test_back_to_the_last_checkpoint_with_other_images(
+    tmp_path: Path, packed: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    monkeypatch.setattr(inject, "_fired", set())
+    monkeypatch.setenv(inject.VARIABLE, "0:37:spike")
+    assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back") == 0
+    told = capsys.readouterr().err
+    assert "jumped to" in told
+    assert "in step 37" in told
+    assert "went back to the checkpoint of step 32" in told
+    monkeypatch.delenv(inject.VARIABLE)
+
+    other = tmp_path / "other"
+    assert run(config, other, "--spikes.action", "roll-back", "--max-steps", "32") == 0
+    path = other / "checkpoints" / "step-00000032.pt"
+    content = checkpoints.load(path)
+    batches = content["state"]["loader"]["consumed"] // 32
+    content["state"]["loader"]["consumed"] += 8 * batches  # the spike was seen at the log's row of step 40
+    content["state"]["loop"]["roll_backs"] = 1
+    checkpoints.save(other / "checkpoints", content)
+    assert run(config, other, "--spikes.action", "roll-back") == 0
+    assert differing(state_of(tmp_path / "spiked", 44), state_of(other, 44)) == []
+    lines = (tmp_path / "spiked" / "metrics.jsonl").read_text().splitlines()
+    assert [row["step"] for row in map(json.loads, lines) if "images" in row] == list(range(4, 45, 4))
+
+
+def test_a_warning_changes_nothing(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    assert run(config, tmp_path / "quiet") == 0
+    assert "jumped" not in capsys.readouterr().err
+    monkeypatch.setattr(inject, "_fired", set())
+    monkeypatch.setenv(inject.VARIABLE, "0:37:spike")
+    assert run(config, tmp_path / "spiked") == 0
+    assert "warning: loss/classifier jumped to" in capsys.readouterr().err
+    a, b = state_of(tmp_path / "quiet", 44), state_of(tmp_path / "spiked", 44)
+    assert differing(a["model"], b["model"]) == []
+
+
+def test_too_many_roll_backs_end_the_run(
+    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    monkeypatch.setattr(inject, "_fired", set())
+    monkeypatch.setenv(inject.VARIABLE, "0:37:spike,0:38:spike")
+    more = ["--spikes.action", "roll-back", "--spikes.limit", "1"]
+    assert run(config, tmp_path / "run", *more, "--log.every", "1") == 4
+    told = capsys.readouterr().err
+    assert "after 1 roll-backs (spikes.limit); lower the learning rate" in told
+
+
+def test_a_metric_that_is_not_there_is_named(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    assert run(config, tmp_path / "run", "--spikes.metric", "loss/generator") == 2
+    assert "spikes.metric loss/generator: not a metric of every step" in capsys.readouterr().err

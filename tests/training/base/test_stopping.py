@@ -1,0 +1,168 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.dataset import Dataset
+from training.base.data import make_loader
+from training.base.stopping import EarlyStopping, EarlyStoppingConfig
+from training.classifier.task import ClassifierTask
+from training.engine.loop import Loop
+from training.engine.tasks import build_run_config
+from utils.errors import UserError
+from utils.run_folder import RunFolder
+
+
+def watch(figures, *, lower=False, **config):
+    stopping = EarlyStopping(EarlyStoppingConfig(**config), "x", lower_is_better=lower)
+    for number, figure in enumerate(figures, 1):
+        stopping.see(figure)
+        if stopping.reached:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("figures", "config", "stops"),
+    [
+        ([0.5, 0.6, 0.6, 0.59], {"patience": 2}, 4),
+        ([0.5, 0.6, 0.6, 0.61, 0.5, 0.5], {"patience": 2}, 6),
+        ([0.5, 0.4, 0.3], {"patience": 1}, 2),
+        ([0.5, 0.4, 0.3, 0.2], {"patience": None}, None),
+        ([0.50, 0.52, 0.54, 0.56], {"patience": 2, "min_delta": 0.03}, None),  # small steps add up
+        ([0.50, 0.51, 0.52, 0.56], {"patience": 2, "min_delta": 0.03}, 3),
+        ([math.nan, 0.1, math.nan, math.nan], {"patience": 2}, 4),
+        ([math.nan, math.nan], {"patience": 2}, 2),
+    ],
+)
+def test_when_it_stops(figures, config, stops):
+    assert watch(figures, **config) == stops
+    assert watch([-figure for figure in figures], lower=True, **config) == stops
+
+
+def test_its_state_goes_on():
+    first = EarlyStopping(EarlyStoppingConfig(patience=3), "x", lower_is_better=False)
+    for figure in (0.5, 0.4):
+        first.see(figure)
+    second = EarlyStopping(EarlyStoppingConfig(patience=3), "x", lower_is_better=False)
+    second.load_state_dict(first.state_dict())
+    second.see(0.45)
+    assert second.waited == 2
+    second.see(0.5)
+    assert second.reached
+    assert second.reason == "early stopping: 3 evaluations without x better than 0.5"
+
+
+@pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
+def test_settings_that_make_no_sense(wrong):
+    with pytest.raises(UserError, match=f"early_stopping.{next(iter(wrong))}"):
+        EarlyStoppingConfig(**wrong)
+
+
+def test_it_needs_evaluations_and_images_for_them(packed: Path):
+    tree = {"task": "classifier", "early_stopping": {"patience": 1}}
+    with pytest.raises(UserError, match=r"set evaluation\.every"):
+        build_run_config(tree | {"evaluation": {"every": 0}}, [], "x")
+    config: Any = build_run_config(tree | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")
+    with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match=r"give data\.val_path"):
+        ClassifierTask(config, reader, None, torch.device("cpu"))
+
+
+class Judged:
+    """A task without networks whose evaluations are given."""
+
+    best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/x"
+
+    def __init__(self, figures):
+        self.shape = {"channels": 1, "classes": 10, "resolution": 16}
+        self.figures = figures
+        self.evaluations = 0
+
+    def registry(self):
+        return {"task": self}
+
+    def state_dict(self):
+        return {"evaluations": self.evaluations}
+
+    def load_state_dict(self, state):
+        self.evaluations = state["evaluations"]
+
+    def step(self, batches, step):
+        next(batches)
+        return {"loss/x": torch.tensor(1.0)}
+
+    def evaluate(self):
+        self.evaluations += 1
+        return {"accuracy": self.figures[self.evaluations - 1]}
+
+    def sample_grid(self, step):
+        return None
+
+    def networks(self):
+        return {}
+
+    def images_at(self, step):
+        return 8 * step
+
+    def describe(self):
+        return []
+
+    def provenance(self):
+        return {}
+
+    def warnings(self, step, row):
+        return []
+
+
+def judged_loop(packed, folder, patience, figures=(0.5, 0.7, 0.6, 0.6, 0.6, 0.9)):
+    tree = {
+        "task": "classifier",
+        "steps": 12,
+        "batch_size": 8,
+        "data": {"path": str(packed / "train.lmdb")},
+        "evaluation": {"every": 2},
+        "early_stopping": {"patience": patience},
+        "log": {"tensorboard": False},
+    }
+    config = build_run_config(tree, [], "x")
+    loader = make_loader(config, Dataset(packed / "train.lmdb"), torch.device("cpu"))
+    run = RunFolder(folder)
+    run.open()
+    return Loop(config, Judged(list(figures)), loader, run)
+
+
+def test_a_run_stops_early_and_a_resume_knows(packed: Path, tmp_path: Path, capsys):
+    loop = judged_loop(packed, tmp_path / "run", patience=2)
+    loop.run()
+    assert loop.step == 8
+    assert loop.finished
+    assert loop.best == {"accuracy": 0.7, "step": 4}
+    assert "early stopping: 2 evaluations without accuracy better than 0.7" in capsys.readouterr().err
+    loop.folder.close()
+
+    again = judged_loop(packed, tmp_path / "run", patience=2)
+    assert again.resume()
+    again.run()
+    assert (again.step, again.finished) == (8, True)
+    again.folder.close()
+
+    patient = judged_loop(packed, tmp_path / "run", patience=4)  # asked to wait longer, it goes on
+    patient.resume()
+    assert not patient.finished
+    patient.run()
+    assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
+    patient.folder.close()
+
+
+def test_a_run_that_was_stopped_on_the_way_counts_on(packed: Path, tmp_path: Path):
+    loop = judged_loop(packed, tmp_path / "run", patience=2)
+    loop.run(max_steps=6)
+    assert not loop.finished
+    loop.folder.close()
+    again = judged_loop(packed, tmp_path / "run", patience=2)
+    again.resume()
+    again.run()
+    assert again.step == 8
+    again.folder.close()

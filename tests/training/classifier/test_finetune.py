@@ -1,0 +1,363 @@
+"""What trains: freezing, gradual unfreezing, rates by stage and layer, on real steps of the classifier's task."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.dataset import Dataset
+from data.loader import Batch, read_batch
+from models.batchnorm import synchronise_batchnorm
+from models.resnet import STAGES, Classifier, ResNetConfig, stage_of
+from training.base.config import DataConfig
+from training.classifier.finetune import FineTuneConfig, FineTuning, depths, matches
+from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.optim.updater import OptimizerConfig, Precision, Updater, parameter_groups
+from utils.errors import UserError
+from utils.seeding import forked
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def network():
+    with forked(0, "init", "test trained"):
+        return Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=10, resolution=16)
+
+
+def trained_of(network, **options):
+    return FineTuning(network, FineTuneConfig(**options), steps_per_epoch=options.pop("epoch", 12.5))
+
+
+def task_of(packed: Path, *, train: dict[str, Any], **options: Any) -> ClassifierTask:
+    config = ClassifierConfig(
+        data=DataConfig(path=str(packed / "train.lmdb")),
+        batch_size=8,
+        steps=10,
+        train=FineTuneConfig(**train),
+        **options,
+    )
+    config.model.stem = "small-stride2"
+    return ClassifierTask(config, Dataset(packed / "train.lmdb"), None, CPU)
+
+
+def run(task: ClassifierTask, first: int, last: int) -> None:
+    """Updates `first` to `last` - 1, each on images of its own."""
+    for step in range(first, last):
+        batch = read_batch(task.reader, torch.arange(8 * step, 8 * step + 8).numpy() % 200)
+        task.step(iter([Batch(batch.images, batch.labels)]), step)
+
+
+def snapshot(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def changed(before: dict[str, torch.Tensor], module: torch.nn.Module) -> set[str]:
+    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
+
+
+def of_stages(names, *stages):
+    return {name for name in names if stage_of(name) in stages}
+
+
+# --- parts
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "fits"),
+    [
+        ("stem", "network.bn1.weight", True),
+        ("stem", "network.layer1.0.bn1.weight", False),
+        ("layer1", "network.layer1.0.bn1.weight", True),
+        ("layer1", "network.layer11.0.bn1.weight", False),
+        ("head", "network.fc.weight", True),
+        ("backbone", "network.fc.weight", False),
+        ("backbone", "network.conv1.weight", True),
+        ("layer?.*.bn*", "network.layer4.1.bn2.bias", True),
+        ("network.fc.bias", "network.fc.bias", True),
+        ("*.bias", "network.fc.weight", False),
+        ("FC.*", "network.fc.weight", False),
+    ],
+)
+def test_parts(part, name, fits):
+    assert matches(part, name) == fits
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"freeze": ["layer5"]},
+            r"train\.freeze: 'layer5' is no stage and fits no .*\(did you mean 'layer\d'\?\); stages are stem",
+        ),
+        ({"unfreeze": {"head": 0, "haed": 3}}, r"train\.unfreeze: 'haed' .*did you mean 'head'"),
+        ({"stage_lr": {"fc.wieght": 0.1}}, r"train\.stage_lr: 'fc\.wieght' .*did you mean 'fc\.weight'"),
+        ({"freeze": ["backbone", "head"]}, r"nothing is left to train"),
+        ({"unfreeze": {"head": 3}}, r"nothing trains before step 3; let a part begin at 0, e\.g\. head: 0"),
+        ({"unfreeze": {"head": -1}}, r"train\.unfreeze head: -1"),
+        ({"stage_lr": {"head": 0.0}}, r"train\.stage_lr head: 0\.0 must be positive; name the part in train\.freeze"),
+        ({"stage_lr": {"head": float("nan")}}, r"train\.stage_lr head: nan"),
+        ({"layer_decay": 1.5}, r"train\.layer_decay 1\.5"),
+        ({"layer_decay": 0.0}, r"train\.layer_decay 0\.0"),
+    ],
+)
+def test_what_is_refused(options, told, network):
+    with pytest.raises(UserError, match=told):
+        trained_of(network, **options)
+
+
+def test_beginnings(network):
+    found = trained_of(network, unfreeze={"backbone": 7, "head": 0, "layer4": 3}, freeze=["*.bn?.*"]).begins
+    for name, begin in found.items():
+        expected: int | None = {"head": 0, "layer4": 3}.get(stage_of(name), 7)
+        if ".bn" in name.removeprefix("network.bn1"):
+            expected = None
+        if not name.startswith("network.bn1"):  # `*.bn?.*` needs something before the dot
+            assert begin == expected, name
+    assert found["network.bn1.weight"] is None  # ... which `network` is
+    only = trained_of(network, unfreeze={"head": 0}).begins
+    assert {name for name, begin in only.items() if begin is not None} == {"network.fc.weight", "network.fc.bias"}
+
+
+def test_epochs_begin_with_their_first_whole_step(network):
+    found = trained_of(network, unfreeze={"head": 0, "layer4": 1, "layer3": 2}, unfreeze_by="epoch")
+    assert [found.begins[f"network.{n}"] for n in ("fc.bias", "layer4.0.conv1.weight", "layer3.0.conv1.weight")] == [
+        0,
+        13,
+        25,
+    ]
+
+
+# --- groups
+
+
+def names_of(group):
+    return [name for name, _ in group["params"]]
+
+
+def test_everything_at_one_rate_is_as_it_ever_was(network):
+    trained = trained_of(network)
+    assert trained.groups(0.1) is None
+    assert trained.describe() == []
+    frozen = copy.deepcopy(network)
+    frozen.network.fc.requires_grad_(False)
+    FineTuning(frozen, FineTuneConfig()).at(0)
+    assert not frozen.network.fc.weight.requires_grad  # and others' settings are left alone
+
+
+def test_layer_decay_is_timms(network):
+    timm = pytest.importorskip("timm")
+    from timm.optim import param_groups_layer_decay
+
+    theirs = timm.create_model("resnet34", num_classes=10)
+    expected = param_groups_layer_decay(theirs, weight_decay=0.05, layer_decay=0.6)
+    names = {id(p): name for name, p in theirs.named_parameters()}
+    wanted = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in expected for p in g["params"]}
+    ours = Classifier(ResNetConfig(name="resnet34"), channels=3, classes=10, resolution=32)
+    groups = trained_of(ours, layer_decay=0.6).groups(0.05)
+    found = {
+        name.removeprefix("network."): (group["lr_scale"], group["weight_decay"])
+        for group in groups
+        for name in names_of(group)
+    }
+    assert found.keys() == wanted.keys()
+    for name, pair in wanted.items():
+        assert found[name] == pytest.approx(pair), name
+    assert len(groups) == 2 * (16 + 2)
+
+
+def test_layer_decay_by_stage_and_rates_by_stage(network):
+    options: dict[str, Any] = {
+        "layer_decay": 0.5,
+        "layer_decay_by": "stage",
+        "stage_lr": {"backbone": 0.1, "layer2": 3.0},
+    }
+    factors = trained_of(network, **options).factors
+    for name, factor in factors.items():
+        rank = STAGES.index(stage_of(name))
+        own = {"head": 1.0, "layer2": 3.0}.get(stage_of(name), 0.1)  # the last part that fits
+        assert factor == pytest.approx(own * 0.5 ** (5 - rank)), name
+
+
+def test_depths_count_blocks_from_the_stem(network):
+    deep = depths(dict(network.named_parameters()), "block")
+    assert deep["network.bn1.bias"] == 0
+    assert deep["network.layer1.1.conv1.weight"] == 2
+    assert deep["network.layer2.0.downsample.0.weight"] == 3
+    assert deep["network.fc.bias"] == 9
+
+
+def test_groups_hold_what_ever_trains_once_with_decay_first(network):
+    unfreeze = {"backbone": 5, "head": 0, "layer1": 0}
+    trained = trained_of(network, freeze=["stem"], unfreeze=unfreeze, stage_lr={"head": 10.0})
+    groups = trained.groups(0.3)
+    expected = [(1.0, 0.3), (1.0, 0.0), (1.0, 0.3), (1.0, 0.0), (10.0, 0.3), (10.0, 0.0)]
+    assert [(g["lr_scale"], g["weight_decay"]) for g in groups] == expected
+    # who begins later is in a group of its own: schedule-free optimizers count a group's updates
+    assert [{trained.begins[name] for name in names_of(g)} for g in groups] == [{0}, {0}, {5}, {5}, {0}, {0}]
+    members = [name for group in groups for name in names_of(group)]
+    assert len(members) == len(set(members))
+    assert set(members) == {name for name, _ in network.named_parameters() if stage_of(name) != "stem"}
+    for group in groups:
+        assert {p.ndim > 1 for _, p in group["params"]} == {group["weight_decay"] > 0}
+        assert {stage_of(name) == "head" for name in names_of(group)} == {group["lr_scale"] == 10}
+    (decayed, free) = trained_of(network, freeze=["stem"]).groups(0.3)
+    assert (decayed["lr_scale"], free["weight_decay"]) == (1.0, 0.0)
+
+
+# --- steps
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_frozen_stages_are_frozen_to_the_bit(packed, name):
+    optimizer = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
+    task = task_of(packed, train={"freeze": ["stem", "layer1", "layer3.0.*"]}, optimizer=optimizer)
+    before = snapshot(task.model)
+    run(task, 0, 3)
+    moved = changed(before, task.model)
+    still = of_stages(before, "stem", "layer1") | {key for key in before if key.startswith("network.layer3.0.")}
+    assert not moved & still  # BatchNorm's statistics and counters among them
+    assert moved == set(before) - still
+    assert not changed(before, task.ema.model) & still
+    reached = {id(p) for p in task.updater.parameters}
+    assert reached == {id(p) for key, p in task.model.named_parameters() if key not in still}
+
+
+def test_a_stage_begins_where_it_was_told_to(packed):
+    task = task_of(packed, train={"unfreeze": {"head": 0, "layer4": 2}})
+    before = snapshot(task.model)
+    run(task, 0, 2)
+    assert changed(before, task.model) == of_stages(before, "head")
+    before = snapshot(task.model)
+    run(task, 2, 3)
+    assert changed(before, task.model) == of_stages(before, "head", "layer4")
+
+
+def test_no_gradient_is_computed_below_what_trains(packed):
+    task = task_of(packed, train={"unfreeze": {"head": 0, "stem": 4}})
+    run(task, 0, 1)
+    assert {stage_of(n) for n, p in task.model.named_parameters() if p.grad is not None} == {"head"}
+
+
+def test_the_first_update_of_a_stage_is_a_fresh_optimizers(packed):
+    """Nesterov's first step: lr (1 + momentum) (gradient + decay)."""
+    optimizer = OptimizerConfig(name="sgd", lr=0.01, weight_decay=0.1)
+    task = task_of(
+        packed, train={"unfreeze": {"head": 0, "layer4": 2}, "stage_lr": {"layer4": 0.5}}, optimizer=optimizer
+    )
+    run(task, 0, 2)
+    weight = task.model.get_parameter("network.layer4.1.conv2.weight")
+    before = weight.detach().clone()
+    run(task, 2, 3)
+    assert weight.grad is not None
+    torch.testing.assert_close(
+        weight.detach(), before - 0.005 * 1.9 * (weight.grad + 0.1 * before), rtol=1e-4, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "schedulefree-adamw"])
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_resume_is_exact_before_at_and_after_a_beginning(packed, name, stop):
+    options: dict[str, Any] = {
+        "train": {"unfreeze": {"head": 0, "layer4": 2}, "layer_decay": 0.8},
+        "optimizer": OptimizerConfig(name=name, lr=0.01, weight_decay=0.1),
+    }
+    straight = task_of(packed, **options)
+    run(straight, 0, 4)
+    first, second = task_of(packed, **options), task_of(packed, **options)
+    run(first, 0, stop)
+    for key, part in first.registry().items():
+        second.registry()[key].load_state_dict(copy.deepcopy(part.state_dict()))
+    run(second, stop, 4)
+    assert not changed(snapshot(straight.model), second.model)
+    assert not changed(snapshot(straight.ema.model), second.ema.model)
+
+
+def test_frozen_statistics_alone(packed):
+    task = task_of(packed, train={"freeze_bn": True})
+    assert len(task.updater.optimizer.param_groups) == 2
+    before = snapshot(task.model)
+    run(task, 0, 2)
+    still = {key for key in before if "running" in key or "num_batches" in key}
+    assert changed(before, task.model) == set(before) - still
+
+
+def test_a_norm_that_trains_in_part_keeps_counting(packed):
+    task = task_of(packed, train={"freeze": ["bn1.weight"]})
+    before = snapshot(task.model)
+    run(task, 0, 1)
+    moved = changed(before, task.model)
+    assert "network.bn1.weight" not in moved
+    assert {"network.bn1.bias", "network.bn1.running_mean"} <= moved
+
+
+def test_synchronised_norms_freeze_too(network):
+    model = synchronise_batchnorm(copy.deepcopy(network), CPU).train()
+    trained = trained_of(model, unfreeze={"head": 0, "layer1": 1})
+    norms = [model.get_submodule(name) for name in ("network.bn1", "network.layer1.0.bn1")]
+    trained.at(0)
+    assert [norm.training for norm in norms] == [False, False]
+    trained.at(1)
+    assert [norm.training for norm in norms] == [False, True]
+
+
+# --- the optimizer
+
+
+def build(groups=None, model=None, **config):
+    model = model or torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    return model, Updater(model, OptimizerConfig(**config), Precision("fp32", CPU), 10, groups=groups)
+
+
+def scaled(model, factors):
+    return [
+        {"params": [(f"{i}.{n}", p) for n, p in layer.named_parameters()], "weight_decay": 0.0, "lr_scale": factor}
+        for (i, layer), factor in zip(enumerate(model), factors, strict=True)
+    ]
+
+
+def test_rates_follow_the_schedule_times_their_factor():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    _, updater = build(scaled(model, [0.5, 2.0]), model, name="sgd", lr=0.4, warmup_steps=4)
+    for step in (0, 1, 5):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        updater.step(step)
+        rates = [group["lr"] for group in updater.optimizer.param_groups]
+        assert rates == pytest.approx([0.2 * min(1, (step + 1) / 4), 0.8 * min(1, (step + 1) / 4)])
+    updater.reset()
+    assert len(updater.optimizer.param_groups) == 2
+    assert "lr_scale" not in updater.optimizer.param_groups[0]
+
+
+def test_a_state_of_other_groups_is_refused():
+    model, usual = build(name="adamw")
+    _, other = build(scaled(model, [0.5, 2.0]), model, name="adamw")
+    _, swapped = build(scaled(model, [0.5, 2.0])[::-1], model, name="adamw")
+    for one, two in ((usual, other), (other, usual), (other, swapped)):
+        with pytest.raises(UserError, match=r"other groups of parameters: the train section was changed"):
+            one.load_state_dict(two.state_dict())
+    other.load_state_dict(other.state_dict())
+    usual.load_state_dict(usual.state_dict())
+
+
+def test_a_changed_factor_is_taken_at_a_resume():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    _, before = build(scaled(model, [0.5, 2.0]), model, name="sgd", lr=1.0)
+    _, after = build(scaled(model, [0.25, 2.0]), model, name="sgd", lr=1.0)
+    after.load_state_dict(before.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    after.step(0)
+    assert [group["lr"] for group in after.optimizer.param_groups] == [0.25, 2.0]
+
+
+def test_the_usual_groups_have_no_names():
+    """Checkpoints of before fit."""
+    model, updater = build(name="sgd")
+    groups = updater.state_dict()["param_groups"]
+    assert all("param_names" not in group and "lr_scale" not in group for group in groups)
+    assert [group["params"] for group in groups] == [[0, 1], [2, 3]]
+    assert [len(group["params"]) for group in parameter_groups(model, 0.1)] == [2, 2]

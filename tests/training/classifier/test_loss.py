@@ -1,0 +1,130 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from training.classifier.loss import (
+    ClassifierLossConfig,
+    Targets,
+    class_weight_list,
+    classifier_loss,
+    soft_targets,
+)
+from utils.errors import UserError
+from utils.seeding import generator
+
+CLASSES, N = 5, 6
+KINDS = ["cross-entropy", "squared-error"]
+
+
+def batch():
+    keyed = generator(0, "loss")
+    logits = 3 * torch.randn(N, CLASSES, generator=keyed, dtype=torch.float64)
+    labels, others = torch.tensor([0, 1, 2, 3, 4, 0]), torch.tensor([1, 1, 0, 4, 2, 3])
+    own = torch.tensor([1.0, 0.3, 0.0, 0.5, 0.9, 0.25])
+    return logits, labels, others, own
+
+
+def slow_loss(logits, labels, others, own, kind, smoothing, weights):
+    """Sample by sample and class by class, in Python's floats."""
+    total = 0.0
+    for i in range(len(logits)):
+        z = logits[i].tolist()
+        raw = [own[i] * (labels[i] == c) + (1 - own[i]) * (others[i] == c) for c in range(len(z))]
+        target = [float(t) * (1 - smoothing) + smoothing / len(z) for t in raw]
+        if kind == "cross-entropy":
+            log_sum = math.log(sum(math.exp(v) for v in z))
+            total -= sum(w * t * (v - log_sum) for w, t, v in zip(weights, target, z, strict=True))
+        else:
+            weight = sum(w * float(t) for w, t in zip(weights, raw, strict=True))
+            total += weight * sum((v - t) ** 2 for t, v in zip(target, z, strict=True)) / len(z)
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 0.0, 1.0, 3.0]])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_losses_against_loops(kind, smoothing, weights, mixed):
+    logits, labels, others, own = batch()
+    config = ClassifierLossConfig(kind=kind, label_smoothing=smoothing)
+    targets = Targets(labels, others, own) if mixed else Targets(labels)
+    found = classifier_loss(logits, targets, config, None if weights is None else torch.tensor(weights).double())
+    share = own.double() if mixed else torch.ones(N)
+    expected = slow_loss(logits, labels, others, share, kind, smoothing, weights or [1.0] * CLASSES)
+    assert found.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_mixed_cross_entropy_is_the_two_losses_in_proportion():
+    """1710.09412: lam * loss(a) + (1 - lam) * loss(b)."""
+    logits, labels, others, own = batch()
+    found = classifier_loss(logits, Targets(labels, others, own.double()), ClassifierLossConfig(label_smoothing=0.1))
+    a, b = (F.cross_entropy(logits, y, label_smoothing=0.1, reduction="none") for y in (labels, others))
+    torch.testing.assert_close(found, (own * a + (1 - own) * b).sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_halves_add_up(kind):
+    """Micro-batches and ranks: sums over parts are the sum over all, class weights or not."""
+    logits, labels, others, own = batch()
+    config, weights = ClassifierLossConfig(kind=kind), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).double()
+    targets = Targets(labels, others, own)
+    whole = classifier_loss(logits, targets, config, weights)
+    parts = [
+        classifier_loss(logits[rows], Targets(labels[rows], others[rows], own[rows]), config, weights)
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
+    ]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_soft_targets_add_up_to_one():
+    _, labels, others, own = batch()
+    soft = soft_targets(Targets(labels, others, own), CLASSES, torch.float64, 0.3)
+    torch.testing.assert_close(soft.sum(1), torch.ones(N, dtype=torch.float64))
+    assert soft[1].argmax() == 1  # both are of class 1
+
+
+def test_what_counts_as_right():
+    logits = torch.eye(3)[torch.tensor([0, 1, 2, 0])]
+    labels, others, own = torch.tensor([0, 0, 2, 1]), torch.tensor([1, 1, 2, 2]), torch.tensor([0.75, 0.75, 0.5, 0.5])
+    assert Targets(labels).correct(logits) == 2
+    assert Targets(labels, others, own).correct(logits) == 0.75 + 0.25 + 1 + 0
+
+
+# --- class weights
+
+
+def test_balanced_weights_give_every_class_the_same_weight():
+    shares = [10.0, 30.0, 60.0]
+    weights = class_weight_list(ClassifierLossConfig(class_weights="balanced"), "abc", shares)
+    assert weights is not None
+    products = [w * share for w, share in zip(weights, shares, strict=True)]
+    assert products == pytest.approx([100 / 3] * 3)  # and the mean over the images is 1
+    alike = class_weight_list(ClassifierLossConfig(class_weights="balanced"), "abc", [5.0] * 3)
+    assert alike == pytest.approx([1.0] * 3)
+
+
+def test_named_weights_are_relative_and_their_mean_over_the_images_is_one():
+    weights = class_weight_list(ClassifierLossConfig(class_weights={"b": 3.0}), ["a", "b"], [90.0, 10.0])
+    assert weights is not None
+    assert weights[1] / weights[0] == pytest.approx(3.0)
+    assert 0.9 * weights[0] + 0.1 * weights[1] == pytest.approx(1.0)
+    assert class_weight_list(ClassifierLossConfig(), ["a", "b"], [1.0, 1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ({"shirts": 2.0}, r"no class 'shirts' in the data \(did you mean 'shirt'\?\)"),
+        ({"shirt": 0.0, "coat": 0.0}, "all classes that are seen have weight 0"),
+    ],
+)
+def test_weights_that_do_not_fit(weights, told):
+    with pytest.raises(UserError, match=told):
+        class_weight_list(ClassifierLossConfig(class_weights=weights), ["shirt", "coat"], [1.0, 1.0])
+
+
+def test_a_negative_weight_is_refused():
+    with pytest.raises(UserError, match="'a' has weight -1"):
+        ClassifierLossConfig(class_weights={"a": -1.0})

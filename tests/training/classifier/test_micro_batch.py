@@ -1,0 +1,189 @@
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.dataset import Dataset
+from training.base.data import make_loader
+from training.classifier.micro_batch import MicroBatch, parts
+from training.classifier.task import ClassifierTask, check_batches
+from training.engine.health import explain
+from training.engine.tasks import build_run_config
+from utils.errors import TrainingHalted, UserError
+from utils.memory import ran_out
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("share", [1, 2, 7, 12, 64])
+def test_parts_are_few_whole_and_alike(share):
+    for size in range(1, share + 1):
+        found = parts(share, size)
+        assert [row for rows in found for row in range(rows.start, rows.stop)] == list(range(share))
+        lengths = [rows.stop - rows.start for rows in found]
+        assert len(found) == -(-share // size)
+        assert max(lengths) <= size
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_size_that_divides_gives_its_own_parts():
+    assert parts(12, 4) == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    for setting in (None, 99, "auto"):
+        assert MicroBatch(setting, 12).parts() == [slice(0, 12)]
+
+
+def test_halves_down_to_one():
+    micro = MicroBatch("auto", 12)
+    sizes = []
+    for _ in range(4):
+        told = micro.halve()
+        sizes.append(micro.size)
+    assert sizes == [6, 3, 2, 1]
+    assert "memory ran out with 2 samples" in told
+    assert "BatchNorm" in told
+    with pytest.raises(TrainingHalted, match="single sample"):
+        micro.halve()
+    other = MicroBatch("auto", 12)
+    other.load_state_dict(MicroBatch("auto", 12).state_dict() | {"size": 3})
+    assert other.size == 3
+
+
+def test_what_says_that_memory_ran_out():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**60)
+    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+        assert ran_out(error)
+    for other in (RuntimeError("shapes differ"), ValueError("DefaultCPUAllocator: can't allocate memory")):
+        assert not ran_out(other)
+
+
+# --- in the classifier's step
+
+TREE: dict[str, Any] = {
+    "task": "classifier",
+    "batch_size": 12,
+    "steps": 20,
+    "model": {"stem": "small-stride2"},
+    "augment": {"flip": True, "shift": 1, "trivial": True, "mixup": 0.4},
+    "optimizer": {"name": "sgd", "lr": 0.05, "warmup_steps": 0},
+}
+
+
+def config_of(**more) -> Any:
+    return build_run_config(TREE | more, [], "x")
+
+
+def build(packed, *overrides, **more):
+    tree = TREE | {"data": {"path": str(packed / "train.lmdb")}} | more
+    config: Any = build_run_config(tree, list(overrides), "x")
+    reader = Dataset(packed / "train.lmdb")
+    return ClassifierTask(config, reader, None, CPU), make_loader(config, reader, CPU)
+
+
+def full_above(task, limit, error=None):
+    """Memory runs out in the middle of a forward pass of more than `limit` samples. Returns the tried sizes."""
+    tried = []
+
+    def hook(_module, inputs):
+        tried.append(len(inputs[0]))
+        if len(inputs[0]) > limit:
+            raise error or torch.OutOfMemoryError("out of memory")
+
+    task.model.network.layer3.register_forward_pre_hook(hook)  # statistics of the layers before have changed by then
+    return tried
+
+
+def state_of(task):
+    return copy.deepcopy({name: part.state_dict() for name, part in task.registry().items() if name != "micro_batch"})
+
+
+def test_a_step_without_memory_is_repeated_from_its_beginning(packed: Path, capsys):
+    task, loader = build(packed, micro_batch="auto")
+    smaller, other_loader = build(packed, micro_batch=3)
+    tried = full_above(task, 3)
+    for step in range(2):
+        found = task.step(loader, step)
+        expected = smaller.step(other_loader, step)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert tried == [12, 6, 3, 3, 3, 3, 3, 3, 3, 3]
+    torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
+    told = capsys.readouterr().err.splitlines()
+    assert len([line for line in told if "memory ran out" in line]) == 2
+    assert "BatchNorm normalises by, and averages, the statistics of 3 samples instead of 6" in told[-1]
+    # what was found stays when the run is resumed
+    resumed, _ = build(packed, micro_batch="auto")
+    resumed.registry()["micro_batch"].load_state_dict(task.registry()["micro_batch"].state_dict())
+    assert resumed.micro.parts() == [slice(0, 3), slice(3, 6), slice(6, 9), slice(9, 12)]
+
+
+def test_memory_that_runs_out_between_micro_batches(packed: Path):
+    """Gradients of the parts before must not stay."""
+    task, loader = build(packed, micro_batch="auto")
+    smaller, other_loader = build(packed, micro_batch=3)
+    task.micro.size = 6
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: 1 bytes")
+
+    task.model.network.layer3.register_forward_pre_hook(hook)
+    task.step(loader, 0)
+    smaller.step(other_loader, 0)
+    assert len(calls) == 2 + 4
+    torch.testing.assert_close(state_of(task), state_of(smaller), rtol=0, atol=0)
+
+
+def test_other_errors_are_not_memory(packed: Path):
+    task, loader = build(packed, micro_batch="auto")
+    tried = full_above(task, 0, RuntimeError("shapes differ"))
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        task.step(loader, 0)
+    assert tried == [12]
+
+
+def test_without_auto_the_remedy_is_told(packed: Path):
+    task, loader = build(packed)
+    full_above(task, 3)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        task.step(loader, 4)
+    told = explain(caught.value, task.config, 4, 16)
+    assert told is not None
+    assert "memory ran out at step 4: batch_size 12 over 1 process, at most 12 samples of 16 px" in told
+    assert "--micro-batch (same global batch; auto finds one)" in told
+
+
+def test_processes_that_synchronise_batchnorm_cannot_halve():
+    config = config_of(micro_batch="auto")
+    check_batches(config, 1)
+    with pytest.raises(UserError, match="set sync_bn off"):
+        check_batches(config, 2)
+    check_batches(config_of(micro_batch="auto", sync_bn="off"), 2)
+
+
+def test_pairs_need_an_even_share():
+    with pytest.raises(UserError, match="each process holds 3; make batch_size a multiple of 8"):
+        check_batches(config_of(), 4)
+    check_batches(config_of(augment={"flip": True}), 4)
+
+
+@pytest.mark.parametrize("micro", [4, 5, 1])
+def test_accumulation_gives_the_gradients_of_the_whole_batch(packed: Path, micro: int):
+    """Without BatchNorm's batch statistics; in float64, also where the parts are not equal."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        gradients = []
+        for size in (12, micro):
+            task, loader = build(packed, micro_batch=size, loss={"class_weights": {"Sandal": 5.0}})
+            for module in task.model.modules():
+                if isinstance(module, torch.nn.BatchNorm2d):
+                    module.eval()
+            task.step(loader, 0)
+            gradients.append({name: p.grad for name, p in task.model.named_parameters()})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(g.abs().max() > 0 for g in gradients[0].values())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-9, atol=1e-9)

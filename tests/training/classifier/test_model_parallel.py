@@ -1,0 +1,297 @@
+"""Training a classifier over several devices: what is told and refused, the update, the same bits, going on."""
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train
+from models import model_parallel as split
+from models import resnet
+from models.hooks import LayerStatistics
+from models.resnet import Classifier, ResNetConfig
+from models.restore import classifier_from
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.slim import SlimResNet
+from training.engine.tasks import build_run_config
+from training.optim.ema import EMA
+from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
+from utils.checkpoint import load
+from utils.distributed import collectives
+from utils.distributed.launch import launch
+from utils.errors import UserError, run_cli
+from utils.run_folder import RunFolder
+from utils.seeding import forked
+
+CPU = torch.device("cpu")
+GPUS = [torch.device("cuda", index) for index in range(2)]  # faked: their tensors have no values
+# faked tensors cannot run these; it is enough to have seen where their arguments lie
+UNKNOWN = (
+    torch.ops.aten._fused_sgd_.default,
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default,
+    torch.ops.aten._amp_update_scale_.default,
+)
+COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses operations on tensors of more than one device, as a GPU's fast ones do; faked tensors bear some."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        devices = {str(x.device) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if len(devices) > 1 and func not in COPIES:
+            raise RuntimeError(f"{func} on {' and '.join(sorted(devices))}")
+        if func in UNKNOWN:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def faked() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), OneDevice(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # a copy asks for it
+        yield
+
+
+def build(**config: Any) -> Classifier:
+    with forked(0, "init", "test split"):
+        return Classifier(ResNetConfig(**config), channels=3, classes=4, resolution=16).train()
+
+
+# --- the update
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen"),  # frozen: the first gradient is not on the first device
+    [
+        ({"name": "adam"}, False),
+        ({"name": "adamw", "clip_norm": 1.0, "weight_decay": 0.1}, True),
+        ({"name": "sgd", "clip_adaptive": 0.01}, False),
+        ({"name": "sgd", "momentum": 0.0, "clip_value": 0.1}, True),
+        ({"name": "adam", "scaled": True}, False),
+        ({"name": "schedulefree-sgd"}, True),
+        ({"name": "schedulefree-adamw", "scaled": True, "weight_decay": 0.1}, False),
+    ],
+)
+def test_an_update_is_made_on_each_device(options: dict[str, Any], frozen: bool) -> None:
+    model = build(split={"layer3": 1})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not (frozen and "layer3" not in name and "fc" not in name))
+    with faked():
+        split.place(model, GPUS, samples=4)
+        mixed = Precision("fp32", GPUS[0])
+        if options.get("scaled"):
+            mixed.scaler = torch.amp.GradScaler("cpu")  # one for GPUs is off here; its scale lies where it is used
+        options = {key: value for key, value in options.items() if key != "scaled"}
+        updater = Updater(model, OptimizerConfig(**options), mixed, 10, head=model.network.fc.parameters())
+        average = EMA(model, buffers="average")
+        assert {str(p.device) for p in updater.parameters} == {"cuda:1"} | ({"cuda:0"} if not frozen else set())
+        for step in range(2):
+            for parameter in updater.parameters:
+                parameter.grad = torch.empty_like(parameter)
+            statistics = list(model.buffers())
+            before = [buffer.clone() for buffer in statistics]
+            mixed.scale()
+            update = updater.step(step)
+            restore_where_(statistics, before, update.skipped)
+            mixed.update_scale()
+            average.update(model, 0.9, update.skipped, updater.average(model.parameters()))
+            assert [figure.device for figure in update] == [GPUS[0]] * 3
+        for parameter in updater.parameters:
+            for key, value in updater.optimizer.state[parameter].items():
+                assert value.device == parameter.device, key
+        for ours, theirs in zip(average.model.state_dict().values(), model.state_dict().values(), strict=True):
+            assert ours.device == theirs.device
+
+
+def test_what_lies_elsewhere_is_refused_here() -> None:
+    """The test above would see it: faked tensors alone let the second pass."""
+    with faked():
+        here, there = torch.ones(2, device=GPUS[0]), torch.ones((), device=GPUS[1])
+        with pytest.raises(RuntimeError, match=r"cuda:0 and cuda:1"):
+            here.add(there)
+        with pytest.raises(RuntimeError, match=r"cuda:0 and cuda:1"):
+            torch._foreach_mul_([here], there)
+
+
+def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, int]] = []
+
+    class Work:
+        def wait(self) -> None: ...
+
+    def all_reduce(flat: Tensor, async_op: bool) -> Work:
+        assert async_op
+        sent.append((str(flat.device), flat.numel()))
+        return Work()
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives, "BUCKET_ELEMENTS", 100)
+    with faked():
+        parameters = [
+            torch.empty(size, device=GPUS[device]).requires_grad_()
+            for size, device in [(30, 0), (60, 1), (20, 0), (50, 1), (40, 0), (60, 0), (7, 1), (5, 0)]
+        ]
+        for parameter in parameters[1:]:  # the first has none: it is sent as zeros
+            parameter.grad = torch.empty_like(parameter)
+        collectives.all_reduce_gradients(parameters)
+        assert parameters[0].grad is not None
+        assert parameters[0].grad.device == GPUS[0]
+    assert sent == [("cuda:1", 110), ("cuda:0", 150), ("cuda:1", 7), ("cuda:0", 5)]
+
+
+def test_layers_on_both_devices_are_watched() -> None:
+    model = build(split={"layer3": 1})
+    watched = {name: model.get_submodule(f"network.{name}") for name in ("layer1.0.bn2", "layer3.0.bn2")}
+    statistics = LayerStatistics(watched)
+    cpus = [torch.device("cpu", 1), torch.device("cpu", 2)]  # devices to faked tensors
+    with faked():
+        split.place(model, cpus, samples=4)
+        with statistics.watching(torch.ones(1, device=cpus[0])):
+            model(torch.empty(4, 3, 16, 16, device=cpus[0])).sum().backward()
+        assert (statistics.packed().device, statistics.packed().shape) == (cpus[0], (2, 2, 6))
+
+
+# --- devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes", "rank", "expected"),
+    [(4, 2, 0, [0, 1]), (4, 2, 1, [2, 3]), (5, 2, 1, [2, 3]), (4, 1, 0, [0, 1, 2, 3]), (2, 2, 1, [1])],
+)
+def test_each_process_has_as_many_devices(
+    monkeypatch: pytest.MonkeyPatch, visible: int, processes: int, rank: int, expected: list[int]
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    device = collectives.choose_device(None, several=True)
+    assert [d.index for d in collectives.own_devices(device)] == expected
+    assert device.index == expected[0]
+    assert collectives.choose_device("cuda").index == rank  # a network on one device takes its process's number
+    if processes == 1:
+        assert [d.index for d in collectives.own_devices(torch.device("cuda", 3))] == [3]
+    assert collectives.own_devices(CPU) == [CPU]
+
+
+# --- runs
+
+
+@pytest.fixture
+def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as two devices, and the networks are slim."""
+    monkeypatch.setattr(resnet, "build_torchvision", lambda name, *, he_strides=False: SlimResNet())
+    monkeypatch.setattr(collectives, "own_devices", lambda device: [device, device])
+
+
+def test_a_split_run_is_one_that_was_not_to_the_bit_and_either_goes_on_as_the_other(
+    packed: Path, tmp_path: Path, two_cpus: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
+    runs = {name: ["--config", recipe, "--run-dir", str(tmp_path / name), "--steps", "3"] for name in ("one", "two")}
+    assert run_cli(train.main, runs["one"]) == 0
+    two = [*runs["two"], "--max-steps"]
+    assert run_cli(train.main, [*two, "1", "--model.split", "auto"]) == 0
+    assert "  split  " in capsys.readouterr().err
+    assert run_cli(train.main, [*two, "2", "--model.split", "{layer2.0: 1}"]) == 0
+    told = capsys.readouterr().err
+    assert "config changed since the last start: model.split was 'auto', is {'layer2.0': 1}" in told
+    assert "cpu: stem to layer1.0, about 0.00" in told
+    whole = classifier_from(load(tmp_path / "two" / "checkpoints" / "step-00000002.pt"))
+    assert whole.config.split == {"layer2.0": 1}
+    assert not whole._forward_hooks  # who uses the network has it on one device
+    assert run_cli(train.main, [*two, "3"]) == 0
+    assert "  split  " not in capsys.readouterr().err
+    assert differing(state_of(tmp_path / "one", 3), state_of(tmp_path / "two", 3)) == []
+
+
+def test_the_plan_says_what_lies_where(
+    packed: Path, tmp_path: Path, two_cpus: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
+    arguments = ["--config", recipe, "--run-dir", str(tmp_path / "run"), "--dry-run", "--model.split", "{layer3: 1}"]
+    assert run_cli(train.main, arguments) == 0
+    (row,) = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("  split ")]
+    assert row[:8] == ["split", "cpu:", "stem", "to", "layer2.0,", "about", "0.00", "GiB;"]
+    assert row[8:12] == ["cpu:", "layer3.0", "to", "head,"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", ["auto", "{layer3: 1}"])
+def test_one_device_is_not_enough(
+    packed: Path, tmp_path: Path, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
+    arguments = ["--config", recipe, "--run-dir", str(tmp_path / "run"), "--device", "cpu", "--model.split", setting]
+    assert run_cli(train.main, arguments) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: model.split {setting.strip('{}')}: needs two devices or more, but this process ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_go_with_it() -> None:
+    tree = {"task": "classifier", "data": {"path": "x.lmdb"}, "compile": "on"}
+    build_run_config(tree | {"model": {"split": "off"}}, [], "recipe")
+    with pytest.raises(UserError, match="compile on does not go with"):
+        build_run_config(tree | {"model": {"split": "auto"}}, [], "recipe")
+
+
+def test_a_folder_takes_another_split_and_no_other_network(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.save_config({"model": {"name": "resnet18", "split": "off"}})
+    for now in ("auto", {"layer3": 1}):
+        assert len(folder.accept_config({"model": {"name": "resnet18", "split": now}})) == 1
+    folder.save_config({"model": {"name": "resnet18", "split": {"layer2": 1}}})
+    assert len(folder.accept_config({"model": {"name": "resnet18", "split": {"layer3": 1}}})) == 2
+    with pytest.raises(UserError, match=r"model.name"):
+        folder.accept_config({"model": {"name": "resnet34", "split": {"layer3": 1}}})
+
+
+@pytest.mark.slow
+def test_two_processes_with_two_devices_each(packed: Path, tmp_path: Path) -> None:
+    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
+    for module, setting in (("train", "off"), (__name__, "{layer3: 1}")):
+        arguments = ["--config", recipe, "--run-dir", str(tmp_path / module), "--device", "cpu", "--max-steps", "2"]
+        assert launch(["-m", module, *arguments, "--model.split", setting], 2) == 0
+    assert differing(state_of(tmp_path / "train", 2), state_of(tmp_path / __name__, 2)) == []
+
+
+# --- where there are two
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="fewer than two accelerators")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_two_accelerators_train_what_one_does(packed: Path, tmp_path: Path, precision: str) -> None:
+    recipe = str(write_config(tmp_path / "recipe.yaml", "classifier", packed))
+    states = {}
+    for name, setting in (("one", "off"), ("two", "{layer3: 1}"), ("auto", "auto")):
+        arguments = ["--config", recipe, "--run-dir", str(tmp_path / name), "--model.split", setting]
+        assert run_cli(train.main, [*arguments, "--compile", "off", "--precision", precision]) == 0
+        states[name] = state_of(tmp_path / name, 8)
+    for name in ("two", "auto"):
+        for network in ("model", "model_ema"):
+            for key, value in states[name][network].items():
+                difference = (value.double() - states["one"][network][key].double()).norm()
+                assert difference <= 0.02 * value.double().norm() + 1e-6, f"{name} {network} {key}"
+    assert math.isfinite(states["two"]["loop"]["best"]["accuracy"])
+    at_first = torch.load(tmp_path / "two" / "checkpoints" / "step-00000008.pt", weights_only=True, map_location="cpu")
+    assert all(value.device.type == "cpu" for value in at_first["state"]["model"].values())
+
+
+if __name__ == "__main__":  # one of several processes, to which the CPU is two devices
+    setattr(collectives, "own_devices", lambda device: [device, device])  # noqa: B010
+    sys.exit(run_cli(train.main))

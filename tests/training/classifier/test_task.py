@@ -1,0 +1,173 @@
+"""The classifier's step with its settings on: resume to the bit, and what reaches what."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from data.dataset import Dataset
+from tests.end_to_end.helpers import differing
+from training.base.data import make_loader
+from training.classifier.task import ClassifierTask
+from training.engine.run import prepare
+from training.engine.tasks import build_run_config
+from utils.checkpoint import load
+from utils.config import to_tree
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+TREE: dict[str, Any] = {
+    "task": "classifier",
+    "steps": 5,
+    "batch_size": 48,  # five of them are more than an epoch of 200
+    "model": {"stem": "small-stride2"},
+    "augment": {"flip": True, "shift": 1, "erase": 0.2, "trivial": True, "mixup": 0.4, "cutmix": 1.0},
+    "loss": {"class_weights": "balanced"},
+    "evaluation": {"every": 3},
+    "checkpoint": {"every": 100},  # they are large: besides the evaluations only where a run ends
+    "log": {"every": 4, "tensorboard": False, "samples_every": 0},
+}
+CYCLE = {"name": "sgd", "lr": 0.05, "schedule": "one-cycle", "cycle_momentum": [0.95, 0.8], "clip_adaptive": 0.05}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "cycle": {"optimizer": CYCLE, "micro_batch": 20, "early_stopping": {"patience": 9}},
+    "schedule-free": {
+        "optimizer": {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
+        "micro_batch": "auto",
+        "precision": "bf16",
+        "loss": {"kind": "squared-error"},
+    },
+}
+
+
+def config_of(packed: Path, *overrides: str, **more: Any) -> Any:
+    data = {"path": str(packed / "train.lmdb"), "val_path": str(packed / "test.lmdb")}
+    return build_run_config(TREE | {"data": data} | more, list(overrides), "x")
+
+
+def train(config: Any, folder: Path, max_steps: int | None = None) -> dict[str, Any]:
+    """As train.py does: resume if there is something, and go on. Returns the last checkpoint's state."""
+    run = RunFolder(folder)
+    loop = prepare(config, run, CPU)
+    run.open()
+    loop.resume()
+    run.save_config(to_tree(config))
+    loop.run(max_steps)
+    run.close()
+    return load(folder / "checkpoints" / f"step-{loop.step:08d}.pt")["state"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Path, variant: str) -> None:
+    config = config_of(packed, **VARIANTS[variant])
+    straight = train(config, tmp_path / "straight")
+    train(config, tmp_path / "resumed", max_steps=4)
+    resumed = train(config, tmp_path / "resumed")
+    assert differing(straight, resumed) == []
+    assert straight["loop"]["step"] == 5
+    assert straight["loop"]["stopping"]["best"] is not None
+    assert ("micro_batch" in straight) == (config.micro_batch == "auto")
+
+
+def test_a_run_that_had_a_number_can_go_on_with_auto(packed: Path, tmp_path: Path) -> None:
+    train(config_of(packed), tmp_path / "run", max_steps=1)
+    state = train(config_of(packed, micro_batch="auto"), tmp_path / "run", max_steps=2)
+    assert state["micro_batch"] == {"size": 48}
+
+
+def test_the_evaluated_network_of_a_schedule_free_training_is_x(packed: Path) -> None:
+    config = config_of(packed, **VARIANTS["schedule-free"])
+    with Dataset(packed / "train.lmdb") as reader:
+        task = ClassifierTask(config, reader, None, CPU)
+        loader = make_loader(config, reader, CPU)
+        for step in range(3):
+            task.step(loader, step)
+        x = task.updater.average(task.model.parameters())
+    assert x is not None
+    for found, expected, y in zip(task.ema.model.parameters(), x, task.model.parameters(), strict=True):
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, y)
+    ours, theirs = task.ema.state_dict(), task.model.state_dict()
+    name = "network.bn1.running_mean"
+    assert not torch.equal(ours[name], theirs[name])  # these are averaged as ever
+
+
+def test_weights_scaled_rates_and_the_head_arrive(packed: Path) -> None:
+    rates = {"name": "sgd", "lr": 0.1, "lr_batch_size": 96, "clip_adaptive": 0.01}
+    config = config_of(packed, loss={"class_weights": {"Sandal": 3.0}}, optimizer=rates)
+    with Dataset(packed / "train.lmdb") as reader:
+        task = ClassifierTask(config, reader, None, CPU)
+    assert task.updater.config.lr == pytest.approx(0.05)
+    assert task.class_weights is not None
+    place = list(reader.classes).index("Sandal")
+    assert (task.class_weights[place] / task.class_weights[place - 1]).item() == pytest.approx(3.0)
+    assert len(task.updater.parameters) - len(task.updater.clipped) == 2  # the head's weight and bias
+    unknown = config_of(packed, loss={"class_weights": {"Sandals": 3.0}})
+    with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match="did you mean 'Sandal'"):
+        ClassifierTask(unknown, reader, None, CPU)
+
+
+def test_balanced_sampling_and_balanced_weights_do_not_add_up(packed: Path) -> None:
+    data = {"path": str(packed / "train.lmdb"), "class_rates": {"Sandal": 4.0}}
+    config: Any = build_run_config(TREE | {"data": data}, [], "x")
+    with Dataset(packed / "train.lmdb") as reader:
+        task = ClassifierTask(config, reader, None, CPU)
+    assert task.class_weights is not None
+    place = list(reader.classes).index("Sandal")
+    assert (task.class_weights[place] * 4 / task.class_weights[place - 1]).item() == pytest.approx(1.0)
+
+
+def test_compile_is_asked_for_the_network(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+
+    def record(function: Any, **_: object) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", record)
+    with Dataset(packed / "train.lmdb") as reader:
+        for setting, expected in (("auto", 0), ("off", 0), ("on", 1)):
+            task = ClassifierTask(config_of(packed, compile=setting), reader, None, CPU)
+            assert len(compiled) == expected
+        assert compiled == [task.model]
+        calls: list[int] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            calls.append(len(x))
+            return task.model(x)
+
+        monkeypatch.setattr(task, "forward", forward)
+        task.step(make_loader(task.config, reader, CPU), 0)
+    assert calls == [48]
+
+
+@pytest.mark.parametrize(("setting", "converted"), [("auto", True), ("off", False)])
+def test_batchnorm_is_synchronised_where_there_are_several_processes(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, setting: str, converted: bool
+) -> None:
+    seen: list[torch.device] = []
+
+    def convert(model: nn.Module, device: torch.device) -> nn.Module:
+        seen.append(device)
+        return model
+
+    monkeypatch.setattr("training.classifier.task.synchronise_batchnorm", convert)
+    with Dataset(packed / "train.lmdb") as reader:
+        ClassifierTask(config_of(packed, sync_bn=setting), reader, None, CPU)
+        assert not seen
+        monkeypatch.setattr(collectives, "world_size", lambda: 2)
+        ClassifierTask(config_of(packed, sync_bn=setting), reader, None, CPU)
+    assert seen == [CPU] * converted
+
+
+def test_the_first_images_are_shown_mixed(packed: Path) -> None:
+    with Dataset(packed / "train.lmdb") as reader:
+        mixed = ClassifierTask(config_of(packed, augment={"mixup": 8.0}), reader, None, CPU).sample_grid(0)
+        plain = ClassifierTask(config_of(packed, augment={}), reader, None, CPU).sample_grid(0)
+    assert mixed is not None
+    assert plain is not None
+    assert mixed.shape == plain.shape
+    assert (mixed != plain).mean() > 0.2

@@ -1,0 +1,379 @@
+"""The keeper of checkpoints: a thread writes what `save` saw, nothing is lost, and what goes wrong is told."""
+
+import json
+import subprocess
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.utils.checkpoint_files import damage, names
+from training.base.config import CheckpointConfig, RunConfig
+from training.engine import checkpoints as saving
+from training.engine.checkpoints import CheckpointManager, commit
+from utils import checkpoint as checkpoints
+from utils.checkpoint import load, newest_first
+from utils.errors import UserError
+from utils.run_folder import RunFolder
+
+META = SimpleNamespace(classes=["a"], content_hash="1234", count=3, resize_filter="area")
+ABOUT = {"shape": {"channels": 1, "classes": 1, "resolution": 8}, "origin": None}
+
+
+class Weights:
+    """A part of the training, and what it has been given back."""
+
+    def __init__(self, value=0.0):
+        self.weights = torch.full((1000,), value)
+
+    def state_dict(self):
+        return {"w": self.weights}
+
+    def load_state_dict(self, state):
+        self.weights = state["w"]
+
+
+class Counter:
+    """Stands for the loop's part."""
+
+    def __init__(self, step=0, best=None):
+        self.state = {"step": step, "best": {} if best is None else {"metric": 1.0, "step": best}}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def keeper_of(folder, meta=META, **checkpoint):
+    config = RunConfig(task="gan")
+    for name, value in checkpoint.items():
+        setattr(config.checkpoint, name, value)
+    loader: Any = SimpleNamespace(reader=SimpleNamespace(meta=meta))
+    return CheckpointManager(config, RunFolder(folder), loader)
+
+
+def save(manager, step, best=None):
+    """A checkpoint whose weights are its step."""
+    registry: dict[str, Any] = {"model": Weights(step), "loop": Counter(step, step if best else None)}
+    manager.save(step, registry, ABOUT, {"metric": "frechet", "value": best} if best else None)
+    return registry["model"].weights
+
+
+def steps(manager):
+    return [checkpoints.step_of(path) for path in newest_first(manager.folder.checkpoints)]
+
+
+def value(path):
+    return load(path)["state"]["model"]["w"].unique().tolist()
+
+
+def pointed(manager, which="last"):
+    return json.loads((manager.folder.checkpoints / f"{which}.json").read_text())["step"]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Writing begins when the event is set; how many writes have begun."""
+    gate, begun, write = threading.Event(), [], checkpoints.save
+
+    def slow(folder, taken):
+        begun.append(taken.step)
+        assert gate.wait(60)
+        return write(folder, taken)
+
+    monkeypatch.setattr(checkpoints, "save", slow)
+    yield SimpleNamespace(gate=gate, begun=begun)
+    gate.set()
+
+
+def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path, held):
+    manager = keeper_of(tmp_path)
+    weights = save(manager, 1)
+    weights.fill_(99)  # the next step
+    assert manager.saved_step == -1
+    held.gate.set()
+    manager.wait()
+    assert manager.saved_step == 1
+    (path,) = newest_first(manager.folder.checkpoints)
+    assert value(path) == [1.0]
+    assert pointed(manager) == 1
+
+
+def test_the_next_save_waits_and_both_are_written(tmp_path, held):
+    manager = keeper_of(tmp_path)
+    save(manager, 1)
+    threading.Timer(0.05, held.gate.set).start()
+    save(manager, 2)
+    assert manager.saved_step >= 1
+    manager.wait()
+    assert held.begun == [1, 2]
+    assert steps(manager) == [2, 1]
+
+
+def test_a_step_is_written_once(tmp_path, held):
+    held.gate.set()
+    manager = keeper_of(tmp_path)
+    for _ in range(3):
+        save(manager, 4)
+    manager.wait()
+    assert held.begun == [4]
+
+
+def test_both_ways_of_writing_leave_the_same_files(tmp_path):
+    for name in ("thread", "straight"):
+        manager = keeper_of(tmp_path / name, asynchronous=name == "thread")
+        manager.config.checkpoint.asynchronous = name == "thread"
+        manager.config.checkpoint.keep_every = 2
+        for step in (1, 2, 3, 4, 5):
+            save(manager, step, best=0.5 if step == 1 else None)
+            assert name == "thread" or manager.saved_step == step
+        manager.wait()
+    one, other = tmp_path / "thread" / "checkpoints", tmp_path / "straight" / "checkpoints"
+    assert names(one) == names(other)
+    found = {path.name: (one / path.name).read_bytes() == path.read_bytes() for path in other.iterdir()}
+    own = {name for name in found if not found[name]}  # their config says which way they were written
+    assert own == {f"step-0000000{n}.pt{end}" for n in (1, 2, 4, 5) for end in ("", ".sha256")} | {
+        "last.json",
+        "best.json",
+    }
+    for path in newest_first(one):
+        a, b = load(path), load(other / path.name)
+        assert a["state"]["model"]["w"].equal(b["state"]["model"]["w"])
+
+
+def test_what_is_kept(tmp_path):
+    manager = keeper_of(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 12):
+        save(manager, step, best=0.1 if step == 3 else None)
+    manager.wait()
+    assert steps(manager) == [11, 10, 8, 4, 3]
+    assert (pointed(manager), pointed(manager, "best")) == (11, 3)
+
+
+def test_the_best_is_kept_where_its_pointer_is_damaged(tmp_path):
+    """Also by a run that goes on: it has the step in its state."""
+    manager = keeper_of(tmp_path, keep=1)
+    save(manager, 1, best=0.1)
+    manager.wait()
+    (manager.folder.checkpoints / "best.json").write_text("{")
+    manager.save(2, {"loop": Counter(2, best=1)}, ABOUT)
+    manager.wait()
+    assert steps(manager) == [2, 1]
+    again = keeper_of(tmp_path, keep=1)
+    assert again.restore({"loop": Counter()}) is not None
+    save(again, 3)
+    again.wait()
+    assert steps(again) == [3, 1]
+
+
+def test_a_save_after_falling_back_is_not_the_one_that_goes(tmp_path, capsys):
+    """Found by reasoning: of a damaged checkpoint 6 and a new one of step 5, keeping one kept the damaged one."""
+    manager = keeper_of(tmp_path, keep=1, keep_every=4)
+    for step in (4, 6):
+        save(manager, step)
+    manager.wait()
+    damage(newest_first(manager.folder.checkpoints)[0], flip=0.5)
+    again = keeper_of(tmp_path, keep=1)
+    weights = Weights()
+    assert again.restore({"model": weights})["step"] == again.saved_step == 4
+    assert weights.weights.unique().tolist() == [4.0]
+    assert "step-00000006.pt: damaged" in capsys.readouterr().err
+    save(again, 5)
+    again.wait()
+    assert steps(again) == [6, 5]
+    assert value(newest_first(again.folder.checkpoints)[1]) == [5.0]
+    save(again, 6)
+    again.wait()
+    assert (steps(again), value(newest_first(again.folder.checkpoints)[0])) == ([6], [6.0])
+
+
+@pytest.mark.parametrize("behind", [("last", "best"), ("best",)])
+def test_pointers_that_a_kill_left_behind_are_renewed_at_a_resume(tmp_path, behind):
+    """Found by kill -9 at random moments: after the last step nothing else would renew them."""
+    manager = keeper_of(tmp_path)
+    pointers, before = [manager.folder.checkpoints / f"{which}.json" for which in behind], []
+    for step, figure in ((1, 0.5), (2, 0.25)):
+        registry: dict[str, Any] = {"loop": Counter()}
+        registry["loop"].state = {"step": step, "best": {"frechet": figure, "step": step}}
+        before = [path.read_text() for path in pointers if path.exists()]
+        manager.save(step, registry, ABOUT, {"metric": "frechet", "value": figure})
+        manager.wait()
+    wanted = [path.read_text() for path in pointers]
+    assert before != wanted
+    for path, text in zip(pointers, before, strict=True):
+        path.write_text(text)
+    assert keeper_of(tmp_path).restore({"loop": Counter()}) is not None
+    assert [path.read_text() for path in pointers] == wanted
+
+
+def test_leftovers_of_a_killed_write_are_gone_before_the_next_begins(tmp_path, held):
+    """They may be what fills the disk."""
+    manager = keeper_of(tmp_path)
+    manager.folder.checkpoints.mkdir()
+    (manager.folder.checkpoints / ".step-00000003.pt.tmp").write_text("half")
+    (manager.folder.checkpoints / "step-00000003.pt.sha256").write_text("0")
+    save(manager, 4)
+    while not held.begun:
+        pass
+    assert names(manager.folder.checkpoints) == []
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("setting", ["warn", "stop"])
+def test_a_disk_that_refuses(tmp_path, monkeypatch, capsys, asynchronous, setting):
+    manager = keeper_of(tmp_path, asynchronous=asynchronous, on_disk_full=setting)
+    save(manager, 1)
+    manager.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+        save(manager, 2)
+        manager.wait()
+    told = capsys.readouterr().err
+    assert "checkpoint of step 2 was not written (No space left on device); the one before is kept" in told
+    assert (steps(manager), manager.saved_step, pointed(manager)) == ([1], 1, 1)
+    reason = manager.failure()
+    assert reason == "" if setting == "warn" else "make room, then the same command goes on" in reason
+    save(manager, 2)  # there is room again: the last step of a run is tried once more
+    manager.wait()
+    assert (steps(manager), manager.saved_step) == ([2, 1], 2)
+
+
+def test_what_fails_after_the_checkpoint_is_told_apart(tmp_path, monkeypatch, capsys):
+    manager = keeper_of(tmp_path)
+
+    def refuse(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoints, "rotate", refuse)
+    save(manager, 1)
+    manager.wait()
+    assert "step 1 was written, but not all that follows (Input/output error)" in capsys.readouterr().err
+    assert manager.saved_step == 1
+
+
+def test_a_fault_of_ours_is_not_swallowed_by_the_thread(tmp_path, monkeypatch):
+    manager = keeper_of(tmp_path)
+
+    def fail(*_):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(checkpoints, "point", fail)
+    save(manager, 1)
+    with pytest.raises(KeyError, match="ours"):
+        manager.wait()
+
+
+def test_other_ranks_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.distributed.collectives.is_main", lambda: False)
+    manager = keeper_of(tmp_path)
+    save(manager, 1)
+    manager.wait()
+    assert names(tmp_path) == []
+
+
+def test_a_checkpoint_of_other_images_or_of_another_version_is_refused(tmp_path):
+    manager = keeper_of(tmp_path)
+    save(manager, 1)
+    manager.wait()
+    others = SimpleNamespace(**vars(META) | {"content_hash": "9", "count": 7})
+    with pytest.raises(UserError, match=r"trained on other images \(3 then, 7 in"):
+        keeper_of(tmp_path, others).restore({"model": Weights()})
+    with pytest.raises(UserError, match="lacks the state of 'ada'"):
+        keeper_of(tmp_path).restore({"ada": Weights()})
+    optional = Weights(5.0)
+    optional.optional = True  # type: ignore[attr-defined]
+    assert keeper_of(tmp_path).restore({"ada": optional}) is not None
+    assert keeper_of(tmp_path / "empty").restore({"model": Weights()}) is None
+
+
+def test_it_waits_for_its_own_write_before_it_reads(tmp_path, held):
+    manager = keeper_of(tmp_path)
+    save(manager, 3)
+    threading.Timer(0.05, held.gate.set).start()
+    weights = Weights()
+    assert manager.restore({"model": weights})["step"] == 3
+    assert weights.weights[0] == 3
+
+
+@pytest.mark.parametrize("kept", [0, -500, 250, 700])
+def test_a_cadence_that_would_never_be_met_is_refused(kept):
+    with pytest.raises(UserError, match=f"checkpoint.keep_every {kept}: must be a multiple of checkpoint.every 500"):
+        CheckpointConfig(keep_every=kept)
+
+
+def test_how_many_there_are_at_most(tmp_path):
+    assert CheckpointConfig().most(10_000) == 4
+    assert CheckpointConfig(keep=1, keep_every=1000).most(10_999) == 13
+    manager = keeper_of(tmp_path, keep=2, keep_every=3)
+    for step in range(1, 11):
+        save(manager, step, best=0.1 if step == 1 else None)
+        manager.wait()
+        assert len(steps(manager)) < CheckpointConfig(every=1, keep=2, keep_every=3).most(10)
+
+
+# --- versions
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "a.py").write_text("a = 1\n")
+    git(folder, "add", "a.py")
+    git(folder, "commit", "-q", "-m", "first")
+    commit.cache_clear()
+    return folder
+
+
+def test_the_commit_and_whether_files_differ_from_it(checkout, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a hook of another repository
+    with monkeypatch.context() as patch:
+        patch.delenv("GIT_DIR")
+        head = git(checkout, "rev-parse", "--short=12", "HEAD")
+        git(checkout, "tag", "v1.0")
+    assert commit(checkout) == head
+    assert len(head) == 12
+    (checkout / "notes.txt").write_text("not tracked")
+    commit.cache_clear()
+    assert commit(checkout) == head
+    (checkout / "a.py").write_text("a = 2\n")
+    commit.cache_clear()
+    assert commit(checkout) == f"{head}-dirty"
+
+
+def test_no_commit_where_there_is_none(checkout, tmp_path, monkeypatch):
+    below = checkout / "site-packages"  # installed inside somebody else's repository
+    below.mkdir()
+    assert commit(below) is None
+    commit.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert commit(checkout) is None
+
+
+def test_a_git_that_hangs_is_not_waited_for(checkout, monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert commit(checkout) is None
+
+
+def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "commit", lambda _: "0123456789ab-dirty")
+    manager = keeper_of(tmp_path)
+    save(manager, 1)
+    manager.wait()
+    found = load(newest_first(manager.folder.checkpoints)[0])["versions"]
+    assert found.keys() == {"python", "torch", "torchvision", "git"}
+    assert found["git"] == "0123456789ab-dirty"

@@ -1,0 +1,115 @@
+"""Statistics of layers to TensorBoard while training: what is written and when, and that training is the same."""
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from models.hooks import LayerStatistics
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.test_train_kill_resume import train_in_process
+from tests.utils.test_logging import no_file_larger_than
+from training.base.config import LogConfig
+from training.engine import layer_log
+from utils.errors import UserError
+
+
+def scalars(run):
+    """Tag -> [(step, value)] of the layers' events."""
+    events = EventAccumulator(str(run / "tensorboard" / "layers"))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_classifiers_layers_are_written_at_the_cadence_and_training_is_the_same(tmp_path, packed):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True)
+    straight, watched = tmp_path / "straight", tmp_path / "watched"
+    short = ["--steps", "5", "--micro-batch", "10"]
+    assert train_in_process(config, straight, *short) == 0
+    assert not (straight / "tensorboard" / "layers").exists()
+    more = ["--log.layers", "[layer*.0.conv1, fc]", "--log.layers_every", "2"]
+    assert train_in_process(config, watched, *short, *more, "--max-steps", "3") == 0
+    assert train_in_process(config, watched, *short, *more) == 0
+    assert differing(state_of(straight, 5), state_of(watched, 5)) == []
+    found = scalars(watched)
+    layers = [f"model.network.{name}" for name in ("layer1.0.conv1", "layer2.0.conv1", "layer3.0.conv1", "fc")]
+    for layer in layers:
+        for kind in ("activation", "gradient"):
+            for what in ("mean", "std", "max_abs", "zeros", "nonfinite"):
+                assert [step for step, _ in found[f"{layer}/{kind}_{what}"]] == [2, 4]
+            assert all(value > 0 for _, value in found[f"{layer}/{kind}_std"])
+    # cross entropy's gradient at the logits is (p - y) / batch: at most 1 / 20, and each row adds up to 0
+    assert all(0 < value <= 1 / 20 for _, value in found["model.network.fc/gradient_max_abs"])
+    assert all(abs(value) < 1e-8 for _, value in found["model.network.fc/gradient_mean"])
+
+
+def test_both_networks_of_a_gan(tmp_path, packed):
+    config = write_config(tmp_path / "recipe.yaml", "gan", packed, tensorboard=True)
+    run = tmp_path / "run"
+    more = ["--log.layers", "[generator.mapping, discriminator.*conv*]", "--log.layers_every", "3"]
+    code = train_in_process(config, run, "--steps", "3", *more)
+    assert code == 0
+    found = scalars(run)
+    assert {tag.partition(".")[0] for tag in found} == {"generator", "discriminator"}
+    assert any(tag.endswith("/gradient_std") for tag in found if tag.startswith("discriminator"))
+
+
+def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys):
+    network = torch.nn.Linear(2, 2)
+    layers = layer_log.LayerLog(LogConfig(layers=["*"], layers_every=1), {"network": network}, tmp_path)
+    with no_file_larger_than(200):
+        for step in (1, 2, 3):
+            with layers.watching(step):
+                network(torch.ones(1, 2)).sum().backward()
+    with layers.watching(4):
+        network(torch.ones(1, 2)).sum().backward()
+    layers.close()
+    folder = tmp_path / "tensorboard" / "layers"
+    assert capsys.readouterr().err == (
+        f"warning: {folder}: cannot be written (File too large); training goes on without TensorBoard\n"
+    )
+    assert len(list(folder.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"layers_every": 0}, "log.layers_every 0"),
+        ({"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
+    ],
+)
+def test_settings_that_cannot_be(options, told):
+    with pytest.raises(UserError, match=told):
+        LogConfig(**options)
+
+
+def test_an_unknown_layer_is_refused_before_anything_is_written(tmp_path, packed, capsys):
+    config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed, tensorboard=True), tmp_path / "run"
+    assert train_in_process(config, run, "--log.layers", "[layer9.0]") == 2
+    assert "log.layers: no layer fits 'layer9.0' (did you mean 'layer" in capsys.readouterr().err
+    assert not run.exists()
+
+
+def test_moments_of_all_ranks_are_those_of_all_values(monkeypatch):
+    layer = torch.nn.Identity()
+    values = [torch.randn(n, dtype=torch.float64) * n + n for n in (3, 50, 7)]
+    parts = []
+    for value in values:
+        statistics = LayerStatistics({"layer": layer})
+        with statistics.watching():
+            layer(value)
+        parts.append(statistics.packed())
+    monkeypatch.setattr(layer_log.collectives, "world_size", lambda: 3)
+    monkeypatch.setattr(layer_log.collectives, "rank", lambda: 1)
+
+    def everyone(mine):
+        assert torch.equal(mine[1], parts[1])
+        assert mine[[0, 2]].abs().sum() == 0
+        return torch.stack(parts)
+
+    monkeypatch.setattr(layer_log.collectives, "all_reduce_sum_", everyone)
+    found = LayerStatistics({"layer": layer}).collect(layer_log.over_ranks(parts[1]))
+    whole = torch.cat(values).numpy()
+    assert found["layer/activation_mean"] == pytest.approx(whole.mean(), rel=1e-12)
+    assert found["layer/activation_std"] == pytest.approx(whole.std(), rel=1e-12)
+    assert found["layer/activation_max_abs"] == np.abs(whole).max()

@@ -1,0 +1,309 @@
+"""The learning-rate search: what it measures, what it suggests, and that it leaves nothing behind."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import train
+from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.end_to_end.test_train_kill_resume import rows, train_in_process
+from training.engine.loop import Loop
+from training.engine.lr_find import Found, SmoothedMean, Sweep, only_searched, search, steepest, text, valley, write
+from training.engine.run import prepare
+from training.engine.tasks import build_run_config
+from training.engine.window import MetricWindow
+from training.optim.config import OptimizerConfig
+from training.optim.updater import Precision, Updater
+from utils.config import read_yaml
+from utils.errors import UserError, run_cli
+from utils.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+SHORT = ["--lr-find-steps", "12", "--lr-find-from", "1e-4"]
+
+
+# --- the curve, on a task whose course is known
+
+
+class Quadratic(nn.Module):
+    """Loss 1/2 sum of curvature * w^2; two groups, the second at a tenth of the rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.tensor(1.0, dtype=torch.float64)) for _ in range(2))
+
+
+class QuadraticTask:
+    def __init__(self, curvature: float = 1.0) -> None:
+        self.model, self.curvature = Quadratic(), curvature
+        config = OptimizerConfig(name="sgd", lr=0.3, momentum=0.0, schedule="cosine", warmup_steps=5)
+        groups: list[dict[str, Any]] = [{"params": [self.model.a]}, {"params": [self.model.b], "lr_scale": 0.1}]
+        self.updater = Updater(self.model, config, Precision("fp32", CPU), 100, groups=groups)
+        self.steps: list[int] = []
+
+    def registry(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.updater}
+
+    def step(self, batches, step):
+        self.steps.append(step)
+        self.updater.zero_grad()
+        loss = 0.5 * self.curvature * (self.model.a**2 + self.model.b**2)
+        loss.backward()
+        self.updater.step(step)
+        random.random(), np.random.rand(), torch.rand(1)
+        return {"loss/quadratic": loss.detach(), "other": loss.detach()}
+
+
+def fake_loop(task) -> Any:
+    loader = SimpleNamespace(device=CPU, wait_seconds=3.0)
+    config = SimpleNamespace(task="quadratic", optimizer=SimpleNamespace(lr=0.15))
+    return SimpleNamespace(
+        task=task, registry=task.registry, loader=loader, step=7, config=config, window=MetricWindow()
+    )
+
+
+def test_a_rates_loss_is_the_one_after_its_update():
+    task, sweep = QuadraticTask(), Sweep(steps=20, first=1e-3, last=1.5)
+    found = search(fake_loop(task), sweep)
+    a = b = 1.0
+    assert found.start_loss == 1.0
+    assert len(found.rates) == 20
+    for number, (rate, loss) in enumerate(zip(found.rates, found.losses, strict=True)):
+        assert rate == pytest.approx(1e-3 * 1500 ** (number / 19))
+        a, b = a * (1 - rate), b * (1 - 0.1 * rate)
+        assert loss == pytest.approx((a * a + b * b) / 2, rel=1e-10)
+    assert task.steps == list(range(7, 28))
+    assert found.stopped == "all rates were tried"
+    assert found.scale == 0.5
+    assert found.steepest is not None
+    assert found.option == pytest.approx(found.steepest * 0.5, rel=0.05)
+
+
+def test_everything_of_a_fake_task_is_put_back():
+    task = QuadraticTask()
+    loop = fake_loop(task)
+    config = task.updater.config
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    search(loop, Sweep(steps=12, first=1e-3, last=1.0))
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+    assert task.updater.config is config
+    assert (task.model.a.item(), task.model.b.item(), task.model.a.grad) == (1.0, 1.0, None)
+    assert loop.loader.wait_seconds == 3.0
+
+
+@pytest.mark.parametrize(
+    ("last", "curvature", "stopped"),
+    [(100.0, 1.0, "the smoothed loss was 4 times its lowest"), (1e200, 1.0, "4 times"), (10.0, math.nan, "not finite")],
+)
+def test_a_sweep_stops_where_training_diverges(last, curvature, stopped):
+    task = QuadraticTask(curvature)
+    found = search(fake_loop(task), Sweep(steps=50, first=1e-2, last=last))
+    assert stopped in found.stopped
+    assert len(found.rates) < 50
+    lowest = [min(found.smoothed[: i + 1]) for i in range(len(found.smoothed))]
+    over = [mean > 4 * low for mean, low in zip(found.smoothed, lowest, strict=True)]
+    assert over == [False] * (len(over) - 1) + ["finite" not in stopped] if over else "finite" in stopped
+    assert all(map(math.isfinite, found.losses))
+    assert task.model.a.item() == 1.0
+
+
+def test_an_error_in_the_middle_also_puts_everything_back():
+    task = QuadraticTask()
+    config, real = task.updater.config, task.step
+
+    def step(batches, number):
+        if number == 15:
+            raise RuntimeError("broken")
+        return real(batches, number)
+
+    task.step = step  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="broken"):
+        search(fake_loop(task), Sweep())
+    assert task.model.a.item() == 1.0
+    assert task.updater.config is config
+
+
+# --- the suggestions
+
+
+def test_smoothed_mean_is_the_weighted_mean():
+    values = [3.0, -1.0, 4.0, 1.5]
+    mean, found = SmoothedMean(0.9), []
+    for value in values:
+        found.append(mean.add(value))
+    for count in range(1, 5):
+        weights = [0.9 ** (count - 1 - i) for i in range(count)]
+        assert found[count - 1] == pytest.approx(np.average(values[:count], weights=weights))
+
+
+def fastai_valley(lrs, losses):
+    """As fastai's callback/schedule.py has it."""
+    n = len(losses)
+    max_start, max_end = 0, 0
+    lds = [1] * n
+    for i in range(1, n):
+        for j in range(i):
+            if (losses[i] < losses[j]) and (lds[i] < lds[j] + 1):
+                lds[i] = lds[j] + 1
+            if lds[max_end] < lds[i]:
+                max_end = i
+                max_start = max_end - lds[max_end]
+    sections = (max_end - max_start) / 3
+    idx = max_start + int(sections) + int(sections / 2)
+    return float(lrs[idx])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_valley_is_fastais(seed):
+    rates = np.geomspace(1e-6, 1, 60).tolist()
+    draw = np.random.default_rng(seed)
+    losses = (2 - 1 / (1 + np.exp(-np.arange(60) / 6 + 6)) + 0.02 * draw.standard_normal(60)).tolist()
+    assert valley(rates, losses) == fastai_valley(rates, losses)
+
+
+def test_steepest_is_where_the_loss_falls_fastest_against_the_logarithm():
+    rates = np.geomspace(1e-5, 1, 101)
+    losses = -np.tanh(np.log10(rates / 0.01) * 2)
+    assert steepest(rates.tolist(), losses.tolist()) == pytest.approx(0.01, rel=0.1)
+
+
+def curve(losses) -> Found:
+    smoothed = [float(loss) for loss in losses]
+    found = Found(rates=np.geomspace(1e-6, 10, len(smoothed)).tolist(), losses=smoothed, smoothed=smoothed)
+    found.suggest()
+    return found
+
+
+def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss():
+    losses = 2 - np.tanh((np.arange(100) - 50) / 10)
+    losses[75:] = 3  # diverged ...
+    losses[80:] = 1.2  # ... and fell more steeply than ever before, though not to the lowest loss
+    losses[:5] = [9, 6, 4, 3.4, 3.2]
+    found = curve(losses)
+    assert found.steepest is not None
+    assert found.rates.index(found.steepest) == pytest.approx(50, abs=1)
+    assert found.below_minimum == pytest.approx(found.rates[74] / 10)
+    assert found.option == float(f"{found.steepest:.2g}")
+
+
+@pytest.mark.parametrize("losses", [[], [2.0] * 5, [2.0 + i for i in range(50)], [2.0] * 50])
+def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses, tmp_path):
+    found = curve(losses)
+    assert found.option is None
+    write(found, tmp_path)
+    with pytest.raises(UserError, match=r"falls at no rate from .* give a lower --lr-find-from"):
+        text(found, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"steps": 9}, "--lr-find-steps 9"),
+        ({"first": 0.0}, "positive"),
+        ({"first": 1.0, "last": 1.0}, "below the last"),
+        ({"last": math.inf}, "below the last"),
+        ({"first": math.nan}, "positive"),
+    ],
+)
+def test_sweeps_that_cannot_be(options, told):
+    with pytest.raises(UserError, match=told):
+        Sweep(**options)
+
+
+# --- on real training
+
+VARIANTS = {
+    "adamw": ["--optimizer.name", "adamw", "--optimizer.lr", "0.001", "--precision", "bf16"],
+    "schedulefree": ["--optimizer.name", "schedulefree-sgd", "--optimizer.schedule", "constant"],
+    "groups": ["--train.layer_decay", "0.5", "--train.freeze", "[stem]", "--train.unfreeze", "{head: 0, layer4: 2}"],
+}
+
+
+def built(tmp_path, packed, name, *more) -> Loop:
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    run_config = build_run_config(read_yaml(str(config)), list(more), str(config))
+    return prepare(run_config, RunFolder(tmp_path / name), CPU)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_after_a_search_is_training_without_one(tmp_path, packed, variant):
+    states = []
+    for name in ("straight", "searched"):
+        loop = built(tmp_path, packed, name, *VARIANTS[variant])
+        for number in range(4):
+            if name == "searched" and number in (0, 2):
+                found = search(loop, Sweep(steps=10, first=1e-4, last=1.0))
+                assert len(found.rates) >= 3
+                assert len(set(found.losses)) > 1
+            loop.window.add(loop.task.step(loop.loader, loop.step))
+            loop.step += 1
+        loop.loader.close()
+        loop.window.fold()
+        states.append({key: part.state_dict() for key, part in loop.registry().items()})
+    assert differing(states[0], states[1]) == []
+
+
+def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed, capsys):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    straight, searched = tmp_path / "straight", tmp_path / "searched"
+    assert train_in_process(config, straight) == 0
+    capsys.readouterr()
+    other = ["--lr-find-to", "0.1", "--model.name", "resnet34"]
+    assert train_in_process(config, searched, "--lr-find", *SHORT, *other) in (0, 2)
+    assert only_searched(searched)
+    assert train_in_process(config, searched, "--max-steps", "4") == 0  # another network: there was no run to fit to
+    before = {path: path.read_bytes() for path in searched.rglob("*") if path.is_file() and "lr_find" not in path.name}
+    capsys.readouterr()
+    code = train_in_process(config, searched, "--lr-find", "--lr-find-steps", "16", "--lr-find-to", "0.1")
+    out = capsys.readouterr()
+    document = json.loads((searched / "lr_find.json").read_text())
+    if code == 0:
+        assert out.out.startswith(f"--optimizer.lr {document['steepest']:.2g}".rstrip("0"))
+    else:  # a few steps on random images need not fall
+        assert "falls at no rate" in out.err
+    assert "searching from step 4 of 8 on" in out.err
+    assert (searched / "lr_find.png").read_bytes()[:4] == b"\x89PNG"
+    after = {path: path.read_bytes() for path in searched.rglob("*") if path.is_file() and "lr_find" not in path.name}
+    assert after == before
+    assert train_in_process(config, searched) == 0
+    assert differing(state_of(straight, 8), state_of(searched, 8)) == []
+    assert rows(straight) == rows(searched)
+
+
+@pytest.mark.slow
+def test_two_processes_find_one_curve_and_train_on_as_if_nothing_had_been(tmp_path, packed):
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    straight, searched = tmp_path / "straight", tmp_path / "searched"
+    short = ["--procs", "2", "--steps", "2", "--model.stem", "small-stride2"]
+    assert train_in_process(config, straight, *short) == 0
+    assert train_in_process(config, searched, *short, "--lr-find", *SHORT) in (0, 2)
+    assert train_in_process(config, searched, *short) == 0
+    assert differing(state_of(straight, 2), state_of(searched, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "told"),
+    [
+        ("gan", ["--lr-find"], "--lr-find is for classifiers: the losses of a gan measure two networks"),
+        ("classifier", ["--lr-find", "--dry-run"], "leave --dry-run, --max-steps and --profile out"),
+        ("classifier", ["--lr-find", "--max-steps", "3"], "leave --dry-run, --max-steps and --profile out"),
+        ("classifier", ["--lr-find-to", "1"], "belong to --lr-find; add it"),
+        ("classifier", ["--lr-find", "--lr-find-from", "20"], "must be positive and below the last"),
+    ],
+)
+def test_refusals_write_nothing(tmp_path, packed, capsys, task, more, told):
+    config, run = write_config(tmp_path / "recipe.yaml", task, packed), tmp_path / "run"
+    assert run_cli(train.main, ["--config", str(config), "--run-dir", str(run), *more]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    assert told in errors[0]
+    assert not run.exists()

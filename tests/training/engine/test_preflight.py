@@ -1,0 +1,228 @@
+"""What is told, and refused, before the first step."""
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import train
+from data.dataset import Dataset
+from data.lmdb.format import COMPLETE_KEY, META_KEY
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import pack_arrays
+from models.resnet import Classifier, ResNetConfig
+from tests.data.conftest import change
+from tests.data.test_inspect import change_entry
+from tests.end_to_end.helpers import write_config
+from tests.end_to_end.test_bad_input import refused
+from training.base.config import DataConfig
+from training.classifier.finetune import FineTuneConfig
+from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.engine.preflight import model_summary, plan_rows, saved_bytes
+from training.optim.updater import OptimizerConfig
+from utils.errors import run_cli
+from utils.seeding import forked
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("batch_size", "warned"), [(200, False), (201, True)])
+def test_a_batch_larger_than_the_data_set_is_mentioned(packed: Path, batch_size: int, warned: bool) -> None:
+    file = packed / "train.lmdb"
+    config = ClassifierConfig(data=DataConfig(path=str(file)), batch_size=batch_size, steps=3)
+    config.model.stem = "small-stride2"
+    with Dataset(file) as reader:
+        task = ClassifierTask(config, reader, None, torch.device("cpu"))
+        rows = plan_rows(config, task, reader, None, "", torch.device("cpu"))
+    assert ("warning" in rows) == warned
+    if warned:
+        assert "batch larger than the data set: each batch holds repeats" in rows["warning"]
+        assert "at most 200" in rows["warning"]
+    assert rows["length"] == f"3 steps = {3 * batch_size} images = {3 * batch_size / 200:.1f} epochs"
+
+
+# --- the table of layers
+
+
+def task_of(packed: Path, **options: Any) -> ClassifierTask:
+    config = ClassifierConfig(
+        data=DataConfig(path=str(packed / "train.lmdb")),
+        batch_size=8,
+        steps=10,
+        optimizer=OptimizerConfig(name="sgd", lr=0.5, weight_decay=0.01),
+        **options,
+    )
+    config.model.stem = "small-stride2"
+    return ClassifierTask(config, Dataset(packed / "train.lmdb"), None, CPU)
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """Layer -> its other cells; cells are two spaces apart."""
+    return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line) for line in text.splitlines()) if len(cells) > 1}
+
+
+def summary_of(task: ClassifierTask) -> str:
+    ((name, (network, inputs)),) = task.networks().items()
+    return model_summary(name, network, inputs, 8, task=task)
+
+
+def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path) -> None:
+    unfreeze = {"head": 0, "layer4": 7}
+    config = FineTuneConfig(unfreeze=unfreeze, freeze=["layer4.0.*"], stage_lr={"layer4": 0.1})
+    task = task_of(packed, train=config)
+    text = summary_of(task)
+    rows = rows_of(text)
+    assert rows["layer"] == ["kind", "output", "parameters", "peak lr", "weight decay", "trains"]
+    assert rows["conv1"] == ["Conv2d", "1 x 64 x 8 x 8", "576", "-", "-", "no"]
+    assert rows["layer4.0.bn2"] == ["BatchNorm2d", "1 x 512 x 1 x 1", "1,024", "-", "-", "no"]
+    assert rows["layer4.1.conv2"] == ["Conv2d", "1 x 512 x 1 x 1", "2,359,296", "0.05", "0.01", "from step 7"]
+    assert rows["layer4.1.bn2"] == ["BatchNorm2d", "1 x 512 x 1 x 1", "1,024", "0.05", "0", "from step 7"]
+    assert rows["fc"] == ["Linear", "1 x 10", "5,130", "0.5", "0.01/0", "yes"]
+    assert rows["avgpool"] == ["AdaptiveAvgPool2d", "1 x 512 x 1 x 1"]
+    layers = {name.removeprefix("network.") for name, m in task.model.named_modules() if not list(m.children())}
+    assert layers <= rows.keys()
+    trains = 5130 + 2 * (2359296 + 1024)
+    assert f"Trainable params: {trains:,}\nNon-trainable params: {11172810 - trains:,}" in text
+    assert not any(module._forward_hooks for module in task.ema.model.modules())
+
+
+def test_frozen_statistics_and_one_rate_for_all(packed: Path) -> None:
+    text = summary_of(task_of(packed, train=FineTuneConfig(freeze_bn=True)))
+    assert rows_of(text)["bn1"][-3:] == ["0.5", "0", "yes, statistics kept"]
+    assert rows_of(text)["conv1"][-3:] == ["0.5", "0.01", "yes"]
+    assert "Non-trainable params: 0" in text
+
+
+def test_the_plan_says_what_trains(packed: Path) -> None:
+    def told(**train: Any) -> str | None:
+        task = task_of(packed, train=FineTuneConfig(**train))
+        return plan_rows(task.config, task, task.reader, None, "", CPU).get("what trains")
+
+    assert told() is None
+    assert told(unfreeze={"head": 0, "layer4": 7}) == (
+        "from step 0: head (5,130 parameters); from step 7: layer4 (8,393,728 parameters); "
+        "never: stem, layer1, layer2, layer3 (2,773,952 parameters)"
+    )
+    assert told(freeze_bn=True) == (
+        "from step 0: stem, layer1, layer2, layer3, layer4, head (11,172,810 parameters); BatchNorm statistics stay as "
+        "they are"
+    )
+
+
+def test_other_networks_keep_their_summary() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+    text = model_summary("net", network, (torch.zeros(1, 1, 4, 4),), 5)
+    assert "Conv2d" in text
+    assert "Total params: 47" in text
+    assert "at 5 samples" in text
+
+
+def test_memory_kept_with_activation_checkpointing() -> None:
+    """The stages' inputs, and the stage that needs most when it is computed again."""
+    x = torch.zeros(2, 1, 16, 16)
+    kept = {}
+    for checkpointing in (False, True):
+        config = ResNetConfig(stem="small", activation_checkpointing=checkpointing)
+        kept[checkpointing] = saved_bytes(Classifier(config, channels=1, classes=3, resolution=16).eval(), (x,))
+    network = Classifier(ResNetConfig(stem="small"), channels=1, classes=3, resolution=16).eval().network
+    maps = [(1, 16), (64, 16), (64, 16), (128, 8), (256, 4)]  # channels and sides of the stages' inputs
+    given = 4 * 2 * sum(channels * side**2 for channels, side in maps)
+    first = saved_bytes(network.layer1, (torch.zeros(2, 64, 16, 16),))
+    assert given + first <= kept[True] < 1.1 * (given + first)
+    assert kept[True] < kept[False]
+
+
+def test_a_dry_run_prints_the_table(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run", "--train.freeze", '["layer4"]']
+    assert run_cli(train.main, options) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["fc"] == ["Linear", "1 x 10", "5,130", "0.02", "0.0005/0", "yes"]
+    assert rows["layer4.1.bn2"][-3:] == ["-", "-", "no"]
+
+
+# --- refused before the first step
+
+
+@pytest.fixture
+def start(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Starts a training that is refused; returns the line, after a look that nothing was written."""
+
+    def starts(*options: str) -> str:
+        recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+        line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *options)
+        assert not (tmp_path / "run").exists()
+        return line
+
+    return starts
+
+
+def pack(path: Path, labels: list[int], classes: list[str], side: int = 16) -> str:
+    pack_arrays(path, np.zeros((len(labels), 1, side, side), np.uint8), labels, classes)
+    return str(path)
+
+
+def test_class_lists_that_differ(start: Any, tmp_path: Path) -> None:
+    a = pack(tmp_path / "a.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"])
+    b = pack(tmp_path / "b.lmdb", [0, 1, 0], ["cat", "emu"])
+    c = pack(tmp_path / "c.lmdb", [0, 1, 2], ["cat", "emu", "dog"])
+    line = start("--data.path", a, "--data.val-path", b)
+    assert re.search(r"b\.lmdb: its classes differ from those of .*a\.lmdb \(dog\); pack both from the same", line)
+    assert "(the order); pack both" in start("--data.path", a, "--data.val-path", c)
+
+
+def test_one_class_only_and_none(start: Any, tmp_path: Path) -> None:
+    one = pack(tmp_path / "one.lmdb", [0, 0], ["cat"])
+    line = start("--data.path", one, "--data.val-path", one)
+    assert "one.lmdb: a classifier needs two classes or more, this file has 1; pack a folder of class folders" in line
+    none = pack(tmp_path / "none.lmdb", [0, 0], [])
+    assert "this file has 0" in start("--data.path", none, "--data.val-path", none)
+
+
+def test_labels_beyond_the_head(start: Any, tmp_path: Path) -> None:
+    line = start("--model.classes", "7")
+    assert "has 10 classes, labels 0 to 9, but the head has model.classes 7; make it 10 or leave it out" in line
+    for number, key in enumerate(("data.path", "data.val_path")):
+        bad = pack(tmp_path / f"bad{number}.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"], side=8)
+        good = pack(tmp_path / f"good{number}.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"], side=8)
+        change_entry(Path(bad), label=3)
+        paths = {"data.path": good, "data.val_path": good} | {key: bad}
+        line = start(*(word for name, path in paths.items() for word in (f"--{name}", path)))
+        assert f"bad{number}.lmdb: record 0 has label 3, the file has 3 classes; pack again" in line
+
+
+def test_weights_for_other_shapes(start: Any, tmp_path: Path) -> None:
+    with forked(0, "init", "other"):
+        other = Classifier(ResNetConfig(name="resnet34"), channels=3, classes=4, resolution=32)
+    torch.save(other.network.state_dict(), tmp_path / "r34.pth")
+    line = start("--model.weights", str(tmp_path / "r34.pth"))
+    assert re.search(
+        r"r34\.pth: layer1\.2\.bn1\.bias is \[64\], resnet18 has it absent; the file is a resnet34's: set --", line
+    )
+    assert "no such file" in start("--model.weights", str(tmp_path / "r43.pth"))
+
+
+def empty_meta(path: Path) -> None:
+    """A file that says, with checksums that fit, that it holds no image: data.pack writes none, others may."""
+    with LMDBReader(path) as reader:
+        meta = json.loads(reader.meta.to_json())
+    record = json.dumps(meta | {"count": 0, "histogram": [0] * len(meta["classes"])}).encode()
+    change(path, META_KEY, record)
+    complete = {"content_hash": meta["content_hash"], "count": 0, "meta_checksum": zlib.crc32(record)}
+    change(path, COMPLETE_KEY, json.dumps(complete).encode())
+
+
+def test_no_held_out_images(start: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty.lmdb").touch()
+    line = start("--data.val-path", str(tmp_path / "empty.lmdb"))
+    assert "empty.lmdb is empty: packing was not finished or the copy failed; run data.pack again" in line
+    pack(tmp_path / "zero.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"])
+    empty_meta(tmp_path / "zero.lmdb")
+    line = start("--data.val-path", str(tmp_path / "zero.lmdb"))
+    assert re.search(r"data\.val_path .*zero\.lmdb: holds no image; pack some images, or leave it out", line)

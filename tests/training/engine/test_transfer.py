@@ -1,0 +1,376 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
+from models.resnet import Classifier, ResNetConfig
+from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from training.classifier.task import ClassifierConfig
+from training.engine.transfer import Donor, Fit, by_resolution, find_donor, networks_of, plan, transfer
+from training.gan.config import GanConfig, R3GanConfig
+from training.optim.config import OptimizerConfig
+from training.optim.ema import EMA
+from training.optim.updater import Precision, Updater
+from utils import checkpoint as checkpoints
+from utils.config import save_yaml, to_tree
+from utils.errors import UserError
+from utils.run_folder import RunFolder
+
+# the same width at every resolution, so that shapes cannot tell resolutions apart
+FLAT: dict[str, Any] = {"channel_base": 1024, "channel_max": 8}
+
+
+def generator(resolution=16, classes=3, **more):
+    config = GeneratorConfig(z_dim=4, w_dim=6, mapping_layers=2, **(FLAT | more))
+    return Generator(config, resolution=resolution, channels=1, classes=classes)
+
+
+def discriminator(resolution=16, classes=3, progressive=False):
+    config = DiscriminatorConfig(**FLAT, mapping_layers=1)
+    return Discriminator(config, resolution=resolution, channels=1, classes=classes, progressive=progressive)
+
+
+def planned(donor: nn.Module, own: nn.Module, name: str, resolutions=(16, 16)):
+    return plan(donor.state_dict(), own.state_dict(), name, resolutions)
+
+
+def test_the_same_network_is_taken_whole():
+    for name, network in (("generator", generator()), ("discriminator", discriminator())):
+        fit, sources = planned(network, network, name)
+        assert fit.taken == list(network.state_dict())
+        assert (fit.misfits, fit.new, fit.unused, fit.lines()) == ({}, [], [], [])
+        assert all(sources[key] is not None and torch.equal(sources[key], v) for key, v in network.state_dict().items())
+
+
+def test_a_generator_of_another_resolution_and_other_classes():
+    donor, own = generator(16, classes=3), generator(32, classes=5)
+    fit, sources = planned(donor, own, "generator", (16, 32))
+    assert fit.misfits == {"mapping.embed.weight": ([6, 3], [6, 5])}
+    # the embedding's bias belongs to its weight
+    assert {name for name in fit.new if not name.startswith("blocks.3.")} == {"mapping.embed.bias"}
+    assert all(name in fit.new for name in own.state_dict() if name.startswith("blocks.3."))
+    assert fit.unused == []
+    assert (
+        sources.keys()
+        == {name for name in own.state_dict() if not name.startswith(("blocks.3.", "mapping.embed."))}
+        == set(fit.taken)
+    )
+    assert all(torch.equal(sources[name], donor.state_dict()[name]) for name in sources)
+
+
+def test_a_smaller_generator_leaves_the_donors_top_out():
+    fit, _ = planned(generator(32), generator(16), "generator", (32, 16))
+    assert (fit.misfits, fit.new) == ({}, [])
+    assert fit.unused == [name for name in generator(32).state_dict() if name.startswith("blocks.3.")]
+
+
+@pytest.mark.parametrize(("there", "here"), [(16, 32), (16, 64), (32, 16), (64, 16)])
+def test_discriminator_blocks_are_matched_by_resolution(there, here):
+    donor, own = discriminator(there), discriminator(here)
+    fit, sources = planned(donor, own, "discriminator", (there, here))
+    blocks = {there: len(donor.blocks), here: len(own.blocks)}
+    common = min(blocks.values())
+    for from_the_end in range(1, common + 1):
+        for key, value in donor.blocks[-from_the_end].state_dict().items():
+            assert torch.equal(sources[f"blocks.{blocks[here] - from_the_end}.{key}"], value)
+    above = [f"blocks.{i}." for i in range(blocks[here] - common)]
+    assert {name for name in own.state_dict() if name.startswith((*above, "from_rgb."))} == set(fit.new)
+    unused = [f"blocks.{i}." for i in range(blocks[there] - common)]
+    assert {name for name in donor.state_dict() if name.startswith((*unused, "from_rgb."))} == set(fit.unused)
+
+
+def test_a_growing_discriminator_takes_from_rgb_by_its_resolution():
+    donor, own = discriminator(16), discriminator(32, progressive=True)
+    _, sources = planned(donor, own, "discriminator", (16, 32))
+    assert torch.equal(sources["from_rgbs.16.weight"], donor.from_rgb.weight)
+    assert "from_rgb.weight" not in sources
+    _, back = planned(own, donor, "discriminator", (32, 16))
+    assert torch.equal(back["from_rgb.weight"], own.from_rgbs["16"].weight)
+
+
+def test_r3gan_is_matched_by_resolution_too():
+    sizes: dict[str, Any] = {"width": 8, "cardinality": 4, "blocks": 1}
+    shape = {"channels": 1, "classes": 3}
+    donor = R3Discriminator(R3DiscriminatorConfig(**sizes), resolution=16, **shape)
+    own = R3Discriminator(R3DiscriminatorConfig(**sizes), resolution=32, **shape)
+    fit, sources = planned(donor, own, "discriminator", (16, 32))
+    assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.0", "from_rgb.weight"}
+    block = donor.state_dict()["stages.0.blocks.0.expand.weight"]
+    assert torch.equal(sources["stages.1.blocks.0.expand.weight"], block)
+    small, large = (R3Generator(R3GeneratorConfig(**sizes), resolution=size, **shape) for size in (16, 32))
+    fit, sources = planned(small, large, "generator", (16, 32))
+    # the last layer of a generator belongs to its top resolution
+    assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
+    block = small.state_dict()["stages.0.blocks.0.expand.weight"]
+    assert torch.equal(sources["stages.0.blocks.0.expand.weight"], block)
+
+
+def test_names_by_resolution():
+    assert by_resolution("blocks.0.first.weight", "discriminator", 32) == "blocks@32.first.weight"
+    assert by_resolution("blocks.2.first.weight", "discriminator", 32) == "blocks@8.first.weight"
+    assert by_resolution("blocks.2.first.weight", "generator_ema", 32) == "blocks.2.first.weight"
+    assert by_resolution("blocks.2.to_rgb.bias", "generator", 32) == "blocks.2.to_rgb.bias"
+    assert by_resolution("from_rgb.bias", "discriminator", 32) == by_resolution(
+        "from_rgbs.32.bias", "discriminator", 64
+    )
+
+
+def test_a_layer_is_taken_whole_or_not_at_all():
+    there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
+    here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
+    fit, sources = plan(there, here, "model", (8, 8))
+    assert fit == Fit(
+        taken=["free"], misfits={"a.weight": ([2, 3], [2, 5]), "mean": ([1], [2])}, new=["a.bias"], unused=[]
+    )
+    assert sources == {"free": there["free"]}
+
+
+def test_a_classifiers_head_starts_anew_with_other_classes():
+    small = ResNetConfig(stem="small")
+    donor, own = (Classifier(small, channels=1, classes=n, resolution=16) for n in (10, 4))
+    fit, _ = planned(donor, own, "model")
+    assert fit.misfits == {
+        "network.fc.weight": ([10, 512], [4, 512]),
+        "network.fc.bias": ([10], [4]),
+    }
+    assert len(fit.taken) == len(own.state_dict()) - 2
+    assert "network.layer4.1.bn2.running_var" in fit.taken
+
+
+def test_lines_are_few():
+    misfits = {f"layer{i}.weight": ([1, 2], [1, 3]) for i in range(6)} | {"x": ([], [2])}
+    new = [f"blocks.{i}.conv.{kind}" for i in range(6) for kind in ("weight", "bias")]
+    lines = Fit(misfits=misfits, new=new, unused=["embed.weight", "top"]).lines()
+    assert lines[0] == "does not fit: layer0.weight 1 x 2 there, 1 x 3 here"
+    assert lines[4:] == [
+        "does not fit: 3 more",
+        "stays new: blocks.0 (2), blocks.1 (2), blocks.2 (2), blocks.3 (2) and 4 more",
+        "left out: embed (1), top (1)",
+    ]
+    assert Fit(misfits={"x": ([], [2])}).lines() == ["does not fit: x one number there, 2 here"]
+
+
+class Counter:
+    """Something in a registry that is no network."""
+
+    def state_dict(self):
+        return {"n": 1}
+
+
+class Buffers(nn.Module):
+    """State of an augmentation, say: a module without weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("p", torch.ones(()))
+
+
+def registry(resolution=16, classes=3, **more):
+    model = generator(resolution, classes, **more)
+    ema = EMA(model, buffers="copy")
+    nn.init.constant_(ema.model.constant, 7.0)  # an average is not its model
+    return {
+        "generator": model,
+        "discriminator": discriminator(resolution, classes),
+        "generator_ema": ema,
+        "augment": Buffers(),
+        "loop": Counter(),
+    }
+
+
+def saved(folder, parts, *, resolution=16, classes=("a", "b", "c"), step=40, **more):
+    """A run with one checkpoint; `more` replaces entries."""
+    content = {
+        "schema": checkpoints.SCHEMA,
+        "task": "gan",
+        "step": step,
+        "config": {"task": "gan"},
+        "classes": list(classes),
+        "shape": {"channels": 1, "classes": len(classes), "resolution": resolution},
+        "state": {name: part.state_dict() for name, part in parts.items()},
+    }
+    path = checkpoints.save(folder / "checkpoints", content | more)
+    checkpoints.point(folder / "checkpoints", "last", path)
+    return path
+
+
+def test_networks_of_a_registry():
+    parts = registry()
+    assert networks_of(parts) == {
+        "generator": parts["generator"],
+        "discriminator": parts["discriminator"],
+        "generator_ema": parts["generator_ema"].model,
+    }
+
+
+def test_every_network_takes_its_own_weights(tmp_path):
+    theirs, ours = registry(), registry()
+    path = saved(tmp_path, theirs)
+    ours["augment"].p.zero_()
+    text = transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    for name in ("generator", "discriminator", "generator_ema"):
+        assert all(torch.equal(a, b) for a, b in both(theirs[name], ours[name]))
+    assert not torch.equal(ours["generator"].constant, ours["generator_ema"].model.constant)
+    assert ours["augment"].p == 0  # not a network
+    lines = text.splitlines()
+    assert lines[0] == f"weights from {path}, step 40:"
+    count = len(ours["discriminator"].state_dict())
+    assert lines[2] == f"  discriminator: {count} of {count} tensors taken"
+    assert len(lines) == 4
+
+
+def test_an_optimizer_with_weights_of_its_own_starts_from_the_donors(tmp_path):
+    """Found by review: a schedule-free one went back to the weights of before the transfer in its first step."""
+    theirs, ours = registry(), registry()
+    model = ours["generator"]
+    settings = OptimizerConfig(name="schedulefree-adamw", lr=1e-9, schedule="constant")
+    ours["optimizer"] = Updater(model, settings, Precision("fp32", torch.device("cpu")), 10)
+    transfer(Donor(str(saved(tmp_path, theirs)), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    ours["optimizer"].step(0)
+    for (name, now), then in zip(model.named_parameters(), theirs["generator"].parameters(), strict=True):
+        torch.testing.assert_close(now, then, msg=name)
+
+
+def both(a, b):
+    return zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+
+
+def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
+    theirs, ours = registry(), registry(32, 5)
+    before = {name: value.clone() for name, value in ours["generator"].state_dict().items()}
+    text = transfer(Donor(str(saved(tmp_path, theirs)), 40, "x"), ours, resolution=32, classes=list("abcde"))
+    after = ours["generator"].state_dict()
+    assert torch.equal(after["blocks.1.first.conv.weight"], theirs["generator"].blocks[1].first.conv.weight)
+    for name in ("mapping.embed.weight", "mapping.embed.bias", "blocks.3.first.conv.weight"):
+        assert torch.equal(after[name], before[name])
+    assert "    does not fit: mapping.embed.weight 6 x 3 there, 6 x 5 here" in text.splitlines()
+    assert "    stays new: mapping.embed (1), blocks.3 (16)" in text.splitlines()
+    assert "    left out: from_rgb (2)" in text.splitlines()
+    assert text.splitlines()[-1] == "  3 classes there, 5 here: what belongs to a class starts anew"
+
+
+def test_classes_of_other_names_are_mentioned(tmp_path):
+    text = transfer(
+        Donor(str(saved(tmp_path, registry())), 40, "x"), registry(), resolution=16, classes=["x", "y", "z"]
+    )
+    assert "the classes have other names" in text
+
+
+def test_a_network_that_the_donor_lacks_stays_new(tmp_path):
+    parts = registry()
+    path = saved(tmp_path, {"generator": parts["generator"]})
+    ours = registry()
+    before = ours["discriminator"].output.weight.clone()
+    text = transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    assert torch.equal(ours["discriminator"].output.weight, before)
+    assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in text.splitlines()
+
+
+def test_weights_keep_our_precision_and_layout(tmp_path):
+    path = saved(tmp_path, registry())
+    ours = registry()
+    for name in ("generator", "discriminator"):
+        ours[name].to(torch.float64, memory_format=torch.channels_last)
+    transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    weight = ours["discriminator"].blocks[0].first.weight
+    assert weight.dtype == torch.float64
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.requires_grad
+
+
+def test_nothing_that_fits_is_refused_and_changes_nothing(tmp_path):
+    path = saved(tmp_path, registry())
+    ours = {"generator": other_generator()}
+    before = {name: value.clone() for name, value in ours["generator"].state_dict().items()}
+    with pytest.raises(UserError, match=r"none of its weights fit .*e\.g\. generator .* there, .* here.*--init-from"):
+        transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    assert all(torch.equal(value, before[name]) for name, value in ours["generator"].state_dict().items())
+
+
+def other_generator():
+    """Only numbers and biases of one image channel fit the usual one."""
+    config = GeneratorConfig(z_dim=5, w_dim=7, mapping_layers=1, channel_base=64, channel_max=3)
+    return Generator(config, resolution=16, channels=1, classes=3)
+
+
+def test_a_state_that_is_no_networks_is_refused(tmp_path):
+    path = saved(tmp_path, {"generator": Counter()})
+    with pytest.raises(UserError, match="state of 'generator' is not a network's"):
+        transfer(Donor(str(path), 40, "x"), {"generator": generator()}, resolution=16, classes=["a", "b", "c"])
+
+
+# --- which file it is
+
+
+def test_no_transfer_without_the_key(tmp_path):
+    config = GanConfig()
+    assert find_donor(config, RunFolder(tmp_path / "run")) is None
+    assert config.init_from is None
+
+
+def test_a_run_becomes_its_checkpoint(tmp_path):
+    path = saved(tmp_path / "donor", registry())
+    config = GanConfig(init_from=str(tmp_path / "donor"))
+    donor = find_donor(config, RunFolder(tmp_path / "run"))
+    assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path))
+    assert config.init_from == str(path)  # a donor that trains on does not change what this run came from
+    assert donor.state_dict() == {"file": str(path), "step": 40, "sha256": checkpoints.file_sha256(path)}
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("at_the_start", [None, "elsewhere/step-00000007.pt"])
+def test_a_resume_keeps_what_the_run_began_with(tmp_path, capsys, at_the_start):
+    folder = RunFolder(tmp_path / "run")
+    saved(folder.path, registry())
+    save_yaml(to_tree(GanConfig(init_from=at_the_start)), folder.path / "config.yaml")
+    config = GanConfig(init_from="nowhere")
+    assert find_donor(config, folder) is None
+    assert config.init_from == at_the_start
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [f"--init-from nowhere is ignored: {folder.path} goes on from its own checkpoint"]
+    config = GanConfig()
+    assert find_donor(config, folder) is None
+    assert config.init_from == at_the_start
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path):
+    path = saved(tmp_path / "donor", registry())
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    save_yaml(to_tree(GanConfig(init_from=str(path))), folder.path / "config.yaml")
+    assert find_donor(GanConfig(init_from=str(path)), folder) is not None
+
+
+def test_another_task_is_refused(tmp_path):
+    path = saved(tmp_path, registry())
+    with pytest.raises(UserError, match=r"--init-from .*task 'gan'.*trains a 'classifier'"):
+        find_donor(ClassifierConfig(init_from=str(path)), RunFolder(tmp_path / "run"))
+
+
+def test_another_architecture_is_refused(tmp_path):
+    path = saved(tmp_path, registry())
+    with pytest.raises(UserError, match=r"architecture 'stylegan2', this run's of 'r3gan'"):
+        find_donor(R3GanConfig(init_from=str(path)), RunFolder(tmp_path / "run"))
+    newer = saved(tmp_path / "r3", registry(), config={"task": "gan", "architecture": "r3gan"})
+    with pytest.raises(UserError, match=r"architecture 'r3gan', this run's of 'stylegan2'"):
+        find_donor(GanConfig(init_from=str(newer)), RunFolder(tmp_path / "run"))
+    assert find_donor(R3GanConfig(init_from=str(newer)), RunFolder(tmp_path / "run")) is not None
+
+
+def test_damage_and_absence_are_refused(tmp_path):
+    path = saved(tmp_path, registry())
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="damaged"):
+        find_donor(GanConfig(init_from=str(path)), RunFolder(tmp_path / "run"))
+    with pytest.raises(UserError, match="no such run folder or checkpoint"):
+        find_donor(GanConfig(init_from=str(tmp_path / "nowhere")), RunFolder(tmp_path / "run"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no checkpoints"):
+        find_donor(GanConfig(init_from=str(tmp_path / "empty")), RunFolder(tmp_path / "run"))

@@ -1,0 +1,413 @@
+import io
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from training.gan.ada.augment import Ada, AdaConfig, Draws
+from training.gan.ada.operations import DRAWS, GroupDraws
+from utils.errors import UserError
+from utils.seeding import forked, generator
+
+CPU = torch.device("cpu")
+ALL = dict.fromkeys(DRAWS, 1.0)
+HALF = slice(0, 6)
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def build(mode="fixed", p=0.5, *, seed=0, channels=3, batch_size=13, schedule_images=1000, transfer=False, **config):
+    return Ada(
+        AdaConfig(mode=mode, p=p, **({"operations": ALL} | config)),
+        seed=seed,
+        channels=channels,
+        batch_size=batch_size,
+        device=CPU,
+        schedule_images=schedule_images,
+        transfer=transfer,
+    )
+
+
+def random(*shape, dtype=torch.float64):
+    return torch.rand(shape, generator=generator(0, "test"), dtype=torch.float64).mul(2).sub(1).to(dtype)
+
+
+def numbers(draws):
+    return {
+        (name, part): value
+        for name, group in draws.groups.items()
+        for part, value in vars(group).items()
+        if value is not None
+    }
+
+
+def equal(one, other):
+    one, other = numbers(one), numbers(other)
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+# ---- draws
+
+
+def test_draws_are_a_function_of_their_key_alone():
+    ada = build()
+    once = ada.draw(3, "generator", 8)
+    assert set(once.groups) == set(DRAWS)
+    for name, (operations, uniform, normal) in DRAWS.items():
+        group = once.groups[name]
+        assert [len(p.T) for p in (group.chance, group.uniform, group.normal)] == [operations, uniform, normal]
+        assert len(group.chance) == len(group.uniform) == len(group.normal) == 13
+    assert once.groups["noise"].pixels.shape == (13, 3, 8, 8)
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    assert equal(once, build().draw(3, "generator", 8))
+    assert torch.random.get_rng_state().equal(state)
+    for other in (build().draw(4, "generator", 8), build().draw(3, "real", 8), build(seed=1).draw(3, "generator", 8)):
+        assert not any(torch.equal(numbers(other)[key], value) for key, value in numbers(once).items() if value.numel())
+    columns = [
+        tuple(column.tolist())
+        for group in once.groups.values()
+        for column in (*group.chance.T, *group.uniform.T, *group.normal.T)
+    ]
+    assert len(set(columns)) == len(columns) == sum(map(sum, DRAWS.values()))  # no number serves twice
+
+
+def test_draws_depend_neither_on_p_nor_on_other_groups():
+    once = build().draw(0, "real", 8)
+    strong = build(p=0.9)
+    strong.p = torch.tensor(0.1)
+    assert equal(strong.draw(0, "real", 8), once)
+    for name in DRAWS:
+        alone = build(operations={name: 0.5}).draw(0, "real", 8)
+        assert equal(alone, Draws({name: once.groups[name]}))
+
+
+def test_the_batch_may_be_of_another_size():
+    draws = build().draw(0, "real", 8, batch_size=4)
+    assert {len(value) for value in numbers(draws).values()} == {4}
+    assert build(operations={"noise": 1.0, "blit": 0.0}).draw(0, "real", 16).groups.keys() == {"noise"}
+
+
+# ---- application
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_any_split_of_the_batch_gives_the_same_images(channels):
+    ada, images = build(channels=channels), random(13, channels, 9, 9)
+    draws = ada.draw(0, "real", 9)
+    whole = ada.apply(images, draws, slice(0, 13))
+    assert whole.shape == images.shape
+    assert (whole != images).flatten(1).any(1).sum() > 8
+    pieces = [slice(0, 5), slice(5, 6), slice(6, 13)]
+    split = torch.cat([ada.apply(images[rows], draws, rows) for rows in pieces])
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-12)
+
+
+def test_order_of_the_groups():
+    """Moved, recoloured, filtered, noise added, cut out: each on what the one before it leaves."""
+    ada, images = build(p=1.0), random(13, 3, 8, 8)
+    draws, expected = ada.draw(0, "real", 8), images
+    for names in (("blit", "geometry"), ("colour",), ("filter",), ("noise",), ("cutout",)):
+        alone = build(p=1.0, operations=dict.fromkeys(names, 1.0))
+        before, expected = expected, alone.apply(expected, alone.draw(0, "real", 8), slice(0, 13))
+        assert (expected != before).flatten(1).any(1).sum() > 8
+    torch.testing.assert_close(ada.apply(images, draws, slice(0, 13)), expected, rtol=0, atol=1e-12)
+
+
+def test_multipliers_of_p():
+    images = torch.ones(4000, 1, 8, 8)
+    ada = build(p=0.5, channels=1, batch_size=4000, operations={"cutout": 0.4, "noise": 1.0, "colour": 0.0})
+    found = ada.apply(images, ada.draw(0, "real", 8), slice(0, 4000))
+    changed = lambda happened: happened.double().mean().item()  # noqa: E731
+    assert changed((found == 0).flatten(1).any(1)) == pytest.approx(0.2, abs=4 * math.sqrt(0.16 / 4000))
+    noisy = ((found != 1) & (found != 0)).flatten(1).any(1)
+    assert changed(noisy) == pytest.approx(0.5, abs=4 * math.sqrt(0.25 / 4000))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
+    ada, images = build("adaptive", 0.0, channels=channels), random(13, channels, 10, 10, dtype=dtype)
+    found = ada.apply(images, ada.draw(0, "real", 10), slice(0, 13))
+    assert found.dtype == dtype
+    assert torch.equal(found, images)
+
+
+def test_switched_off_it_does_nothing():
+    ada, images = build("off", channels=5), random(2, 5, 8, 8)
+    assert not ada.active
+    assert ada.draw(0, "real", 8).groups == {}
+    assert ada.apply(images, ada.draw(0, "real", 8), slice(0, 2)) is images
+    ada.update(13, 3, torch.tensor(1.0), 13)
+    assert ada.p == 0.5
+    assert all(build(mode, p_final=0.1).active for mode in ("adaptive", "fixed", "scheduled"))
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(half):
+    ada, images = build(), random(13, 3, 16, 16, dtype=torch.float32)
+    draws = ada.draw(0, "real", 16)
+    expected = ada.apply(images, draws, slice(0, 13))
+    with torch.autocast("cpu", half):
+        found = ada.apply(images, draws, slice(0, 13))
+        rounded = ada.apply(images.to(half), draws, slice(0, 13))
+    assert torch.equal(found, expected)
+    assert rounded.dtype == half
+    exact = ada.apply(images.to(half).float(), draws, slice(0, 13))
+    assert torch.equal(rounded, exact.to(half))
+
+
+def test_layout_does_not_matter():
+    ada, images = build(), random(13, 3, 8, 8)
+    draws = ada.draw(0, "real", 8)
+    expected = ada.apply(images, draws, slice(0, 13))
+    found = ada.apply(images.contiguous(memory_format=torch.channels_last), draws, slice(0, 13))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [4, 8, 11])
+def test_small_images(size):
+    ada, images = build(p=1.0), random(13, 3, size, size)
+    assert ada.apply(images, ada.draw(0, "real", size), slice(0, 13)).isfinite().all()
+
+
+# ---- gradients
+
+
+def test_r1_through_it_reaches_the_parameters_and_is_right(double):
+    """The penalty on D(T x) by x against one with T, which is linear but for an offset, as an explicit matrix."""
+    ada = build(p=0.7, channels=1, operations={"blit": 1.0, "geometry": 1.0, "colour": 1.0, "filter": 1.0})
+    images, draws = random(4, 1, 8, 8), ada.draw(0, "real", 8)
+
+    def augment(sample_images):
+        return ada.apply(sample_images, draws, slice(0, 4))
+
+    offset = augment(torch.zeros(4, 1, 8, 8))
+    units = torch.eye(64).reshape(64, 1, 1, 8, 8).expand(-1, 4, -1, -1, -1)
+    matrices = torch.stack([(augment(unit) - offset).flatten(1) for unit in units], dim=2)  # [4, 64, 64]
+    with forked(0, "init", "test"):
+        net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Softplus(), nn.Conv2d(3, 2, 3), nn.Softplus(), nn.Flatten())
+        net.append(nn.Linear(32, 1))
+
+    def penalty(transform):
+        inputs = images.clone().requires_grad_()
+        logits = net(transform(inputs))
+        (gradient,) = torch.autograd.grad(logits.sum(), inputs, create_graph=True)
+        return gradient.square().sum()
+
+    def explicit(x):
+        return (matrices @ x.reshape(4, 64, 1)).reshape(4, 1, 8, 8) + offset
+
+    parameters = [p for p in net.parameters() if p is not net[-1].bias]
+    found = torch.autograd.grad(penalty(augment), parameters)
+    expected = torch.autograd.grad(penalty(explicit), parameters)
+    for one, other in zip(found, expected, strict=True):
+        assert other.abs().max() > 1e-6
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-14)
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that run inside the block, and those that are given a tensor of the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.from_host = set(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.names.add(name)
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and value.device == CPU:
+                self.from_host.add((name, value.ndim))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_nothing_waits_for_the_device(channels, monkeypatch):
+    """On tensors without values to read one, or have a shape depend on one, raises; and nothing comes from the host."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no such device
+    device = torch.device("meta")
+    ada = Ada(
+        AdaConfig(mode="adaptive", operations=ALL),
+        seed=0, channels=channels, batch_size=4, device=device, schedule_images=1,
+    )  # fmt: skip
+    draws = Draws({
+        name: GroupDraws(*(torch.empty(4, k, device=device) for k in counts)) for name, counts in DRAWS.items()
+    })  # fmt: skip
+    draws.groups["noise"].pixels = torch.empty(4, channels, 8, 8, device=device)
+    images = torch.empty(4, channels, 8, 8, device=device)
+
+    def step():
+        inputs = images.clone().requires_grad_()
+        result = ada.apply(inputs, draws, slice(0, 4)).square().sum()
+        (gradient,) = torch.autograd.grad(result, inputs, create_graph=True)
+        gradient.square().sum().backward()
+        ada.update(4, 3, torch.empty((), device=device), 4)
+        return inputs.grad
+
+    step()  # constants are made
+    with Operators() as seen:
+        assert step().shape == images.shape
+    assert {"grid_sampler_2d", "grid_sampler_2d_backward", "gather", "baddbmm"} - seen.names <= (
+        {"baddbmm"} if channels == 1 else set()
+    )
+    assert not seen.names & {"lift_fresh", "_local_scalar_dense", "nonzero"}
+    assert not {(name, ndim) for name, ndim in seen.from_host if ndim > 0 or "copy" in name}  # 0-d: an argument
+
+
+# ---- strength
+
+
+def by_hand(signs, sizes, *, p=0.0, target=0.6, kimg=500.0, interval=4):
+    """The law of 2006.06676, section 2.2, with the logits' signs of whole batches."""
+    found, gathered, images = [], 0.0, 0
+    for step, (sign, size) in enumerate(zip(signs, sizes, strict=True)):
+        gathered, images = gathered + sign * size, images + size
+        if step % interval == interval - 1:
+            r = gathered / images
+            p += (1 if r > target else -1 if r < target else 0) * images / (kimg * 1000)
+            p, gathered, images = min(1.0, max(0.0, p)), 0.0, 0
+        found.append(p)
+    return found
+
+
+def follow(ada, signs, sizes, start=0):
+    found, seen = [], sum(sizes[:start])
+    for step in range(start, len(signs)):
+        seen += sizes[step]
+        ada.update(seen, step, torch.tensor(signs[step]), sizes[step])
+        found.append(ada.p)
+    return torch.stack(found).tolist()
+
+
+SIGNS = torch.rand(60, generator=generator(0, "signs"), dtype=torch.float64).mul(0.8).add(0.25).tolist()
+SIZES = [64] * 30 + [16] * 30  # a growing GAN's batches shrink
+
+
+@pytest.mark.parametrize(
+    ("config", "transfer", "kimg"),
+    [
+        ({}, False, 500),
+        ({}, True, 100),
+        ({"kimg": 0.5}, False, 0.5),
+        ({"kimg": 0.5}, True, 0.5),
+        ({"kimg": 2.0, "interval": 1, "target": 0.7}, False, 2.0),
+        ({"kimg": 1.0, "interval": 7, "p": 0.3, "target": 0.65}, False, 1.0),
+    ],
+)
+def test_the_law_against_a_loop_by_hand(config, transfer, kimg, double):
+    expected = by_hand(SIGNS, SIZES, **(config | {"kimg": kimg}))
+    found = follow(build("adaptive", transfer=transfer, **({"p": 0.0} | config)), SIGNS, SIZES)
+    assert found == pytest.approx(expected, abs=1e-12)
+    assert len(set(expected)) > 4
+    assert max(expected) > min(expected)
+
+
+def test_strength_stays_in_its_range():
+    up, down = [1.0] * 12, [-1.0] * 12
+    assert follow(build("adaptive", 0.5, kimg=0.1), up, [10] * 12)[-1] == 1
+    assert follow(build("adaptive", 0.5, kimg=0.1), down, [10] * 12)[-1] == 0
+    assert follow(build("adaptive", 0.5, kimg=0.1), up[:4], [10] * 4) == pytest.approx([0.5, 0.5, 0.5, 0.9])
+
+
+def test_a_step_that_is_not_finite_counts_for_nothing(double):
+    ada = build("adaptive", 0.5, kimg=1.0)
+    assert follow(ada, [math.nan, 1.0, math.inf, 0.5], [10] * 4)[-1] == pytest.approx(0.5 + 20 / 1000)
+    assert follow(ada, [math.nan] * 4, [10] * 4)[-1] == pytest.approx(0.5 + 20 / 1000)
+    assert follow(ada, [0.5] * 4, [10] * 4)[-1] == pytest.approx(0.5 - 20 / 1000)
+
+
+def test_target_met_exactly_moves_nothing(double):
+    assert follow(build("adaptive", 0.5, target=0.5), [0.25, 0.75, 0.5, 0.5], [8] * 4)[-1] == 0.5
+
+
+def test_p_is_never_changed_in_place():
+    ada = build("adaptive", 0.5, kimg=1.0)
+    kept = ada.p
+    follow(ada, [1.0] * 4, [10] * 4)
+    assert kept == 0.5
+    assert ada.p > 0.5
+    assert not ada.p.requires_grad
+
+
+def test_scheduled_strength_is_a_function_of_the_images_seen(double):
+    ada = build("scheduled", 0.1, p_final=0.5, schedule_images=1000)
+    assert ada.p == 0.1
+    for seen, expected in [(1000, 0.5), (0, 0.1), (500, 0.3), (250, 0.5 - 0.2 * (1 + math.sqrt(0.5))), (5000, 0.5)]:
+        ada.update(seen, 3, torch.tensor(1.0), 10)
+        assert ada.p.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_fixed_strength_stays():
+    assert set(follow(build("fixed", 0.5, kimg=0.1), [1.0] * 8, [10] * 8)) == {0.5}
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_resumed_amid_an_interval_it_goes_on_to_the_bit(stop):
+    config = {"mode": "adaptive", "p": 0.3, "kimg": 1.0, "target": 0.62}
+    signs, sizes = SIGNS[:12], [64] * 6 + [16] * 6
+    straight = follow(build(**config), signs, sizes)
+    first = build(**config)
+    follow(first, signs[:stop], sizes[:stop])
+    buffer = io.BytesIO()
+    torch.save(first.state_dict(), buffer)
+    buffer.seek(0)
+    second = build(**config)
+    second.load_state_dict(torch.load(buffer, weights_only=True))
+    assert follow(second, signs, sizes, start=stop) == straight[stop:]
+    assert len(set(straight)) == 4
+
+
+def test_what_a_resumed_run_takes_over():
+    state = build("adaptive", 0.3).state_dict()
+    for mode, expected in [("adaptive", 0.3), ("scheduled", 0.3), ("fixed", 0.5)]:
+        ada = build(mode, 0.5)
+        ada.load_state_dict(state)
+        assert ada.p == torch.tensor(expected)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"p": 1.1}, "ada.p 1.1"),
+        ({"p": float("nan")}, "ada.p nan"),
+        ({"p_final": -0.1}, "ada.p_final -0.1"),
+        ({"target": 1.0}, "ada.target 1.0"),
+        ({"kimg": 0.0}, "ada.kimg 0.0"),
+        ({"kimg": math.inf}, "ada.kimg inf"),
+        ({"interval": 0}, "ada.interval 0"),
+        ({"operations": {"color": 1.0}}, "no group 'color' \\(did you mean 'colour'\\?\\)"),
+        ({"operations": {"colour": 1.5}}, "ada.operations.colour 1.5"),
+        ({"operations": {"colour": -0.5}}, "ada.operations.colour -0.5"),
+        ({"mode": "fixed"}, "fixed with ada.p 0"),
+        ({"mode": "scheduled"}, "p_final 0"),
+        ({"mode": "adaptive", "operations": {}}, "adaptive without ada.operations"),
+        ({"mode": "adaptive", "operations": {"blit": 0.0}}, "adaptive without ada.operations"),
+    ],
+)
+def test_bad_settings_are_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        AdaConfig(**config)
+
+
+def test_other_channels_are_refused():
+    with pytest.raises(UserError, match="1 or 3 channels, not 4"):
+        build(channels=4)
+
+
+def test_a_piece_must_have_its_rows():
+    ada = build()
+    with pytest.raises(AssertionError):
+        ada.apply(random(5, 3, 8, 8), ada.draw(0, "real", 8), HALF)

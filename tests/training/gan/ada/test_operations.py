@@ -1,0 +1,281 @@
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from tests.training.gan.ada import oracle
+from training.gan.ada import operations as ops
+from training.gan.ada.operations import DRAWS, GroupDraws
+from utils.seeding import generator
+
+
+def random(*shape, key="images"):
+    return torch.rand(shape, generator=generator(0, "test", key), dtype=torch.float64) * 2 - 1
+
+
+def numbers(group, n, key=0, pixels=None):
+    operations, uniform, normal = DRAWS[group]
+    keyed = generator(0, "test", group, key)
+    chance = torch.rand(n, operations + uniform, generator=keyed, dtype=torch.float64)
+    normals = torch.randn(n, normal, generator=keyed, dtype=torch.float64)
+    return GroupDraws(chance[:, :operations], chance[:, operations:], normals, pixels)
+
+
+def probability(p):
+    return torch.tensor(p, dtype=torch.float64)
+
+
+def rows(draws) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Chances, uniform and normal numbers, an image at a time."""
+    return zip(draws.chance.numpy(), draws.uniform.numpy(), draws.normal.numpy(), strict=True)
+
+
+def only(draws, operation):
+    """The same numbers, chances such that one operation happens at p = 0.5 and no other."""
+    chance = torch.full_like(draws.chance, 0.9)
+    chance[:, operation] = 0.1
+    return GroupDraws(chance, draws.uniform, draws.normal, draws.pixels)
+
+
+def variants(group, n, pixels=None):
+    """Each operation alone, and draws as they come."""
+    draws = numbers(group, n, pixels=pixels)
+    return [*(only(draws, k) for k in range(DRAWS[group][0])), draws, numbers(group, n, 1, pixels)]
+
+
+@pytest.mark.parametrize("size", [8, 9, 32])
+def test_blit_against_numpy(size):
+    images, seen = random(40, 3, size, size), set()
+    for draws in variants("blit", 40):
+        inverse = ops.blit_inverse(draws, probability(0.5), size)
+        found = ops.move(images, inverse, None).numpy()
+        for k, (chance, uniform, _) in enumerate(rows(draws)):
+            numbers_, matrix = oracle.blit_matrix(chance, uniform, 0.5, size)
+            seen.add(numbers_)
+            assert (found[k] == oracle.blitted(images[k].numpy(), *numbers_)).all()
+            np.testing.assert_allclose(inverse[k], np.linalg.inv(matrix), rtol=0, atol=1e-12)
+    assert {flip for flip, *_ in seen} == {False, True}
+    assert {quarters for _, quarters, *_ in seen} == {0, 1, 2, 3}
+    reach = {8: 1, 9: 1, 32: 4}[size]
+    assert {x for *_, x, _ in seen} == {y for *_, y in seen} == set(range(-reach, reach + 1))
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9])
+def test_geometry_against_numpy(p):
+    for draws in variants("geometry", 40):
+        inverse, moved = ops.geometry_inverse(draws, probability(p), 10)
+        for k, (chance, uniform, normal) in enumerate(rows(draws)):
+            forward = oracle.geometry_matrix(chance, uniform, normal, p, 10)
+            np.testing.assert_allclose(inverse[k], np.linalg.inv(forward), rtol=0, atol=1e-12)
+            assert moved[k] == (not np.array_equal(forward, np.eye(3)))
+
+
+def test_both_groups_are_one_warp_and_what_geometry_leaves_is_copied():
+    size, n = 8, 4
+    images = random(n, 1, size, size)
+    blit, geometry = numbers("blit", n), numbers("geometry", n)
+    blit.chance[:], geometry.chance[:], geometry.chance[1] = 0.1, 0.1, 0.9
+    first = ops.blit_inverse(blit, probability(0.5), size)
+    found = ops.move(images, first, ops.geometry_inverse(geometry, probability(0.5), size)).numpy()
+    for k, ((chance, uniform, _), (more, angles, normal)) in enumerate(zip(rows(blit), rows(geometry), strict=True)):
+        what, matrix = oracle.blit_matrix(chance, uniform, 0.5, size)
+        if k == 1:
+            assert (found[k] == oracle.blitted(images[k].numpy(), *what)).all()
+            continue
+        matrix = oracle.geometry_matrix(more, angles, normal, 0.5, size) @ matrix
+        np.testing.assert_allclose(found[k, 0], oracle.warped(images[k, 0].numpy(), matrix), rtol=0, atol=1e-11)
+    alone = ops.move(images, None, ops.geometry_inverse(geometry, probability(0.5), size))
+    assert torch.equal(alone[1], images[1])
+    matrix = oracle.geometry_matrix(*next(rows(geometry)), 0.5, size)
+    np.testing.assert_allclose(alone[0, 0], oracle.warped(images[0, 0].numpy(), matrix), rtol=0, atol=1e-11)
+
+
+def test_colour_against_numpy():
+    images = random(20, 3, 4, 4)
+    grey = images[:, :1]
+    for draws in variants("colour", 20):
+        found = ops.recolour(images, ops.colour_matrix(draws, probability(0.5), 3))
+        found_grey = ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1))
+        for k, parts in enumerate(rows(draws)):
+            np.testing.assert_allclose(found[k], oracle.recoloured(images[k].numpy(), *parts, 0.5), rtol=0, atol=1e-12)
+            alike = oracle.recoloured(grey[k].expand(3, -1, -1).numpy(), *parts, 0.5)  # a grey image in RGB
+            np.testing.assert_allclose(found_grey[k].expand(3, -1, -1), alike, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("operation", [3, 4])
+def test_hue_and_saturation_leave_grey_to_the_bit(operation):
+    draws, grey = only(numbers("colour", 10), operation), random(10, 1, 4, 4)
+    assert torch.equal(ops.recolour(grey, ops.colour_matrix(draws, probability(0.5), 1)), grey)
+
+
+@pytest.mark.parametrize("size", [8, 9, 32])
+def test_bands_against_numpy(size):
+    images = random(3, 1, size, size)
+    for draws in variants("filter", 3)[-3:]:
+        found = ops.amplify_bands(images, draws, probability(0.5))
+        for k, (chance, _, normal) in enumerate(rows(draws)):
+            expected = oracle.filtered(images[k, 0].numpy(), oracle.band_gains(chance, normal, 0.5))
+            np.testing.assert_allclose(found[k, 0], expected, rtol=0, atol=1e-12)
+
+
+def test_bands_are_octaves_that_sum_to_one_and_keep_the_expected_power():
+    taps = oracle.band_taps()
+    np.testing.assert_allclose(taps.sum(0), np.eye(43)[21], atol=1e-15)
+    response = np.abs(np.fft.rfft(taps, 1024))  # bins of pi / 512
+    for band, (low, high) in enumerate([(0, 64), (64, 128), (128, 256), (256, 512)]):
+        middle = 511 if band == 3 else math.isqrt(low * high)
+        assert response[:, middle].argmax() == band
+        assert response[band, middle] > 0.7
+    for band in range(4):
+        alone = [oracle.band_gains(chance, normal, 0.5) for chance, _, normal in rows(only(numbers("filter", 9), band))]
+        np.testing.assert_allclose(np.square(alone) @ np.array([10, 1, 1, 1]) / 13, 1, rtol=1e-12)
+
+
+def test_noise_and_cutout_against_numpy():
+    images, pixels = random(30, 3, 10, 10), torch.randn(30, 3, 10, 10, generator=generator(0, "n"), dtype=torch.float64)
+    for draws in variants("noise", 30, pixels):
+        found = ops.add_noise(images, draws, probability(0.5)).numpy()
+        for k, (chance, _, normal) in enumerate(rows(draws)):
+            strength = 0.1 * abs(normal[0]) if chance[0] < 0.5 else 0.0
+            np.testing.assert_allclose(found[k], images[k].numpy() + strength * pixels[k].numpy(), rtol=0, atol=1e-15)
+    for draws in variants("cutout", 30):
+        found = ops.cut_out(images, draws, probability(0.5)).numpy()
+        for k, (chance, uniform, _) in enumerate(rows(draws)):
+            assert (found[k] == oracle.cut(images[k].numpy(), chance, uniform, 0.5)).all()
+
+
+def apply_all(images, p, key=0):
+    """Every group, as functions of the images alone."""
+    n, channels, size, _ = images.shape
+    pixels = torch.randn(images.shape, generator=generator(0, "pixels"), dtype=images.dtype)
+    draws = {name: numbers(name, n, key, pixels) for name in DRAWS}
+    p = probability(p)
+    blit = ops.blit_inverse(draws["blit"], p, size)
+    warped = ops.geometry_inverse(draws["geometry"], p, size)
+    return {
+        "blit": lambda x: ops.move(x, blit, None),
+        "geometry": lambda x: ops.move(x, None, warped),
+        "both": lambda x: ops.move(x, blit, warped),
+        "colour": lambda x: ops.recolour(x, ops.colour_matrix(draws["colour"], p, channels)),
+        "filter": lambda x: ops.amplify_bands(x, draws["filter"], p),
+        "noise": lambda x: ops.add_noise(x, draws["noise"], p),
+        "cutout": lambda x: ops.cut_out(x, draws["cutout"], p),
+    }
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_nothing_happens_to_the_bit_at_0_and_everything_at_1(channels, accelerator, monkeypatch):
+    monkeypatch.setattr(ops, "_at_hand", lambda values: not accelerator)
+    images = random(30, channels, 8, 8)
+    for name, operation in apply_all(images, 0.0).items():
+        assert torch.equal(operation(images), images), name
+    for name, operation in apply_all(images, 1.0).items():
+        changed = (operation(images) != images).flatten(1).any(1)
+        assert changed.double().mean() > 0.8 if name == "blit" else changed.all(), name
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_accelerator_computes_everything_and_chooses(channels, monkeypatch):
+    images = random(7, channels, 8, 8)
+    for name, operation in apply_all(images, 0.3).items():
+        with monkeypatch.context() as patched:
+            expected = operation(images)
+            patched.setattr(ops, "_at_hand", lambda values: False)
+            torch.testing.assert_close(operation(images), expected, rtol=0, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("name", ["blit", "geometry", "both", "colour", "filter", "noise", "cutout"])
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_gradients_of_first_and_second_order(name, accelerator, channels, monkeypatch):
+    monkeypatch.setattr(ops, "_at_hand", lambda values: not accelerator)
+    images = random(6, channels, 8, 8).requires_grad_()
+    operation = apply_all(images.detach(), 0.5)[name]
+    changed = (operation(images) != images).flatten(1).any(1)
+    assert changed.any()
+    assert gradcheck(operation, images, fast_mode=True)
+    # the square makes the second derivative depend on the first
+    assert gradgradcheck(lambda x: operation(x).square(), images, fast_mode=True)
+
+
+def share(happened):
+    return happened.double().mean().item()
+
+
+N = 20_000
+
+
+def about(expected, spread=None):
+    """Within four standard deviations of the mean of N draws; of a probability unless their spread is given."""
+    spread = math.sqrt(expected * (1 - expected)) if spread is None else spread
+    return pytest.approx(expected, abs=4 * spread / math.sqrt(N))
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_how_often_and_how_strongly_geometry_happens(p):
+    blit = ops.blit_inverse(numbers("blit", N), probability(p), 32)
+    linear = blit[:, :2, :2]
+    assert share(linear.det() < 0) == about(p / 2)
+    turned = linear * torch.stack([linear.det(), torch.ones(N, dtype=torch.float64)], dim=1)[:, :, None]
+    assert share(turned[:, 0, 0].abs() < 0.5) == about(p / 2)  # 90 and 270 degrees
+    assert share(turned[:, 0, 0] < -0.5) == about(p / 4)
+    for direction in (0, 1):
+        moves = (torch.linalg.inv(linear) @ blit[:, :2, 2:])[:, direction, 0].round()
+        assert share(moves != 0) == about(p * 7 / 8)  # round(uniform from -4 to 4) is 0 an eighth of the time
+        assert share(moves == 4) == about(p / 16)
+        assert share(moves.abs() > 4) == 0
+
+    inverse, moved = ops.geometry_inverse(numbers("geometry", N), probability(p), 32)
+    assert share(moved) == about(1 - (1 - p) ** 4)
+    linear = inverse[:, :2, :2]
+    scale = linear.det().log2() / 2  # a stretch keeps the area
+    scaled = scale.abs() > 1e-9
+    assert share(scaled) == about(p)
+    assert scale.square().mean().sqrt() == pytest.approx(0.2 * math.sqrt(p), rel=4 * math.sqrt(1.5 / p / N))
+    stretch = torch.linalg.svdvals(linear).log2()
+    stretch = (stretch[:, 0] - stretch[:, 1]) / 2
+    stretched = stretch > 1e-7
+    assert share(stretched) == about(p)
+    assert stretch.square().mean().sqrt() == pytest.approx(0.2 * math.sqrt(p), rel=4 * math.sqrt(1.5 / p / N))
+    turned = (linear[:, 0, 1] - linear[:, 1, 0]).abs() > 1e-9  # 0 for any symmetric matrix
+    assert share(turned) == about(p)  # by one turn or by both
+    shifts = torch.linalg.inv(linear) @ inverse[:, :2, 2:]
+    assert share(shifts[:, 0, 0] != 0) == about(p)
+    for direction in (0, 1):
+        spread = shifts[:, direction, 0].square().mean().sqrt()
+        assert spread == pytest.approx(0.125 * 32 * math.sqrt(p), rel=4 * math.sqrt(1.5 / p / N))
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_how_often_and_how_strongly_the_rest_happens(p):
+    matrix = ops.colour_matrix(numbers("colour", N), probability(p), 3)
+    v = torch.full((3,), 1 / math.sqrt(3), dtype=torch.float64)
+    along = (matrix[:, :3, :3] @ v) @ v
+    contrast, light = along.abs(), matrix[:, 0, 3] / along
+    assert share(along < 0) == about(p / 2)
+    assert share(light != 0) == about(p)
+    assert light.square().mean().sqrt() == pytest.approx(0.2 * math.sqrt(p), rel=4 * math.sqrt(1.5 / p / N))
+    assert share((contrast - 1).abs() > 1e-9) == about(p)
+    assert contrast.log2().square().mean() == pytest.approx(0.25 * p, rel=4 * math.sqrt(3 / p / N))
+    saturation = (matrix[:, :3, :3].det() / along).abs().sqrt() / contrast
+    assert share((saturation - 1).abs() > 1e-9) == about(p)
+    assert saturation.log2().square().mean() == pytest.approx(p, rel=4 * math.sqrt(3 / p / N))
+    assert share((matrix[:, 0, 1] - matrix[:, 0, 2]).abs() > 1e-9) == about(p)  # a turned hue is not symmetric
+
+    white = torch.ones(N, 1, 4, 4, dtype=torch.float64)
+    noisy = ops.add_noise(white, numbers("noise", N, pixels=white), probability(p))[:, 0, 0, 0] - 1
+    assert share(noisy != 0) == about(p)
+    assert noisy.min() >= 0  # half-normal
+    assert noisy.square().mean().sqrt() == pytest.approx(0.1 * math.sqrt(p), rel=4 * math.sqrt(1.5 / p / N))
+    cut = ops.cut_out(white, numbers("cutout", N), probability(p))[:, 0]
+    assert share((cut == 0).flatten(1).any(1)) == about(p)
+    middle, corner = 0.5**2 * p, (3 / 8) ** 2 * p  # a pixel is hidden where the centre is within a quarter of it
+    assert share(cut[:, 1, 2] == 0) == about(middle)
+    assert share(cut[:, 3, 0] == 0) == about(corner)
+    images = random(1, 1, 8, 8).expand(N, -1, -1, -1)
+    filtered = ops.amplify_bands(images, numbers("filter", N), probability(p))
+    assert share((filtered != images).flatten(1).any(1)) == about(1 - (1 - p) ** 4)

@@ -1,0 +1,305 @@
+"""The schedule of progressive growing: against a loop that grows image by image, and its properties."""
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.gan.stages import ProgressiveConfig, Stage, Stages
+from utils.config import build, to_tree
+from utils.errors import UserError
+
+SIDES = (8, 16, 32, 64)
+
+
+class Lengths(NamedTuple):
+    """A schedule in images."""
+
+    sides: tuple[int, ...]
+    fades: dict[int, int]  # all but the first
+    stables: dict[int, int]  # all but the last
+    batches: dict[int, int]
+
+
+def stages_of(lengths: Lengths, steps: int = 1000, **options: Any) -> Stages:
+    config = ProgressiveConfig(
+        start=lengths.sides[0],
+        fade_kimg={side: images / 1000 for side, images in lengths.fades.items()},
+        stable_kimg={side: images / 1000 for side, images in lengths.stables.items()},
+        batch_sizes=lengths.batches,
+        **options,
+    )
+    return Stages(config, lengths.sides[-1], steps, 77)
+
+
+def grown(lengths: Lengths, steps: int) -> list[tuple[int, Fraction, int, int, int]]:
+    """Resolution, alpha, batch size, images seen before and first step of every step, by walking through them."""
+    rows: list[tuple[int, Fraction, int, int, int]] = []
+    number, seen, total, first = 0, 0, 0, 0  # stage, images of the stage, of the run, first step of the stage
+    for step in range(steps):
+        side = lengths.sides[number]
+        fade = lengths.fades[side] if number else 0
+        alpha = Fraction(min(seen, fade), fade) if fade else Fraction(1)
+        rows.append((side, alpha, lengths.batches[side], total, first))
+        seen, total = seen + lengths.batches[side], total + lengths.batches[side]
+        if number + 1 < len(lengths.sides) and seen >= fade + lengths.stables[side]:
+            number, seen, first = number + 1, 0, step + 1
+    return rows
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Lengths:
+    """Short stages, so that a few hundred steps pass all of them; some without fade, some without a stable part."""
+    first = draw(st.integers(0, 2))
+    sides = SIDES[first : draw(st.integers(first + 2, 4))]
+    images = st.integers(0, 200)
+    fades = {side: draw(images) for side in sides[1:]}
+    stables = {side: draw(st.integers(0 if fades.get(side) else 1, 200)) for side in sides[:-1]}
+    return Lengths(
+        sides, fades, stables, {side: draw(st.integers(2, 40)) for side in sides}
+    )  # at most 600 steps to the full resolution
+
+
+@settings(derandomize=True, deadline=None)
+@given(lengths=schedules())
+def test_every_step_is_that_of_the_walk(lengths: Lengths) -> None:
+    stages = stages_of(lengths)
+    for step, (side, alpha, batch, images, first) in enumerate(grown(lengths, 150)):
+        stage = stages.at(step)
+        assert (stage.resolution, stage.batch_size, stage.first_step) == (side, batch, first)
+        assert stage.index == lengths.sides.index(side)
+        assert stage.alpha == float(alpha)
+        assert stages.images_at(step) == images
+        assert stages.starts_at(step) == (step == first > 0)
+
+
+@settings(derandomize=True, deadline=None)
+@given(lengths=schedules(), step=st.integers(0, 10**12), more=st.integers(0, 10**6))
+def test_images_add_up_and_never_go_back(lengths: Lengths, step: int, more: int) -> None:
+    stages = stages_of(lengths)
+    assert stages.images_at(step + 1) - stages.images_at(step) == stages.at(step).batch_size
+    near = range(step % 300, step % 300 + more % 50)
+    assert sum(stages.at(s).batch_size for s in near) == stages.images_at(near.stop) - stages.images_at(near.start)
+    assert type(stages.images_at(step)) is int
+    before, after = stages.at(step), stages.at(step + more)
+    assert before.resolution <= after.resolution
+    assert stages.images_at(step + more) >= stages.images_at(step)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(lengths=schedules())
+def test_alpha_grows_from_zero_to_one_in_every_stage(lengths: Lengths) -> None:
+    stages = stages_of(lengths)
+    assert stages.at(0).alpha == 1  # nothing to fade in
+    walk = [stages.at(step) for step in range(700)]
+    for index, group in itertools.groupby(walk, lambda stage: stage.index):
+        alphas = [stage.alpha for stage in group]
+        side = lengths.sides[index]
+        assert all(0 <= alpha <= 1 for alpha in alphas)
+        assert alphas == sorted(alphas)
+        if index:
+            assert (alphas[0] == 0) == (lengths.fades[side] > 0)
+        if lengths.stables.get(side, 1000) > lengths.batches[side] or index == 0:
+            assert alphas[-1] == 1
+    assert walk[-1].resolution == lengths.sides[-1]
+    assert walk[-1].alpha == 1
+
+
+@settings(derandomize=True, deadline=None)
+@given(lengths=schedules(), steps=st.integers(1, 200))
+def test_whether_the_run_is_long_enough(lengths: Lengths, steps: int) -> None:
+    stages = stages_of(lengths, steps)
+    full = [(side, alpha) == (lengths.sides[-1], Fraction(1)) for side, alpha, *_ in grown(lengths, 700)].index(True)
+    assert stages.total_steps == full
+    assert stages.complete == (steps > full)
+    rows = stages.describe()
+    assert (len(rows), rows[-1].startswith("warning: ")) == (len(lengths.sides) + 1 + (steps <= full), steps <= full)
+
+
+def test_spans_are_the_stages() -> None:
+    lengths = Lengths((8, 16, 32), {16: 30, 32: 8}, {8: 21, 16: 12}, {8: 10, 16: 5, 32: 2})
+    stages = stages_of(lengths)
+    assert stages.spans() == [(0, 8, 10), (3, 16, 5), (12, 32, 2)]
+    assert [stages.images_at(first) for first, _, _ in stages.spans()] == [0, 30, 75]
+    assert [first for first in range(2000) if stages.starts_at(first)] == [3, 12]
+    assert [stages.at(step).alpha for step in range(2, 11)] == [1, 0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 1]
+    expected = Stage(resolution=32, alpha=0.75, batch_size=2, index=2, first_step=12, first_image=75, fade_images=8)
+    assert stages.at(15) == expected
+    assert stages.total_steps == 16
+    assert len(stages) == 3
+
+
+def test_one_number_for_all_stages_and_batches_of_the_run() -> None:
+    stages = Stages(ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50}), 32, 100, 10)
+    assert stages.spans() == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]
+    assert stages.at(132 + 30).alpha == 0.5
+    assert stages.images_at(133) == 1000 + 1600 + 10
+
+
+@pytest.mark.parametrize("length", [1.001, {16: 1.001, 32: 1.001}])  # times 1000 it is a little less than 1001
+def test_lengths_are_whole_images(length: Any) -> None:
+    stages = Stages(ProgressiveConfig(start=8, fade_kimg=length, stable_kimg=1), 32, 100, 1)
+    assert stages.spans() == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
+
+
+@pytest.mark.parametrize("config", [None, ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
+def test_without_growth_there_is_one_stage(config: ProgressiveConfig | None) -> None:
+    stages = Stages(config, 48, 70, 12)  # any resolution
+    first = stages.at(0)
+    assert (first.resolution, first.alpha, first.batch_size, first.index, first.first_step) == (48, 1.0, 12, 0, 0)
+    assert (stages.growing, len(stages), stages.complete, stages.total_steps) == (False, 1, True, 0)
+    for step in (0, 1, 69, 70, 10**9):
+        assert stages.at(step) == first
+        assert stages.images_at(step) == 12 * step
+        assert not stages.starts_at(step)
+        assert not stages.resets_at(step)
+        assert stages.announcement(step) is None
+    assert stages.describe() == []
+    assert stages.spans() == [(0, 48, 12)]
+
+
+def test_optimizer_is_reset_where_a_stage_starts_if_so_set() -> None:
+    lengths = Lengths((8, 16), {16: 4}, {8: 6}, {8: 2, 16: 2})
+    for reset in (True, False):
+        stages = stages_of(lengths, reset_optimizer=reset)
+        assert [stages.resets_at(step) for step in range(6)] == [False, False, False, reset, False, False]
+        moments = "start anew" if reset else "go on"
+        assert any(moments in row for row in stages.describe())
+        assert stages.announcement(3) == (
+            f"step 3: stage 2 of 2, 16 px in batches of 2; its layers fade in over 4 images; Adam's moments {moments}"
+        )
+        assert [step for step in range(6) if stages.announcement(step)] == [3]
+    assert ProgressiveConfig().reset_optimizer
+
+
+def test_plan() -> None:
+    config = ProgressiveConfig(start=8, fade_kimg={16: 2, 32: 0}, stable_kimg=1, batch_sizes={8: 64})
+    assert Stages(config, 32, 200, 20).describe() == [
+        "8 px from step 0: batches of 64, 1,024 images",
+        "16 px from step 16: batches of 20, 3,000 images, fading in over 2,000 images",
+        "32 px from step 166: batches of 20, until the run ends",
+        "Adam's moments start anew in every stage (progressive.reset_optimizer)",
+    ]
+    assert Stages(config, 32, 66, 20).describe()[2:] == [
+        "32 px from step 166: batches of 20, until the run ends (the run ends before)",
+        "Adam's moments start anew in every stage (progressive.reset_optimizer)",
+        "warning: the run ends at 16 px with alpha 0.49; 32 px at alpha 1 begin at step 166: raise steps (66) above "
+        "that or shorten the stages",
+    ]
+    assert "32 px in batches of 20; its layers count in full at once" in str(
+        Stages(config, 32, 66, 20).announcement(166)
+    )
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 4}, r"progressive\.start 4: must be a power of two of at least 8"),
+        ({"start": 0}, r"progressive\.start 0: must be"),
+        ({"start": -8}, r"progressive\.start -8: must be"),
+        ({"start": 24}, r"progressive\.start 24: must be"),
+        ({"fade_kimg": -1.0}, r"progressive\.fade_kimg -1\.0: must be a finite number of at least 0"),
+        ({"fade_kimg": {16: math.nan}}, r"progressive\.fade_kimg nan"),
+        ({"stable_kimg": math.inf}, r"progressive\.stable_kimg inf"),
+        ({"stable_kimg": {8: -2}}, r"progressive\.stable_kimg -2"),
+        ({"batch_sizes": {16: 0}}, r"progressive\.batch_sizes: 16 px has batch size 0"),
+    ],
+)
+def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ProgressiveConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "resolution", "message"),
+    [
+        ({}, 8, r"progressive\.start 8: the images have no more px than that"),
+        ({}, 4, r"progressive\.start 8: doubling does not lead to the images' 4 px"),
+        ({}, 48, r"doubling does not lead to the images' 48 px; choose a start that does"),
+        (
+            {"batch_sizes": {64: 4}},
+            32,
+            r"progressive\.batch_sizes: 64 px is no stage that has one; name only 8, 16, 32",
+        ),
+        ({"fade_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"progressive\.fade_kimg: 8 px is no stage .* only 16, 32"),
+        ({"stable_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"progressive\.stable_kimg: 32 px is no stage .* only 8, 16"),
+        ({"fade_kimg": {16: 1}}, 32, r"progressive\.fade_kimg: 32 px has none; name all of 16, 32, or give one number"),
+        ({"stable_kimg": {16: 1}}, 32, r"progressive\.stable_kimg: 8 px has none"),
+        ({"stable_kimg": {8: 0, 16: 1}}, 32, r"the stage of 8 px sees no images; .* progressive\.stable_kimg"),
+        ({"stable_kimg": {8: 1, 16: 0}, "fade_kimg": 0}, 32, r"the stage of 16 px sees no images"),
+    ],
+)
+def test_stages_that_do_not_fit_are_refused(options: dict[str, Any], resolution: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Stages(ProgressiveConfig(start=8, **options), resolution, 100, 8)
+
+
+def test_negative_steps_are_a_fault() -> None:
+    with pytest.raises(ValueError, match="step -1"):
+        Stages(None, 8, 10, 4).images_at(-1)
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "message"),
+    [
+        (3, {}, r"progressive\.batch_sizes 8: 64 cannot be shared by 3 processes; make it a multiple of 3$"),
+        (64, {}, r"^batch_size 24 of the stage of 16 px cannot be shared by 64"),
+        (
+            2,
+            {"micro_batch": 8},
+            r"micro_batch 8 does not divide the 12 samples .* \(batch_size 24 of the stage of 16 px\)",
+        ),
+        (
+            1,
+            {"passes": {"x.group": 16}},
+            r"x\.group 16 does not divide the 24 samples of a forward pass \(batch_size 24",
+        ),
+        (
+            1,
+            {"passes": {"x.group": 8}, "micro_batch": 4},
+            r"x\.group 8 does not divide the 4 .*progressive\.batch_sizes 8",
+        ),
+        (1, {"passes": {"x.a": 4, "x.b": 3}}, r"x\.b 3 does not divide the 64"),
+        (
+            8,
+            {"shares": {"path": 2}},
+            r"path: a process must hold a multiple of 2 .* 3 \(batch_size 24 .* multiple of 16$",
+        ),
+    ],
+)
+def test_batches_that_do_not_fit_name_their_stage(world: int, options: dict[str, Any], message: str) -> None:
+    stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
+    with pytest.raises(UserError, match=message):
+        stages.check_batches(world, **options)
+
+
+def test_batches_that_fit() -> None:
+    stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
+    stages.check_batches(1)
+    stages.check_batches(8)
+    stages.check_batches(2, micro_batch=4, passes={"group": 2}, shares={"path": 2})
+    stages.check_batches(4, micro_batch=16, passes={"group": 2}, shares={"path": 2})  # 6 samples in one pass
+    with pytest.raises(UserError, match=r"^batch_size 24 cannot be shared by 5 processes; make it a multiple of 5$"):
+        Stages(None, 16, 10, 24).check_batches(5)
+    stage = stages.at(0)
+    assert (stage.share(4), stage.micro(4, None), stage.micro(4, 8), stage.micro(4, 20)) == (16, 16, 8, 16)
+
+
+def test_config_from_yaml_and_the_command_line() -> None:
+    tree = {"start": 8, "fade_kimg": {16: 5, 32: 1.5}, "batch_sizes": {8: 64}, "reset_optimizer": False}
+    config = build(ProgressiveConfig, tree, ["--stable_kimg", "{8: 2, 16: 3.5}", "--batch_sizes={16: 32}"])
+    assert config == ProgressiveConfig(
+        start=8,
+        fade_kimg={16: 5.0, 32: 1.5},
+        stable_kimg={8: 2.0, 16: 3.5},
+        batch_sizes={16: 32},
+        reset_optimizer=False,
+    )
+    assert build(ProgressiveConfig, to_tree(config)) == config  # a run's saved config

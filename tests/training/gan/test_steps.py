@@ -1,0 +1,331 @@
+"""Both halves of a GAN's step: what each touches, what the settings do, and what stays bounded."""
+
+import gc
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
+from tests.distributed.test_oracle import CLASSES, untrained_classifier
+from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
+from training.base.data import make_loader
+from training.engine.tasks import build_run_config
+from training.gan import generator_step as gan_generator
+from training.gan import objectives
+from training.gan.config import GanConfig, GanLossConfig
+from training.gan.generator_step import PathLength
+from training.gan.task import GanTask
+from utils.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """data.lmdb: 32 random 16 px grey images of three classes, with 8 px stored; and a classifier's run."""
+    path = tmp_path_factory.mktemp("phases")
+    sample_images = np.random.default_rng(0).integers(0, 256, (32, 1, 16, 16), dtype=np.uint8)
+    pack_arrays(path / "data.lmdb", sample_images, labels=np.arange(32) % 3, classes=CLASSES, smallest=8)
+    untrained_classifier(path / "classifier")
+    return path
+
+
+class Run:
+    """A task and its loader; `step()` takes one step and returns its metrics."""
+
+    def __init__(self, folder, tree: dict[str, Any], **more):
+        loss = {**tree.get("loss", {}), **more.get("loss", {})}
+        if loss.get("classifier"):
+            loss["classifier"] = str(folder / "classifier")
+        tree = {**tree, **more, "data": {"path": str(folder / "data.lmdb")}, "loss": loss}
+        config = build_run_config(tree, [], "test")
+        assert isinstance(config, GanConfig)
+        reader = Dataset(config.data.path)
+        self.task = GanTask(config, reader, None, CPU)
+        self.loader, self.count = make_loader(config, reader, CPU), 0
+
+    def step(self):
+        metrics = self.task.step(self.loader, self.count)
+        self.count += 1
+        return {name: float(value) for name, value in metrics.items()}
+
+
+def gradients(network):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in network.named_parameters()}
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+@pytest.mark.parametrize("objective", ["nonsaturating", "relativistic"])
+def test_each_step_leaves_the_other_networks_gradients_alone(folder, objective, apart):
+    loss = (LOSSES | {"mismatch_weight": 0.0} if objective == "relativistic" else LOSSES) | {"objective": objective}
+    run = Run(folder, GAN, loss=loss | {"gradients_every": apart})
+    run.step()
+    task: Any = run.task
+    kept: dict[str, Any] = {}
+    before = {"discriminator": gradients(task.discriminator), "weights": state(task.discriminator)}
+    assert any(g is not None and float(g.abs().sum()) > 0 for g in before["discriminator"].values())
+    update = task.generator_phase.run
+
+    def watched(work, reals, metrics):
+        fakes = update(work, reals, metrics)
+        kept["after"] = {"discriminator": gradients(task.discriminator), "weights": state(task.discriminator)}
+        kept["generator"] = {"gradients": gradients(task.generator), "weights": state(task.generator)}
+        return fakes
+
+    task.generator_phase.run = watched
+    run.step()
+    assert same(kept["after"]["discriminator"], before["discriminator"])  # by the generator's step
+    assert same(kept["after"]["weights"], before["weights"])
+    assert same(gradients(task.generator), kept["generator"]["gradients"])  # by the discriminator's step
+    assert same(state(task.generator), kept["generator"]["weights"])
+    assert all(p.requires_grad for p in task.discriminator.parameters())
+    assert any(float(g.abs().sum()) > 0 for g in kept["generator"]["gradients"].values() if g is not None)
+
+
+def state(network):
+    return {name: value.clone() for name, value in network.state_dict().items()}
+
+
+def test_the_classifier_that_gives_a_loss_stays_as_it_is(folder):
+    run = Run(folder, GAN, loss=LOSSES)
+    teacher = run.task.generator_phase.teacher
+    assert teacher is not None
+    before = state(teacher)
+    for _ in range(2):
+        assert run.step()["loss/classifier"] > 0
+    assert same(state(teacher), before)
+    assert not teacher.training
+    assert all(p.grad is None for p in teacher.parameters())
+    assert len(run.task.provenance()["teachers"]) == 1
+
+
+def test_a_classifier_of_other_classes_is_refused(folder, tmp_path):
+    sample_images = np.zeros((16, 1, 16, 16), np.uint8)
+    pack_arrays(tmp_path / "data.lmdb", sample_images, labels=np.arange(16) % 3, classes=["a", "b", "other"])
+    untrained_classifier(tmp_path / "classifier")
+    with pytest.raises(UserError, match=r"loss\.classifier .* classes differ"):
+        Run(tmp_path, GAN, loss=LOSSES)
+
+
+def test_the_path_length_mean_follows_the_batch_and_ignores_nonsense():
+    mean = PathLength(0.01)
+    assert float(mean.update(torch.tensor(2.0))) == pytest.approx(0.02)
+    assert float(mean.update(torch.tensor(2.0))) == pytest.approx(0.0398)
+    mean.update(torch.tensor(float("nan")))
+    assert float(mean.mean) == pytest.approx(0.0398)
+    assert not mean.mean.requires_grad
+    assert set(mean.state_dict()) == {"mean"}
+
+
+def test_path_length_regularisation_is_the_formulas(folder, monkeypatch):
+    """weight * interval * mean((length - mean)^2) over half a batch, with the mean moved first."""
+    lengths: list[torch.Tensor] = []
+    original = objectives.path_lengths
+
+    def spy(*args, **kwargs):
+        lengths.append(original(*args, **kwargs))
+        return lengths[-1]
+
+    monkeypatch.setattr(gan_generator.objectives, "path_lengths", spy)
+    run = Run(folder, GAN, loss={"path_length_weight": 2.0, "path_length_interval": 3, "gradients_every": 1})
+    figures = run.step()
+    assert [len(found) for found in lengths] == [4]  # half of 8
+    found = lengths[0].detach().double()
+    mean = 0.01 * float(found.mean())
+    assert figures["path_length/mean"] == pytest.approx(mean, rel=1e-5)
+    assert figures["loss/path_length"] == pytest.approx(float((found - mean).square().mean()), rel=1e-5)
+    norm = figures["gradient_norm/generator/path_length"]
+    assert "loss/path_length" not in run.step()
+    assert "loss/path_length" not in run.step()
+    assert "loss/path_length" in run.step()
+    doubled = Run(folder, GAN, loss={"path_length_weight": 1.0, "path_length_interval": 12, "gradients_every": 1})
+    assert doubled.step()["gradient_norm/generator/path_length"] == pytest.approx(2 * norm, rel=1e-4)
+
+
+def test_gamma_goes_from_start_to_end_by_a_cosine():
+    loss = GanLossConfig(r1_gamma=2.0, gamma_final=0.2)
+    scales = [loss.gamma_scale(images, 1000) for images in (0, 500, 1000, 5000)]
+    assert scales == pytest.approx([1.0, 0.55, 0.1, 0.1])
+    assert GanLossConfig(r1_gamma=2.0).gamma_scale(500, 1000) == 1.0
+
+
+def test_penalties_come_at_their_interval_with_their_gamma(folder):
+    run = Run(folder, GAN, loss={"r1_gamma": 1.0, "r2_gamma": 0.5, "r1_interval": 2})
+    first, second = run.step(), run.step()
+    assert first["loss/r1"] > 0
+    assert first["loss/r2"] > 0
+    assert "loss/r1" not in second
+    other = Run(folder, GAN, loss={"r1_gamma": 3.0, "r2_gamma": 0.5, "r1_interval": 2}).step()
+    assert other["loss/r1"] == pytest.approx(3 * first["loss/r1"], rel=1e-5)
+    assert other["loss/r2"] == pytest.approx(first["loss/r2"], rel=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["stylegan2", "r3gan"])
+def test_relativistic_pairs_share_their_labels(folder, architecture, monkeypatch):
+    tree = GAN if architecture == "stylegan2" else R3GAN
+    run = Run(folder, tree, loss=PAIRS | {"mismatch_weight": 0.0})
+    asked: list[torch.Tensor] = []
+    project = run.task.discriminator.project
+
+    def spy(features, labels):
+        asked.append(labels.clone())
+        return project(features, labels)
+
+    monkeypatch.setattr(run.task.discriminator, "project", spy)
+    run.step()
+    generator_fake, generator_real, fake, real = asked
+    assert torch.equal(generator_fake, generator_real)
+    assert torch.equal(fake, real)
+    assert not torch.equal(fake, generator_fake)  # a fresh batch
+    assert run.loader.state_dict()["consumed"] == 16
+
+
+R3GAN = {key: GAN[key] for key in ("batch_size", "steps", "seed", "task")} | {
+    "architecture": "r3gan",
+    "generator": R3 | {"z_dim": 8},
+    "discriminator": R3,
+}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [GAN | {"loss": LOSSES | {"gradients_every": 1}, "ada": ADA}, R3GAN | {"loss": PAIRS, "ada": ADA}],
+    ids=["stylegan2", "r3gan"],
+)
+def test_steps_leave_no_tensors_behind(folder, tree):
+    run = Run(folder, tree)
+
+    def live():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    for _ in range(8):
+        run.step()
+    before = live()
+    for _ in range(24):
+        run.step()
+    assert live() <= before + 2
+    buffers = [b for part in (run.task.generator, run.task.generator_phase.path_length) for b in part.buffers()]
+    assert not any(b.requires_grad or b.grad_fn is not None for b in buffers)
+    assert run.task.parts.ada.p.grad_fn is None
+
+
+def test_growth_changes_images_batches_and_optimizers(folder):
+    growing = {"start": 8, "fade_kimg": 0.032, "stable_kimg": 0.032, "batch_sizes": {8: 16}}
+    run = Run(folder, GAN, progressive=growing)
+    sizes = []
+    judge = run.task.discriminator.hidden
+
+    def spy(images, alpha=1.0):
+        sizes.append((tuple(images.shape), float(alpha)))
+        return judge(images, alpha=alpha)
+
+    run.task.discriminator.hidden = spy
+    optimizers = []
+    for _ in range(7):
+        run.step()
+        optimizers.append(run.task.generator_phase.updater.optimizer)
+    shapes = [shape for shape, _ in sizes]
+    assert shapes[0] == (16, 1, 8, 8)
+    assert shapes[-1] == (8, 1, 16, 16)
+    alphas = [alpha for shape, alpha in sizes if shape[-1] == 16]
+    assert alphas[0] == 0
+    assert alphas == sorted(alphas)
+    assert alphas[-1] == 1
+    changes = [a is not b for a, b in itertools.pairwise(optimizers)]
+    assert changes == [False, True, False, False, False, False]  # 32 images at 8 px are two steps
+    assert [run.task.images_at(step) for step in (0, 1, 2, 3)] == [0, 16, 32, 40]
+    kept = Run(folder, GAN, progressive=growing | {"reset_optimizer": False})
+    optimizers = []
+    for _ in range(4):
+        kept.step()
+        optimizers.append(kept.task.generator_phase.updater.optimizer)
+    assert all(one is optimizers[0] for one in optimizers)
+
+
+def test_a_growing_generator_is_shown_as_its_stage_has_it(folder):
+    run = Run(folder, GAN, progressive={"start": 8, "fade_kimg": 0.016, "stable_kimg": 0.016})
+    run.step()
+    shown = run.task.shown()
+    z = torch.ones(1, 8)
+    image = shown(z, torch.zeros(1, dtype=torch.int64), noise="none")
+    assert image.shape == (1, 1, 16, 16)
+    assert torch.equal(image[:, :, ::2, ::2], image[:, :, 1::2, 1::2])  # pixels of 8 px, repeated
+    assert run.task.sample_grid(1) is not None
+    for _ in range(5):
+        run.step()
+    assert run.task.shown() is run.task.ema.model
+    assert run.task.provenance()["stage"] == [16, 1.0]
+
+
+def test_adaptive_strength_moves_and_is_saved(folder):
+    run = Run(folder, GAN, ada=ADA)
+    strengths = [run.step()["ada/p"] for _ in range(4)]
+    assert strengths[0] == pytest.approx(0.7)
+    assert strengths[-1] != strengths[0]
+    saved = run.task.registry()["ada"].state_dict()
+    again = Run(folder, GAN, ada=ADA)
+    again.task.registry()["ada"].load_state_dict(saved)
+    assert float(again.task.parts.ada.p) == pytest.approx(strengths[-1])
+
+
+def test_what_does_not_go_together_is_refused():
+    for tree, message in (
+        (R3GAN | {"loss": {"path_length_weight": 2.0}}, "r3gan has no styles"),
+        (R3GAN | {"progressive": {"start": 8}}, "r3gan has no styles"),
+        (GAN | {"loss": {"objective": "relativistic", "mismatch_weight": 0.5}}, "mismatch_weight"),
+        (GAN | {"loss": {"feature_matching_group": 1}}, "feature_matching_group"),
+        (GAN | {"loss": {"path_length_interval": 0}}, "path_length_interval"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_run_config(tree, [], "test")
+
+
+def test_half_a_batch_must_be_whole(folder):
+    odd = {"batch_size": 3, "discriminator": {"minibatch_std_group": 1}, "loss": {"path_length_weight": 1.0}}
+    with pytest.raises(UserError, match="path_length_weight"):
+        Run(folder, GAN, **odd)
+
+
+@pytest.mark.parametrize("more", [{}, {"micro_batch": 4}, {"precision": "bf16"}, {"precision": "fp16"}])
+def test_judging_the_samples_once_gives_the_same_bits(folder, more):
+    results = []
+    for sharing in (True, False):
+        run = Run(folder, GAN, loss={"r1_interval": 2}, **more)
+        run.task.generator_phase.sharing = sharing
+        figures = [run.step() for _ in range(3)]
+        results.append((figures, state(run.task.generator), state(run.task.discriminator)))
+    shared, apart = results
+    for one, other in zip(shared[0], apart[0], strict=True):
+        assert one.keys() == other.keys()
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    for one, other in zip(shared[1:], apart[1:], strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_samples_are_judged_once_only_where_that_is_the_same(folder):
+    def shares(tree, step=0, **more):
+        phases = Run(folder, tree, **more).task
+        return phases.generator_phase.shares(phases._begin(step))
+
+    assert shares(GAN)
+    assert not shares(GAN, ada=ADA)
+    assert not shares(GAN, loss={"r2_gamma": 1.0})
+    assert shares(GAN, step=1, loss={"r2_gamma": 1.0})  # no penalty in this step
+    assert not shares(GAN, loss={"gradients_every": 2})
+    assert shares(GAN, step=1, loss={"gradients_every": 2})
+    assert not shares(GAN, loss={"feature_matching_weight": 1.0, "feature_matching_group": 2})
+    assert not shares(GAN, loss=LOSSES)
+    assert not shares(R3GAN, loss=PAIRS)

@@ -1,0 +1,111 @@
+import pytest
+import torch
+from torch import nn
+
+from training.optim.ema import EMA, half_life_beta
+from training.optim.updater import restore_where_
+from utils.seeding import forked, generator
+
+
+def build():
+    with forked(0, "init", "ema"):
+        model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 2, bias=False)).double()
+    model.register_buffer("w_avg", torch.zeros(3, dtype=torch.float64))
+    return model
+
+
+def move(model, step):
+    """Change every parameter and buffer."""
+    keyed = generator(0, "move", step)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            if value.is_floating_point():
+                value.add_(torch.randn(value.shape, generator=keyed, dtype=value.dtype))
+            else:
+                value.add_(1)
+
+
+@pytest.mark.parametrize("buffers", ["average", "copy"])
+def test_average_against_the_formula(buffers):
+    model = build()
+    ema = EMA(model, buffers=buffers)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = {name for name, _ in model.named_parameters()}
+    for step, beta in enumerate([0.9, 0.0, 0.5, 0.999]):
+        move(model, step)
+        ema.update(model, beta)
+        for name, value in model.state_dict().items():
+            averaged = name in parameters or (buffers == "average" and value.is_floating_point())
+            expected[name] = beta * expected[name] + (1 - beta) * value if averaged else value.clone()
+        for name, value in ema.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+    assert expected["1.num_batches_tracked"].item() == 4
+
+
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_a_skipped_update_leaves_the_average(flag):
+    model = build()
+    ema, unflagged = EMA(model, buffers="average"), EMA(model, buffers="average")
+    before = {name: value.clone() for name, value in ema.model.named_parameters()}
+    move(model, 0)
+    ema.update(model, 0.5, torch.tensor(flag))
+    unflagged.update(model, 0.5)
+    for name, value in ema.model.named_parameters():
+        expected = before[name] if flag else unflagged.model.get_parameter(name)
+        torch.testing.assert_close(value, expected, rtol=0, atol=0)
+        assert torch.equal(value, before[name]) == bool(flag)
+
+
+def test_the_average_survives_a_image_that_is_not_finite():
+    """Fault 22: a masked step must not leave its NaN in BatchNorm's statistics, whence the average would take it."""
+    model = nn.BatchNorm2d(1).double()
+    ema = EMA(model, buffers="average")
+    good = torch.randn(4, 1, 2, 2, generator=generator(0, "test"), dtype=torch.float64)
+    statistics = [b for b in model.buffers() if b.is_floating_point()]
+    for batch, skipped in ((good, 0.0), (good * torch.inf, 1.0), (good, 0.0)):
+        before = [b.clone() for b in statistics]
+        model(batch)
+        restore_where_(statistics, before, torch.tensor(skipped))
+        assert all(torch.equal(b, old) for b, old in zip(statistics, before, strict=True)) == bool(skipped)
+        ema.update(model, 0.5, torch.tensor(skipped))
+    assert all(torch.isfinite(value).all() for value in ema.state_dict().values())
+
+
+def test_it_is_a_copy_in_evaluation_mode_without_gradients():
+    model = build()
+    ema = EMA(model, buffers="copy")
+    assert not ema.model.training
+    assert model.training
+    assert not any(p.requires_grad for p in ema.model.parameters())
+    move(model, 0)
+    assert not torch.equal(ema.model[0].weight, model[0].weight)
+    ema.update(model, 0.5)
+    assert ema.model[0].weight.grad_fn is None
+
+
+def test_state():
+    model = build()
+    ema, other = EMA(model, buffers="copy"), EMA(model, buffers="copy")
+    move(model, 0)
+    ema.update(model, 0.3)
+    assert ema.state_dict().keys() == model.state_dict().keys()
+    other.load_state_dict(ema.state_dict())
+    torch.testing.assert_close(other.state_dict(), ema.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seen", "half_life", "ramp", "expected"),
+    [
+        (64, 10**9, 20_000, 0.05, 0.5 ** (64 / 20_000)),
+        (64, 64_000, 20_000, 0.05, 0.5 ** (64 / 3_200)),
+        (64, 64_000, 20_000, None, 0.5 ** (64 / 20_000)),
+        (32, 32, 20_000, 0.05, 0.5**20),
+        (32, 0, 20_000, 0.05, 0.0),
+    ],
+)
+def test_half_life(batch, seen, half_life, ramp, expected):
+    assert half_life_beta(batch, seen, half_life, ramp) == pytest.approx(expected, rel=1e-12)
+
+
+def test_after_a_half_life_of_images_half_of_the_start_is_left():
+    assert half_life_beta(50, 10**9, 1_000) ** 20 == pytest.approx(0.5)

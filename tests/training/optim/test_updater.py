@@ -1,0 +1,305 @@
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.resnet import Classifier, ResNetConfig
+from models.stylegan2 import Generator, GeneratorConfig
+from training.optim.updater import OptimizerConfig, Precision, Updater, foreach_lerp_, parameter_groups
+from utils.seeding import forked, generator
+
+CPU = torch.device("cpu")
+OPTIMIZERS = [
+    {"name": "adam"},
+    {"name": "adam", "betas": [0.0, 0.99]},
+    {"name": "adam", "weight_decay": 0.1},
+    {"name": "adamw", "weight_decay": 0.1},
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.0},
+    {"name": "sgd", "weight_decay": 0.1},
+]
+
+
+# --- schedules and groups
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak():
+    config = OptimizerConfig(lr=0.4, warmup_steps=4)
+    assert [config.lr_at(step, 100) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+    assert OptimizerConfig(lr=0.4).lr_at(0, 100) == 0.4
+
+
+@pytest.mark.parametrize(("warmup", "final"), [(0, 0.0), (10, 0.0), (10, 0.25)])
+def test_cosine(warmup, final):
+    config = OptimizerConfig(lr=2.0, warmup_steps=warmup, schedule="cosine", final_lr=final)
+    steps = 110
+    assert config.lr_at(warmup, steps) == pytest.approx(2.0)
+    assert config.lr_at(steps, steps) == pytest.approx(2.0 * final)
+    middle = warmup + (steps - warmup) // 2
+    assert config.lr_at(middle, steps) == pytest.approx(2.0 * (1 + final) / 2)
+    quarter = 2.0 * (final + (1 - final) * (1 + math.sqrt(0.5)) / 2)
+    assert config.lr_at(warmup + (steps - warmup) // 4, steps) == pytest.approx(quarter, rel=0.01)
+    rates = [config.lr_at(step, steps) for step in range(warmup, steps + 1)]
+    assert rates == sorted(rates, reverse=True)
+    assert config.lr_at(steps + 50, steps) == pytest.approx(2.0 * final)  # never up again
+
+
+def test_rates_are_positive_up_to_the_last_update():
+    config = OptimizerConfig(lr=1.0, warmup_steps=5, schedule="cosine")
+    assert min(config.lr_at(step, 20) for step in range(20)) > 0
+    assert config.lr_at(3, 2) == pytest.approx(0.8)  # a warm-up that is longer than the training
+
+
+def test_norms_biases_and_strengths_do_not_decay():
+    with torch.device("meta"):
+        classifier = Classifier(ResNetConfig(), channels=3, classes=4, resolution=32)
+        gan = Generator(GeneratorConfig(channel_base=64), resolution=8, channels=1, classes=2)
+    for model in (classifier, gan):
+        decayed, free = parameter_groups(model, 0.1)
+        assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
+        names = {id(p): name for name, p in model.named_parameters()}
+        for p in free["params"]:
+            name = names[id(p)]
+            assert name.endswith(("bias", "noise_strength")) or "bn" in name or "downsample.1" in name
+        for p in decayed["params"]:
+            assert names[id(p)].endswith(("weight", "constant"))
+            assert p.ndim > 1
+        assert len(decayed["params"]) + len(free["params"]) == len(names)
+
+
+def test_frozen_parameters_are_left_out_and_empty_groups_too():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[0].requires_grad_(False)
+    (group,) = parameter_groups(model, 0.1)
+    assert [id(p) for p in group["params"]] == [id(model[1].weight)]
+
+
+# --- updates
+
+
+def build(**config):
+    """A small model with its updater, in float64."""
+    with forked(0, "init", "test optim"):
+        model = nn.Linear(3, 2).double()
+    return model, Updater(model, OptimizerConfig(**({"lr": 0.1} | config)), Precision("fp32", CPU), 100)
+
+
+def set_gradients(model, step, scale=1.0):
+    for index, parameter in enumerate(model.parameters()):
+        keyed = generator(0, "gradient", step, index)
+        parameter.grad = scale * torch.randn(parameter.shape, generator=keyed, dtype=torch.float64)
+
+
+def reference_step(values, state, grads, config, count):
+    """One update of a list of values by the papers: Adam 1412.6980, AdamW 1711.05101, Nesterov as in torch."""
+    for index, (value, grad) in enumerate(zip(values, grads, strict=True)):
+        decay = config.weight_decay if value.ndim > 1 else 0.0
+        if config.name != "adamw":
+            grad, decay = grad + decay * value, 0.0
+        if config.name == "sgd":
+            if config.momentum:
+                state[index] = config.momentum * state.get(index, 0) + grad
+                grad = grad + config.momentum * state[index]
+            values[index] = value - config.lr * grad
+            continue
+        first, second = state.get(index, (torch.zeros_like(value), torch.zeros_like(value)))
+        b1, b2 = config.betas
+        first, second = b1 * first + (1 - b1) * grad, b2 * second + (1 - b2) * grad**2
+        state[index] = (first, second)
+        unbiased = (first / (1 - b1**count)) / ((second / (1 - b2**count)).sqrt() + config.eps)
+        values[index] = value * (1 - config.lr * decay) - config.lr * unbiased
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_updates_follow_the_papers(options):
+    model, updater = build(**options)
+    values = [p.detach().clone() for p in model.parameters()]
+    state: dict[int, Any] = {}
+    for step in range(4):
+        set_gradients(model, step)
+        grads = [p.grad.clone() for p in model.parameters()]
+        norm, skipped, _ = updater.step(step)
+        reference_step(values, state, grads, updater.config, step + 1)
+        assert norm.item() == pytest.approx(math.sqrt(sum(g.square().sum().item() for g in grads)))
+        assert skipped.item() == 0.0
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=1e-6, atol=1e-8)
+
+
+def test_the_rate_of_the_step_is_used():
+    model, updater = build(name="sgd", momentum=0.0, warmup_steps=4)
+    for step in (0, 1, 3):
+        before = model.weight.detach().clone()
+        set_gradients(model, step)
+        grad = model.weight.grad.clone()
+        updater.step(step)
+        torch.testing.assert_close(before - model.weight.detach(), 0.1 * (step + 1) / 4 * grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("clip", "scale"), [(1.0, 10.0), (1.0, 1e-3)])
+def test_clipping_by_the_total_norm(clip, scale):
+    model, updater = build(name="sgd", momentum=0.0, clip_norm=clip)
+    set_gradients(model, 0, scale)
+    before = [p.detach().clone() for p in model.parameters()]
+    grads = [p.grad.clone() for p in model.parameters()]
+    total = math.sqrt(sum(g.square().sum().item() for g in grads))
+    norm, _, _ = updater.step(0)
+    assert norm.item() == pytest.approx(total)  # what is reported is the norm before clipping
+    factor = min(1.0, clip / total)
+    for parameter, old, grad in zip(model.parameters(), before, grads, strict=True):
+        torch.testing.assert_close(old - parameter.detach(), 0.1 * factor * grad, rtol=1e-4, atol=1e-9)
+
+
+def snapshot(model, updater):
+    return copy.deepcopy((dict(model.state_dict()), updater.state_dict()))
+
+
+@pytest.mark.parametrize("options", [*OPTIMIZERS, *({"name": name, "clip_norm": 1.0} for name in ("adam", "sgd"))])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("good_steps", [0, 2])
+def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_steps):
+    model, updater = build(**options)
+    untouched, other = build(**options)
+    for step in range(good_steps):
+        for m, u in ((model, updater), (untouched, other)):
+            set_gradients(m, step)
+            u.step(step)
+    set_gradients(model, 50)
+    model.weight.grad[0, 0] = value
+    norm, skipped, nonfinite = updater.step(good_steps)
+    assert not torch.isfinite(norm)
+    assert (skipped.item(), nonfinite.item()) == (1.0, 1.0)
+    for parameter, expected in zip(model.parameters(), untouched.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+    # moments and step counters too: the next update is the one that would have come without the bad one
+    for step in range(good_steps, good_steps + 3):
+        for m, u in ((model, updater), (untouched, other)):
+            set_gradients(m, step)
+            u.step(step)
+    torch.testing.assert_close(snapshot(model, updater), snapshot(untouched, other), rtol=0, atol=0)
+
+
+def test_sgds_momentum_after_a_masked_first_step_is_zero():
+    # the fused kernel leaves the buffer it makes on a masked first step uninitialised: whatever lay in that memory
+    model, updater = build(name="sgd")
+    model.weight.grad = torch.full_like(model.weight, math.nan)
+    model.bias.grad = torch.full_like(model.bias, math.nan)
+    updater.step(0)
+    for parameter in model.parameters():
+        buffer = updater.optimizer.state[parameter]["momentum_buffer"]
+        assert buffer is not None
+        assert buffer.eq(0).all()
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+def test_a_restored_updater_goes_on_as_if_nothing_had_happened(options, tmp_path):
+    model, updater = build(**options)
+    for step in range(2):
+        set_gradients(model, step)
+        updater.step(step)
+    torch.save({"model": model.state_dict(), "updater": updater.state_dict()}, tmp_path / "x.pt")
+    saved = torch.load(tmp_path / "x.pt", weights_only=True)
+    other, restored = build(**options)
+    other.load_state_dict(saved["model"])
+    restored.load_state_dict(saved["updater"])
+    for m, u in ((model, updater), (other, restored)):
+        for step in range(2, 5):
+            set_gradients(m, step)
+            u.step(step)
+    torch.testing.assert_close(snapshot(other, restored), snapshot(model, updater), rtol=0, atol=0)
+
+
+def test_zero_grad_removes_the_gradients():
+    model, updater = build()
+    set_gradients(model, 0)
+    updater.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+# --- precision
+
+
+def run_scaled(bad_step=None, precision="fp16", **config):
+    """Three updates; at `bad_step` the loss is infinite. Returns the model, its Mixed, the norms and the flags."""
+    with forked(0, "init", "test optim"):
+        model = nn.Linear(3, 1)
+    mixed = Precision(precision, CPU)
+    updater = Updater(model, OptimizerConfig(lr=0.1, name="sgd", **config), mixed, 100)
+    x, norms, flags = torch.ones(2, 3), [], []
+    for step in range(3):
+        updater.zero_grad()
+        loss = model(x).mean() * (math.inf if step == bad_step else 1.0)
+        mixed.backward(loss)
+        norm, skipped, nonfinite = updater.step(step)
+        assert nonfinite == 0  # the loss scale of 2^16 is the likely reason
+        norms.append(norm.item())
+        flags.append(skipped.item())
+        mixed.update_scale()
+    return model, mixed, norms, flags
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_with_the_scaler_norms_and_updates_are_those_without(clip_norm):
+    model, mixed, norms, flags = run_scaled(clip_norm=clip_norm)
+    plain, _, plain_norms, _ = run_scaled(precision="fp32", clip_norm=clip_norm)
+    assert mixed.scaler.get_scale() == 2.0**16
+    assert flags == [0, 0, 0]
+    assert norms == pytest.approx(plain_norms, rel=1e-5)
+    torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad_step", [0, 1])
+def test_an_overflow_is_skipped_and_halves_the_scale(bad_step):
+    model, mixed, _, flags = run_scaled(bad_step)
+    assert flags == [float(step == bad_step) for step in range(3)]
+    assert mixed.scaler.get_scale() == 2.0**15
+    assert torch.isfinite(model.weight).all()
+    other = Precision("fp16", CPU)
+    other.load_state_dict(mixed.state_dict())
+    assert other.scaler.get_scale() == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_autocast_of_each_precision(precision, dtype):
+    x = torch.ones(2, 2)
+    with Precision(precision, CPU).autocast():
+        assert (x @ x).dtype == dtype
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "bf16"), ("fp32", "fp16"), ("fp32", "fp32")])
+def test_a_run_may_be_resumed_at_another_precision(before, after):
+    mixed = Precision(after, CPU)
+    fresh = mixed.state_dict()
+    mixed.load_state_dict(Precision(before, CPU).state_dict())
+    assert mixed.state_dict() == fresh
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_foreach_lerp(weight):
+    keyed = generator(0, "test")
+    targets, sources = ([torch.randn(2, 3, generator=keyed) for _ in range(3)] for _ in range(2))
+    expected = [t + weight * (s - t) for t, s in zip(targets, sources, strict=True)]
+    foreach_lerp_(targets, iter(sources), torch.tensor(weight))
+    torch.testing.assert_close(targets, expected)
+    foreach_lerp_([], [], torch.tensor(weight))
+
+
+def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
+    """fp16's own skips must not stop a run, but a NaN that no scale can cure must."""
+    model = nn.Linear(3, 1)
+    mixed = Precision("fp16", CPU)
+    updater = Updater(model, OptimizerConfig(lr=0.1, name="sgd"), mixed, 100)
+    flags = []
+    for step in range(20):
+        updater.zero_grad()
+        mixed.backward(model(torch.ones(2, 3)).mean() * math.nan)
+        update = updater.step(step)
+        assert update.skipped == 1
+        flags.append(update.nonfinite.item())
+        mixed.update_scale()
+    assert flags == [0.0] * 16 + [1.0] * 4

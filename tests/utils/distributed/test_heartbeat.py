@@ -1,0 +1,148 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
+
+
+def write(folder: Path, rank: int, **more: Any) -> None:
+    """A sign of life of a process on another machine."""
+    sign = {"pid": 1, "host": "elsewhere", "step": 7, "beats": 3, "left": None, "victim": False} | more
+    (folder / "heartbeat").mkdir(exist_ok=True)
+    (folder / "heartbeat" / f"rank-{rank}.json").write_text(json.dumps(sign))
+
+
+def told(folder: Path, world: int, own: int = 0, patience: float = 0.1) -> list[tuple[int, bool, str]]:
+    return [(s.rank, s.gone, s.reason) for s in silent_ranks(folder, world, own=own, patience=patience)]
+
+
+def test_it_beats_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, 3, interval=0.01)
+    beat.step = 5
+    beat.start()
+    sign = json.loads((tmp_path / "heartbeat" / "rank-3.json").read_text())
+    assert (sign["rank"], sign["pid"], sign["step"], sign["left"]) == (3, os.getpid(), 5, None)
+    end = time.monotonic() + 20
+    beat.step = 6
+    while (now := json.loads(beat.path.read_text()))["beats"] < sign["beats"] + 3:
+        assert time.monotonic() < end
+    assert now["step"] in (5, 6)
+    beat.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_why_it_left_is_left(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, 1)
+    beat.start()
+    beat.step = 9
+    beat.stop("MemoryError: no more")
+    assert told(tmp_path, 2) == [(1, True, "rank 1 has left in step 9: MemoryError: no more")]
+    beat.stop("Connection closed", victim=True)
+    assert told(tmp_path, 2) == []  # no cause is looked for there
+
+
+def test_a_missing_file_means_a_rank_that_has_left(tmp_path: Path) -> None:
+    write(tmp_path, 0)
+    assert told(tmp_path, 2, own=0) == [(1, True, "rank 1 has left")]
+    (tmp_path / "heartbeat" / "rank-1.json").write_text("{half a")
+    assert told(tmp_path, 2, own=0) == [(1, True, "rank 1 has left")]
+
+
+@pytest.mark.parametrize(("signum", "word"), [(signal.SIGKILL, "gone"), (signal.SIGSTOP, "stopped")])
+def test_processes_of_this_machine_are_known_at_once(tmp_path: Path, signum: int, word: str) -> None:
+    code = (
+        "import pathlib, sys, time; from utils.distributed.heartbeat import Heartbeat;"
+        "Heartbeat(pathlib.Path(sys.argv[1]), 2, interval=0.05).start(); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY) as process:
+        file, end = tmp_path / "heartbeat" / "rank-2.json", time.monotonic() + 60
+        while not file.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        write(tmp_path, 1)
+        process.send_signal(signum)
+        found = silent_ranks(tmp_path, 3, own=0, patience=30)
+        process.kill()
+    assert [(s.rank, s.gone) for s in found] == [(2, word == "gone")]
+    assert f"rank 2 is {word} (process {process.pid}" in found[0].reason
+
+
+def test_who_does_not_beat_is_silent(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    beat = Heartbeat(tmp_path, 2, interval=0.02)
+    beat.start()
+    found = told(tmp_path, 3, patience=1.0)
+    beat.stop()
+    assert found == [(1, False, "rank 1 gives no sign of life (host elsewhere, last seen in step 7)")]
+
+
+def test_who_is_behind_is_named_if_all_are_alive(tmp_path: Path) -> None:
+    beats = [Heartbeat(tmp_path, rank, interval=0.02) for rank in range(4)]
+    for beat, step in zip(beats, (8, 8, 7, 8), strict=True):
+        beat.step = step
+        beat.start()
+    assert told(tmp_path, 4, own=3, patience=1.0) == [(2, False, "rank 2 is alive but still in step 7")]
+    beats[2].step = 8
+    time.sleep(0.2)
+    assert told(tmp_path, 4, own=3, patience=1.0) == []
+    for beat in beats:
+        beat.stop()
+
+
+def test_a_full_disk_does_not_end_the_process(tmp_path: Path) -> None:
+    (tmp_path / "heartbeat").write_text("a file in the way")
+    beat = Heartbeat(tmp_path, 0, interval=0.01)
+    beat.start()
+    time.sleep(0.1)
+    assert beat._thread.is_alive()
+    beat._stopped.set()
+
+
+def test_a_full_disk_does_not_look_like_a_rank_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beat = Heartbeat(tmp_path, 1, interval=0.02)
+    beat.start()
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    time.sleep(0.1)
+    assert told(tmp_path, 2, patience=0.5) == []
+    assert [path.name for path in (tmp_path / "heartbeat").iterdir()] == ["rank-1.json"]
+    beat.stop()
+
+
+def test_what_an_earlier_start_has_left_is_cleared(tmp_path: Path) -> None:
+    clear(tmp_path)
+    for rank in range(3):
+        write(tmp_path, rank)
+    (tmp_path / "heartbeat" / "rank-2.tmp").touch()
+    clear(tmp_path)
+    assert list((tmp_path / "heartbeat").iterdir()) == []
+
+
+def test_an_orphan_ends_itself(tmp_path: Path) -> None:
+    """A process whose launcher is gone leaves; here the launcher is a shell that ends at once."""
+    code = (
+        "import os, pathlib, sys, time; from utils.distributed.heartbeat import Heartbeat;"
+        "Heartbeat(pathlib.Path(sys.argv[1]), 0, parent=int(sys.argv[2]), interval=0.05).start(); time.sleep(60)"
+    )
+    other = os.getppid()  # not the parent of what is started here
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(other)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert done.stderr == "error on rank 0: its launcher is gone, leaving\n"

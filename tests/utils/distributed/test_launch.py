@@ -1,0 +1,197 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from utils.distributed import launch as launcher
+from utils.distributed.launch import launch, parse_gpus, under_launcher
+from utils.errors import UserError, run_cli
+
+# Python 3.12 warns of a fork where torch has threads; train.py launches before it imports torch
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAD = "import os, pathlib, signal, sys, time\nrank, folder = int(os.environ['RANK']), pathlib.Path(sys.argv[1])\n"
+ALIVE = "(folder / f'pid{rank}').write_text(str(os.getpid()))\ntime.sleep(60)\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """`script(text)` is a command that `launch` runs: a file with HEAD and the text, given tmp_path."""
+
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(HEAD + text)
+        return [str(path), str(tmp_path)]
+
+    return write
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def pids(folder, count):
+    """The processes that ALIVE has noted, once all of them have."""
+    files = [folder / f"pid{rank}" for rank in range(count)]
+    wait_for(lambda: all(file.is_file() and file.read_text() for file in files))
+    return [int(file.read_text()) for file in files]
+
+
+def ended(pid):
+    """Whether a process is gone, or only waits to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(("text", "expected"), [("0", ["0"]), ("0,1", ["0", "1"]), (" 3 , 10", ["3", "10"])])
+def test_parse_gpus(text, expected):
+    assert parse_gpus(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,", "0,0", "-1", "0;1", "cuda:0", "1.5"])
+def test_parse_gpus_refuses(text):
+    with pytest.raises(UserError, match=r"--gpus .*0,1"):
+        parse_gpus(text)
+
+
+def test_under_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not under_launcher()
+    monkeypatch.setenv("RANK", "0")
+    assert under_launcher()
+
+
+def test_all_ranks_run_with_their_environment(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    command = script(f"(folder / f'env{{rank}}').write_text(' '.join(os.environ[n] for n in {names}))\n")
+    assert launch(command, 3) == 0
+    found = [(tmp_path / f"env{rank}").read_text().split() for rank in range(3)]
+    assert [f[:5] for f in found] == [[str(rank), str(rank), "3", "3", "127.0.0.1"] for rank in range(3)]
+    assert len({f[5] for f in found}) == 1
+    assert {int(f[6]) for f in found} == {max(1, (os.cpu_count() or 1) // 3)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    launch(command, 1)
+    assert (tmp_path / "env0").read_text().split()[6] == "7"
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_failing_ranks_exit_code_is_ours(script, code, rank, capfd):
+    assert launch(script(f"sys.exit({code} if rank == {rank} else 0)"), 2) == code
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_told_and_gives_4(script, capfd, rank):
+    text = f"rank == {rank} and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)\n"
+    assert launch(script(text), 2) == 4
+    assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL; {launcher.REMEDY}\n"
+
+
+def test_the_last_rank_to_be_killed_is_told_too(script, capfd):
+    assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1) == 4
+    assert capfd.readouterr().err == f"error: rank 0 was ended by SIGKILL; {launcher.REMEDY}\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, monkeypatch, rank):
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
+    text = f"if rank == {rank}: sys.exit(2)\ntime.sleep(3)\n(folder / 'survived').write_text('x')\n"
+    assert launch(script(text), 2) == 2
+    assert not (tmp_path / "survived").exists()
+
+
+def test_those_who_leave_within_the_grace_are_not_killed(script, tmp_path):
+    text = "if rank == 0: sys.exit(2)\ntime.sleep(0.3)\n(folder / 'clean').write_text('x')\n"
+    assert launch(script(text), 2) == 2
+    assert (tmp_path / "clean").is_file()
+
+
+CALLER = "import sys\nfrom utils.distributed.launch import launch\nsys.exit(launch(sys.argv[1:], 2))\n"
+
+
+@pytest.fixture
+def started(script):
+    """`started(text)` runs `launch` of two ranks in a process of its own."""
+    processes = []
+
+    def start(text):
+        command = [sys.executable, "-c", CALLER, *script(text)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
+def test_kill_9_of_the_launcher_ends_the_children(started, tmp_path):
+    process = started(ALIVE)
+    children = pids(tmp_path, 2)
+    assert not any(ended(pid) for pid in children)
+    process.kill()
+    wait_for(lambda: all(ended(pid) for pid in children))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_who_dies_of_a_forwarded_signal_had_not_begun(started, tmp_path, signum, capfd):
+    process = started(ALIVE)
+    pids(tmp_path, 2)
+    time.sleep(0.1)
+    os.killpg(process.pid, signum)
+    assert process.wait(20) == 3
+    name = signal.Signals(signum).name
+    assert capfd.readouterr().err == f"stopped: {name} before the first step; {launcher.SAME}\n"
+
+
+def test_before_training_a_signal_is_one_line(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def main(_):
+        with launcher.leaving_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    assert run_cli(main, []) == 3
+    assert capsys.readouterr().err == f"stopped: SIGTERM; {launcher.SAME}\n"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_are_forwarded_once_to_every_rank(started, tmp_path, signum):
+    text = (
+        "seen = []\n"
+        f"signal.signal({int(signum)}, lambda *_: seen.append(1))\n"
+        "(folder / f'pid{rank}').write_text(str(os.getpid()))\n"
+        "while not seen: time.sleep(0.01)\n"
+        "time.sleep(0.2)\n"
+        "(folder / f'seen{rank}').write_text(str(len(seen)))\n"
+        "sys.exit(3)\n"
+    )
+    process = started(text)
+    pids(tmp_path, 2)
+    time.sleep(0.1)  # the launcher takes over the signals right after starting the ranks
+    os.killpg(process.pid, signum)  # as a terminal's Ctrl-C does: to every process of the launcher's group
+    assert process.wait(20) == 3
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_handlers_are_put_back(script):
+    before = [signal.getsignal(signum) for signum in launcher.FORWARDED]
+    launch(script(""), 1)
+    assert [signal.getsignal(signum) for signum in launcher.FORWARDED] == before

@@ -1,0 +1,47 @@
+"""torch.compile where it pays and is right: phases with one backward pass. It does not support double backward.
+
+R1, R2 and path-length steps, and losses whose gradients are taken apart (compiled graphs give their buffers away, so
+`retain_graph` raises on them), run the module itself, which has the same parameters.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+
+from utils.distributed import collectives
+from utils.logging import say
+
+CompileSetting = Literal["auto", "on", "off"]
+
+
+class Compiled:
+    """`function`, compiled at its first call; the function itself where compiling is off or fails, with one line.
+
+    auto: on accelerators. (On two CPU cores the compiler's own time is longer than what it saves in a small run; see
+    docs/results.md.)
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, *, setting: CompileSetting, device: torch.device
+    ) -> None:
+        self.function, self.name = function, name
+        self._run = function
+        self._trying = setting == "on" or (setting == "auto" and device.type != "cpu")
+        if self._trying:
+            self._run = torch.compile(function, dynamic=False)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if not self._trying:
+            return self._run(*arguments, **options)
+        try:
+            found = self._run(*arguments, **options)
+        except TorchDynamoException as error:  # InductorError is one of them
+            if collectives.is_main():
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                say(f"compile: {self.name} runs uncompiled ({reason[:160]})")
+            self._run, self._trying = self.function, False
+            return self._run(*arguments, **options)
+        self._trying = False  # it works: later errors are not the compiler's
+        return found

@@ -1,0 +1,218 @@
+"""The data of a run: opened, checked against each other, sampled and loaded as the config says."""
+
+import resource
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from data.dataset import Dataset
+from data.decode import RandomCrop
+from data.lmdb.reader import DamageError
+from data.loader import InfiniteLoader
+from data.progressive_loader import ProgressiveLoader
+from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
+from data.shards import shard_paths
+from data.workers import choose_workers
+from training.base.config import DataConfig, RunConfig
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.logging import say
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs
+
+
+def open_training(config: DataConfig) -> Dataset:
+    """The training images. Raises UserError naming the key."""
+    crop = None
+    if config.crop == "random":
+        crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect)
+    _check_given(config.path, "data.path")
+    check_open_files(sum(len(shard_paths(path)) for path in (config.path, config.val_path) if path))
+    return Dataset(
+        config.path,
+        resolution=config.resolution,
+        crop=crop,
+        workers=0 if config.workers == "auto" else config.workers,
+        cache=config.cache == "ram",
+        on_damage=config.on_damage,
+    )
+
+
+def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
+    """The held-out images at the training images' resolution, whole and in the middle, if there are any. Damage
+    always stops their reading: a figure over other images would be another figure.
+    """
+    if not config.val_path:
+        return None
+    return Dataset(
+        config.val_path, resolution=training.resolution or None, workers=training.workers, cache=config.cache == "ram"
+    )
+
+
+def _check_given(path: str | None, key: str) -> None:
+    if not path:
+        raise UserError(
+            f"{key} is not set; pack images with `python -m data.pack SOURCE {key.split('.')[1]}.lmdb` and give "
+            f"--{key} FILE"
+        )
+
+
+def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
+    """Raise UserError unless the files hold images of one size and fit each other; warn of leaks."""
+    if training.resolution == 0:
+        raise UserError(
+            f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
+            "--size N"
+        )
+    _check_not_empty(training, "data.path")
+    _check_labels(training)
+    if held_out is None:
+        return
+    _check_not_empty(held_out, "data.val_path")
+    _check_labels(held_out)
+    side, channels = held_out.meta.resolutions[-1], held_out.meta.channels
+    scaled = config.data.resolution is not None or side in (0, training.resolution)  # as asked for, or not at all
+    if channels != training.meta.channels or not scaled:
+        raise UserError(
+            f"{config.data.val_path}: images of {side or training.resolution} px with {channels} channels, those of "
+            f"{config.data.path} have {training.resolution} px and {training.meta.channels}; pack both alike"
+        )
+    if collectives.is_main():
+        _warn_of_leaks(config.data, training, held_out)
+
+
+def _warn_of_leaks(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
+    """Say how many held-out images are training images too, to the pixel."""
+    try:
+        leaked = int(np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum())
+    except DamageError as error:
+        say(f"warning: {error}; whether held-out images are training images too is not checked")
+        return
+    if leaked:
+        say(
+            f"warning: {leaked:,} of the {len(held_out):,} images of {config.val_path} are training images too; "
+            f"see `python -m data.duplicates {config.path} {config.val_path}`"
+        )
+
+
+def _check_not_empty(dataset: Dataset, key: str) -> None:
+    if len(dataset) == 0:
+        remedy = "pack some images" + (", or leave it out" if key == "data.val_path" else "")
+        raise UserError(f"{key} {dataset.path}: holds no image; {remedy}")
+
+
+def _check_labels(dataset: Dataset) -> None:
+    """Raise UserError for a label that has no class: its file was not written by data.pack."""
+    wrong = np.flatnonzero((dataset.labels() < 0) | (dataset.labels() >= max(1, len(dataset.classes))))
+    if len(wrong):
+        raise UserError(
+            f"{dataset.path}: record {wrong[0]} has label {dataset.labels()[wrong[0]]}, the file has "
+            f"{len(dataset.classes)} classes; pack again"
+        )
+
+
+def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
+    """Raise UserError, on all ranks, unless all of them have the same files: each node may have its own copies."""
+    for path, dataset in ((config.path, training), (config.val_path, held_out)):
+        hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
+        other = next((rank for rank, found in enumerate(hashes) if found != hashes[0]), None)
+        if other is not None:
+            raise UserError(f"{path}: rank {other} has other images than rank 0; copy one file to all nodes")
+
+
+def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
+    """Raise UserError unless both have the same classes in the same order."""
+    if held_out.classes == training.classes:
+        return
+    odd = sorted(set(held_out.classes) ^ set(training.classes)) or ["the order"]
+    raise UserError(
+        f"{config.val_path}: its classes differ from those of {config.path} ({', '.join(odd[:5])}); pack both from the "
+        "same class folders"
+    )
+
+
+def check_open_files(shards: int) -> None:
+    """Raise the limit of open files as far as needed and allowed. Raises UserError if that is not enough."""
+    needed = OPEN_FILES + 2 * shards
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if soft == unlimited or soft >= needed:
+        return
+    if hard != unlimited and hard < needed:
+        raise UserError(
+            f"a process may open {hard} files here (ulimit -n), training needs {needed}; run `ulimit -n {needed}` or "
+            "more, or ask whoever runs the machine"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def sampling_weights(config: DataConfig, dataset: Dataset) -> "NDArray[np.float64] | None":
+    """How often each record is seen in an epoch, relative to the others; None: each once. Raises UserError."""
+    weights = None
+    if config.sampling == "balanced":
+        weights = balanced_weights(dataset.labels(), dataset.classes)
+    if config.class_rates:
+        rates = class_weights(dataset.labels(), dataset.classes, config.class_rates)
+        weights = rates if weights is None else weights * rates
+    if config.sample_weights:
+        given = load_sample_weights(config.sample_weights, len(dataset))
+        weights = given if weights is None else weights * given
+    return weights
+
+
+def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
+    """How often each class is seen, relative to the others: the histogram, unless sampling is weighted."""
+    weights = sampling_weights(config, dataset)
+    if weights is None:
+        return [float(count) for count in dataset.meta.histogram]
+    return np.bincount(dataset.labels(), weights, minlength=len(dataset.classes)).tolist()
+
+
+def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader | ProgressiveLoader:
+    """The endless training loader of this rank."""
+    weights = sampling_weights(config.data, dataset)
+    sampler = GlobalSampler(
+        len(dataset),
+        batch_size=config.batch_size,
+        seed=config.seed,
+        rank=collectives.rank(),
+        world_size=collectives.world_size(),
+        weights=weights,
+        groups=None if weights is None or not dataset.classes else dataset.labels(),
+    )
+    # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
+    prefetch = config.data.prefetch if device.type != "cpu" else 0
+    spans = config.spans(dataset.resolution)
+    if len(spans) == 1:
+        return InfiniteLoader(dataset, sampler, device=device, prefetch=prefetch)
+    batches = config.batches_per_step
+    return ProgressiveLoader(dataset, sampler, spans, device=device, prefetch=prefetch, batches_per_step=batches)
+
+
+def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
+    """Measure the number of decoding threads if it is left open; returns what the plan says of reading."""
+    if training.gathers:
+        return "raw images, gathered without workers"
+    text = ""
+    if config.data.workers == "auto":
+        training.workers, rates = choose_workers(training, config.batch_size // collectives.world_size())
+        text = " (images/s by threads: " + ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items()) + ")"
+    if held_out is not None:
+        held_out.workers = training.workers
+    kept = ", kept in memory" if training.cache is not None and training.cache.enabled else ""
+    crop = "random crops" if training.crop is not None else "whole or in the middle"
+    where = f"by {training.workers} threads" if training.workers else "in the training's own thread"
+    return f"decoded {where}{text}, {crop}{kept}"
+
+
+def data_text(dataset: Dataset) -> str:
+    """What the plan says of a data set."""
+    meta = dataset.meta
+    classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
+    channels = "grey" if meta.channels == 1 else "RGB"
+    files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
+    return f"{meta.count:,} images{files}, {dataset.resolution} px, {channels}, {classes}, {meta.encoding}"

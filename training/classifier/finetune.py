@@ -1,0 +1,197 @@
+"""What of a classifier trains, from when on, and how fast: freezing, gradual unfreezing, rates by stage and by layer.
+
+Everything here is a function of the config and the step, so there is nothing to save.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from models.resnet import STAGES, stage_of
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+BACKBONE = "backbone"  # every stage but the head
+
+
+@dataclass(kw_only=True)
+class FineTuneConfig:
+    """Which parameters train. A part is a stage (stem, layer1 ... layer4, head, or backbone for all but the head) or a
+    pattern of parameter names (`layer4.*.conv?.weight`).
+    """
+
+    freeze: list[str] = field(default_factory=list)  # parts that never train; stronger than unfreeze
+    unfreeze: dict[str, int] = field(default_factory=dict)  # part -> when it begins to train; what is not named never
+    unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze
+    freeze_bn: bool = False  # every BatchNorm keeps its statistics; those of frozen layers always do
+    stage_lr: dict[str, float] = field(default_factory=dict)  # part -> factor of the rate; the last that fits counts
+    layer_decay: float = 1.0  # factor of the rate a layer further from the head, on top of stage_lr; 1: none
+    layer_decay_by: Literal["stage", "block"] = "block"
+
+    def __post_init__(self) -> None:
+        for part, when in self.unfreeze.items():
+            if when < 0:
+                raise UserError(f"train.unfreeze {part}: {when} is no {self.unfreeze_by}; give 0 or more")
+        for part, factor in self.stage_lr.items():
+            if not (factor > 0 and math.isfinite(factor)):
+                raise UserError(
+                    f"train.stage_lr {part}: {factor} must be positive; name the part in train.freeze to stop it"
+                )
+        if not 0 < self.layer_decay <= 1:
+            raise UserError(
+                f"train.layer_decay {self.layer_decay} must lie in (0, 1]; 1 is the same rate for all layers"
+            )
+
+    @property
+    def regrouped(self) -> bool:
+        """Whether the optimizer's groups are other than those of a training of everything at one rate."""
+        return bool(self.freeze or self.unfreeze or self.stage_lr or self.layer_decay < 1)
+
+
+def plain(name: str) -> str:
+    """A parameter's name as torchvision has it."""
+    return name.removeprefix("network.")
+
+
+def matches(part: str, name: str) -> bool:
+    """Whether a part (see TrainConfig) holds the parameter `name`."""
+    stage = stage_of(name)
+    if part in STAGES or part == BACKBONE:
+        return stage == part or (part == BACKBONE and stage != "head")
+    return fnmatchcase(plain(name), part) or fnmatchcase(name, part)
+
+
+def depths(names: Iterable[str], by: Literal["stage", "block"]) -> dict[str, int]:
+    """Parameter name -> how many layers it stands above the stem, which is 0. A layer is a stage, or a residual block;
+    stem and head are one each.
+    """
+    layers: dict[str, int] = {}
+    found = {}
+    for name in names:
+        block = re.match(r"layer\d+\.\d+", plain(name)) if by == "block" else None
+        layer = block[0] if block else stage_of(name)
+        found[name] = layers.setdefault(layer, len(layers))
+    return found
+
+
+class FineTuning:
+    """Which parameters of `model` train at a step.
+
+    `begins` maps every parameter's name to the update (from 0) in which it first trains, None for one that never
+    does; `factors` to what its rate is multiplied by. Nothing of the model is changed before `at`.
+
+    Raises UserError for a part that names nothing, and when nothing is left to train at the first update.
+    """
+
+    def __init__(self, model: nn.Module, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
+        self.model, self.config = model, config
+        self.parameters = dict(model.named_parameters())
+        self._check_parts("train.freeze", config.freeze)
+        self._check_parts("train.unfreeze", config.unfreeze)
+        self._check_parts("train.stage_lr", config.stage_lr)
+        unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
+        starts = {part: math.ceil(when * unit - 1e-9) for part, when in config.unfreeze.items()}
+        self.begins = {name: self._begin(name, starts) for name in self.parameters}
+        deep = depths(self.parameters, config.layer_decay_by)
+        top = max(deep.values())
+        self.factors = {
+            name: _last(config.stage_lr, name, 1.0) * config.layer_decay ** (top - deep[name])
+            for name in self.parameters
+        }
+        self._check_something_trains()
+        self.norms = self._norms()
+
+    def _check_parts(self, key: str, parts: Iterable[str]) -> None:
+        known = [*STAGES, BACKBONE]
+        for part in parts:
+            if not any(matches(part, name) for name in self.parameters):
+                near = did_you_mean(part, known) or did_you_mean(part, [plain(name) for name in self.parameters])
+                raise UserError(
+                    f"{key}: {part!r} is no stage and fits no parameter's name{near}; stages are {', '.join(known)}"
+                )
+
+    def _begin(self, name: str, starts: Mapping[str, int]) -> int | None:
+        if any(matches(part, name) for part in self.config.freeze):
+            return None
+        return _last(starts, name, None) if starts else 0
+
+    def _check_something_trains(self) -> None:
+        begins = [begin for begin in self.begins.values() if begin is not None]
+        if not begins:
+            raise UserError("train.freeze: nothing is left to train; leave a part out of it, e.g. head")
+        if min(begins):
+            raise UserError(
+                f"train.unfreeze: nothing trains before step {min(begins)}; let a part begin at 0, e.g. head: 0"
+            )
+
+    def _norms(self) -> list[tuple[nn.Module, list[str]]]:
+        """Each BatchNorm and the names of its parameters."""
+        found: list[tuple[nn.Module, list[str]]] = []
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, _BatchNorm):
+                found.append((module, [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]))
+        return found
+
+    def trains(self, name: str, step: int) -> bool:
+        """Whether update number `step` (from 0) changes the parameter."""
+        begin = self.begins[name]
+        return begin is not None and step >= begin
+
+    def at(self, step: int) -> None:
+        """Set the model up for update number `step`: what does not train wants no gradient, and a BatchNorm all of
+        whose parameters are frozen (or any, with `freeze_bn`) is in evaluation mode: its statistics stay.
+        """
+        if not (self.config.regrouped or self.config.freeze_bn):
+            return
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(self.trains(name, step))
+        for norm, own in self.norms:
+            frozen = self.config.freeze_bn or (bool(own) and not any(self.trains(name, step) for name in own))
+            norm.train(not frozen)
+
+    def groups(self, weight_decay: float) -> list[dict[str, Any]] | None:
+        """The optimizer's parameter groups: for each factor of the rate and beginning (an optimizer may count a group's
+        updates), matrices and filters with `weight_decay`, then norms and biases without; what never trains is in
+        none. `lr_scale` is the factor; parameters come with names.
+
+        None where they are those of a training of everything at one rate.
+        """
+        if not self.config.regrouped:
+            return None
+        kinds = {name: (self.factors[name], begin) for name, begin in self.begins.items() if begin is not None}
+        groups = []
+        for kind in dict.fromkeys(kinds.values()):
+            members = [(name, self.parameters[name]) for name in kinds if kinds[name] == kind]
+            decayed = [(name, p) for name, p in members if p.ndim > 1]
+            free = [(name, p) for name, p in members if p.ndim <= 1]
+            groups.append({"params": decayed, "weight_decay": weight_decay, "lr_scale": kind[0]})
+            groups.append({"params": free, "weight_decay": 0.0, "lr_scale": kind[0]})
+        return [group for group in groups if group["params"]]
+
+    def describe(self) -> list[str]:
+        """What the plan says, a row each; nothing where everything trains at one rate."""
+        if not (self.config.regrouped or self.config.freeze_bn):
+            return []
+        spans: dict[int | None, list[str]] = {}
+        for stage in STAGES:
+            for begin in dict.fromkeys(b for name, b in self.begins.items() if stage_of(name) == stage):
+                spans.setdefault(begin, []).append(stage)
+        rows = []
+        for begin in sorted(spans, key=lambda b: math.inf if b is None else b):
+            count = sum(p.numel() for name, p in self.parameters.items() if self.begins[name] == begin)
+            when = "never" if begin is None else f"from step {begin}"
+            rows.append(f"{when}: {', '.join(spans[begin])} ({count:,} parameters)")
+        if self.config.freeze_bn:
+            rows.append("BatchNorm statistics stay as they are")
+        return rows
+
+
+def _last(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """The value of the last part that holds the parameter."""
+    return next((value for part, value in reversed(list(values.items())) if matches(part, name)), otherwise)

@@ -1,0 +1,107 @@
+"""The classifier's loss: cross entropy or the squared error, with soft targets and class weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class ClassifierLossConfig:
+    """What is minimised."""
+
+    # squared-error: of the outputs against one-hot targets (2006.07322); its outputs are no log-probabilities
+    kind: Literal["cross-entropy", "squared-error"] = "cross-entropy"
+    label_smoothing: float = 0.1  # this share of every target is spread over all classes
+    class_weights: Literal["balanced"] | dict[str, float] | None = None  # by name, others 1; balanced: 1 / frequency
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"loss.label_smoothing {self.label_smoothing} must lie in [0, 1)")
+        if isinstance(self.class_weights, dict):
+            for name, weight in self.class_weights.items():
+                if not 0 <= weight < float("inf"):
+                    raise UserError(f"loss.class_weights: {name!r} has weight {weight}; it must be 0 or more")
+
+
+class Targets(NamedTuple):
+    """What n images show: classes, or two classes in proportion."""
+
+    labels: Tensor  # int64 [n]
+    others: Tensor | None = None  # int64 [n]: the partners' labels; None: nothing is mixed
+    own: Tensor | None = None  # float [n]: the share of `labels`, 0 to 1
+
+    def correct(self, logits: Tensor) -> Tensor:
+        """How many are named rightly, 0-d; a mixed one counts by the share of the class that was named."""
+        named = logits.argmax(1)
+        if self.others is None or self.own is None:
+            return (named == self.labels).sum()
+        own = self.own.to(torch.promote_types(self.own.dtype, logits.dtype))  # the sum is as exact as the loss
+        return (own * (named == self.labels) + (1 - own) * (named == self.others)).sum()
+
+
+def class_weight_list(
+    config: ClassifierLossConfig,
+    classes: Sequence[str],
+    shares: Sequence[float],  # how often each class is seen in training, relative to the others
+) -> list[float] | None:
+    """Each class's weight, scaled so that its mean over the images that are seen is 1; None without weights.
+
+    So a batch's loss can be divided by its size, the same on all ranks and in all micro-batches, whatever classes it
+    holds. Raises UserError for an unknown class, or weights of 0 only.
+    """
+    if config.class_weights is None:
+        return None
+    if config.class_weights == "balanced":
+        weights = [1 / share if share else 0.0 for share in shares]
+    else:
+        weights = _named(config.class_weights, classes)
+    mean = sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(shares)
+    if not mean > 0:
+        raise UserError("loss.class_weights: all classes that are seen have weight 0; give one of them more")
+    return [weight / mean for weight in weights]
+
+
+def _named(weights: Mapping[str, float], classes: Sequence[str]) -> list[float]:
+    for name in weights:
+        if name not in classes:
+            raise UserError(f"loss.class_weights: no class {name!r} in the data{did_you_mean(name, list(classes))}")
+    return [float(weights.get(name, 1.0)) for name in classes]
+
+
+def classifier_loss(
+    logits: Tensor,  # [n, classes]
+    targets: Targets,
+    config: ClassifierLossConfig,
+    weights: Tensor | None = None,  # [classes], as by class_weight_list
+) -> Tensor:
+    """The sum over the samples, 0-d; the caller divides it by the global batch.
+
+    Cross entropy is -sum_c w_c t_c log softmax(z)_c, the squared error (t . w) mean_c (z_c - t_c)^2, with t the target
+    after smoothing and mixing (for the squared error's weight: before smoothing).
+    """
+    if config.kind == "cross-entropy":
+        if targets.others is None or targets.own is None:
+            smoothing = config.label_smoothing
+            return F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction="sum")
+        soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
+        return F.cross_entropy(logits, soft, weights, reduction="sum")
+    soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
+    errors = (logits - soft).square().mean(1)
+    if weights is not None:
+        errors = errors * (soft_targets(targets, logits.shape[1], logits.dtype) @ weights)
+    return errors.sum()
+
+
+def soft_targets(targets: Targets, classes: int, dtype: torch.dtype, smoothing: float = 0.0) -> Tensor:
+    """The targets' distributions [n, classes]."""
+    soft = F.one_hot(targets.labels, classes).to(dtype)
+    if targets.others is not None and targets.own is not None:
+        soft = torch.lerp(F.one_hot(targets.others, classes).to(dtype), soft, targets.own.to(dtype)[:, None])
+    return soft * (1 - smoothing) + smoothing / classes if smoothing else soft

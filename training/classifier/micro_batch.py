@@ -1,0 +1,53 @@
+"""Micro-batches: how a process's share of the global batch is cut up, and smaller when memory runs out."""
+
+from itertools import pairwise
+from typing import Any, Literal
+
+from utils.errors import TrainingHalted
+
+MicroBatchSetting = int | Literal["auto"] | None
+
+
+class MicroBatch:
+    """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share and is halved when
+    memory runs out; what was found is its state.
+    """
+
+    optional = True  # a run that was started with a number has no such state
+
+    def __init__(self, setting: MicroBatchSetting, share: int) -> None:
+        self.auto, self.share = setting == "auto", share
+        self.size = share if setting is None or setting == "auto" else min(setting, share)
+
+    def parts(self) -> list[slice]:
+        """The share in as few parts as possible, of sizes that differ by one at most: a short last part would give
+        BatchNorm poor statistics.
+        """
+        return parts(self.share, self.size)
+
+    def halve(self) -> str:
+        """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is too much."""
+        if self.size == 1:
+            raise TrainingHalted(
+                "memory ran out with a single sample per forward pass; take smaller images (--data.resolution), a "
+                "smaller model, or model.activation_checkpointing"
+            )
+        before, self.size = self.size, -(-self.size // 2)
+        return (
+            f"micro_batch: memory ran out with {before} samples per forward pass and process; going on with "
+            f"{self.size}. The global batch and its gradient's mean stay, but BatchNorm normalises by, and averages, "
+            f"the statistics of {self.size} samples instead of {before}"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.size = min(int(state["size"]), self.share)
+
+
+def parts(share: int, size: int) -> list[slice]:
+    """range(share) in the fewest slices of at most `size`, as equal as can be."""
+    count = -(-share // size)
+    ends = [share * number // count for number in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(ends)]

@@ -1,0 +1,333 @@
+"""The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.augment.mixing import Mixing, MixingAugment, draw_mixing, mix_images, partners
+from data.augment.transforms import draw_and_apply, to_float
+from data.dataset import Dataset
+from data.loader import Batch, read_batch
+from metrics.evaluate_classifier import evaluate_classifier
+from models.batchnorm import synchronise_batchnorm
+from models.model_parallel import Placement, place
+from models.resnet import Classifier, ResNetConfig
+from models.weights import load_pretrained
+from training.base.compiled import Compiled, CompileSetting
+from training.base.config import RunConfig
+from training.base.data import check_same_classes, label_shares
+from training.classifier.finetune import FineTuneConfig, FineTuning
+from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
+from training.classifier.micro_batch import MicroBatch
+from training.optim.ema import EMA
+from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
+from training.profile.ranges import phase
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.images import grid
+from utils.logging import say
+from utils.memory import ran_out
+from utils.seeding import forked
+
+
+@dataclass(kw_only=True)
+class ClassifierEmaConfig:
+    """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
+    network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
+    """
+
+    decay: float = 0.999  # per step; ramps up as (1 + step) / (10 + step)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise UserError(f"ema.decay {self.decay} must lie in [0, 1)")
+
+
+def _sgd() -> OptimizerConfig:
+    return OptimizerConfig(name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine")
+
+
+@dataclass(kw_only=True)
+class ClassifierConfig(RunConfig):
+    """Everything a classifier's training can be told."""
+
+    can_halve: ClassVar[bool] = True
+
+    task: Literal["classifier"] = "classifier"
+    compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
+    sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
+    model: ResNetConfig = field(default_factory=ResNetConfig)
+    train: FineTuneConfig = field(default_factory=FineTuneConfig)
+    loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
+    optimizer: OptimizerConfig = field(default_factory=_sgd)
+    ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
+    augment: MixingAugment = field(default_factory=MixingAugment)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.split != "off" and self.compile == "on":
+            raise UserError(
+                "compile on does not go with model.split: a compiled network lies on one device; set compile auto or "
+                "off, or leave model.split out"
+            )
+
+
+def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
+    """Raise UserError unless class lists and head fit one another. The labels were checked by training.base.data."""
+    classes, path = reader.classes, config.data.path
+    if len(classes) < 2:
+        raise UserError(
+            f"{path}: a classifier needs two classes or more, this file has {len(classes)}; pack a folder of class "
+            "folders"
+        )
+    if config.model.classes is not None and config.model.classes != len(classes):
+        raise UserError(
+            f"{path}: has {len(classes)} classes, labels 0 to {len(classes) - 1}, but the head has model.classes "
+            f"{config.model.classes}; make it {len(classes)} or leave it out"
+        )
+    empty = [name for name, count in zip(classes, reader.meta.histogram, strict=True) if count == 0]
+    if empty:
+        raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
+    if val_reader is not None:
+        check_same_classes(config.data, reader, val_reader)
+
+
+def check_batches(config: ClassifierConfig, world_size: int) -> None:
+    """Raise UserError unless a process's share can be mixed, and cut up, as the config asks."""
+    share = config.share(world_size)
+    if config.augment.mixes and share % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {share}; make batch_size "
+            f"a multiple of {2 * world_size}"
+        )
+    if config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto":
+        raise UserError(
+            "micro_batch auto cannot cut up batches over which several processes synchronise BatchNorm: the one "
+            "without memory would leave the others waiting; give a number, or set sync_bn off"
+        )
+
+
+class Prepared(NamedTuple):
+    """A process's share of a step: augmented uint8 images, and how they are mixed if they are."""
+
+    images: Tensor
+    labels: Tensor
+    others: Tensor | None = None  # the partners' images
+    other_labels: Tensor | None = None
+    mixing: Mixing | None = None
+
+
+class ClassifierTask:
+    """A ResNet, its optimizer and average, and one step."""
+
+    best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/classifier"
+
+    def __init__(
+        self, config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
+    ) -> None:
+        world = collectives.world_size()
+        check_classes(config, reader, val_reader)
+        self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
+        check_batches(config, world)
+        if config.early_stopping.patience is not None and val_reader is None:
+            raise UserError("early_stopping.patience needs held-out images; give data.val_path")
+        self.share = config.share(world)
+        self.micro = MicroBatch(config.micro_batch, self.share)
+        self.first = collectives.rank() * self.share
+        meta = reader.meta
+        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
+        with forked(config.seed, "init", "classifier"):
+            model = Classifier(config.model, **self.shape)
+        if config.model.weights is not None:
+            with collectives.same_fate():  # each node may have files of its own
+                taken = load_pretrained(model)
+            if collectives.is_main():
+                say(taken)
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        self.placement: Placement | None = None
+        if config.model.split == "off":
+            model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+        else:
+            model = model.to(memory_format=layout)
+            devices, reduced = collectives.own_devices(device), config.precision != "fp32"
+            self.placement = place(model, devices, samples=self.micro.size, reduced=reduced)
+        self.ema = EMA(model, buffers="average")
+        synced = world > 1 and config.sync_bn == "auto"
+        self.model = synchronise_batchnorm(model, device) if synced else model
+        self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
+        self.model.train()  # and it stays so: only the average is evaluated
+        self.statistics = list(self.model.buffers())  # BatchNorm's running ones
+        setting = config.compile if self.placement is None else "off"  # a compiled network lies on one device
+        self.forward = Compiled(self.model, "classifier", setting=setting, device=device)
+        weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
+        self.class_weights = None if weights is None else torch.tensor(weights, device=device)
+        self.mixed = Precision(config.precision, device)
+        self.trained = FineTuning(self.model, config.train, steps_per_epoch=len(reader) / config.batch_size)
+        groups = self.trained.groups(config.optimizer.weight_decay)
+        rates, head = config.optimizer.for_batch(config.batch_size), model.network.fc.parameters()
+        self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups)
+
+    def registry(self) -> dict[str, Any]:
+        """Name -> object with a state dict: all that a checkpoint must hold."""
+        parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.mixed}
+        return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
+
+    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
+        size = self.shape["resolution"]
+        return {
+            "classifier": (self.ema.model, (torch.zeros(1, self.shape["channels"], size, size, device=self.device),))
+        }
+
+    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
+        """One update at the global batch; the returned values add up over the ranks."""
+        batch = next(batches)
+        self.trained.at(step)
+        before = [b.clone() for b in self.statistics]
+        loss, correct = self._gradients(batch, step, before)
+        with phase("optimizer"):
+            update = self.updater.step(step)
+            restore_where_(self.statistics, before, update.skipped)
+            if self.apart:
+                collectives.average_(self._own_statistics())
+            self.mixed.update_scale()
+        with phase("ema"):
+            average = self.updater.average(self.model.parameters())
+            decay = min(self.config.ema.decay, (1 + step) / (10 + step))
+            self.ema.update(self.model, decay, update.skipped, average)
+        figures = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
+        return figures | update.metrics("classifier")
+
+    def _gradients(self, batch: Batch, step: int, before: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of this process's share; again, in smaller parts, where memory runs out and the
+        config allows it. `before` are the statistics to begin with. Returns the loss and how many were right.
+        """
+        while True:
+            self.updater.zero_grad()
+            found = self._try_gradients(batch, step)
+            if not self.micro.auto or not collectives.agree(int(found is None)):
+                assert found is not None
+                return found
+            del found
+            self.updater.zero_grad()
+            for tensor, old in zip(self.statistics, before, strict=True):
+                tensor.copy_(old)
+            if self.device.type != "cpu":
+                torch.accelerator.empty_cache()
+            told = self.micro.halve()
+            if collectives.is_main():
+                say(told)
+
+    def _own_statistics(self) -> list[Tensor]:
+        """Running means and variances that this step has moved, and in each process differently."""
+        norms = [module for module in self.model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+        moved = [buffer for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
+        return [buffer for buffer in moved if buffer.is_floating_point()]
+
+    def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
+        """None: memory ran out. (By the time of the return what the failed pass held is free again.)"""
+        try:
+            return self._accumulate(batch, step)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error) or not self.micro.auto:
+                raise
+        return None
+
+    def _accumulate(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        with phase("augment"):
+            prepared = self._prepared(batch.images, batch.labels, step, self.first)
+        for rows in self.micro.parts():
+            with phase("augment"):
+                images, targets = self._part(prepared, rows)
+            with phase("forward"):
+                with self.mixed.autocast():
+                    logits = self.forward(images)
+                logits = logits.to(loss_sum.dtype)
+                loss = classifier_loss(logits, targets, self.config.loss, self.class_weights) / self.config.batch_size
+            with phase("backward"):
+                self.mixed.backward(loss)
+            loss_sum += loss.detach()
+            correct += targets.correct(logits.detach())
+        return loss_sum, correct
+
+    def _prepared(self, images: Tensor, labels: Tensor, step: int, start: int) -> Prepared:
+        """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
+        config = self.config
+        images = draw_and_apply(
+            images, config.augment, seed=config.seed, step=step, start=start, global_batch=config.batch_size
+        )
+        if not config.augment.mixes:
+            return Prepared(images, labels)
+        mixing = draw_mixing(
+            config.augment,
+            seed=config.seed,
+            step=step,
+            start=start,
+            count=len(images),
+            global_batch=config.batch_size,
+            size=(images.shape[2], images.shape[3]),
+            device=images.device,
+        )
+        return Prepared(images, labels, partners(images), partners(labels), mixing)
+
+    def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
+        """Some rows as the network takes them."""
+        images, labels = to_float(prepared.images[rows], channels_last=self.config.channels_last), prepared.labels[rows]
+        if prepared.others is None or prepared.other_labels is None or prepared.mixing is None:
+            return images, Targets(labels)
+        others = to_float(prepared.others[rows], channels_last=self.config.channels_last)
+        mixing = prepared.mixing.rows(rows)
+        return mix_images(images, others, mixing), Targets(labels, prepared.other_labels[rows], mixing.own)
+
+    def sample_grid(self, step: int) -> np.ndarray | None:
+        """At the start, the first training images as the network will see them; later there is nothing new to
+        show.
+        """
+        if step:
+            return None
+        count = min(64, len(self.reader), self.config.batch_size)
+        count -= count % 2 if self.config.augment.mixes else 0
+        batch = read_batch(self.reader, np.arange(count)).to(self.device)
+        shown = self._prepared(batch.images, batch.labels, 0, 0)
+        if shown.mixing is None:
+            return grid(shown.images.cpu())
+        mixed, _ = self._part(shown, slice(0, count))
+        return grid(((mixed + 1) * 127.5).round().to(torch.uint8).cpu())
+
+    def images_at(self, step: int) -> int:
+        """Training images seen before update number `step`."""
+        return step * self.config.batch_size
+
+    def describe(self) -> list[str]:
+        """Nothing: the training is the same from the first step to the last."""
+        return []
+
+    def provenance(self) -> dict[str, Any]:
+        """Nothing besides the state."""
+        return {}
+
+    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """Nothing is watched."""
+        return []
+
+    def evaluate(self) -> dict[str, float]:
+        """Figures of the average model on the held-out images; every rank takes its share. Empty without a
+        val_path.
+        """
+        if self.val_reader is None:
+            return {}
+        found = evaluate_classifier(
+            self.ema.model,
+            self.val_reader,
+            batch_size=self.config.evaluation.batch_size,
+            rank=collectives.rank(),
+            world_size=collectives.world_size(),
+            reduce=collectives.all_reduce_sum_,
+            same_fate=collectives.same_fate,
+        )
+        return {"accuracy": found["accuracy"], "ece": found["ece"]}

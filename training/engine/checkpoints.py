@@ -1,0 +1,186 @@
+"""Writing a run's checkpoints and taking the newest again. What a checkpoint holds is the loop's business."""
+
+import os
+import platform
+import subprocess
+from functools import cache
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+import torchvision
+
+from data.loader import InfiniteLoader
+from data.progressive_loader import ProgressiveLoader
+from training.base.config import RunConfig
+from utils import checkpoint as checkpoints
+from utils.checkpoint_writer import Background, Snapshot
+from utils.config import to_tree
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.logging import say
+from utils.run_folder import RunFolder
+
+Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CheckpointManager:
+    """Keeps the checkpoints of one run: rank 0 writes, every rank reads."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader | ProgressiveLoader) -> None:
+        self.config, self.folder, self.loader = config, folder, loader
+        self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
+        self._best_step = -1  # rank 0: of the best one
+        self._failure = ""  # rank 0: why the last write failed
+        self._background = Background()
+        self._versions = versions() if collectives.is_main() else {}  # now: later the checkout may be another
+
+    def save(
+        self, step: int, registry: Registry, about: dict[str, Any], best: dict[str, float | str] | None = None
+    ) -> None:
+        """Write the registry's state as the checkpoint of `step` unless that is there, and point `last.json` at it.
+
+        `about`: what it tells besides the state. `best`: the metric and value that make this the best so far;
+        `best.json` is then pointed at it too. A full disk is a warning, the old checkpoint stays; see `failure`.
+        With `checkpoint.asynchronous` a thread writes: here it is only waited for the checkpoint before.
+        """
+        if not collectives.is_main():
+            return
+        self.wait()
+        if self.saved_step == step:
+            return
+        meta = self.loader.reader.meta
+        content = {
+            "schema": checkpoints.SCHEMA,
+            "task": self.config.task,
+            "step": step,
+            "config": to_tree(self.config),
+            "classes": list(meta.classes),
+            "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
+            "versions": self._versions,
+            **about,
+            "state": {name: part.state_dict() for name, part in registry.items()},
+        }
+        taken = Snapshot(content, own=self.config.checkpoint.asynchronous)
+        if self.config.checkpoint.asynchronous:
+            self._background.start(lambda: self._write(taken, best))
+        else:
+            self._write(taken, best)
+
+    def _write(self, taken: Snapshot, best: dict[str, float | str] | None) -> None:
+        folder, step, wanted = self.folder.checkpoints, taken.step, self.config.checkpoint
+        try:
+            checkpoints.sweep(folder)  # what a killed write has left may be what fills the disk
+            path = checkpoints.save(folder, taken)
+            checkpoints.point(folder, "last", path)
+            self.saved_step = step
+            if best is not None:
+                checkpoints.point(folder, "best", path, **best)
+                self._best_step = step
+            checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also={self._best_step}, until=step)
+        except OSError as error:
+            written = self.saved_step == step
+            told = "was written, but not all that follows" if written else "was not written"
+            self._failure = f"checkpoint of step {step} {told} ({error.strerror})"
+            say(f"warning: {self._failure}" + ("" if written else "; the one before is kept, training goes on"))
+
+    def wait(self) -> None:
+        """Return when everything that was saved is on the disk, or a warning has told why not."""
+        self._background.wait()
+
+    def failure(self) -> str:
+        """Why training must stop, the same on all ranks: a checkpoint that could not be written, where
+        `checkpoint.on_disk_full` is stop. Empty: go on.
+        """
+        if self.config.checkpoint.on_disk_full == "warn":
+            return ""
+        collectives.barrier()  # rank 0 may have waited for the disk
+        reason = collectives.broadcast_object(self._failure)
+        return reason and f"{reason} and checkpoint.on_disk_full is stop; make room, then the same command goes on"
+
+    def restore(self, registry: Registry, *, up_to: int | None = None) -> checkpoints.Checkpoint | None:
+        """Load the newest checkpoint of the run folder that can be read into the registry; returns the checkpoint, or
+        None when there is none. `up_to`: of at most this step; younger ones are deleted then.
+
+        Raises UserError when it does not fit the data or the task.
+        """
+        self.wait()
+        path = collectives.on_main(lambda: self._find_latest(up_to))
+        if path is None:
+            return None
+        content = checkpoints.load(Path(path), verify=False)
+        data = content.get("data", {})
+        meta = self.loader.reader.meta
+        if data.get("content_hash") != meta.content_hash:
+            raise UserError(
+                f"{self.folder.path}: was trained on other images ({data.get('count')} then, {meta.count} in "
+                f"{self.config.data.path} now); choose another --run-dir or give its own data"
+            )
+        for name, part in registry.items():
+            if name not in content["state"]:
+                if getattr(part, "optional", False):
+                    continue
+                raise UserError(
+                    f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
+                )
+            try:
+                part.load_state_dict(content["state"][name])
+            except RuntimeError as error:  # torch's list of what does not fit
+                raise UserError(
+                    f"{path}: the state of {name!r} does not fit ({shorten(str(error), 160)}); data.resolution or "
+                    "another setting of the networks has changed: give the run's own, or choose another --run-dir"
+                ) from error
+        self.saved_step = content["step"]
+        best = dict(content["state"].get("loop", {}).get("best", {}))
+        self._best_step = best.pop("step", -1)
+        if collectives.is_main():
+            self._catch_up(Path(path), best)
+        return content
+
+    def _catch_up(self, path: Path, best: dict[str, float]) -> None:
+        """Do what a kill between a checkpoint's appearance and the pointers to it has left undone. `best`: the metric
+        and value of the run's best step.
+        """
+        folder, step = self.folder.checkpoints, self.saved_step
+        named = {which: (checkpoints.pointer(folder, which) or {}).get("file") for which in ("last", "best")}
+        try:
+            if named["last"] != path.name:
+                checkpoints.point(folder, "last", path)
+            if self._best_step == step and named["best"] != path.name:
+                ((metric, value),) = best.items()
+                checkpoints.point(folder, "best", path, metric=metric, value=value)
+        except OSError as error:  # the next checkpoint will say more
+            say(f"warning: {folder}: what points at the last checkpoint could not be renewed ({error.strerror})")
+
+    def _find_latest(self, up_to: int | None) -> str | None:
+        if up_to is not None and not checkpoints.forget_after(self.folder.checkpoints, up_to):
+            return None
+        found = checkpoints.load_latest(self.folder.checkpoints, warn=say)
+        return None if found is None else str(found[0])
+
+
+def versions() -> dict[str, str | None]:
+    """What the numbers of a run may depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "git": commit(ROOT),
+    }
+
+
+@cache
+def commit(checkout: Path) -> str | None:
+    """The commit of a checkout, "-dirty" behind it where files differ from it: `0123456789ab-dirty`. None without git
+    or where `checkout` is none; never waits for long.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set in git's hooks
+    clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}  # none of a folder above
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip() or None

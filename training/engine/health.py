@@ -1,0 +1,116 @@
+"""What is watched over while a run trains: that all processes hold the same numbers, that nobody is missing, and why a
+step failed, in words.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from training.base.config import RunConfig
+from training.optim.ema import EMA
+from utils import determinism, inject
+from utils.distributed import collectives
+from utils.distributed.heartbeat import Silent, silent_ranks
+from utils.distributed.launch import LAUNCHED, REMEDY
+from utils.errors import TrainingHalted
+from utils.memory import ran_out
+
+
+def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
+    """Part of the registry -> its tensors that are the same on all ranks: weights, averages, optimizers' moments, the
+    strength of ADA, the path-length mean.
+    """
+    found = {}
+    for name, part in registry.items():
+        network = part.model if isinstance(part, EMA) else part
+        whole = isinstance(network, nn.Module)
+        tensors = [*network.parameters(), *network.buffers()] if whole else list(_of_state(part.state_dict()))
+        if tensors:
+            found[name] = tensors
+    return found
+
+
+def _of_state(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _of_state(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from _of_state(value)
+    elif isinstance(state, float):
+        yield torch.tensor(state, dtype=torch.float64)
+
+
+def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:
+    """Raise TrainingHalted on all ranks if a shared tensor's bits are not the same on all of them."""
+    parts = shared_tensors(registry)
+    if inject.due("unequal", step, rank=collectives.rank()):
+        next(iter(parts.values()))[0].data.add_(1)
+    different = collectives.unequal_ranks(parts, device)
+    if different:
+        told = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())
+        raise TrainingHalted(
+            f"the processes do not hold the same numbers any more after step {step} ({told} differ from the others'); "
+            "a fault of memory, of the network or of this program: start again from the last checkpoint, without that "
+            "machine if it happens again"
+        )
+
+
+def unused_parameters(registry: Mapping[str, Any]) -> str:
+    """What to say of parameters that train but got no gradient in the first step; empty if there are none."""
+    told = {name: part.unused for name, part in registry.items() if getattr(part, "unused", [])}
+    if not told:
+        return ""
+    lists = "; ".join(f"{name}: {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}" for name, unused in told.items())
+    return (
+        f"no gradient reaches these parameters, so they stay as they are, but for weight decay ({lists}); freeze them "
+        "(train.freeze) or use them"
+    )
+
+
+def explain(error: BaseException, config: RunConfig, step: int, resolution: int) -> str | None:
+    """Why a step failed and what to do, for failures that have nothing to do with the program; else None."""
+    if ran_out(error):
+        world = collectives.world_size()
+        auto = "; auto finds one" if config.can_halve else ""
+        return (
+            f"memory ran out at step {step}: batch_size {config.batch_size} over {world} process{'es' * (world > 1)}, "
+            f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. Three "
+            f"settings help: a smaller --micro-batch (same global batch{auto}), --precision bf16, "
+            f"activation_checkpointing true; then {REMEDY}"
+        )
+    operation = determinism.refused(error)
+    if operation is not None:
+        return (
+            f"deterministic true: {operation} has no deterministic form on this device; switch off what needs it "
+            "(augmentations that turn or scale images do), or set deterministic false"
+        )
+    return None
+
+
+def lost_rank(folder: Path, error: BaseException) -> TrainingHalted:
+    """The end of a rank whose collective operation failed: who is missing, told by the lowest rank that is left.
+
+    Our own launcher tells of processes that were killed, and whoever left has told why.
+    """
+    rank, world = collectives.rank(), collectives.world_size()
+    found = silent_ranks(folder, world, own=rank)
+    missing = {silent.rank for silent in found}
+    speaks = rank == min(set(range(world)) - missing)
+    reason = _missing_text(found) or "the ranks lost touch with each other"
+    # gloo begins with the place in its source, "[/.../pair.cc:545] "
+    detail = shorten(re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ...")
+    quiet = not speaks or (LAUNCHED in os.environ and bool(found) and all(silent.gone for silent in found))
+    return TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
+
+
+def _missing_text(found: list[Silent]) -> str:
+    return "; ".join(silent.reason for silent in found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")

@@ -1,0 +1,82 @@
+"""Statistics of named layers to TensorBoard while training: `log.layers` and `log.layers_every`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.hooks import LayerStatistics, matching_layers, merge
+from training.base.config import LogConfig
+from training.optim.updater import Precision
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.logging import Events
+
+FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its own
+
+
+class LayerLog:
+    """Watches the layers that `log.layers` names in every `log.layers_every`-th step; between these there is no hook.
+
+    `registry` is the task's: the layers of its networks have the network's name before their own, as in
+    `model.network.layer1.0.conv1`. Raises UserError for a pattern that fits no layer, before the first step.
+    """
+
+    def __init__(self, config: LogConfig, registry: Mapping[str, Any], folder: Path) -> None:
+        self._every = config.layers_every
+        self._folder = folder / "tensorboard" / FOLDER
+        self._events: Events | None = None
+        self._mixed = next((part for part in registry.values() if isinstance(part, Precision)), None)
+        self._statistics = LayerStatistics(_named(registry, config.layers)) if config.layers else None
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Around the step that makes `step` updates complete: at the cadence its layers are watched and written down.
+
+        Waits for the device then, and only then. What torch.compile has compiled runs uncompiled in such a step.
+        """
+        if self._statistics is None or step % self._every:
+            yield
+            return
+        scale = 1.0 if self._mixed is None else self._mixed.scale()
+        with torch.compiler.set_stance("force_eager"), self._statistics.watching(scale):
+            yield
+        found = self._statistics.collect(over_ranks(self._statistics.packed()))
+        if collectives.is_main():
+            self._write(step, found)
+
+    def _write(self, step: int, found: Mapping[str, float]) -> None:
+        if self._events is None:
+            self._events = Events(self._folder, purge_step=step)  # what a run that died wrote beyond
+        self._events.scalars(step, found)
+
+    def close(self) -> None:
+        """Flush everything to the disk."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+
+def _named(registry: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, nn.Module]:
+    networks = nn.ModuleDict({name: part for name, part in registry.items() if isinstance(part, nn.Module)})
+    try:
+        return matching_layers(networks, patterns)
+    except UserError as error:
+        raise UserError(f"log.layers: {error}") from error
+
+
+def over_ranks(packed: Tensor) -> Tensor:
+    """The moments [layers, 2, 6] of all ranks together, in one collective."""
+    world = collectives.world_size()
+    if world == 1:
+        return packed
+    everyone = packed.new_zeros(world, *packed.shape)
+    everyone[collectives.rank()] = packed
+    parts = collectives.all_reduce_sum_(everyone)
+    merged = parts[0]
+    for part in parts[1:]:
+        merged = merge(merged, part)
+    return merged

@@ -1,0 +1,435 @@
+"""The training loop: steps, cadence, signals, checkpoints and logging. It knows no model.
+
+A task owns its networks, optimizers, losses and evaluation; see `training.base.task`.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from data.lmdb.reader import DamageError
+from data.loader import Batch, InfiniteLoader
+from data.progressive_loader import ProgressiveLoader
+from training.base.config import RunConfig
+from training.base.spikes import SpikeDetector
+from training.base.stopping import EarlyStopping
+from training.base.task import Task
+from training.engine import health
+from training.engine.checkpoints import CheckpointManager
+from training.engine.layer_log import LayerLog
+from training.engine.window import MetricWindow
+from training.profile import measure as profile_measure
+from training.profile import text as profile_text
+from training.profile.ranges import phase
+from utils import inject
+from utils.distributed import collectives
+from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.launch import under_nohup
+from utils.errors import StoppedBySignal, TrainingHalted, UserError
+from utils.files import replace_file
+from utils.images import save_png
+from utils.logging import Metrics, RunLog, say
+from utils.run_folder import RunFolder
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Loop:
+    """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best figure and the log
+    window.
+    """
+
+    def __init__(
+        self, config: RunConfig, task: Task, loader: InfiniteLoader | ProgressiveLoader, folder: RunFolder
+    ) -> None:
+        self.config, self.task, self.loader, self.folder = config, task, loader, folder
+        self.step = 0  # updates done
+        self.best: dict[str, float | int] = {}
+        self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.engine.transfer)
+        self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
+        self.spikes = SpikeDetector(config.spikes)
+        watched = None if config.spikes.action == "off" else config.spikes.metric or task.loss_metric
+        self.window = MetricWindow(watched)
+        self.roll_backs = 0
+        self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
+        self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
+        self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
+        self.log = RunLog(
+            folder.path, active=collectives.is_main(), tensorboard=config.log.tensorboard, total_steps=config.steps
+        )
+        self.manager = CheckpointManager(config, folder, loader)
+        self.layers = LayerLog(config.log, task.registry(), folder.path)
+        self._fresh = True  # no step has been done by this process
+        self._signal: int | None = None
+        self._tick_started, self._tick_step = 0.0, 0
+        self._pauses = 0.0  # seconds since the last log tick that were not training
+
+    def registry(self) -> dict[str, Any]:
+        """Everything that changes during training."""
+        return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "best": dict(self.best),
+            "updates": dict(self.updates),
+            "stopping": self.stopping.state_dict(),
+            "spikes": self.spikes.state_dict(),
+            "roll_backs": self.roll_backs,
+            "damaged": sorted(self.damaged),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
+        if "stopping" in state:  # older runs have none
+            self.stopping.load_state_dict(state["stopping"])
+        if "spikes" in state:
+            self.spikes.load_state_dict(state["spikes"])
+            self.roll_backs = state["roll_backs"]
+        self.damaged |= set(state.get("damaged", []))
+
+    # --- saving and resuming
+
+    def save(self, best: dict[str, float | str] | None = None) -> None:
+        """Save this step's state; `best`: the metric and value that make it the best so far."""
+        self.window.fold()
+        self._collect_damage()
+        about = {"shape": dict(self.task.shape), "origin": self.origin, **self.task.provenance()}
+        self.manager.save(self.step, self.registry(), about, best)
+        self.folder_status("running")
+        self._check_saving()
+
+    def _collect_damage(self) -> None:
+        """Bring together which records the processes have replaced."""
+        if self.config.data.on_damage == "skip":
+            self.damaged = self.damaged.union(*collectives.gather_objects(self.loader.damaged_records))
+
+    def _check_saving(self) -> None:
+        """Stop where a checkpoint could not be written and the config says so; on all ranks."""
+        reason = self.manager.failure()
+        if reason:
+            self._halt(reason)
+
+    def resume(self) -> bool:
+        """Take the newest checkpoint of the run folder that can be read; False when there is none.
+
+        Raises UserError when it does not fit the data or the task.
+        """
+        content = self.manager.restore(self.registry())
+        if content is None:
+            return False
+        self.origin = content.get("origin")
+        return True
+
+    # --- the run
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to train: all steps are done, or early stopping has ended it."""
+        return self.step >= self.config.steps or self.stopping.reached
+
+    def run(self, max_steps: int | None = None, *, profile: int | None = None) -> None:
+        """Train up to step `max_steps` (default: the config's), evaluating, saving and logging on the way.
+
+        `profile`: a few steps to warm up and this many more, which are measured first: RUN/profile/. Raises
+        StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
+        """
+        target = min(self.config.steps, max_steps or self.config.steps)
+        self.log.open(self.step)
+        obeyed = [signum for signum in STOP_SIGNALS if not under_nohup(signum)]
+        handlers = {signum: signal.signal(signum, self._on_signal) for signum in obeyed}
+        try:
+            self._show_start()
+            self._tick_started, self._tick_step = time.perf_counter(), self.step
+            if profile is not None:
+                target = self.step + profile_measure.WARM_UP + profile
+                self._run_until(target - profile)
+                self._pause(lambda: self._profile(profile))
+            self._run_until(target)
+            self._pause(self.save)
+            self._pause(self.manager.wait)
+            self._check_saving()
+        finally:
+            self.manager.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            self.log.close()
+            self.layers.close()
+            self.loader.close()
+
+    def _show_start(self) -> None:
+        if self.step == 0:
+            self._samples()
+            if self.config.log.tensorboard and collectives.is_main():
+                for name, (network, inputs) in self.task.networks().items():
+                    self.log.graph(name, network, inputs)
+
+    def _batches(self) -> Iterator[Batch]:
+        while True:
+            with phase("data"):
+                batch = next(self.loader)
+            yield batch
+
+    def _run_until(self, target: int) -> None:
+        config, batches = self.config, self._batches()
+        while self.step < target and not self.stopping.reached:
+            self._take_step(batches)
+            self.log.advance()
+            # not at `max_steps`: a run that is stopped there and goes on writes the rows of one that was not
+            if self.step % config.log.every == 0 or self.step == config.steps:
+                here = self.step
+                self._log_tick()
+                if self.step < here:  # rolled back
+                    continue
+            if config.log.samples_every and (self.step % config.log.samples_every == 0 or self.step == config.steps):
+                self._pause(self._samples)
+            if (config.evaluation.every and self.step % config.evaluation.every == 0) or self.step == config.steps:
+                self._pause(self._evaluate)
+            elif self.step % config.checkpoint.every == 0:
+                self._pause(self.save)
+            self._obey_signal()
+
+    def _take_step(self, batches: Iterator[Batch]) -> None:
+        """One update, and what is watched over at it."""
+        if self.heartbeat is not None:
+            self.heartbeat.step = self.step
+        try:
+            inject.fire(self.step, rank=collectives.rank())
+            with self.layers.watching(self.step + 1):
+                metrics = self.task.step(batches, self.step)
+            self._watch_metrics(metrics)
+            self.step += 1
+            every = self.config.distributed.check_every
+            if every and self.step % every == 0 and collectives.world_size() > 1:
+                health.check_equal(self.task.registry(), self.step, self.loader.device)
+        except TrainingHalted as error:
+            self._halt(str(error))
+        except (RuntimeError, MemoryError) as error:
+            reason = health.explain(error, self.config, self.step, self.task.shape["resolution"])
+            if reason is None:
+                raise
+            self._halt(reason, rank_specific=True)
+
+    def _watch_metrics(self, metrics: dict[str, Tensor]) -> None:
+        """Add a step's metrics to the window; after the first step of this process, look at what it was."""
+        watched = self.window.watched
+        if watched is not None and watched not in metrics:
+            names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
+            raise UserError(f"spikes.metric {watched}: not a metric of every step; choose one of {names}")
+        if watched is not None and inject.due("spike", self.step, rank=collectives.rank()):
+            metrics[watched] = metrics[watched] * 1e4 + 1e4
+        self.window.add(metrics)
+        if self._fresh:
+            self._fresh = False
+            collectives.set_timeout(self.config.distributed.timeout)
+            unused = health.unused_parameters(self.task.registry())
+            if unused:
+                say_main(f"warning: {unused}")
+
+    def _profile(self, count: int) -> None:
+        """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
+        self.window.fold()
+        waited, batches, registry = self.loader.wait_seconds, self._batches(), self.registry()
+
+        def step() -> bool:
+            self.window.add(self.task.step(batches, self.step))
+            self.step += 1
+            return not collectives.agree(self._signal or 0)
+
+        if collectives.is_main():
+            folder = self.folder.path / "profile"
+            trace = folder / profile_measure.TRACE
+            found = profile_measure.measure(step, count, registry, self.loader.device, trace)
+            if found is not None:
+                text = profile_text.render(found, self._profile_heading(count), str(trace))
+                replace_file(folder / profile_measure.SUMMARY, text.encode())
+        else:
+            profile_measure.accompany(step, count, registry)
+        self.loader.wait_seconds = waited
+
+    def _profile_heading(self, count: int) -> str:
+        world = collectives.world_size()
+        images = (self.task.images_at(self.step + count) - self.task.images_at(self.step)) / count
+        return (
+            f"{self.config.task}: steps {self.step} to {self.step + count - 1}, {images:g} images a step on {world} "
+            f"process{'es' * (world > 1)}, rank 0 measured ({self.loader.device}, {torch.get_num_threads()} threads, "
+            f"{self.config.precision})"
+        )
+
+    def _pause(self, action: Any) -> None:
+        """Do something that is not training; its time does not count in images per second. The ranks wait for one
+        another, as long as it takes.
+        """
+        started = time.perf_counter()
+        action()
+        collectives.barrier()
+        self._pauses += time.perf_counter() - started
+
+    def _log_tick(self) -> None:
+        self.window.fold()
+        for name in self.updates:
+            self.updates[name] += self.window.total(name)
+        values = self.window.values
+        means = self.window.take()
+        now = time.perf_counter()
+        seconds = max(1e-9, now - self._tick_started - self._pauses)
+        images = self.task.images_at(self.step)
+        rate = (images - self.task.images_at(self._tick_step)) / seconds
+        row: Metrics = {"images": images, "images_per_second": rate}
+        row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
+        row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
+        row |= {name: round(count) for name, count in self.updates.items()}
+        row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}
+        if self.config.data.on_damage == "skip":
+            self._collect_damage()
+            row["damaged_records"] = len(self.damaged)
+        self.log.metrics(self.step, row)
+        self._warn(row)
+        self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
+        self._tick_step = self.step
+        self._check_saving()
+        if self.updates["nonfinite_updates"] > self.config.nonfinite_cap:
+            self._halt(
+                f"{round(self.updates['nonfinite_updates'])} updates had non-finite gradients, more than nonfinite_cap "
+                f"{self.config.nonfinite_cap}; lower the learning rate or use --precision fp32, then start again from "
+                "the last checkpoint"
+            )
+        self._look_for_spikes(values)
+
+    def _look_for_spikes(self, values: list[float]) -> None:
+        """`values` of the watched metric in the steps up to here."""
+        found = self.spikes.see(self.step - len(values), values)
+        if found is None:
+            return
+        spike, value, usual = found
+        told = f"{self.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
+        if self.config.spikes.action != "roll-back":
+            say_main(f"warning: {told}")
+        elif self.roll_backs >= self.config.spikes.limit:
+            self._halt(
+                f"{told}, after {self.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip gradients, "
+                "or look at the data"
+            )
+        else:
+            self._pause(lambda: self._roll_back(spike, told))
+
+    def _roll_back(self, spike: int, told: str) -> None:
+        """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
+        here, position, count = self.step, self.loader.state_dict(), self.roll_backs + 1
+        content = self.manager.restore(self.registry(), up_to=spike)
+        if content is None:
+            say_main(
+                f"warning: {told}; there is no checkpoint from before it to go back to: lower log.every, at which "
+                "spikes are looked for, or raise checkpoint.keep"
+            )
+            return
+        then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
+        self.loader.load_state_dict(position | {key: then[key] for key in ("step", "batch") if key in then})
+        self.roll_backs, self._tick_step = count, self.step
+        self.log.close()
+        self.log.open(self.step)
+        say_main(
+            f"warning: {told}; went back to the checkpoint of step {self.step} and on from there with other "
+            f"images: those of the {here - self.step} steps since are left out (roll-back {count} of "
+            f"{self.config.spikes.limit})"
+        )
+
+    def _warn(self, row: Metrics) -> None:
+        for line in self.task.warnings(self.step, row):
+            say_main(f"warning: step {self.step}: {line}")
+
+    def _halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
+        """Training stops itself: the reason goes into status.json and to the user; exit code 4. `rank_specific`: the
+        others do not know.
+        """
+        self.folder_status("failed", reason, TrainingHalted.exit_code)
+        raise TrainingHalted(reason, rank_specific=rank_specific)
+
+    def _samples(self) -> None:
+        if not collectives.is_main():
+            return
+        image = self.task.sample_grid(self.step)
+        if image is not None:
+            path = self.folder.samples / f"step-{self.step:08d}.png"
+            try:
+                save_png(image, path)
+            except UserError as error:  # a full disk
+                self.log.refused(path, error, "sample grids")
+            self.log.image(self.step, "samples", image)
+
+    def _evaluate(self) -> None:
+        """Evaluate, note the figures, save, and keep this checkpoint as the best if it is."""
+        try:
+            figures = self.task.evaluate()
+        except DamageError:
+            self.save()  # the training is sound, only its held-out images are not
+            raise
+        except UserError as error:  # the data was checked before the first step: what is left are broken networks
+            self._halt(f"the evaluation at step {self.step} failed: {error}")
+        if figures:
+            row: Metrics = {f"val/{name}": value for name, value in figures.items()}
+            self.log.metrics(self.step, row)
+            self._warn(row)
+            say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
+        value = figures.get(self.task.best_metric)
+        previous = self.best.get(self.task.best_metric)
+        better = False
+        if value is not None:
+            better = previous is None or (value < previous if self.task.best_is_lower else value > previous)
+        if better and value is not None:
+            self.best = {self.task.best_metric: value, "step": self.step}
+        if value is not None:
+            self.stopping.see(value)
+            if self.stopping.reached and self.step < self.config.steps:
+                say_main(f"step {self.step}: {self.stopping.reason}")
+        self.save({"metric": self.task.best_metric, "value": value} if better and value is not None else None)
+
+    # --- signals
+
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        # asked twice: leave at once. SIGUSR1 is a warning, which SLURM may give to all processes and to their launcher
+        if self._signal is not None and signum != signal.SIGUSR1:
+            self._tell(signum, f"left without saving; the last checkpoint is of step {self.manager.saved_step}")
+            os._exit(128 + signum)
+        if self._signal is None:
+            self._tell(signum, "saving after this step, and what is under way; a second signal leaves at once")
+        self._signal = self._signal or signum
+
+    def _tell(self, signum: int, what: str) -> None:
+        """A line on stderr, from within a signal handler (rank 0)."""
+        if collectives.is_main():
+            os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())
+
+    def _obey_signal(self) -> None:
+        """If any rank was told to stop, all of them save after this same step and leave."""
+        signum = collectives.agree(self._signal or 0)
+        if not signum:
+            return
+        self.save()
+        self._pause(self.manager.wait)  # the others wait at the barrier, however long it takes
+        name = signal.Signals(signum).name
+        saved = collectives.broadcast_object(self.manager.saved_step)
+        self.folder_status("stopped", name, StoppedBySignal.exit_code)
+        raise StoppedBySignal(
+            f"{name} at step {self.step}; saved at step {saved}. The same command goes on from there."
+        )
+
+    def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
+        """Write status.json (rank 0), unless the disk is full."""
+        if collectives.is_main():
+            try:
+                self.folder.write_status(state, self.step, reason, exit_code)
+            except OSError as error:
+                say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")
+
+
+def say_main(message: str) -> None:
+    """`say` on rank 0 only."""
+    if collectives.is_main():
+        say(message)

@@ -1,0 +1,278 @@
+"""The learning-rate search, `train.py --lr-find`: a short training whose rate grows step by step, all of it undone.
+
+The range test of Smith (1506.01186, section 3.3) with exponential steps: while the rate is too small the loss stays,
+then it falls, then training diverges. A good rate lies where it falls.
+"""
+
+import io
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from training.base.config import RunConfig
+from training.engine.loop import Loop
+from training.optim.config import OptimizerConfig
+from training.optim.updater import Updater
+from training.profile.measure import Rewind
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.files import write_atomic
+
+IMAGE, NUMBERS = "lr_find.png", "lr_find.json"  # in the run folder
+SMOOTHING = 0.9  # of the running mean that the suggestions are read from
+DIVERGED = 4.0  # times the lowest smoothed loss: the sweep stops there
+FEWEST = 10  # losses that a suggestion needs
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """Which rates are tried: `steps` of them from `first` to `last`, each the same factor above the one before."""
+
+    steps: int = 100
+    first: float = 1e-6
+    last: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.steps < FEWEST:
+            raise UserError(f"--lr-find-steps {self.steps}: a curve needs {FEWEST} steps or more")
+        if not 0 < self.first < self.last < math.inf:
+            raise UserError(
+                f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}: the first rate must be positive and below "
+                "the last"
+            )
+
+    def rate(self, step: int) -> float:
+        """The rate of update number `step` (from 0)."""
+        return self.first * (self.last / self.first) ** (step / (self.steps - 1))
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a sweep has shown. A rate's loss is that of the batch after the update at that rate."""
+
+    scale: float = 1.0  # optimizer.lr over the rate that it gives at this batch size (optimizer.lr_batch_size)
+    rates: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    smoothed: list[float] = field(default_factory=list)
+    start_loss: float = math.nan  # before the first update
+    stopped: str = ""  # why the sweep ended
+    steepest: float | None = None  # suggested: where the loss falls fastest
+    valley: float | None = None  # fastai's suggestion: half-way down the longest fall
+    below_minimum: float | None = None  # a tenth of the rate with the lowest loss
+
+    @property
+    def option(self) -> float | None:
+        """The suggestion as a value of `optimizer.lr`.
+
+        The steepest fall and not fastai's valley: noise moves the valley's foot through the flat part of the curve, far
+        below the rates that train well.
+        """
+        return None if self.steepest is None else float(f"{self.steepest * self.scale:.2g}")
+
+    def suggest(self) -> None:
+        """Read the suggestions off the smoothed curve up to its lowest point; they stay None where it falls nowhere.
+
+        The first tenth is left out: there the mean is still one of few losses.
+        """
+        first, lowest = len(self.rates) // 10, int(np.argmin(self.smoothed)) if self.smoothed else 0
+        if lowest + 1 - first < FEWEST:
+            return
+        rates, losses = self.rates[first : lowest + 1], self.smoothed[first : lowest + 1]
+        self.steepest, self.valley = steepest(rates, losses), valley(rates, losses)
+        self.below_minimum = self.rates[lowest] / 10
+
+
+def check_task(config: RunConfig) -> None:
+    """Raise UserError for a task whose loss tells nothing about its rate."""
+    if config.task != "classifier":
+        raise UserError(
+            f"--lr-find is for classifiers: the losses of a {config.task} measure two networks against each other and "
+            "do not fall where a rate is good; set generator_optimizer.lr and discriminator_optimizer.lr (0.002 is "
+            "usual) and compare short runs by their Frechet distance"
+        )
+
+
+def search(loop: Loop, sweep: Sweep) -> Found:
+    """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages, BatchNorm's
+    statistics, the loader's position, counters and all random states. Collective: every rank takes part.
+
+    Training keeps everything else of its config: augmentation, precision, clipping, the groups' own factors.
+    """
+    updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
+    loop.window.fold()
+    scale = getattr(loop.config, "optimizer", updater.config).lr / updater.config.lr
+    state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
+    with _random_states(device), _rate_of(updater) as fixed:
+        try:
+            return replace(_sweep(loop, sweep, fixed), scale=scale)
+        finally:
+            state.rewind()
+            loop.loader.wait_seconds = waited
+
+
+def _sweep(loop: Loop, sweep: Sweep, fixed: "_FixedRate") -> Found:
+    """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
+    found, mean, lowest = Found(stopped="all rates were tried"), SmoothedMean(SMOOTHING), math.inf
+    name = f"loss/{loop.config.task}"
+    for number in range(sweep.steps + 1):
+        fixed.rate = sweep.rate(min(number, sweep.steps - 1))
+        metrics = loop.task.step(loop.loader, loop.step + number)
+        loss = collectives.all_reduce_sum_(metrics[name].double()).item()  # the same on all ranks
+        if not math.isfinite(loss):
+            found.stopped = "the loss was not finite"
+            break
+        if number == 0:
+            found.start_loss = loss
+            mean.add(loss)
+            continue
+        smoothed = mean.add(loss)
+        found.rates.append(sweep.rate(number - 1))
+        found.losses.append(loss)
+        found.smoothed.append(smoothed)
+        lowest = min(lowest, smoothed)
+        if smoothed > DIVERGED * lowest:
+            found.stopped = f"the smoothed loss was {DIVERGED:g} times its lowest"
+            break
+    found.suggest()
+    return found
+
+
+class SmoothedMean:
+    """An exponential running mean that starts without a bias towards 0, as Adam's moments (1412.6980, section 3)."""
+
+    def __init__(self, beta: float) -> None:
+        self._beta, self._sum, self._weight = beta, 0.0, 0.0
+
+    def add(self, value: float) -> float:
+        """The mean with `value`."""
+        self._sum = self._beta * self._sum + (1 - self._beta) * value
+        self._weight = self._beta * self._weight + (1 - self._beta)
+        return self._sum / self._weight
+
+
+def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The rate half-way through the longest falling subsequence of losses, as fastai's `valley` counts it: of length n
+    with its last member at e, the members are taken to begin at e - n.
+    """
+    length = [1] * len(losses)
+    for i in range(len(losses)):
+        for j in range(i):
+            if losses[i] < losses[j]:
+                length[i] = max(length[i], length[j] + 1)
+    last = int(np.argmax(length))
+    first = last - length[last]
+    third = (last - first) / 3
+    return rates[first + int(third) + int(third / 2)]
+
+
+def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """The rate at which the loss falls fastest against the logarithm of the rate."""
+    return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
+
+
+class _FixedRate:
+    """Stands in for an optimizer's config; `lr_at` gives the sweep's rate, everything else is the config's own."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.rate = 0.0
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+    def lr_at(self, *_: object) -> float:
+        return self.rate
+
+
+@contextmanager
+def _rate_of(updater: Updater) -> Iterator[_FixedRate]:
+    """The updater takes the rate of what is yielded; afterwards its config's again."""
+    config = updater.config
+    fixed = _FixedRate(config)
+    updater.config = cast(OptimizerConfig, fixed)
+    try:
+        yield fixed
+    finally:
+        updater.config = config
+
+
+@contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    """Put Python's, NumPy's and torch's global random states back."""
+    python, numpy_state = random.getstate(), np.random.get_state()
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+
+
+def write(found: Found, folder: Path) -> None:
+    """Write the curve as an image and as numbers into the run folder. Raises UserError when the disk refuses."""
+    document = {key: _plain(value) for key, value in asdict(found).items()}
+    write_atomic(folder / NUMBERS, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(folder / IMAGE, draw(found))
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def draw(found: Found) -> bytes:
+    """The curve as a PNG; the part where training diverges is cut off."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(found.rates, found.losses, color="0.75", linewidth=1, label="loss")
+    axes.plot(found.rates, found.smoothed, color="C0", linewidth=2, label="smoothed")
+    marks = (("steepest (suggested)", found.steepest, "C3", "-"), ("valley", found.valley, "C2", "--"))
+    for name, rate, colour, style in (*marks, ("minimum / 10", found.below_minimum, "C4", ":")):
+        if rate is not None:
+            axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name} {rate:.2g}")
+    if found.smoothed:
+        low, high = min(found.losses), max(found.smoothed[0], found.start_loss)
+        margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
+        axes.set_ylim(low - margin, high + 4 * margin)
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss of the next batch")
+    axes.set_title(found.stopped, fontsize=9)
+    axes.legend(fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return buffer.getvalue()
+
+
+def text(found: Found, folder: Path) -> str:
+    """What was found, for a person; the suggestion is the option to type.
+
+    Raises UserError when the curve suggests no rate.
+    """
+    tried = f"{found.rates[0]:.2g} to {found.rates[-1]:.2g}" if found.rates else "the first on"
+    if found.option is None or found.valley is None or found.below_minimum is None:
+        raise UserError(
+            f"--lr-find: the loss falls at no rate from {tried} ({found.stopped}; {folder / IMAGE}); give a lower "
+            "--lr-find-from or more --lr-find-steps, and look at the labels if that changes nothing"
+        )
+    others = f"fastai's valley is {found.valley * found.scale:.2g}, a tenth of the lowest loss's rate"
+    scaled = "" if found.scale == 1 else f"; rates of the curve times {found.scale:g}, for optimizer.lr_batch_size"
+    return (
+        f"--optimizer.lr {found.option:g}\n"
+        f"  where the loss falls fastest; {others} {found.below_minimum * found.scale:.2g}{scaled}\n"
+        f"  {len(found.rates)} rates from {tried}: {found.stopped}; curve: {folder / IMAGE}"
+    )
+
+
+def only_searched(folder: Path) -> bool:
+    """Whether a rate was searched in this folder and nothing else was done: it holds no run yet."""
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
+    return bool(names) and names <= {IMAGE, NUMBERS}

@@ -1,0 +1,237 @@
+"""One training run from a config file to a finished run folder; what `train.py` calls in every process."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reporting.report import write_report
+from training.base import data
+from training.base.config import RunConfig
+from training.base.task import Task
+from training.engine import health, lr_find, preflight, transfer
+from training.engine.loop import Loop
+from training.engine.tasks import TASKS, build_run_config
+from training.profile import measure as profile_measure
+from utils import determinism, inject
+from utils.checkpoint import newest_first
+from utils.config import read_yaml, to_tree
+from utils.distributed import collectives, heartbeat
+from utils.distributed.heartbeat import Heartbeat, silent_ranks
+from utils.distributed.launch import under_launcher
+from utils.errors import StoppedBySignal, TrainingHalted, UserError
+from utils.heap import keep_freed_memory
+from utils.logging import say, say_refused
+from utils.run_folder import RunFolder
+
+
+def train(
+    config_file: str,
+    overrides: list[str],
+    *,
+    run_dir: str | None = None,
+    device: str | None = None,
+    max_steps: int | None = None,
+    profile_steps: int | None = None,
+    sweep: dict[str, Any] | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: what `lr_find.Sweep` is told) search the
+    learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
+    """
+    config = build_run_config(read_yaml(config_file), overrides, config_file)
+    rates = None if sweep is None else lr_find.Sweep(**sweep)
+    if rates is not None:
+        lr_find.check_task(config)
+    several = getattr(getattr(config, "model", None), "split", "off") != "off"  # devices for each process
+    torch_device = collectives.choose_device(device, several=several)
+    if torch_device.type == "cpu":
+        keep_freed_memory()
+    if config.deterministic:
+        determinism.switch_on()
+    inject.check()
+    collectives.start(torch_device, config.distributed.start_timeout, several=several)
+    folder = RunFolder(run_dir or default_folder(Path(config_file)))
+    loop, lost = None, False
+    try:
+        loop = prepare(config, folder, torch_device)
+        if dry_run:
+            collectives.on_main(lambda: _print_plan(loop))
+            return 0
+        if rates is not None:
+            return _find_rate(loop, rates)
+        if profile_steps is not None:
+            _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
+        return _run(loop, max_steps, profile_steps)
+    except Exception as error:
+        if not collectives.is_peer_error(error):
+            # leaving the group in good order waits for ranks that may be in an operation that waits for this one
+            lost = not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
+            raise
+        lost = True
+        if under_launcher():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has told why
+        halted = health.lost_rank(folder.path, error)
+        if halted.rank_specific and (folder.path / "config.yaml").is_file():
+            step = 0 if loop is None else loop.step
+            folder.write_status("failed", step, str(halted), halted.exit_code)  # rank 0 may be the one that is missing
+        raise halted from error
+    finally:
+        folder.close()
+        collectives.stop(lost=lost)
+
+
+def default_folder(config_file: Path) -> Path:
+    """runs/<name of the config>; for a run's own config.yaml that run."""
+    marks = ("checkpoints", "status.json")
+    if config_file.name == "config.yaml" and any((config_file.parent / mark).exists() for mark in marks):
+        return config_file.parent
+    return Path("runs") / config_file.stem
+
+
+def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
+    """Check everything that can be checked before the first step and build the loop. Nothing is written.
+
+    Raises UserError with the remedy.
+    """
+    collectives.on_main(lambda: _accept_config(folder, config) and None)
+    with collectives.same_fate():  # each node may have files of its own
+        reader = data.open_training(config.data)
+        val_reader = data.open_held_out(config.data, reader)
+        data.check_data(config, reader, val_reader)
+    data.check_same_images(config.data, reader, val_reader)
+    donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
+    task: Task = TASKS[config.task].task(config, reader, val_reader, device)
+    there = len(newest_first(folder.checkpoints))
+    with collectives.same_fate():
+        preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
+    taken = None
+    if donor is not None:
+        taken = transfer.transfer(
+            donor, task.registry(), resolution=task.shape["resolution"], classes=reader.meta.classes
+        )
+    loader = data.make_loader(config, reader, device)
+    reading = data.tune_workers(config, reader, val_reader)
+    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device)
+    if collectives.is_main():
+        say(preflight.table(rows | {"run folder": str(folder.path)}))
+        if taken is not None:
+            say(taken)
+    loop = Loop(config, task, loader, folder)
+    loop.origin = None if donor is None else donor.state_dict()
+    return loop
+
+
+def _print_plan(loop: Loop) -> None:
+    for name, (network, inputs) in loop.task.networks().items():
+        micro = loop.config.micro(collectives.world_size())
+        print(preflight.model_summary(name, network, inputs, micro, task=loop.task))
+    print("dry run: everything up to the first step is in order; nothing was written")
+
+
+def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
+    """The folder's notices; where only a rate was searched there is no run to compare with."""
+    return [] if lr_find.only_searched(folder.path) else folder.accept_config(
+        to_tree(config), defaults=to_tree(type(config)(task=config.task))
+    )
+
+
+def _open_folder(loop: Loop) -> None:
+    loop.folder.open()
+    heartbeat.clear(loop.folder.path)
+    for notice in _accept_config(loop.folder, loop.config):
+        say(notice)
+
+
+def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
+    """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
+    collectives.on_main(lambda: _open_folder(loop))
+    if loop.resume() and collectives.is_main():
+        say(f"searching from step {loop.step} of {loop.config.steps} on")
+    try:
+        found = lr_find.search(loop, sweep)
+    finally:
+        loop.loader.close()
+    collectives.on_main(lambda: lr_find.write(found, loop.folder.path))
+    summary = lr_find.text(found, loop.folder.path)
+    if collectives.is_main():
+        print(summary)
+    return 0
+
+
+def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
+    collectives.on_main(lambda: _open_folder(loop))
+    if loop.resume() and collectives.is_main():  # refused here, the folder is left as it was
+        say(f"resumed at step {loop.step} of {loop.config.steps}")
+    if loop.step > loop.config.steps:
+        raise UserError(f"--steps {loop.config.steps}: the run has done {loop.step} already; give as many or more")
+    if profile_steps is not None:
+        _check_profile(loop, profile_steps)
+    collectives.on_main(lambda: loop.folder.save_config(to_tree(loop.config)))
+    with _signs_of_life(loop):
+        try:
+            loop.folder_status("running")
+            loop.run(max_steps, profile=profile_steps)
+        except (StoppedBySignal, TrainingHalted):
+            raise  # the loop has written the status
+        except BaseException as error:
+            if not collectives.is_peer_error(error):
+                told = f"{type(error).__name__}: {error}".split("\n")[0]
+                loop.folder_status("failed", told, getattr(error, "exit_code", 1))
+            raise
+    finished = loop.finished
+    why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
+    reason = "" if loop.step >= loop.config.steps else why
+    loop.folder_status("finished" if finished else "stopped", reason, 0)
+    if collectives.is_main():
+        if profile_steps is not None:
+            print((loop.folder.path / "profile" / profile_measure.SUMMARY).read_text(), end="")
+        try:
+            say(f"report: {write_report(loop.folder.path)}")
+        except UserError as error:  # a full disk: what was trained is safe
+            say_refused(loop.folder.path / "report.html", error, "the report")
+        say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
+    return 0
+
+
+@contextmanager
+def _signs_of_life(loop: Loop) -> Iterator[None]:
+    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the others'."""
+    folder, rank, world = loop.folder.path, collectives.rank(), collectives.world_size()
+
+    def look() -> None:
+        missing = [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]
+        if missing:
+            raise collectives.PeerLost(missing[0].reason)
+
+    loop.heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
+    loop.heartbeat.start()
+    collectives.barrier()  # from here on everybody's file is there
+    collectives.on_wait(look)
+    try:
+        yield
+    except StoppedBySignal:
+        loop.heartbeat.stop()
+        raise
+    except BaseException as error:
+        told = f"{type(error).__name__}: {error}".split("\n")[0]
+        loop.heartbeat.stop(told, victim=collectives.is_peer_error(error))
+        raise
+    else:
+        loop.heartbeat.stop()
+    finally:
+        collectives.on_wait(None)
+
+
+def _check_profile(loop: Loop, count: int) -> None:
+    """Raise UserError unless enough of the training is left."""
+    left, needed = loop.config.steps - loop.step, profile_measure.WARM_UP + count
+    if left < needed:
+        raise UserError(
+            f"--profile {count}: needs {profile_measure.WARM_UP} steps to warm up and {count} to measure, but {left} "
+            f"of {loop.config.steps} are left; give a smaller N, a larger --steps, or another --run-dir"
+        )

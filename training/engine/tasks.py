@@ -1,0 +1,56 @@
+"""The registry of tasks: a third one is one more file and one more line here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.base.config import RunConfig
+from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.gan.config import GanConfig, R3GanConfig
+from training.gan.task import GanTask
+from utils.cli import did_you_mean
+from utils.config import Tree, build
+from utils.errors import UserError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A task's configuration and the class that trains it."""
+
+    config: type[RunConfig]
+    task: Any  # (config, reader, val_reader, device) -> Task
+    architectures: dict[str, type[RunConfig]] = field(default_factory=dict)  # with a config of their own
+
+    def config_of(self, architecture: str | None) -> type[RunConfig]:
+        """The config class of the architecture that a recipe names."""
+        return self.architectures.get(architecture or "", self.config)
+
+
+TASKS = {
+    "gan": Entry(GanConfig, GanTask, {"r3gan": R3GanConfig}),
+    "classifier": Entry(ClassifierConfig, ClassifierTask),
+}
+
+
+def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
+    """The config dataclass of the task that `tree["task"]` names, overridden from the command line.
+
+    Raises UserError for a missing or unknown task and for whatever the config refuses.
+    """
+    name = tree.get("task")
+    if not isinstance(name, str) or name not in TASKS:
+        hint = did_you_mean(str(name), list(TASKS)) if name else ""
+        told = "has no key 'task'" if name is None else f"unknown task {name!r}{hint}"
+        raise UserError(f"{source}: {told}; tasks are {', '.join(TASKS)}")
+    architecture = _overridden("architecture", overrides) or tree.get("architecture")
+    return build(TASKS[name].config_of(architecture), tree, overrides, source=source)
+
+
+def _overridden(key: str, overrides: Sequence[str]) -> str | None:
+    """The value that the command line gives to a top-level key, if it does."""
+    value = None
+    for option, following in zip(overrides, [*overrides[1:], ""], strict=False):
+        name, equals, given = option.partition("=")
+        if name == f"--{key}":
+            value = given if equals else following
+    return value

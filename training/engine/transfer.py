@@ -1,0 +1,232 @@
+"""Transfer: a fresh run that starts from another run's weights (`--init-from FILE|RUN`).
+
+What fits by name and shape is taken, network by network, and the rest is listed. Optimizers, schedules, counters and
+augmentation are not taken. A resume goes on from its own checkpoint and takes nothing.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.registry import DEFAULT
+from training.base.config import RunConfig
+from training.optim.ema import EMA
+from training.optim.updater import Updater
+from utils import checkpoint as checkpoints
+from utils.config import Tree, to_tree
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.logging import say
+from utils.run_folder import RunFolder
+
+LINES = 4  # of what does not fit, or is new, that are listed for a network; the others are counted
+
+# A discriminator's lists begin at the top resolution (a generator's at 4 px), and these belong to the top resolution.
+FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
+AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
+
+
+@dataclass(frozen=True)
+class Donor:
+    """The checkpoint that a run starts from."""
+
+    file: str
+    step: int
+    sha256: str
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoints of the run: where it comes from."""
+        return {"file": self.file, "step": self.step, "sha256": self.sha256}
+
+
+@dataclass
+class Fit:
+    """What became of one network's tensors; names are our own network's, those of `unused` the donor's."""
+
+    taken: list[str] = field(default_factory=list)
+    misfits: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # name -> shape there, shape here
+    new: list[str] = field(default_factory=list)  # nothing of the donor has this name, or its layer does not fit
+    unused: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """What was not taken, for a person."""
+        found = [f"does not fit: {n} {_shape(there)} there, {_shape(here)} here" for n, (there, here) in _first(self)]
+        if len(self.misfits) > LINES:
+            found.append(f"does not fit: {len(self.misfits) - LINES} more")
+        for label, names in (("stays new", self.new), ("left out", self.unused)):
+            parts = Counter(_part(name) for name in names)
+            shown = ", ".join(f"{part} ({n})" for part, n in list(parts.items())[:LINES])
+            more = f" and {sum(parts.values()) - sum(list(parts.values())[:LINES])} more" * (len(parts) > LINES)
+            found += [f"{label}: {shown}{more}"] if names else []
+        return found
+
+
+def _first(fit: Fit) -> list[tuple[str, tuple[list[int], list[int]]]]:
+    return list(fit.misfits.items())[:LINES]
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes)) or "one number"
+
+
+def _part(name: str) -> str:
+    """The part of a network that a tensor is counted under: a member of a list, or a layer."""
+    member = re.match(r"\w+\.\d+(?=\.)", name)
+    return member[0] if member else name.rpartition(".")[0] or name
+
+
+def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
+    """The checkpoint that a fresh run starts from, read and checked; None for a resume and without `init_from`.
+
+    Sets `config.init_from`: of a fresh run to the checkpoint's file, of one that goes on to what it was at its start,
+    whatever is asked for now. Raises UserError for a file that is missing, damaged or of another task.
+    """
+    init_from, donor = collectives.on_main(lambda: _find(config, folder))
+    config.init_from = init_from
+    return None if donor is None else Donor(**donor)
+
+
+def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, dict[str, Any] | None]:
+    asked = config.init_from
+    if checkpoints.newest_first(folder.checkpoints):
+        if asked is not None:
+            say(f"--init-from {asked} is ignored: {folder.path} goes on from its own checkpoint")
+        return (folder.saved_config() or {}).get("init_from"), None
+    if asked is None:
+        return None, None
+    path = checkpoints.resolve(asked)
+    content = checkpoints.load(path)
+    if content["task"] != config.task:
+        raise UserError(
+            f"--init-from {path}: is a checkpoint of task {content['task']!r}, but this run trains a {config.task!r}; "
+            f"give a checkpoint of a {config.task!r}"
+        )
+    there, here = (_architecture(tree) for tree in (content["config"], to_tree(config)))
+    if there != here:
+        raise UserError(
+            f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
+            f"checkpoint of {here!r}, or set architecture to {there!r}"
+        )
+    donor = Donor(file=str(path), step=content["step"], sha256=checkpoints.file_sha256(path))
+    return str(path), donor.state_dict()
+
+
+def _architecture(config: Tree) -> str | None:
+    """Of a GAN's networks; None for other tasks."""
+    return config.get("architecture", DEFAULT) if config.get("task") == "gan" else None
+
+
+def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:
+    """Copy what fits of the donor's weights into the networks of `registry`, whose images have `resolution` px and
+    `classes`; returns what was taken and what was not, for a person.
+
+    Raises UserError when no weight of any network fits; then nothing is changed.
+    """
+    content = checkpoints.load(Path(donor.file), verify=False)  # find_donor has checked its checksum
+    resolutions = (content["shape"]["resolution"], resolution)
+    networks = networks_of(registry)
+    plans = {
+        name: plan(_tensors(content, name, donor.file), network.state_dict(), name, resolutions)
+        for name, network in networks.items()
+    }
+    if not any(_has_weights(networks[name], sources) for name, (_, sources) in plans.items()):
+        raise UserError(
+            f"--init-from {donor.file}: none of its weights fit the networks of this run ({_why(plans)}); give a "
+            "checkpoint of networks of the same size, or leave --init-from out"
+        )
+    lines = [f"weights from {donor.file}, step {donor.step}:"]
+    for name, (fit, sources) in plans.items():
+        _copy(networks[name], sources)
+        total = len(fit.taken) + len(fit.misfits) + len(fit.new)
+        lines.append(f"  {name}: {len(fit.taken)} of {total} tensors taken")
+        lines += [f"    {line}" for line in fit.lines()]
+    for part in registry.values():
+        if isinstance(part, Updater):
+            part.reset()  # a schedule-free one keeps weights of its own
+    if list(classes) != content["classes"]:
+        lines.append(f"  {_about_classes(content['classes'], classes)}")
+    return "\n".join(lines)
+
+
+def _has_weights(network: nn.Module, sources: Mapping[str, Tensor]) -> bool:
+    """Whether a matrix or a filter is taken: numbers and biases that happen to fit are no transfer."""
+    return any(name in sources for name, parameter in network.named_parameters() if parameter.ndim > 1)
+
+
+def _about_classes(there: Sequence[str], here: Sequence[str]) -> str:
+    if len(there) != len(here):
+        return f"{len(there)} classes there, {len(here)} here: what belongs to a class starts anew"
+    return "the classes have other names: what a class has learned goes to the one of the same number here"
+
+
+def _why(plans: Mapping[str, tuple[Fit, dict[str, Tensor]]]) -> str:
+    for name, (fit, _) in plans.items():
+        for tensor, (there, here) in _first(fit)[:1]:
+            return f"e.g. {name} {tensor}: {_shape(there)} there, {_shape(here)} here"
+    return "it has no tensors of their names"
+
+
+def networks_of(registry: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The networks and their averages in a task's registry."""
+    models = {name: part.model if isinstance(part, EMA) else part for name, part in registry.items()}
+    return {n: m for n, m in models.items() if isinstance(m, nn.Module) and next(m.parameters(), None) is not None}
+
+
+def _tensors(content: Mapping[str, Any], name: str, file: str) -> dict[str, Tensor]:
+    """A network's state in the donor; empty where it has none. Raises UserError unless it is made of tensors."""
+    state = content["state"].get(name, {})
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UserError(f"--init-from {file}: its state of {name!r} is not a network's; give a checkpoint of train.py")
+    return state
+
+
+def plan(
+    there: Mapping[str, Tensor], here: Mapping[str, Tensor], network: str, resolutions: tuple[int, int]
+) -> tuple[Fit, dict[str, Tensor]]:
+    """What of the donor's tensors fits a network: the account, and our name -> the donor's tensor.
+
+    A layer is taken whole or not at all: a bias is of no use without its filter. `resolutions`: the donor's and ours,
+    by which the parts of a discriminator are matched.
+    """
+    donors = {by_resolution(name, network, resolutions[0]): (name, tensor) for name, tensor in there.items()}
+    ours = {name: by_resolution(name, network, resolutions[1]) for name in here}
+    fits = {n: key in donors and donors[key][1].shape == here[n].shape for n, key in ours.items()}
+    broken = {_layer(name) for name, fitting in fits.items() if not fitting}
+    fit, sources = Fit(), {}
+    for name, key in ours.items():
+        if key in donors and not fits[name]:
+            fit.misfits[name] = (list(donors[key][1].shape), list(here[name].shape))
+        elif not fits[name] or _layer(name) in broken:
+            fit.new.append(name)
+        else:
+            fit.taken.append(name)
+            sources[name] = donors[key][1]
+    wanted = set(ours.values())
+    fit.unused = [name for key, (name, _) in donors.items() if key not in wanted]
+    return fit, sources
+
+
+def _layer(name: str) -> str:
+    """What a tensor is taken or left with: its layer; a tensor of the network itself stands alone."""
+    return name.rpartition(".")[0] or name
+
+
+def by_resolution(name: str, network: str, resolution: int) -> str:
+    """A tensor's name with pixels instead of what depends on the network's top resolution."""
+    listed, top = FROM_THE_TOP.match(name), AT_THE_TOP.match(name)
+    if network == "discriminator" and listed:
+        return f"{listed[1]}@{resolution >> int(listed[2])}.{name[listed.end() :]}"
+    return f"{top[1]}s.{resolution}.{name[top.end() :]}" if top else name  # as progressive growing names the others
+
+
+@torch.no_grad()
+def _copy(network: nn.Module, sources: Mapping[str, Tensor]) -> None:
+    own = network.state_dict()
+    for name, tensor in sources.items():
+        own[name].copy_(tensor)

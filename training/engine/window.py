@@ -1,0 +1,62 @@
+"""The metrics of the steps since the last row of the log."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.distributed import collectives
+
+
+class MetricWindow:
+    """Means of the steps' metrics since the last log tick; they stay on the device until `fold` collects them at
+    once. Of the metric `watched` every step's value is kept, too.
+    """
+
+    def __init__(self, watched: str | None = None) -> None:
+        self.watched = watched
+        self.values: list[float] = []  # of the watched metric, a step each
+        self._pending: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, metrics: dict[str, Tensor]) -> None:
+        """A step's metrics: 0-d tensors that add up over the ranks."""
+        for name, value in metrics.items():
+            self._pending.setdefault(name, []).append(value)
+
+    def fold(self) -> None:
+        """Add the pending values up over steps and ranks: one transfer and one collective. Steps are added one after
+        the other, so that the sums do not depend on when this is called.
+        """
+        if not self._pending:
+            return
+        names = sorted(self._pending)
+        every = torch.cat([torch.stack(self._pending[name]).double() for name in names])
+        totals = iter(collectives.all_reduce_sum_(every).tolist())
+        for name in names:
+            values = [next(totals) for _ in self._pending[name]]
+            for value in values:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0) + len(values)
+            if name == self.watched:
+                self.values += values
+        self._pending.clear()
+
+    def total(self, prefix: str) -> float:
+        """Sum of the folded metrics `prefix/...` so far."""
+        return sum(total for name, total in self._sums.items() if name.startswith(f"{prefix}/"))
+
+    def take(self) -> dict[str, float]:
+        """The means, and start anew; `values` are the caller's to take before."""
+        self.fold()
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._sums, self._counts, self.values = {}, {}, []
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self._sums), "counts": dict(self._counts), "values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
+        self.values = list(state.get("values", []))  # older runs kept none

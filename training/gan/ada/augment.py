@@ -1,0 +1,186 @@
+"""Adaptive discriminator augmentation: how strong it is, its random draws, and its application to a batch.
+
+Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The discriminator sees
+augmented images only, real and generated ones, in both players' steps. The strength p follows from how sure it is of
+the real ones: r_t = E[sign D(real)] (section 2.2). The operations are in augment_ops.py.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from training.gan.ada import operations as ops
+from training.gan.ada.operations import GroupDraws
+from training.optim.schedules import cosine
+from utils.cli import did_you_mean
+from utils.errors import UserError
+from utils.seeding import generator
+
+KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
+
+
+def _blit_geometry_colour() -> dict[str, float]:
+    return {"blit": 1.0, "geometry": 1.0, "colour": 1.0}
+
+
+@dataclass(kw_only=True)
+class AdaConfig:
+    """What the discriminator's images go through, and how often. Raises UserError for values out of range."""
+
+    mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"
+    p: float = 0.0  # probability of each operation; fixed: always; adaptive, scheduled: where it starts
+    p_final: float = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
+    target: float = 0.6  # adaptive: mean sign of D(real) above which p grows
+    kimg: float | None = None  # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
+    interval: int = 4  # adaptive: steps between adjustments
+    # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by whole pixels;
+    # geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip, hue, saturation; and filter,
+    # noise, cutout. The paper's bgc is the default.
+    operations: dict[str, float] = field(default_factory=_blit_geometry_colour)
+
+    def __post_init__(self) -> None:
+        for name, multiplier in self.operations.items():
+            if name not in ops.DRAWS:
+                near = did_you_mean(name, list(ops.DRAWS))
+                raise UserError(f"ada.operations: no group {name!r}{near}; there are {', '.join(ops.DRAWS)}")
+            if not 0 <= multiplier <= 1:
+                raise UserError(f"ada.operations.{name} {multiplier} multiplies a probability: it must lie in [0, 1]")
+        for name in ("p", "p_final"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"ada.{name} {getattr(self, name)} is a probability: it must lie in [0, 1]")
+        if not -1 < self.target < 1:
+            raise UserError(f"ada.target {self.target} is a mean of signs: it must lie between -1 and 1")
+        if self.kimg is not None and not (self.kimg > 0 and math.isfinite(self.kimg)):
+            raise UserError(f"ada.kimg {self.kimg}: thousand images, must be positive, or null")
+        if self.interval < 1:
+            raise UserError(f"ada.interval {self.interval}: steps, must be 1 or more")
+        if self.mode == "fixed" and self.p == 0:
+            raise UserError("ada.mode fixed with ada.p 0 changes no image; set ada.p, or ada.mode off")
+        if self.mode == "scheduled" and self.p == self.p_final == 0:
+            raise UserError("ada.mode scheduled goes from ada.p 0 to ada.p_final 0; set one of them, or ada.mode off")
+        if self.mode != "off" and not any(self.operations.values()):
+            raise UserError(f"ada.mode {self.mode} without ada.operations changes nothing; name one, or ada.mode off")
+
+
+@dataclass
+class Draws:
+    """The random draws for a global batch: group -> its numbers. They do not depend on p."""
+
+    groups: dict[str, GroupDraws]
+
+
+class Ada:
+    """Adaptive augmentation of one training: its strength and what moves it are the state."""
+
+    def __init__(
+        self,
+        config: AdaConfig,
+        *,
+        seed: int,
+        channels: int,  # 1 or 3
+        batch_size: int,  # global batch for which `draw` draws unless told another
+        device: torch.device,
+        schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
+        transfer: bool = False,  # the networks come from another training: p moves five times as fast
+    ) -> None:
+        """Raises UserError if the images are neither grey nor RGB."""
+        if config.mode != "off" and channels not in (1, 3):
+            raise UserError(f"ada.mode {config.mode} needs images of 1 or 3 channels, not {channels}; set it to off")
+        self.config, self.seed, self.channels = config, seed, channels
+        self.batch_size, self.device, self.schedule_images = batch_size, device, schedule_images
+        kimg = config.kimg if config.kimg is not None else (KIMG_TRANSFER if transfer else KIMG)
+        self.adjustment_images = kimg * 1000
+        self.active = config.mode != "off"
+        # never changed in place: whoever keeps one for the log keeps that step's
+        self.p = torch.full((), config.p, device=device)
+        self._sign_sum = torch.zeros((), device=device)  # of the logits of real images since the last adjustment
+        self._count = torch.zeros((), device=device)  # of these images
+
+    def draw(self, step: int, phase: str, resolution: int, batch_size: int | None = None) -> Draws:
+        """The global batch's draws of a phase, on the device: a group's are a function of (seed, "augment", step,
+        phase, group) and the batch's size alone. `resolution`: px, matters to the noise only.
+        """
+        if not self.active:
+            return Draws({})
+        size = self.batch_size if batch_size is None else batch_size
+        groups = {}
+        for name, (operations, uniform, normal) in ops.DRAWS.items():
+            if not self.config.operations.get(name):
+                continue
+            keyed = generator(self.seed, "augment", step, phase, name, device=self.device)
+            numbers = torch.rand(size, operations + uniform, generator=keyed, device=self.device)
+            normals = torch.randn(size, normal, generator=keyed, device=self.device)
+            pixels = None
+            if name == "noise":
+                shape = (size, self.channels, resolution, resolution)
+                pixels = torch.randn(shape, generator=keyed, device=self.device)
+            groups[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
+        return Draws(groups)
+
+    def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
+        """Augment images [n, C, R, R] in [-1, 1], rows `rows` of the global batch; R at least 4.
+
+        Same shape and dtype; colours may leave the range. Differentiable twice. Whatever autocast says, it computes in
+        the images' own precision, float32 at least; half-precision images are rounded once, at the end. At p = 0 no bit
+        changes.
+        """
+        if not self.active:
+            return images
+        half = images.dtype not in (torch.float32, torch.float64)
+        with torch.autocast(images.device.type, enabled=False):
+            result = self._apply(images.float() if half else images, draws, rows)
+        return result.to(images.dtype)
+
+    def _apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
+        size, p = images.shape[-1], {name: self.p * multiplier for name, multiplier in self.config.operations.items()}
+        groups = {name: group.rows(rows, images.dtype) for name, group in draws.groups.items()}
+        assert all(len(group.chance) == len(images) for group in groups.values())
+        if "blit" in groups or "geometry" in groups:
+            blit = ops.blit_inverse(groups["blit"], p["blit"], size) if "blit" in groups else None
+            warped = ops.geometry_inverse(groups["geometry"], p["geometry"], size) if "geometry" in groups else None
+            images = ops.move(images, blit, warped)
+        if "colour" in groups:
+            images = ops.recolour(images, ops.colour_matrix(groups["colour"], p["colour"], images.shape[1]))
+        if "filter" in groups:
+            images = ops.amplify_bands(images, groups["filter"], p["filter"])
+        if "noise" in groups:
+            images = ops.add_noise(images, groups["noise"], p["noise"])
+        if "cutout" in groups:
+            images = ops.cut_out(images, groups["cutout"], p["cutout"])
+        return images
+
+    def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:
+        """Move p after update number `step`; nothing waits for the device.
+
+        adaptive: p += sign(r_t - target) * images / (kimg * 1000), within [0, 1], every `interval` steps, r_t and the
+        images being those since the last time. scheduled: p is a function of `images_seen` alone.
+        `real_sign`: 0-d, the mean of sign D(real) over the step's global batch of `batch_size`. One that is not finite
+        (the step's update is skipped as well) counts for nothing.
+        """
+        config = self.config
+        if config.mode == "scheduled":
+            p = cosine(config.p, config.p_final, images_seen, self.schedule_images)
+            self.p = torch.full_like(self.p, p)
+        if config.mode != "adaptive":
+            return
+        finite = real_sign.isfinite()
+        self._sign_sum = self._sign_sum + torch.where(finite, real_sign.detach() * batch_size, 0).to(self._sign_sum)
+        self._count = self._count + finite * batch_size
+        if step % config.interval == config.interval - 1:
+            direction = (self._sign_sum - config.target * self._count).sign()
+            self.p = (self.p + direction * (self._count / self.adjustment_images)).clamp(0, 1)
+            self._sign_sum, self._count = torch.zeros_like(self._sign_sum), torch.zeros_like(self._count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """p and what has been gathered since it was last adjusted, as 0-d tensors."""
+        return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was saved; a fixed p stays as configured."""
+        if self.config.mode != "fixed":
+            self.p = state["p"].to(self.p)
+        self._sign_sum, self._count = state["sign_sum"].to(self._sign_sum), state["count"].to(self._count)

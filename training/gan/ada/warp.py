@@ -1,0 +1,175 @@
+"""Moving pixels: exact copies, and one resampled affine warp. Pure functions, differentiable twice in the images.
+
+A transformation is given by its inverse, [n, 3, 3]: it leads from a place in the result to the place that is shown
+there, (x, y, 1) in pixels, x to the right and y down from the image's centre. Images go on beyond their edges as in
+a mirror that stands on the centre of the last pixel (NumPy's "reflect"), without end: it is the coordinates that are
+reflected, so there is no margin whose width would depend on the draws.
+"""
+
+import functools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+# Low-pass filters of the 2x oversampling (2006.06676, appendix B: sym6 both ways): the right halves of symmetric
+# filters of 13 and 11 taps, each of sum 1 with six zeros at the Nyquist frequency. They are two factors of the very
+# polynomial of which sym6, forth and back, is another factorisation, Lagrange's half-band filter of order 12: up and
+# down again is the identity, and by up and down together the same frequencies pass. Symmetric taps, unlike sym6, leave
+# an oversampled image mirrored at the same places, which is what makes reflected coordinates exact.
+UP_TAPS = (
+    0.5425242550391501, 0.27101229370282987, -0.04870418161951369, -0.023670456809666306,
+    0.033433248051649433, 0.002658163106836118, -0.005991193951711113,
+)  # fmt: skip
+DOWN_TAPS = (
+    0.5889121645077915, 0.31686062971595647, -0.0489054213312996,
+    -0.07688892831851366, 0.004449339077403858, 0.01002829860255719,
+)  # fmt: skip
+UP_MARGIN = len(UP_TAPS) // 2  # px of the image
+DOWN_MARGIN = len(DOWN_TAPS) - 1  # px of the oversampled one
+BLOCK = 64  # largest number of pixels that one dense matrix resamples; measured: matrices beat convolutions below it
+
+
+def reflect(index: Tensor, size: int) -> Tensor:
+    """Indices into 0..size-1 of pixels anywhere, the line of pixels being mirrored at the centres of its ends."""
+    period = 2 * (size - 1)
+    wrapped = index.remainder(period)
+    return torch.minimum(wrapped, period - wrapped)
+
+
+def copy_pixels(images: Tensor, inverse: Tensor) -> Tensor:
+    """Every pixel is a copy of one of `images` [n, C, R, R]: the nearest to where it comes from.
+
+    For flips, turns by 90 degrees and shifts by whole pixels nothing is rounded.
+    """
+    n, channels, size, _ = images.shape
+    centre = (size - 1) / 2
+    line = torch.arange(size, device=images.device, dtype=inverse.dtype) - centre
+    x, y = (reflect((places + centre).round().long(), size) for places in _follow(inverse, line))
+    index = (y * size + x).reshape(n, 1, -1).expand(n, channels, -1)
+    return images.reshape(n, channels, -1).gather(2, index).reshape(images.shape)
+
+
+def warp(images: Tensor, inverse: Tensor) -> Tensor:
+    """Warp images [n, C, R, R], R at least 4: 2x oversampling, bilinear sampling, 2x decimation.
+
+    The identity, flips, turns by 90 degrees and shifts by whole pixels come out as exact as rounding allows.
+    """
+    size = images.shape[-1]
+    centre, fine = (size - 1) / 2, 2 * size + 2 * DOWN_MARGIN - 1
+    line = (torch.arange(fine, device=images.device, dtype=images.dtype) - DOWN_MARGIN) / 2 - centre
+    # grid_sample has the centres of the outermost pixels at -1 and 1
+    grid = torch.stack(_follow(inverse[:, :2] / centre, line), dim=-1)  # [n, fine, fine, 2]
+    return _decimate(cast(Tensor, Sample.apply(_oversample(images), grid)))
+
+
+def _follow(inverse: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y [n, S, S] of the places that a grid of S lines and columns comes from."""
+    across, down = line[None, None, :], line[None, :, None]
+    x, y = (
+        (inverse[:, row, 0, None, None] * across + inverse[:, row, 2, None, None])
+        + inverse[:, row, 1, None, None] * down
+        for row in (0, 1)
+    )
+    return x, y
+
+
+class Sample(torch.autograd.Function):
+    """Bilinear sampling at given places, in reflected coordinates; `grid` as `F.grid_sample` has it.
+
+    torch's own cannot be differentiated twice. Sampling is linear in the images: its gradient is the transpose, and the
+    gradient of that is sampling again. There is none for the grid.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, images: Tensor, grid: Tensor) -> Tensor:
+        """images [n, C, h, w], grid [n, H, W, 2] -> [n, C, H, W]."""
+        ctx.save_for_backward(grid)
+        ctx.shape = images.shape  # type: ignore[attr-defined]
+        return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (grid,) = ctx.saved_tensors
+        return SampleTranspose.apply(gradients[0], grid, ctx.shape), None
+
+
+class SampleTranspose(torch.autograd.Function):
+    """The transpose of `Sample`: every value is handed back to the pixels it was mixed from."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, values: Tensor, grid: Tensor, shape: torch.Size) -> Tensor:
+        """values [n, C, H, W], grid [n, H, W, 2] -> [n, C, h, w] of the given shape."""
+        ctx.save_for_backward(grid)
+        images = values.new_zeros(1).expand(shape)  # only its shape counts
+        bilinear, reflection = 0, 2  # as the operator numbers them
+        wanted = [True, False]  # the gradients of images and grid
+        transpose = torch.ops.aten.grid_sampler_2d_backward
+        return transpose(values, images, grid, bilinear, reflection, True, wanted)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (grid,) = ctx.saved_tensors
+        return Sample.apply(gradients[0], grid), None, None
+
+
+def _oversample(images: Tensor) -> Tensor:
+    """[n, C, R, R] -> [n, C, 2R-1, 2R-1]: pixel i becomes pixel 2i."""
+    block = _block(images.shape[-1])
+    matrix = _up_matrix(block, images.dtype, images.device)
+    padded = F.pad(images, [UP_MARGIN] * 4, mode="reflect")
+    return _both_ways(padded, matrix, block)[..., :-1, :-1]  # the last one lies beyond the last pixel
+
+
+def _decimate(fine: Tensor) -> Tensor:
+    """[n, C, 2R+2m-1, 2R+2m-1] -> [n, C, R, R] with m = DOWN_MARGIN: pixel 2i+m becomes pixel i."""
+    block = _block((fine.shape[-1] + 1) // 2 - DOWN_MARGIN)
+    return _both_ways(fine, _down_matrix(block, fine.dtype, fine.device), 2 * block)
+
+
+def _block(size: int) -> int:
+    return next(block for block in range(min(size, BLOCK), 0, -1) if size % block == 0)
+
+
+def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
+    """Apply a [outputs, inputs] matrix to pieces of `inputs` pixels that start `step` apart: to columns, then rows."""
+    inputs = matrix.shape[1]
+    if images.shape[-1] == inputs:  # one piece; the gradient of unfold is slow
+        return matrix @ images @ matrix.T
+    columns = images.unfold(-2, inputs, step).mT  # [n, C, pieces, inputs, W]
+    rows = (matrix @ columns).flatten(2, 3).unfold(-1, inputs, step)  # [n, C, H, pieces, inputs]
+    return (rows @ matrix.T).flatten(-2)
+
+
+def _up_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _make_up_matrix(block, dtype, device)
+
+
+def _down_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _make_down_matrix(block, dtype, device)
+
+
+# kept: making them anew in each call would copy from the host, and wait for the device, every step
+@functools.lru_cache(maxsize=64)
+def _make_up_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[2 block, block + 2 UP_MARGIN]: zero insertion and twice the filter."""
+    matrix = torch.zeros(2 * block, block + 2 * UP_MARGIN, dtype=torch.float64)
+    for output in range(2 * block):
+        for pixel in range(block + 2 * UP_MARGIN):
+            distance = abs(output - 2 * (pixel - UP_MARGIN))
+            matrix[output, pixel] = 2 * UP_TAPS[distance] if distance < len(UP_TAPS) else 0.0
+    return matrix.to(device, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_down_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[block, 2 block + 2 DOWN_MARGIN - 1]: the filter at every other pixel."""
+    matrix = torch.zeros(block, 2 * block + 2 * DOWN_MARGIN - 1, dtype=torch.float64)
+    for output in range(block):
+        for offset in range(-DOWN_MARGIN, DOWN_MARGIN + 1):
+            matrix[output, 2 * output + DOWN_MARGIN + offset] = DOWN_TAPS[abs(offset)]
+    return matrix.to(device, dtype)

@@ -1,0 +1,169 @@
+"""Everything a GAN's training can be told."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from data.augment.transforms import Augment
+from models.r3gan import R3DiscriminatorConfig, R3GeneratorConfig
+from models.stylegan2 import DiscriminatorConfig, GeneratorConfig
+from training.base.compiled import CompileSetting
+from training.base.config import RunConfig
+from training.gan.ada.augment import AdaConfig
+from training.gan.diagnostics import WatchConfig
+from training.gan.stages import ProgressiveConfig, Stages
+from training.optim.schedules import cosine
+from training.optim.updater import OptimizerConfig
+from utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class GanLossConfig:
+    """The objective, its penalties, and further losses of the generator."""
+
+    objective: Literal["nonsaturating", "relativistic"] = "nonsaturating"  # relativistic: R3GAN's pairs
+    r1_gamma: float = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
+    r2_gamma: float = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
+    gamma_final: float | None = None  # both end here, by a cosine over schedule_kimg; None: constant
+    r1_interval: int = 16  # steps between penalties, each with gain `r1_interval`; 0: none
+    style_mixing: float = 0.9  # probability
+    mismatch_weight: float = 0.0  # conditional: weight of real images with a wrong label as fakes (1605.05396)
+    path_length_weight: float = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
+    path_length_interval: int = 4  # steps between regularisations, each with gain `path_length_interval`
+    path_length_decay: float = 0.01  # of the moving mean of path lengths
+    classifier: str | None = None  # run or checkpoint of a classifier: samples of class c shall look like c to it
+    classifier_weight: float = 1.0  # of its cross entropy
+    feature_matching_weight: float = 0.0  # of the distance between mean discriminator features (1606.03498)
+    feature_matching_group: int = 8  # consecutive samples over which the means are taken
+    gradients_every: int = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never
+
+    def __post_init__(self) -> None:
+        weights = ("r1_gamma", "r2_gamma", "mismatch_weight", "path_length_weight", "classifier_weight")
+        for name in (*weights, "feature_matching_weight", "r1_interval", "gradients_every"):
+            if getattr(self, name) < 0:
+                raise UserError(f"loss.{name} {getattr(self, name)} must be 0 or more")
+        if self.gamma_final is not None and self.gamma_final < 0:
+            raise UserError(f"loss.gamma_final {self.gamma_final} must be 0 or more, or null")
+        if not 0 <= self.style_mixing <= 1:
+            raise UserError(f"loss.style_mixing {self.style_mixing} is a probability: it must lie in [0, 1]")
+        if self.path_length_interval < 1 or not 0 < self.path_length_decay <= 1:
+            raise UserError("loss.path_length_interval must be 1 or more and loss.path_length_decay in (0, 1]")
+        if self.feature_matching_group < 2:
+            raise UserError("loss.feature_matching_group must be 2 or more: one sample has no mean to speak of")
+        if self.objective == "relativistic" and self.mismatch_weight:
+            raise UserError("loss.mismatch_weight belongs to the nonsaturating objective; set it to 0")
+
+    def path_length_due(self, step: int) -> bool:
+        return self.path_length_weight > 0 and step % self.path_length_interval == 0
+
+    def penalty_due(self, step: int) -> bool:
+        gammas = self.r1_gamma > 0 or self.r2_gamma > 0
+        return gammas and self.r1_interval > 0 and step % self.r1_interval == 0
+
+    def gradients_due(self, step: int) -> bool:
+        return self.gradients_every > 0 and step % self.gradients_every == 0
+
+    def gamma_scale(self, images_seen: int, over_images: int) -> float:
+        """What both gammas are multiplied by: 1 at the start, gamma_final / r1_gamma at the end."""
+        if self.gamma_final is None or self.r1_gamma == 0:
+            return 1.0
+        return cosine(1.0, self.gamma_final / self.r1_gamma, images_seen, over_images)
+
+
+@dataclass(kw_only=True)
+class GanEmaConfig:
+    """The moving average of the generator: the network that is shown and evaluated."""
+
+    half_life_kimg: float | None = None  # thousand images; None: batch_size * 10 / 32
+    half_life_kimg_start: float | None = None  # where it starts, by a cosine over schedule_kimg (R3GAN: 0)
+    ramp: float | None = 0.05  # half-life at most this share of the images seen; null: no ramp
+
+    def __post_init__(self) -> None:
+        for name in ("half_life_kimg", "half_life_kimg_start", "ramp"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UserError(f"ema.{name} {value} must be 0 or more, or null")
+
+
+def _adam() -> OptimizerConfig:
+    return OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
+
+
+@dataclass(kw_only=True)
+class GanConfig(RunConfig):
+    """A GAN of StyleGAN2's networks."""
+
+    task: Literal["gan"] = "gan"
+    architecture: Literal["stylegan2", "r3gan"] = "stylegan2"
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
+    loss: GanLossConfig = field(default_factory=GanLossConfig)
+    generator_optimizer: OptimizerConfig = field(default_factory=_adam)
+    discriminator_optimizer: OptimizerConfig = field(default_factory=_adam)
+    compile: CompileSetting = "auto"  # torch.compile of what needs no double backward; auto: on accelerators
+    schedule_kimg: float | None = None  # thousand images in which rates, gamma, p and half-life reach their ends
+    ema: GanEmaConfig = field(default_factory=GanEmaConfig)
+    augment: Augment = field(default_factory=Augment)  # of the data set: what it teaches, the generator may draw
+    ada: AdaConfig = field(default_factory=AdaConfig)  # of what the discriminator sees, in both players' steps
+    progressive: ProgressiveConfig = field(default_factory=ProgressiveConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule_kimg is not None and self.schedule_kimg <= 0:
+            raise UserError(f"schedule_kimg {self.schedule_kimg} must be positive, or null for the whole training")
+
+    def stages(self, resolution: int) -> Stages:
+        """The run's stages at the images' `resolution`: one, unless it grows."""
+        return Stages(self.progressive, resolution, self.steps, self.batch_size)
+
+    def spans(self, resolution: int) -> list[tuple[int, int, int]]:
+        return self.stages(resolution).spans()
+
+    @property
+    def schedule_steps(self) -> int:
+        if self.schedule_kimg is None:
+            return self.steps
+        return max(1, round(self.schedule_kimg * 1000 / self.batch_size))
+
+    @property
+    def batches_per_step(self) -> int:
+        return 2 if self.loss.objective == "relativistic" else 1
+
+    def check_batches(self, stages: Stages, world_size: int) -> None:
+        """Raise UserError unless every stage's batch can be shared out in whole groups."""
+        loss = self.loss
+        passes = {"discriminator.minibatch_std_group": self.discriminator.group}
+        if loss.feature_matching_weight:
+            passes["loss.feature_matching_group"] = loss.feature_matching_group
+        shares = {"loss.path_length_weight (half a batch)": 2} if loss.path_length_weight else {}
+        stages.check_batches(world_size, micro_batch=self.micro_limit, passes=passes, shares=shares)
+
+
+def _r3_adam() -> OptimizerConfig:
+    return OptimizerConfig(
+        name="adam", lr=2e-4, betas=[0.0, 0.9], beta2_final=0.99, schedule="cosine", final_lr=0.25
+    )
+
+
+def _r3_loss() -> GanLossConfig:
+    return GanLossConfig(objective="relativistic", r2_gamma=1.0, r1_interval=1, style_mixing=0.0)
+
+
+@dataclass(kw_only=True)
+class R3GanConfig(GanConfig):
+    """A GAN of R3GAN's networks (2501.05441), with its objective and schedules as defaults."""
+
+    architecture: Literal["stylegan2", "r3gan"] = "r3gan"
+    generator: R3GeneratorConfig = field(default_factory=R3GeneratorConfig)  # type: ignore[assignment]
+    discriminator: R3DiscriminatorConfig = field(default_factory=R3DiscriminatorConfig)  # type: ignore[assignment]
+    loss: GanLossConfig = field(default_factory=_r3_loss)
+    generator_optimizer: OptimizerConfig = field(default_factory=_r3_adam)
+    discriminator_optimizer: OptimizerConfig = field(default_factory=_r3_adam)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss.path_length_weight or self.loss.style_mixing or self.progressive.start is not None:
+            raise UserError(
+                "architecture r3gan has no styles: loss.path_length_weight, loss.style_mixing must be 0 and "
+                "progressive.start null"
+            )

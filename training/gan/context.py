@@ -1,0 +1,161 @@
+"""What both players' phases of a GAN's step share: networks, draws, augmentation, and the sizes of the step."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.augment.transforms import draw_and_apply, to_float
+from data.loader import Batch
+from models.fir import upsample_fir
+from models.stylegan2 import Generator
+from training.base.compiled import Compiled
+from training.gan.ada.augment import Ada
+from training.gan.config import GanConfig
+from training.gan.latents import GanDraws, Latents, mix_styles
+from training.gan.stages import Stage
+from training.optim.updater import Precision
+from training.profile.ranges import phase
+from utils.distributed import collectives
+
+
+class Work(NamedTuple):
+    """A step and the part of its global batch that this rank does, in micro-batches."""
+
+    step: int
+    images_seen: int  # before this step
+    stage: Stage
+    share: int  # samples of this rank
+    micro: int  # samples a forward pass
+    first: int  # global position of this rank's first sample
+
+    @classmethod
+    def of(cls, step: int, images_seen: int, stage: Stage, micro_batch: int | None) -> "Work":
+        world = collectives.world_size()
+        share = stage.share(world)
+        micro = stage.micro(world, micro_batch)
+        return cls(step, images_seen, stage, share, micro, collectives.rank() * share)
+
+    @property
+    def batch_size(self) -> int:
+        """Of all ranks."""
+        return self.stage.batch_size
+
+    def pieces(self) -> list[slice]:
+        """The micro-batches as slices of this rank's share."""
+        return [slice(start, start + self.micro) for start in range(0, self.share, self.micro)]
+
+    def rows(self, piece: slice) -> slice:
+        """A micro-batch as a slice of the global batch."""
+        return slice(self.first + piece.start, self.first + piece.stop)
+
+    def half(self) -> "Work":
+        """The same step over half the batch: every rank's half share, in micro-batches that are no larger."""
+        share = self.share // 2
+        return self._replace(share=share, micro=min(self.micro, share), first=collectives.rank() * share)
+
+
+class Images(NamedTuple):
+    """A micro-batch that the discriminator judges, before adaptive augmentation."""
+
+    images: Tensor  # [n, C, R, R], floats about [-1, 1]
+    labels: Tensor  # int64 [n]
+
+
+def faded(images: Tensor, alpha: float) -> Tensor:
+    """Real images [n, C, R, R] as a stage that fades in shall see them: between those of the stage before, scaled up
+    as the generator does, and their own (1710.10196, appendix A.1).
+    """
+    return images if alpha == 1 else upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)
+
+
+@dataclass
+class Parts:
+    """The networks in training and what every phase does with them."""
+
+    config: GanConfig
+    device: torch.device
+    generator: Any  # a models.registry generator
+    discriminator: Any  # a models.registry discriminator
+    mixed: Precision
+    draws: GanDraws
+    ada: Ada
+    schedule_images: int  # over which scheduled settings reach their ends
+
+    def __post_init__(self) -> None:
+        # growing networks change with every step of a fade: compiling them anew each time would not pay
+        setting = "off" if self.config.progressive.start is not None else self.config.compile
+        styled = isinstance(self.generator, Generator)
+        functions = {
+            "the generator": self.generator.synthesis if styled else self.generator,
+            "the discriminator": self.discriminator.hidden,
+        }
+        self._fast = {
+            name: Compiled(function, name, setting=setting, device=self.device) for name, function in functions.items()
+        }
+
+    def reals(self, batch: Batch, work: Work, name: str | None = None) -> list[Images]:
+        """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
+        config = self.config
+        found = []
+        for piece in work.pieces():
+            augmented = draw_and_apply(  # in uint8: a quarter of the memory
+                batch.images[piece],
+                config.augment,
+                seed=config.seed,
+                step=work.step,
+                start=work.first + piece.start,
+                global_batch=work.batch_size,
+                phase=name,
+            )
+            images = to_float(augmented, channels_last=config.channels_last)
+            assert images.shape[-1] == work.stage.resolution  # the loader is where the stages are
+            found.append(Images(faded(images, work.stage.alpha), batch.labels[piece]))
+        return found
+
+    def latents(self, work: Work, name: str, batch_size: int) -> tuple[Latents, list[Tensor]]:
+        """The draws from which samples are made, of the global batch: latents and noise maps."""
+        generator, side = self.generator, work.stage.resolution
+        mixing, num_ws, shapes = 0.0, 0, []
+        if isinstance(generator, Generator):
+            mixing, num_ws = self.config.loss.style_mixing, generator.num_ws_at(side)
+            shapes = generator.noise_shapes(side)
+        latents = self.draws.latents(work.step, name, batch_size, generator.z_dim, mixing=mixing, num_ws=num_ws)
+        return latents, self.draws.noise(work.step, name, batch_size, shapes)
+
+    def sample(
+        self, latents: Latents, noise: list[Tensor], rows: slice, stage: Stage, *, fast: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Samples [n, C, R, R] of the rows of a global batch, and with styles their ws and the first style's w.
+
+        `fast`: through the compiled network, where there is one: for a single backward pass.
+        """
+        generator = self.generator
+        run = self._fast["the generator"]
+        if not isinstance(generator, Generator):
+            labels = latents.labels[rows] if generator.classes else None
+            return (run if fast else generator)(latents.z[rows], labels), None, None
+        ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
+        maps = [layer[rows] for layer in noise]
+        synthesis = run if fast else generator.synthesis
+        return synthesis(ws, maps, resolution=stage.resolution, alpha=stage.alpha), ws, w
+
+    def hidden(self, images: Tensor, stage: Stage, *, fast: bool = False) -> Tensor:
+        """The discriminator's last hidden activations [n, F] of images as it sees them; `fast` as in `sample`."""
+        run = self._fast["the discriminator"] if fast else self.discriminator.hidden
+        with self.mixed.autocast():
+            return run(images, alpha=stage.alpha) if isinstance(self.generator, Generator) else run(images)
+
+    def features(self, hidden: Tensor) -> Tensor:
+        """What D's logits are projected from [n, F'], for several labels of one image; not under autocast."""
+        return self.discriminator.output(hidden)
+
+    def augmented(self, batch: Images, work: Work, piece: slice, name: str) -> Tensor:
+        """The images as D sees them: adaptive augmentation, differentiable."""
+        if not self.ada.active:
+            return batch.images
+        with phase("augment"):
+            draws = self.ada.draw(work.step, name, work.stage.resolution, work.batch_size)
+            return self.ada.apply(batch.images, draws, work.rows(piece))

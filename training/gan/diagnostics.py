@@ -1,0 +1,298 @@
+"""Watches a GAN's metrics for the failures that everyone meets, and says in words what it sees and what to try."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from utils.errors import UserError
+
+NORMS = {  # whose sudden growth or loss is told
+    "gradient_norm/generator": "the generator's gradient norm",
+    "gradient_norm/discriminator": "the discriminator's gradient norm",
+    "path_length/mean": "the mean path length",
+}
+MEANS = ("logits/real", "logits/fake", "logits/margin", "logits/real_sign", "loss/discriminator", "ada/p")
+ADA = "set ada.mode to adaptive"
+GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
+CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
+
+
+@dataclass(kw_only=True)
+class WatchConfig:
+    """When training is told to go wrong. Thresholds come in pairs: said at the first, forgotten at the second."""
+
+    on: bool = True
+    warmup_kimg: float = 20.0  # thousand images before the first word: both networks' beginnings are wild
+    memory: float = 0.1  # half-life of the means that are judged, as a share of the images seen
+    patience: int = 2  # evaluations in a row that must agree, where evaluations are judged
+    overfit: tuple[float, float] = (0.5, 0.35)  # r_v of ADA (2006.06676): 0 no overfitting, 1 nothing else
+    sign: tuple[float, float] = (0.9, 0.8)  # mean sign of D(real), r_t of ADA, where no held-out logit is known
+    margin_high: tuple[float, float] = (8.0, 5.0)  # D(real) - D(fake): D wins outright; healthy is about 0.5 to 4
+    margin_low: tuple[float, float] = (0.05, 0.15)  # D(real) - D(fake): D is blind
+    worse: float = 1.25  # distance over its best that counts as worse
+    diversity: tuple[float, float] = (0.2, 0.3)  # ratio to real images' diversity, unless distances still fall
+    diversity_fall: float = 0.6  # ratio over its best that counts as falling, if distances are worse too
+    ada: tuple[float, float] = (0.98, 0.9)  # augmentation probability that has nowhere to go
+    norm_factor: float = 10.0  # change of a gradient norm against its own long mean
+    memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.memorisation
+
+    def __post_init__(self) -> None:
+        if self.warmup_kimg < 0 or not 0 < self.memory <= 1 or self.patience < 1:
+            raise UserError("watch: warmup_kimg must be 0 or more, memory in (0, 1], patience 1 or more")
+        if self.worse <= 1 or self.norm_factor <= 1 or not 0 < self.diversity_fall < 1:
+            raise UserError("watch: worse and norm_factor must be above 1, diversity_fall between 0 and 1")
+        rising = {"margin_low": self.margin_low, "diversity": self.diversity, "memorised": self.memorised}
+        falling = {"overfit": self.overfit, "sign": self.sign, "margin_high": self.margin_high, "ada": self.ada}
+        for name, (said, forgotten) in {**rising, **falling}.items():
+            if (said > forgotten) if name in rising else (said < forgotten):
+                order = "at most" if name in rising else "at least"
+                raise UserError(f"watch.{name} {said}, {forgotten}: the first must be {order} the second")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One failure: whether it shows (None: neither clearly there nor clearly gone) and what to say."""
+
+    name: str
+    shows: bool | None
+    words: str
+
+
+class Watch:
+    """Reads every row of metrics; a failure is said once, and again only after it has been away.
+
+    What it says is a function of the rows alone: all ranks say the same, and a resumed run what an unbroken one says.
+    """
+
+    def __init__(self, config: WatchConfig, *, relativistic: bool = False) -> None:
+        """Args: `relativistic`: the loss knows differences of logits only, so the sign of D(real) means nothing."""
+        self.config, self.relativistic = config, relativistic
+        self.images = 0.0
+        self.said: list[str] = []
+        self.means: dict[str, float] = {}  # of the last tenth or so of the training
+        self.norms: dict[str, float] = {}  # of logarithms: `fast/...` of the last rows, `slow/...` of the last quarter
+        self.figures: dict[str, float] = {}  # of the last evaluation, and the best ones
+        self.streaks: dict[str, int] = {}  # evaluations in a row
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "images": self.images,
+            "said": list(self.said),
+            "means": dict(self.means),
+            "norms": dict(self.norms),
+            "figures": dict(self.figures),
+            "streaks": dict(self.streaks),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.images, self.said = state["images"], list(state["said"])
+        self.means, self.norms = dict(state["means"]), dict(state["norms"])
+        self.figures, self.streaks = dict(state["figures"]), dict(state["streaks"])
+
+    def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """Take a row of the log (it has `images`) or of an evaluation (keys `val/...`); returns what there is to say.
+
+        Rows come in order of steps. Values that are missing or not finite are passed over.
+        """
+        if not self.config.on:
+            return []
+        finite = {key: float(value) for key, value in row.items() if value is not None and math.isfinite(value)}
+        if "images" in finite:
+            self._remember(finite)
+        else:
+            self._evaluated(finite)
+        return self._say() if self.images >= 1000 * self.config.warmup_kimg else []
+
+    def _remember(self, row: dict[str, float]) -> None:
+        """Fold a log row into the moving means."""
+        passed, self.images = row["images"] - self.images, row["images"]
+        if "logits/real" in row and "logits/fake" in row:
+            row.setdefault("logits/margin", row["logits/real"] - row["logits/fake"])
+        for key in MEANS:
+            self._blend(self.means, key, row.get(key), passed, self.config.memory)
+        for key in NORMS:
+            value = row.get(key, 0.0)
+            logarithm = math.log(value) if value > 0 else None
+            self._blend(self.norms, f"fast/{key}", logarithm, passed, self.config.memory / 5)
+            self._blend(self.norms, f"slow/{key}", logarithm, passed, self.config.memory * 2.5)
+
+    def _blend(self, means: dict[str, float], key: str, value: float | None, passed: float, memory: float) -> None:
+        """Moving mean with a half-life of `memory` times the images seen, so that it fits short runs and long ones.
+
+        No row counts for more than half, however rare rows are: one spike is no state.
+        """
+        if value is None or passed <= 0:
+            return
+        keep = max(0.5, 0.5 ** (passed / (memory * self.images)))
+        means[key] = keep * means.get(key, value) + (1 - keep) * value
+
+    def _evaluated(self, row: dict[str, float]) -> None:
+        """Compare an evaluation's figures with those before and count how often in a row they were bad."""
+        figures = self.figures
+        distance, diversity = _first(row, "val/frechet/"), _first(row, "val/diversity_ratio/")
+        if distance is not None:
+            figures["fell"] = float(distance < 0.98 * figures.get("distance", math.inf))
+            if distance < figures.get("best", math.inf):
+                figures["best"], figures["margin at best"] = distance, self.means.get("logits/margin", 0.0)
+            figures["distance"] = distance
+            self._count("worse", distance > self.config.worse * figures["best"])
+        if diversity is not None:
+            figures["diversity"] = diversity
+            figures["best diversity"] = max(diversity, figures.get("best diversity", 0.0))
+        share, chance = _first(row, "val/memorised/"), _first(row, "val/memorised_p/")
+        if chance is not None:
+            figures["memorised"], figures["chance"] = share or 0.0, chance
+            self._count("memorised", chance <= self.config.memorised[0])
+        self._judge_held_out(row)
+
+    def _judge_held_out(self, row: dict[str, float]) -> None:
+        """r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1).
+
+        Training images' and fakes' are those of the same evaluation, where it has them, else of the log's means.
+        """
+        names = ("val/logits/held_out", "val/logits/real", "val/logits/fake")
+        held_out, real, fake = (row.get(name, self.means.get(name.removeprefix("val/"))) for name in names)
+        if held_out is None or real is None or fake is None:
+            return
+        if real - fake > 10 * self.config.margin_low[0]:  # a discriminator that tells nothing apart cannot overfit
+            self.figures["overfit"] = (real - held_out) / (real - fake)
+            self._count("overfit", self.figures["overfit"] >= self.config.overfit[0])
+
+    def _count(self, name: str, bad: bool) -> None:
+        self.streaks[name] = self.streaks.get(name, 0) + 1 if bad else 0
+
+    def _lasts(self, name: str) -> bool:
+        return self.streaks.get(name, 0) >= self.config.patience
+
+    def _say(self) -> list[str]:
+        """The words of failures that show and were not said yet; those that are gone may be said again."""
+        lines = []
+        for finding in self._findings():
+            if finding.shows and finding.name not in self.said:
+                self.said.append(finding.name)
+                lines.append(finding.words)
+            elif finding.shows is False and finding.name in self.said:
+                self.said.remove(finding.name)
+        return lines
+
+    def _findings(self) -> Iterator[Finding]:
+        yield self._overfits()
+        yield self._runs_away()
+        yield self._is_blind()
+        yield self._collapses()
+        yield self._augments_in_vain()
+        for key, what in NORMS.items():
+            yield from self._norm_jumps(key, what)
+        yield self._memorises()
+
+    def _overfits(self) -> Finding:
+        """The discriminator knows its training images by heart."""
+        config, ratio = self.config, self.figures.get("overfit")
+        if ratio is not None:
+            shows = True if self._lasts("overfit") else False if ratio < config.overfit[1] else None
+            seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
+        else:
+            sign = 0.0 if self.relativistic else self.means.get("logits/real_sign", 0.0)
+            shows = _above(sign, config.sign)
+            seen = f"it calls {(1 + sign) / 2:.0%} of the training images real"
+        return Finding("overfit", shows, f"the discriminator overfits: {seen}. Try: {GENERALISE}")
+
+    def _runs_away(self) -> Finding:
+        """The discriminator wins outright, or ever more while the samples get worse: gamma is too small."""
+        margin, figures = self.means.get("logits/margin", 0.0), self.figures
+        rises = margin > 1.1 * figures.get("margin at best", math.inf)
+        shows = _above(margin, self.config.margin_high)
+        seen = f"D(real) - D(fake) is {margin:.2g}"
+        if self._lasts("worse") and rises:
+            shows = True
+            seen += f" and rising, while the distance went from {figures['best']:.3g} to {figures['distance']:.3g}"
+        elif shows is False and self.streaks.get("worse", 0):
+            shows = None
+        if shows and "overfit" in self.said:  # the reason is told, and the cure with it
+            shows = None
+        known = figures.get("overfit")
+        cure = CALM if known is not None and known < 0.5 else f"{CALM}; if held-out logits are near the fakes', {ADA}"
+        return Finding(
+            "runs away",
+            shows,
+            f"the discriminator runs away: {seen}; gamma is too small or its rate too high. Try: {cure}",
+        )
+
+    def _is_blind(self) -> Finding:
+        """The discriminator tells nothing apart: gamma is too large."""
+        margin = self.means.get("logits/margin")
+        shows = None if margin is None else _below(margin, self.config.margin_low)
+        loss, chance = self.means.get("loss/discriminator", math.nan), math.log(2) * (1 if self.relativistic else 2)
+        seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is guessing)"
+        cure = (
+            "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower ada.p if it is fixed and high"
+        )
+        return Finding(
+            "blind", shows, f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {cure}"
+        )
+
+    def _collapses(self) -> Finding:
+        """Samples that differ far less than real images do."""
+        config, figures = self.config, self.figures
+        ratio, best = figures.get("diversity"), figures.get("best diversity", 0.0)
+        if ratio is None:
+            return Finding("collapse", None, "")
+        low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
+        falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0
+        gone = ratio > config.diversity[1] and not falls
+        shows = True if low or falls or ratio < config.diversity[0] / 2 else False if gone else None
+        cure = (
+            f"{CALM} and generator_optimizer.lr, or go back to the best checkpoint; keep minibatch_std_group 4 or more "
+            "and style_mixing on"
+        )
+        seen = f"the least varied class has {ratio:.0%} of the variety of real images (its best was {best:.0%})"
+        return Finding("collapse", shows, f"the generator collapses: {seen}. Try: {cure}")
+
+    def _augments_in_vain(self) -> Finding:
+        """ADA has come to its end."""
+        p = self.means.get("ada/p")
+        shows = None if p is None else _above(p, self.config.ada)
+        seen = f"the augmentation probability stands at {p or 0.0:.2f} and the discriminator is still too sure"
+        cure = (
+            "give more data, start from a related run with --init-from, or take a smaller discriminator; beyond about "
+            "0.8 augmentations leak into the samples, so look at them"
+        )
+        return Finding("ada", shows, f"{seen}. Try: {cure}")
+
+    def _norm_jumps(self, key: str, what: str) -> Iterator[Finding]:
+        """A norm that has left its own long mean far behind, upwards or downwards."""
+        if f"slow/{key}" not in self.norms:
+            return
+        change = self.norms[f"fast/{key}"] - self.norms[f"slow/{key}"]
+        limits = (math.log(self.config.norm_factor), math.log(self.config.norm_factor) / 2)
+        now, before = math.exp(self.norms[f"fast/{key}"]), math.exp(self.norms[f"slow/{key}"])
+        seen = f"{now:.3g}, it was {before:.3g}"
+        cure = "lower the learning rates or set clip_norm, raise loss.r1_gamma; the last good checkpoint is kept"
+        yield Finding(f"exploding {key}", _above(change, limits), f"{what} explodes: {seen}. Try: {cure}")
+        cure = "the other network has won: look at D(real) - D(fake), change loss.r1_gamma, lower its learning rate"
+        yield Finding(f"vanishing {key}", _above(-change, limits), f"{what} vanishes: {seen}. Try: {cure}")
+
+    def _memorises(self) -> Finding:
+        """Samples that keep to training images more than chance allows."""
+        share, chance = self.figures.get("memorised", 0.0), self.figures.get("chance")
+        gone = chance is not None and chance > self.config.memorised[1]
+        shows = True if self._lasts("memorised") else False if gone else None
+        seen = f"{share:.0%} of the samples are nearer to a training image than all but 1 % of held-out images are"
+        cure = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
+        return Finding("memorised", shows, f"the generator copies training images: {seen}. Try: {cure}")
+
+
+def _above(value: float, limits: tuple[float, float]) -> bool | None:
+    """Whether a value lies above the first limit; False below the second, None between."""
+    return True if value > limits[0] else False if value < limits[1] else None
+
+
+def _below(value: float, limits: tuple[float, float]) -> bool | None:
+    """Whether a value lies below the first limit; False above the second, None between."""
+    return _above(-value, (-limits[0], -limits[1]))
+
+
+def _first(row: Mapping[str, float], prefix: str) -> float | None:
+    """The value of the first key that begins so, whatever extractor it names."""
+    return next((value for key, value in row.items() if key.startswith(prefix)), None)

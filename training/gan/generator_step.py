@@ -1,0 +1,230 @@
+"""The generator's half of a GAN's step: its losses, apart or summed, path-length regularisation, its averages."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.resnet import Classifier, fit_images
+from training.gan import objectives
+from training.gan.context import Images, Parts, Work
+from training.gan.latents import Latents
+from training.gan.loss_gradients import PerLossGradients
+from training.optim.ema import EMA, half_life_beta
+from training.optim.schedules import cosine
+from training.optim.updater import Updater
+from training.profile.ranges import phase
+from utils.distributed import collectives
+
+
+class PathLength(torch.nn.Module):
+    """The moving mean of path lengths: a buffer without a graph, the same on all ranks (StyleGAN2, section 3.2)."""
+
+    mean: Tensor
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = decay
+        self.register_buffer("mean", torch.zeros([]))
+
+    @torch.no_grad()
+    def update(self, batch_mean: Tensor) -> Tensor:
+        """Move towards a (global) batch's mean length and return the new mean; a non-finite one changes nothing."""
+        moved = self.mean.lerp(batch_mean.to(self.mean.dtype), self.decay)
+        self.mean.copy_(torch.where(torch.isfinite(moved), moved, self.mean))
+        return moved
+
+
+class GeneratorPhase:
+    """One update of the generator and of its moving average."""
+
+    def __init__(self, parts: Parts, updater: Updater, ema: EMA, teacher: Classifier | None) -> None:
+        self.parts, self.updater, self.ema, self.teacher = parts, updater, ema, teacher
+        self.loss = parts.config.loss
+        self.path_length = PathLength(self.loss.path_length_decay).to(parts.device)
+        self.sharing = True  # D's forward pass on the samples serves both players where it can; see `shares`
+
+    @property
+    def needs_reals(self) -> bool:
+        """Whether the generator's losses look at real images."""
+        return self.loss.objective == "relativistic" or self.loss.feature_matching_weight > 0
+
+    def shares(self, work: Work) -> bool:
+        """Whether D judges this step's samples once for both players: its weights are the same for both, so where both
+        look at the same images, nothing else is differentiated through D and no penalty is taken of samples, its
+        gradients are those of a second pass to the bit.
+        """
+        loss = self.loss
+        more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
+        penalised = loss.r2_gamma > 0 and loss.penalty_due(work.step)
+        alone = loss.objective == "nonsaturating" and not more and not loss.gradients_due(work.step)
+        return self.sharing and alone and not penalised and not self.parts.ada.active
+
+    def run(self, work: Work, reals: Sequence[Images], metrics: dict[str, Tensor]) -> list[Images]:
+        """Update G and its average; returns the samples (detached), which D may judge next.
+
+        `reals`: real images in micro-batches, where `needs_reals`. D's parameters stay as they are, and so do its
+        gradients unless the step `shares`: then they become those of its own loss on the samples, noted in `metrics`.
+        """
+        parts, generator = self.parts, self.parts.generator
+        gradients = PerLossGradients(
+            self.updater.parameters, parts.mixed, apart=self.loss.gradients_due(work.step)
+        )
+        self.updater.zero_grad()
+        parts.discriminator.requires_grad_(self.shares(work))  # else its gradients are not this phase's business
+        try:
+            fakes, w_sum = self._adversarial(work, reals, gradients, metrics)
+            if self.loss.path_length_due(work.step):
+                with phase("generator/path_length"):
+                    self._regularise_path_length(work, gradients, metrics)
+        finally:
+            parts.discriminator.requires_grad_(True)
+        with phase("generator/optimizer"):
+            metrics.update(gradients.finish("generator"))
+            update = self.updater.step(work.step)
+        with phase("ema"):
+            if w_sum is not None:
+                generator.update_w_avg(collectives.all_reduce_sum_(w_sum) / work.batch_size)
+            self.ema.update(generator, self.ema_beta(work), update.skipped)
+        metrics.update(update.metrics("generator"))
+        return fakes
+
+    def ema_beta(self, work: Work) -> float:
+        """The average's decay at this step. A transfer starts from a trained generator and has no ramp."""
+        ema, batch, over = self.parts.config.ema, work.batch_size, self.parts.schedule_images
+        kimg = ema.half_life_kimg if ema.half_life_kimg is not None else batch * 10 / 32
+        if ema.half_life_kimg_start is not None:
+            kimg = cosine(ema.half_life_kimg_start, kimg, work.images_seen, over)
+        ramp = None if self.parts.config.init_from else ema.ramp
+        return half_life_beta(batch, work.images_seen + batch, kimg * 1000, ramp)
+
+    def _adversarial(
+        self, work: Work, reals: Sequence[Images], gradients: PerLossGradients, metrics: dict[str, Tensor]
+    ) -> tuple[list[Images], Tensor | None]:
+        """Backward of all losses of one forward pass a micro-batch; the samples, and the sum of their w."""
+        parts = self.parts
+        latents, noise = parts.latents(work, "generator", work.batch_size)
+        if self.loss.objective == "relativistic":  # a sample has the label of the image it is paired with
+            latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
+        fakes: list[Images] = []
+        w_sum: Tensor | None = None
+        for index, piece in enumerate(work.pieces()):
+            rows = work.rows(piece)
+            with phase("generator/forward"), parts.mixed.autocast():
+                images, _, w = parts.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
+            fake = Images(images, latents.labels[rows])
+            if self.shares(work):
+                self._judge_once(work, fake, metrics)
+            else:
+                with phase("generator/forward"):
+                    terms = self._terms(work, piece, fake, reals[index] if self.needs_reals else None, metrics)
+                with phase("generator/backward"):
+                    gradients.backward(terms)
+            if w is not None:
+                own = w.detach().sum(dim=0)
+                w_sum = own if w_sum is None else w_sum + own
+            fakes.append(Images(images.detach(), fake.labels))
+        return fakes, w_sum
+
+    def _judge_once(self, work: Work, fake: Images, metrics: dict[str, Tensor]) -> None:
+        """Gradients of both players' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
+        parts, batch = self.parts, work.batch_size
+        seen = fake.images.detach().requires_grad_()
+        with phase("discriminator/forward"):
+            hidden = parts.hidden(seen, work.stage)
+            logits = parts.discriminator.project(parts.features(hidden), fake.labels)
+        with phase("generator/backward"):
+            adversarial = objectives.generator_nonsaturating(logits).sum() / batch
+            (gradient,) = torch.autograd.grad(adversarial * parts.mixed.scale(), seen, retain_graph=True)
+        with phase("discriminator/backward"):
+            judged = objectives.discriminator_fake(logits).sum() / batch
+            parts.mixed.backward(judged, list(parts.discriminator.parameters()))
+        with phase("generator/backward"):
+            fake.images.backward(gradient, inputs=self.updater.parameters)
+        _add(metrics, "loss/generator", adversarial)
+        _add(metrics, "loss/discriminator", judged)
+        _add(metrics, "logits/fake", logits.sum() / batch)
+
+    def _terms(
+        self, work: Work, piece: slice, fake: Images, real: Images | None, metrics: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
+        parts, loss, batch = self.parts, self.loss, work.batch_size
+        # several losses taken apart retain their graph, which a compiled network does not allow
+        apart = loss.gradients_due(work.step)
+        hidden = parts.hidden(parts.augmented(fake, work, piece, "generator"), work.stage, fast=not apart)
+        logits = parts.discriminator.project(parts.features(hidden), fake.labels)
+        real_hidden = None if real is None else self._judge_real(work, piece, real)
+        if loss.objective == "relativistic" and real is not None and real_hidden is not None:
+            real_logits = parts.discriminator.project(parts.features(real_hidden), real.labels)
+            adversarial = objectives.generator_relativistic(logits, real_logits)
+        else:
+            adversarial = objectives.generator_nonsaturating(logits)
+        terms = {"adversarial": adversarial.sum() / batch}
+        _add(metrics, "loss/generator", terms["adversarial"])
+        if self.teacher is not None and loss.classifier_weight:
+            wrong = self._class_loss(fake) / batch
+            _add(metrics, "loss/classifier", wrong)
+            terms["classifier"] = wrong * loss.classifier_weight
+        if loss.feature_matching_weight and real_hidden is not None:
+            group = loss.feature_matching_group
+            distance = objectives.feature_matching(hidden, real_hidden, group).sum() * (group / batch)
+            _add(metrics, "loss/feature_matching", distance)
+            terms["feature_matching"] = distance * loss.feature_matching_weight
+        return terms
+
+    @torch.no_grad()
+    def _judge_real(self, work: Work, piece: slice, real: Images) -> Tensor:
+        """D's hidden activations of real images, without a graph: G has no part in them."""
+        return self.parts.hidden(self.parts.augmented(real, work, piece, "generator/real"), work.stage)
+
+    def _class_loss(self, fake: Images) -> Tensor:
+        """Summed cross entropy of the classifier that was given, for the labels the samples were asked for."""
+        assert self.teacher is not None
+        with self.parts.mixed.autocast():
+            logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
+        return F.cross_entropy(logits.to(fake.images.dtype), fake.labels, reduction="sum")
+
+    def _regularise_path_length(self, work: Work, gradients: PerLossGradients, metrics: dict[str, Tensor]) -> None:
+        """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its interval.
+
+        The moving mean is updated first, and needs the lengths of the whole (global) half batch: where that is more
+        than one micro-batch, they are computed once without and once with a graph.
+        """
+        parts, half, batch = self.parts, work.half(), work.batch_size // 2
+        draws = parts.latents(work, "path", batch)
+        shape = (parts.generator.channels, work.stage.resolution, work.stage.resolution)
+        noise = parts.draws.path_noise(work.step, batch, shape)
+        rows = [half.rows(piece) for piece in half.pieces()]
+        graphs = [self._lengths(work, draws, noise, row, create_graph=len(rows) == 1) for row in rows]
+        total = collectives.all_reduce_sum_(torch.stack([lengths.detach().sum() for lengths in graphs]).sum())
+        mean = self.path_length.update(total / batch)
+        for index, row in enumerate(rows):
+            lengths = graphs[index] if len(rows) == 1 else self._lengths(work, draws, noise, row, create_graph=True)
+            penalty = (lengths - mean).square().sum() / batch
+            _add(metrics, "loss/path_length", penalty)
+            weight = self.loss.path_length_weight * self.loss.path_length_interval
+            gradients.backward({"path_length": penalty * weight})
+        metrics["path_length/mean"] = mean / collectives.world_size()
+
+    def _lengths(
+        self,
+        work: Work,
+        draws: tuple[Latents, list[Tensor]],
+        noise: Tensor,
+        rows: slice,
+        *,
+        create_graph: bool,
+    ) -> Tensor:
+        latents, maps = draws
+        with self.parts.mixed.autocast():
+            images, ws, _ = self.parts.sample(latents, maps, rows, work.stage)
+        assert ws is not None  # the config refuses path lengths for generators without styles
+        scale = self.parts.mixed.scale()
+        return objectives.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
+
+
+def _add(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:
+    """Add a micro-batch's share to a metric of the step."""
+    metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()

@@ -1,0 +1,73 @@
+"""Several losses of one network, told apart: one backward pass for their sum, or one for each over the same graph.
+
+`retain_graph=True` keeps the graph for all but the last of them. Gradients are taken outside any hooks of DDP and added
+up over the ranks afterwards, which is right for every combination (docs/distributed.md).
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from training.optim.updater import Precision
+from utils.distributed import collectives
+
+
+class PerLossGradients:
+    """Gathers the gradients of a step's losses in the parameters' `.grad`; apart, also each loss's own.
+
+    Args: `parameters` that train; `apart`: take each loss's gradient by itself, so that `finish` can tell their norms
+    and the cosines between them. The sum is the same either way, up to rounding.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], mixed: Precision, *, apart: bool) -> None:
+        self.parameters, self.mixed, self.apart = list(parameters), mixed, apart
+        self.own: dict[str, list[Tensor | None]] = {}  # name -> gradient of each parameter, of this rank's share
+
+    def backward(self, terms: Mapping[str, Tensor]) -> None:
+        """Add the gradients of `terms`, 0-d losses that may share a graph and carry their weights; the graph is used
+        up.
+        """
+        if not self.apart:
+            self.mixed.backward(torch.stack(list(terms.values())).sum(), self.parameters)
+            return
+        last = list(terms)[-1]
+        for name, loss in terms.items():
+            gradients = torch.autograd.grad(
+                loss * self.mixed.scale(), self.parameters, retain_graph=name != last, allow_unused=True
+            )
+            kept = self.own.get(name, [None] * len(self.parameters))
+            self.own[name] = [_sum([mine, new]) for mine, new in zip(kept, gradients, strict=True)]
+
+    def finish(self, name: str) -> dict[str, Tensor]:
+        """Put the sum into `.grad`, and tell `gradient_norm/NAME/LOSS` and `gradient_cosine/NAME/LOSS~LOSS`.
+
+        The figures are of the global gradients, unscaled; every rank contributes its part of the sum.
+        """
+        if not self.apart:
+            return {}
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = _sum([gradients[index] for gradients in self.own.values()])
+        flat = {
+            loss: collectives.all_reduce_sum_(self._flat(gradients)) / self.mixed.scale()
+            for loss, gradients in self.own.items()
+        }
+        norms = {loss: gradient.norm() for loss, gradient in flat.items()}
+        world = collectives.world_size()
+        found = {f"gradient_norm/{name}/{loss}": norm / world for loss, norm in norms.items()}
+        for a, b in combinations(flat, 2):
+            cosine = flat[a] @ flat[b] / (norms[a] * norms[b]).clamp_min(torch.finfo(norms[a].dtype).tiny)
+            found[f"gradient_cosine/{name}/{a}~{b}"] = cosine / world
+        return found
+
+    def _flat(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """One vector of all gradients, zeros where there is none."""
+        pairs = zip(self.parameters, gradients, strict=True)
+        return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for p, g in pairs])
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """Of those that there are; None if there is none: the optimizer leaves such a parameter alone."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    return torch.stack(given).sum(dim=0) if given else None

@@ -1,0 +1,291 @@
+"""Progressive growing: which resolution, how far faded in, and in which batches at each step (Karras et al. 2018,
+"Progressive Growing of GANs", section 2 and appendix A.1).
+
+The first stage trains the start's resolution alone. Every later one doubles it: the new layers fade in with alpha from
+0 to 1, linearly in the images seen, and then stabilise. The last stage lasts until the run ends. Everything is a
+function of the step number, so there is nothing to save; without growth there is one stage that never changes.
+"""
+
+import dataclasses
+import math
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from utils.errors import UserError
+
+SMALLEST = 8  # px; the first stage's at least
+KIMG = 1000  # images
+
+Kimg = float | dict[int, float]  # thousand images of every stage, or of each by its resolution
+
+
+@dataclass(kw_only=True)
+class ProgressiveConfig:
+    """Growth of both networks from low to full resolution. Lengths are in thousand images that a stage sees."""
+
+    start: int | None = None  # px of the first stage; null: no growth, the full networks from the first step
+    fade_kimg: Kimg = 600.0  # fading in; a number, or {px: number} for every stage but the first
+    stable_kimg: Kimg = 600.0  # then at alpha 1; a number, or {px: number} for every stage but the last, which goes on
+    batch_sizes: dict[int, int] = field(default_factory=dict)  # {px: global batch}; stages not named: batch_size
+    reset_optimizer: bool = True  # Adam's moments start anew in every stage
+
+    def __post_init__(self) -> None:
+        start = self.start
+        if start is not None and (start < SMALLEST or start & (start - 1)):
+            raise UserError(
+                f"progressive.start {start}: must be a power of two of at least {SMALLEST} px, or null for no growth"
+            )
+        for name in ("fade_kimg", "stable_kimg"):
+            lengths = getattr(self, name)
+            for length in lengths.values() if isinstance(lengths, dict) else [lengths]:
+                if not (math.isfinite(length) and length >= 0):
+                    raise UserError(f"progressive.{name} {length}: must be a finite number of at least 0")
+        for side, size in self.batch_sizes.items():
+            if size < 1:
+                raise UserError(f"progressive.batch_sizes: {side} px has batch size {size}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What a step trains, and where its stage lies in the run."""
+
+    resolution: int  # px of the images, real and generated
+    alpha: float  # in [0, 1]: weight of this resolution's new layers; 0: the networks of the stage before
+    batch_size: int  # global
+    index: int  # 0: the first stage
+    first_step: int  # of the stage
+    first_image: int  # images seen before the stage
+    fade_images: int  # of the stage, over which alpha grows; 0: it is 1 at once
+
+    def share(self, world_size: int) -> int:
+        """Samples of the global batch that each process holds; see `Stages.check_batches`."""
+        return self.batch_size // world_size
+
+    def micro(self, world_size: int, micro_batch: int | None) -> int:
+        """Samples per forward pass; `micro_batch` as in the run's config."""
+        share = self.share(world_size)
+        return min(micro_batch or share, share)
+
+
+class Stages:
+    """The run's stages as functions of the step; without `config`, or without its start, there is one.
+
+    Raises UserError for a resolution that doubling does not lead to, for lengths and batch sizes of stages that do not
+    exist, for a length that is missing, and for a stage without images.
+    """
+
+    def __init__(
+        self,
+        config: ProgressiveConfig | None,
+        resolution: int,  # px of the full networks
+        steps: int,  # of the run
+        batch_size: int,  # global, of stages without one of their own
+    ) -> None:
+        self.config = config or ProgressiveConfig()
+        self.steps = steps
+        self.resolutions = _resolutions(self.config.start, resolution)
+        sizes = self.config.batch_sizes if self.growing else {}
+        _check_named("batch_sizes", sizes, self.resolutions, every=False)
+        self._stages = self._lay_out(sizes, batch_size)
+        self._first_steps = [stage.first_step for stage in self._stages]
+
+    @property
+    def growing(self) -> bool:
+        """Whether there is more than one stage."""
+        return len(self.resolutions) > 1
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def _lay_out(self, sizes: Mapping[int, int], batch_size: int) -> list[Stage]:
+        """The stages one after the other; each ends with the first whole batch that completes its images."""
+        sides = self.resolutions
+        fades = _images("fade_kimg", self.config.fade_kimg, sides[1:])
+        stables = _images("stable_kimg", self.config.stable_kimg, sides[:-1])
+        stages: list[Stage] = []
+        step = image = 0
+        for index, side in enumerate(sides):
+            own, fade = sizes.get(side, batch_size), fades.get(side, 0)
+            stages.append(
+                Stage(
+                    resolution=side,
+                    alpha=1.0,
+                    batch_size=own,
+                    index=index,
+                    first_step=step,
+                    first_image=image,
+                    fade_images=fade,
+                )
+            )
+            length = fade + stables.get(side, 0)
+            if not length and side != sides[-1]:
+                raise UserError(
+                    f"progressive: the stage of {side} px sees no images; give it some with progressive.stable_kimg"
+                )
+            taken = -(-length // own)
+            step, image = step + taken, image + taken * own
+        return stages
+
+    def _stage(self, step: int) -> Stage:
+        """The stage of a step, at alpha 1."""
+        if step < 0:
+            raise ValueError(f"step {step}")
+        return self._stages[bisect_right(self._first_steps, step) - 1]
+
+    # --- functions of the step
+
+    def at(self, step: int) -> Stage:
+        """What update number `step` (from 0) trains. Alpha counts the stage's images before this step."""
+        stage = self._stage(step)
+        seen = (step - stage.first_step) * stage.batch_size
+        return stage if seen >= stage.fade_images else dataclasses.replace(stage, alpha=seen / stage.fade_images)
+
+    def images_at(self, step: int) -> int:
+        """Training images seen before update number `step`, exactly; `images_at(steps)`: by the whole run."""
+        stage = self._stage(step)
+        return stage.first_image + (step - stage.first_step) * stage.batch_size
+
+    def starts_at(self, step: int) -> bool:
+        """Whether update number `step` is the first with layers that were not trained before; False at step 0."""
+        stage = self._stage(step)
+        return stage.index > 0 and step == stage.first_step
+
+    def resets_at(self, step: int) -> bool:
+        """Whether the optimizers' moments start anew before update number `step`."""
+        return self.config.reset_optimizer and self.starts_at(step)
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(first step, resolution, global batch size) of every stage, reached or not: what the loader follows."""
+        return [(stage.first_step, stage.resolution, stage.batch_size) for stage in self._stages]
+
+    @property
+    def total_steps(self) -> int:
+        """The first step at the full resolution with alpha 1: a run needs more steps than this number."""
+        last = self._stages[-1]
+        return last.first_step + -(-last.fade_images // last.batch_size)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run's steps lead to the full networks at alpha 1."""
+        return self.steps > self.total_steps
+
+    # --- checks and words
+
+    def check_batches(
+        self,
+        world_size: int,
+        *,
+        micro_batch: int | None = None,
+        passes: Mapping[str, int] | None = None,  # key of the config -> what a forward pass must be a multiple of
+        shares: Mapping[str, int] | None = None,  # key of the config -> what a process's share must be a multiple of
+    ) -> None:
+        """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""
+        for stage in self._stages:
+            name, share, micro = self._batch_text(stage), stage.share(world_size), stage.micro(world_size, micro_batch)
+            if stage.batch_size % world_size:
+                raise UserError(
+                    f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
+                )
+            if share % micro:
+                raise UserError(
+                    f"micro_batch {micro} does not divide the {share} samples a process holds ({name}); make it a "
+                    f"divisor of {share}"
+                )
+            for key, multiple in (shares or {}).items():
+                if share % multiple:
+                    raise UserError(
+                        f"{key}: a process must hold a multiple of {multiple} samples, but holds {share} ({name}); "
+                        f"make it a multiple of {multiple * world_size}"
+                    )
+            for key, multiple in (passes or {}).items():
+                if micro % multiple:
+                    raise UserError(
+                        f"{key} {multiple} does not divide the {micro} samples of a forward pass ({name}); make the "
+                        f"batch size / processes or micro_batch a multiple of {multiple}"
+                    )
+
+    def _batch_text(self, stage: Stage) -> str:
+        """A stage's batch size with the key that sets it."""
+        if not self.growing:
+            return f"batch_size {stage.batch_size}"
+        if stage.resolution in self.config.batch_sizes:
+            return f"progressive.batch_sizes {stage.resolution}: {stage.batch_size}"
+        return f"batch_size {stage.batch_size} of the stage of {stage.resolution} px"
+
+    def describe(self) -> list[str]:
+        """What the plan says, a row a stage; nothing without growth."""
+        if not self.growing:
+            return []
+        rows = [self._row(stage) for stage in self._stages]
+        moments = "start anew in every stage" if self.config.reset_optimizer else "go on from stage to stage"
+        rows.append(f"Adam's moments {moments} (progressive.reset_optimizer)")
+        if not self.complete:
+            last = self.at(self.steps - 1)
+            rows.append(
+                f"warning: the run ends at {last.resolution} px with alpha {last.alpha:.2f}; {self.resolutions[-1]} px "
+                f"at alpha 1 begin at step {self.total_steps:,}: raise steps ({self.steps:,}) above that or shorten "
+                "the stages"
+            )
+        return rows
+
+    def _row(self, stage: Stage) -> str:
+        after = self._stages[stage.index + 1 :]
+        length = f"{after[0].first_image - stage.first_image:,} images" if after else "until the run ends"
+        fading = f", fading in over {stage.fade_images:,} images" if stage.fade_images else ""
+        reached = "" if stage.first_step < self.steps else " (the run ends before)"
+        return (
+            f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}, {length}{fading}"
+            f"{reached}"
+        )
+
+    def announcement(self, step: int) -> str | None:
+        """What the log says where update number `step` begins a stage; None elsewhere."""
+        if not self.starts_at(step):
+            return None
+        stage = self._stage(step)
+        fading = f"fade in over {stage.fade_images:,} images" if stage.fade_images else "count in full at once"
+        return (
+            f"step {step}: stage {stage.index + 1} of {len(self)}, {stage.resolution} px in batches of "
+            f"{stage.batch_size}; its layers {fading}; Adam's moments "
+            f"{'start anew' if self.config.reset_optimizer else 'go on'}"
+        )
+
+
+def _resolutions(start: int | None, full: int) -> list[int]:
+    """The stages' resolutions, doubling from `start` to `full`."""
+    if start is None:
+        return [full]
+    sides = [start]
+    while sides[-1] < full:
+        sides.append(2 * sides[-1])
+    if sides[-1] != full:
+        raise UserError(
+            f"progressive.start {start}: doubling does not lead to the images' {full} px; choose a start that does, "
+            "or another data.resolution"
+        )
+    if len(sides) == 1:
+        raise UserError(
+            f"progressive.start {start}: the images have no more px than that, so nothing grows; lower it, or set it "
+            "to null"
+        )
+    return sides
+
+
+def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
+    """Images by resolution, for the stages that have such a length."""
+    if isinstance(lengths, dict):
+        _check_named(name, lengths, sides, every=True)
+        return {side: round(lengths[side] * KIMG) for side in sides}
+    return {side: round(lengths * KIMG) for side in sides}
+
+
+def _check_named(name: str, given: Mapping[int, float], sides: list[int], *, every: bool) -> None:
+    """Raise UserError for a resolution that is none of `sides` or, if `every` one is needed, for one that lacks."""
+    known = ", ".join(map(str, sides)) or "no stage"
+    for side in given:
+        if side not in sides:
+            raise UserError(f"progressive.{name}: {side} px is no stage that has one; name only {known}")
+    for side in sides if every else ():
+        if side not in given:
+            raise UserError(f"progressive.{name}: {side} px has none; name all of {known}, or give one number")

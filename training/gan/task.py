@@ -1,0 +1,287 @@
+"""The GAN task: what one step does to the generator and the discriminator, what is saved, how it is evaluated."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.augment.transforms import to_float
+from data.dataset import Dataset
+from data.loader import Batch, read_batch
+from metrics.evaluate_gan import evaluate_generator
+from metrics.extractors import Extractor, Options, build, fingerprint
+from metrics.features import RealFeatures
+from metrics.precision import evaluating
+from models.progressive import StageGenerator
+from models.registry import ARCHITECTURES
+from models.resnet import Classifier
+from models.restore import classifier_from
+from models.sampling import generate
+from training.base.data import check_same_classes, label_shares
+from training.gan.ada.augment import Ada
+from training.gan.config import GanConfig
+from training.gan.context import Images, Parts, Work
+from training.gan.diagnostics import Watch
+from training.gan.discriminator_step import DiscriminatorPhase
+from training.gan.generator_step import GeneratorPhase
+from training.gan.latents import GanDraws
+from training.optim.ema import EMA
+from training.optim.updater import Precision, Updater
+from training.profile.ranges import phase
+from utils.checkpoint import load, resolve
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.images import grid
+from utils.logging import say
+from utils.seeding import forked
+
+JUDGED = 512  # images of which the discriminator's mean logit is taken at an evaluation
+SEARCHED_PER_SAMPLE = 4  # training images among which an evaluation looks for copies
+
+
+class GanTask:
+    """Generator, discriminator, their optimizers, and one step of both."""
+
+    best_is_lower, loss_metric = True, "loss/discriminator"
+
+    def __init__(
+        self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
+    ) -> None:
+        self.stages = config.stages(reader.resolution)
+        config.check_batches(self.stages, collectives.world_size())
+        if val_reader is not None and val_reader.classes and reader.classes:  # its evaluation draws samples by label
+            check_same_classes(config.data, reader, val_reader)
+        self.config, self.reader, self.val_reader, self.device = config, reader, val_reader, device
+        meta = reader.meta
+        self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
+        self._stage = self.stages.at(0)
+        self._build_networks()
+        self.mixed = Precision(config.precision, device)
+        schedule_images = self._schedule_images()
+        self.parts = Parts(
+            config=config,
+            device=device,
+            generator=self.generator,
+            discriminator=self.discriminator,
+            mixed=self.mixed,
+            draws=GanDraws(config.seed, device, label_shares(config.data, reader)),
+            ada=Ada(
+                config.ada,
+                seed=config.seed,
+                channels=meta.channels,
+                batch_size=config.batch_size,
+                device=device,
+                schedule_images=schedule_images,
+                transfer=config.init_from is not None,
+            ),
+            schedule_images=schedule_images,
+        )
+        steps = config.schedule_steps
+        teacher = self._teacher()
+        more: dict[str, Any] = {"growing": self.stages.growing}
+        updater = Updater(self.generator, config.generator_optimizer, self.mixed, steps, **more)
+        self.generator_phase = GeneratorPhase(self.parts, updater, self.ema, teacher)
+        updater = Updater(self.discriminator, config.discriminator_optimizer, self.mixed, steps, **more)
+        self.discriminator_phase = DiscriminatorPhase(self.parts, updater)
+        self.watch = Watch(config.watch, relativistic=config.loss.objective == "relativistic")
+        self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
+        self._real = RealFeatures(batch_size=config.evaluation.batch_size)
+        self._extractors: list[Extractor] = []
+        collectives.on_main(self._build_extractors)  # now, not at the first evaluation: it may be refused
+
+    def _build_networks(self) -> None:
+        """Generator, its moving average and discriminator, initialised by their keys."""
+        config, parts = self.config, ARCHITECTURES[self.config.architecture]
+        with forked(config.seed, "init", "generator"):
+            generator = parts.generator(config.generator, **self.shape)
+        with forked(config.seed, "init", "discriminator"):
+            growing = {"progressive": True} if self.stages.growing else {}
+            discriminator = parts.discriminator(config.discriminator, **self.shape, **growing)
+        layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        self.generator = generator.to(self.device, memory_format=layout)
+        self.discriminator = discriminator.to(self.device, memory_format=layout)
+        self.ema = EMA(self.generator, buffers="copy")
+
+    def _schedule_images(self) -> int:
+        """Images over which scheduled settings reach their ends."""
+        kimg = self.config.schedule_kimg
+        return self.stages.images_at(self.config.steps) if kimg is None else max(1, round(kimg * 1000))
+
+    def _teacher(self) -> Classifier | None:
+        """The classifier whose loss the generator shall lower, frozen. Raises UserError if its classes differ."""
+        run = self.config.loss.classifier
+        self.teachers: list[str] = []
+        if run is None:
+            return None
+        checkpoint = load(resolve(run))
+        classifier = classifier_from(checkpoint, self.device)
+        if list(checkpoint["classes"]) != list(self.reader.classes):
+            raise UserError(
+                f"loss.classifier {run}: its classes differ from those of {self.config.data.path}; train it on the "
+                "same classes"
+            )
+        self.teachers.append(fingerprint(classifier))
+        return classifier
+
+    def images_at(self, step: int) -> int:
+        """Training images seen before update number `step`."""
+        return self.stages.images_at(step)
+
+    def describe(self) -> list[str]:
+        """The stages of growth, a row each."""
+        return self.stages.describe()
+
+    def provenance(self) -> dict[str, Any]:
+        """What a checkpoint tells about this training besides its state."""
+        return {"teachers": list(self.teachers), "stage": [self._stage.resolution, self._stage.alpha]}
+
+    def registry(self) -> dict[str, Any]:
+        """Name -> object with a state dict: all that a checkpoint must hold."""
+        return {
+            "generator": self.generator,
+            "discriminator": self.discriminator,
+            "generator_ema": self.ema,
+            "generator_optimizer": self.generator_phase.updater,
+            "discriminator_optimizer": self.discriminator_phase.updater,
+            "scaler": self.mixed,
+            "path_length": self.generator_phase.path_length,
+            "ada": self.parts.ada,
+            "watch": self.watch,
+        }
+
+    def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
+        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
+        group = self.config.discriminator.group
+        labels = torch.zeros(group, dtype=torch.int64, device=self.device)
+        z = torch.zeros(group, self.generator.z_dim, device=self.device)
+        size = self.shape["resolution"]
+        images = torch.zeros(group, self.shape["channels"], size, size, device=self.device)
+        return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
+
+    def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
+        """One update of each network at the global batch; the returned values add up over the ranks."""
+        work = self._begin(step)
+        metrics: dict[str, Tensor] = {}
+        reals = self.parts.reals(next(batches), work)
+        if self.generator_phase.shares(work):  # D's gradients begin there
+            self.discriminator_phase.updater.zero_grad()
+        fakes = self.generator_phase.run(work, reals, metrics)
+        if self.config.loss.objective == "relativistic":
+            reals = self.parts.reals(next(batches), work, "discriminator")
+            with phase("discriminator/samples"):
+                fakes = self._fresh_samples(work, reals)
+        self.discriminator_phase.run(work, reals, fakes, metrics)
+        self.mixed.update_scale()
+        return metrics
+
+    def _begin(self, step: int) -> Work:
+        """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
+        stage = self.stages.at(step)
+        announcement = self.stages.announcement(step)
+        if announcement is not None and collectives.is_main():
+            say(announcement)
+        if self.stages.resets_at(step):
+            self.generator_phase.updater.reset()
+            self.discriminator_phase.updater.reset()
+        self._stage = stage
+        return Work.of(step, self.stages.images_at(step), stage, self.config.micro_limit)
+
+    def shown(self) -> Any:
+        """The average generator as the last step's stage has it: what is shown and evaluated."""
+        stage = self._stage
+        if not self.stages.growing or (stage.resolution == self.shape["resolution"] and stage.alpha == 1):
+            return self.ema.model
+        return StageGenerator(self.ema.model, stage.resolution, stage.alpha, shown=self.shape["resolution"])
+
+    @torch.no_grad()
+    def _fresh_samples(self, work: Work, reals: list[Images]) -> list[Images]:
+        """Samples for D alone, with the labels of the real images they are paired with."""
+        latents, noise = self.parts.latents(work, "discriminator", work.batch_size)
+        latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
+        fakes = []
+        for piece, real in zip(work.pieces(), reals, strict=True):
+            with self.mixed.autocast():
+                images, _, _ = self.parts.sample(latents, noise, work.rows(piece), work.stage)
+            fakes.append(Images(images, real.labels))
+        return fakes
+
+    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """What the rows of metrics say is going wrong, in words; and the beginning of a stage of growth."""
+        return self.watch.observe(step, row)
+
+    def sample_grid(self, step: int) -> np.ndarray | None:
+        """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
+        rows, columns = (min(20, self.shape["classes"]), 10) if self.shape["classes"] else (8, 8)
+        count = rows * columns
+        labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
+        return grid(
+            generate(self.shown(), labels=labels, indices=range(count), seed=self.config.seed), columns=columns
+        )
+
+    def _build_extractors(self) -> None:
+        config = self.config.evaluation
+        options = Options(
+            weights=config.weights,
+            device=self.device,
+            channels=self.shape["channels"],
+            load_classifier=lambda run: classifier_from(load(resolve(run)), self.device),
+        )
+        self._extractors = build([config.extractor], options)
+
+    def evaluate(self) -> dict[str, float]:
+        """Distance of the average generator's samples to held-out images (training images where there are none).
+
+        Rank 0 computes, the others wait.
+        """
+        return collectives.on_main(self._evaluate_here)
+
+    def _evaluate_here(self) -> dict[str, float]:
+        config = self.config.evaluation
+        found = evaluate_generator(
+            self.shown(),
+            self.val_reader or self.reader,
+            n=config.n,
+            seed=self.config.seed,
+            extractors=self._extractors,
+            train_reader=self.reader if self.val_reader else None,
+            real=self._real,
+            batch_size=config.batch_size,
+            floor=False,
+            searched=SEARCHED_PER_SAMPLE * config.n,
+        )
+        names = ("frechet", "kernel", "diversity_ratio")
+        figures = {f"{name}/{config.extractor}": found["distances"][0][name] for name in names}
+        copies = found["memorisation"]
+        if copies:
+            figures |= {f"memorised/{copies['extractor']}": copies["share"]}
+            figures |= {f"memorised_p/{copies['extractor']}": copies["p_value"]}
+        return figures | self._judgement()
+
+    def _judgement(self) -> dict[str, float]:
+        """D's mean logit of held-out images, training images and samples, none of them augmented: where it judges
+        the held-out ones like samples, it knows the training images by heart. Empty without held-out images.
+        """
+        if self.val_reader is None or self.shown() is not self.ema.model:  # a stage of growth has smaller images
+            return {}
+        group = self.config.discriminator.group
+        count = min(JUDGED, len(self.val_reader), len(self.reader)) // group * group
+        if not count:
+            return {}
+        held_out, real = (read_batch(part, np.arange(count)) for part in (self.val_reader, self.reader))
+        labels = real.labels if self.generator.classes else None
+        samples = generate(self.ema.model, labels=labels, indices=range(count), seed=self.config.seed)
+        fake = Batch(samples, real.labels)
+        with evaluating(self.discriminator):
+            named = {"held_out": held_out, "real": real, "fake": fake}
+            return {f"logits/{name}": self._mean_logit(batch, group) for name, batch in named.items()}
+
+    def _mean_logit(self, batch: Batch, group: int) -> float:
+        """Of whole minibatch-std groups; labels of an unlabelled set count for nothing."""
+        size, total = 16 * group, 0.0
+        for start in range(0, len(batch), size):
+            images = to_float(batch.images[start : start + size].to(self.device))
+            logits = self.discriminator(images, batch.labels[start : start + size].to(self.device))
+            total += float(logits.sum())
+        return total / len(batch)

@@ -1,0 +1,124 @@
+"""What an optimizer and its rates can be told; the rates are functions of the step."""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from training.optim.schedules import cosine, one_cycle
+from utils.errors import UserError
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it
+    name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw"] = "adam"
+    lr: float = 0.001  # peak rate
+    lr_batch_size: int | None = None  # global batch that lr is meant for: at another it is scaled in proportion
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
+    beta2_final: float | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
+    eps: float = 1e-8
+    momentum: float = 0.9  # SGD's (Nesterov); for schedulefree-sgd the share of the average, beta
+    weight_decay: float = 0.0  # decoupled for adamw; not applied to norms and biases
+    clip_norm: float | None = None  # largest total gradient norm
+    clip_value: float | None = None  # largest absolute value of a gradient's element
+    clip_adaptive: float | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
+    warmup_steps: int = 0  # linear from 0; with one-cycle on top of its own rise
+    schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"
+    hold: float = 0.0  # share of the training at the peak rate before cosine or linear decay begins
+    final_lr: float = 0.0  # where the decay ends, as a share of lr
+    milestones: list[int] = field(default_factory=list)  # step: updates from which on the rate is once more times gamma
+    gamma: float = 0.1
+    cycle_rise: float = 0.3  # one-cycle: share of the training in which the rate rises
+    cycle_start: float = 0.04  # one-cycle: first rate, as a share of lr
+    cycle_momentum: list[float] | None = None  # one-cycle: momentum (beta1) at the ends and at the peak: [0.95, 0.85]
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
+            raise UserError("optimizer: lr must be positive, weight_decay and warmup_steps 0 or more")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optimizer: betas {self.betas} must be two numbers in [0, 1)")
+        if self.beta2_final is not None and not 0 <= self.beta2_final < 1:
+            raise UserError(f"optimizer: beta2_final {self.beta2_final} must lie in [0, 1), or null")
+        if not 0 <= self.hold < 1 or not 0 <= self.final_lr <= 1:
+            raise UserError("optimizer: hold must lie in [0, 1), final_lr in [0, 1]: both are shares")
+        self._check_clipping()
+        self._check_schedule()
+
+    def _check_clipping(self) -> None:
+        given = {key: getattr(self, key) for key in ("clip_norm", "clip_value", "clip_adaptive")}
+        given = {key: value for key, value in given.items() if value is not None}
+        for key, value in given.items():
+            if value <= 0:
+                raise UserError(f"optimizer: {key} must be positive, or null for no clipping")
+        if len(given) > 1:
+            raise UserError(f"optimizer: {' and '.join(given)} are given; gradients are clipped in one way, keep one")
+
+    def _check_schedule(self) -> None:
+        if self.lr_batch_size is not None and self.lr_batch_size < 1:
+            raise UserError(f"optimizer: lr_batch_size {self.lr_batch_size} must be 1 or more, or null")
+        if self.schedule == "step" and not self.milestones:
+            raise UserError("optimizer: schedule step needs milestones, the updates where the rate falls: [3000, 6000]")
+        if self.milestones != sorted(set(self.milestones)) or any(step < 1 for step in self.milestones):
+            raise UserError(f"optimizer: milestones {self.milestones} must be rising numbers of updates, 1 or more")
+        if not 0 < self.gamma <= 1 or not 0 < self.cycle_rise < 1 or not 0 < self.cycle_start <= 1:
+            raise UserError("optimizer: gamma and cycle_start must lie in (0, 1], cycle_rise in (0, 1)")
+        cycled = self.cycle_momentum
+        if cycled is not None and (len(cycled) != 2 or not all(0 <= momentum < 1 for momentum in cycled)):
+            raise UserError(f"optimizer: cycle_momentum {cycled} must be two numbers in [0, 1), at the ends and peak")
+        if cycled is not None and self.name == "sgd" and not self.momentum:
+            raise UserError("optimizer: cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
+        if self.schedule_free and (self.schedule != "constant" or self.beta2_final is not None):
+            raise UserError(f"optimizer: {self.name} replaces schedules; set schedule constant and beta2_final null")
+        if self.schedule_free and not 0 < self.average_beta < 1:
+            key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
+            raise UserError(f"optimizer: {self.name} needs {key} between 0 and 1: the average's share; 0.9 is usual")
+
+    @property
+    def schedule_free(self) -> bool:
+        """Whether the weights' average takes the place of a decaying rate."""
+        return self.name.startswith("schedulefree-")
+
+    @property
+    def average_beta(self) -> float:
+        """The average's share in the weights at which a schedule-free optimizer takes gradients."""
+        return self.momentum if self.name == "schedulefree-sgd" else float(self.betas[0])
+
+    def for_batch(self, batch_size: int) -> "OptimizerConfig":
+        """The config whose rate is the one at this global batch: lr * batch_size / lr_batch_size (1706.02677)."""
+        if self.lr_batch_size is None:
+            return self
+        return replace(self, lr=self.lr * batch_size / self.lr_batch_size, lr_batch_size=None)
+
+    def momentum_at(self, step: int, steps: int) -> float | None:
+        """Momentum, or Adam's beta1, of update number `step` where one-cycle changes it; None: as configured."""
+        if self.schedule != "one-cycle" or self.cycle_momentum is None:
+            return None
+        ends, peak = self.cycle_momentum
+        return one_cycle(step, steps, rise=self.cycle_rise, start=ends, peak=peak, end=ends)
+
+    def betas_at(self, step: int, steps: int) -> tuple[float, float]:
+        """Adam's betas of update number `step` (from 0) out of `steps`."""
+        beta1, beta2 = (float(beta) for beta in self.betas)
+        return beta1, beta2 if self.beta2_final is None else cosine(beta2, self.beta2_final, step, steps)
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
+        save.
+        """
+        if self.schedule == "one-cycle":
+            low, high, end = self.lr * self.cycle_start, self.lr, self.lr * self.final_lr
+            rate = one_cycle(step, steps, rise=self.cycle_rise, start=low, peak=high, end=end)
+            return rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "step":
+            return self.lr * self.gamma ** bisect_right(self.milestones, step)
+        if self.schedule == "constant":
+            return self.lr
+        start = max(self.warmup_steps, self.hold * steps)
+        progress = min(1.0, max(0.0, (step - start) / max(1, steps - start)))
+        left = 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.lr * (self.final_lr + (1 - self.final_lr) * left)

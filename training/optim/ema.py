@@ -1,0 +1,65 @@
+"""Exponential moving average of a network's weights."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from models.model_parallel import by_device
+from training.optim.updater import foreach_lerp_
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+class EMA(Generic[Network]):
+    """A copy of `model` whose parameters follow it: ema = beta ema + (1 - beta) model.
+
+    Buffers are averaged too (`"average"`: right for BatchNorm's statistics) or copied (`"copy"`: right for a
+    generator's `w_avg`). Integer buffers are always copied.
+    """
+
+    model: Network
+
+    def __init__(self, model: Network, buffers: Literal["average", "copy"]) -> None:
+        self.model = copy.deepcopy(model).eval().requires_grad_(False)
+        self.average_buffers = buffers == "average"
+
+    @torch.no_grad()
+    def update(
+        self,
+        model: nn.Module,
+        beta: float,
+        skipped: Tensor | None = None,
+        average: Sequence[Tensor] | None = None,  # of the parameters, by the optimizer: taken instead of our own
+    ) -> None:
+        """Move towards `model`; where the 0-d flag `skipped` is 1 the step was masked and the average stays."""
+        reference = next(self.model.parameters())
+        weight = torch.as_tensor(1 - beta, device=reference.device, dtype=reference.dtype)
+        if skipped is not None:
+            weight = weight * (1 - skipped.to(weight.dtype))
+        pairs = list(zip(self.model.buffers(), model.buffers(), strict=True))
+        averaged = [(a, b) for a, b in pairs if self.average_buffers and a.is_floating_point()]
+        mine, theirs = [a for a, _ in averaged], [b for _, b in averaged]
+        if average is None:
+            mine, theirs = [*self.model.parameters(), *mine], [*model.parameters(), *theirs]
+        else:
+            for here, there in by_device(self.model.parameters(), average).values():
+                torch._foreach_copy_(here, there)
+        foreach_lerp_(mine, theirs, weight)
+        for a, b in pairs:
+            if not (self.average_buffers and a.is_floating_point()):
+                a.copy_(b)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)
+
+
+def half_life_beta(batch_size: int, images_seen: int, half_life_images: float, ramp: float | None = 0.05) -> float:
+    """beta = 0.5^(batch / min(half_life, ramp * images_seen)) (StyleGAN2-ADA); `ramp=None`: no ramp, for a transfer."""
+    half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
+    return 0.5 ** (batch_size / max(half_life, 1e-8))

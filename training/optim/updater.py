@@ -1,0 +1,229 @@
+"""Optimizers, and the one place that turns gradients into an update."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.model_parallel import by_device
+from training.base.config import PrecisionName
+from training.optim.clipping import clip_adaptively_
+from training.optim.config import OptimizerConfig
+from training.optim.schedule_free import ScheduleFree
+from utils import inject
+from utils.distributed import collectives
+from utils.errors import UserError
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the parameters that train: matrices and filters with decay; norms and biases (1-D) without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, groups: Sequence[dict[str, Any]] | None = None
+) -> torch.optim.Optimizer:
+    """The fused optimizer of `config` over `groups` (None: the model's trained parameters, see `parameter_groups`);
+    fused ones can be masked on the device.
+    """
+    if groups is None:
+        groups = parameter_groups(model, config.weight_decay)
+    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
+    groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
+    betas = (float(config.betas[0]), float(config.betas[1]))
+    if config.name == "schedulefree-sgd" or config.name == "schedulefree-adamw":
+        kind: Literal["sgd", "adamw"] = "sgd" if config.name == "schedulefree-sgd" else "adamw"
+        return ScheduleFree(groups, kind=kind, lr=config.lr, betas=(config.average_beta, betas[1]), eps=config.eps)
+    if config.name == "sgd":
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
+        if config.momentum > 0:
+            # the fused kernel makes its momentum on the first step, and leaves it uninitialised where that step is
+            # masked
+            for group in sgd.param_groups:
+                for parameter in group["params"]:
+                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
+    optimizer_class = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return optimizer_class(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+class Precision:
+    """Precision of a run: the autocast context and, for fp16, the one loss scaler that all networks share."""
+
+    def __init__(self, precision: PrecisionName, device: torch.device) -> None:
+        self.precision = precision
+        self.device = device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+
+    def autocast(self) -> torch.autocast:
+        """Reduced precision inside the block (none for fp32)."""
+        dtype = AUTOCAST_DTYPES.get(self.precision, torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
+
+    def backward(self, loss: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
+        """Accumulate the gradients of the (scaled) loss in `parameters` alone; None: in all leaves of its graph."""
+        self.scaler.scale(loss).backward(inputs=parameters)
+
+    def scale(self) -> Tensor:
+        """The loss scale as a 0-d tensor on the device, 1 without a scaler: nobody waits for its value."""
+        one = torch.ones((), device=self.device)
+        return self.scaler.scale(one) if self.scaler.is_enabled() else one
+
+    def update_scale(self) -> None:
+        """Adapt the loss scale: once a step, after every network's update."""
+        if self.scaler.is_enabled():
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # a run may be resumed at another precision: without a scaler there is nothing to restore
+        if state and self.scaler.is_enabled():
+            self.scaler.load_state_dict(state)
+
+
+class Update(NamedTuple):
+    """What became of an update; 0-d tensors on the device, the same on all ranks."""
+
+    norm: Tensor  # total gradient norm before clipping
+    skipped: Tensor  # 1.0: masked, because the norm is not finite
+    nonfinite: Tensor  # 1.0: masked, and fp16's loss scale is not the reason
+
+    def metrics(self, name: str) -> dict[str, Tensor]:
+        """For the log; every rank contributes its part of the sum."""
+        world = collectives.world_size()
+        return {
+            f"gradient_norm/{name}": self.norm / world,
+            f"skipped_updates/{name}": self.skipped / world,
+            f"nonfinite_updates/{name}": self.nonfinite / world,
+        }
+
+
+class Updater:
+    """One network's optimizer: reduces gradients over the ranks, unscales, clips, and steps unless they are not
+    finite.
+
+    Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        mixed: Precision,
+        steps: int,
+        *,
+        growing: bool = False,  # a step may leave parameters out, the same on all ranks: they are not updated then
+        head: Iterable[Tensor] = (),  # parameters that are not clipped adaptively (2102.06171, section 4.1)
+        groups: Sequence[dict[str, Any]] | None = None,  # of the optimizer, each with its `lr_scale`; None: as usual
+    ) -> None:
+        if config.lr_batch_size is not None:
+            raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
+        self.model, self.growing = model, growing
+        self.config = config
+        self.mixed = mixed
+        self.steps = steps  # length of the schedules
+        self.groups = groups
+        self.optimizer = build_optimizer(model, config, groups)
+        self.lr_scales = [group.get("lr_scale", 1.0) for group in groups or self.optimizer.param_groups]
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        excluded = {id(p) for p in head}
+        self.clipped = [p for p in self.parameters if id(p) not in excluded]
+        self.unused: list[str] | None = None  # parameters that train and had no gradient in the first step here
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, step: int) -> Update:
+        """Apply update number `step` (from 0), unless the gradients are not finite."""
+        if self.unused is None:
+            named = self.model.named_parameters()
+            self.unused = [] if self.growing else [n for n, p in named if p.requires_grad and p.grad is None]
+        if inject.due("nan", step, rank=collectives.rank()):
+            next(p.grad for p in self.parameters if p.grad is not None).fill_(float("nan"))
+        collectives.all_reduce_gradients(self.parameters, missing="skip" if self.growing else "zeros")
+        scaler = self.mixed.scaler
+        if scaler.is_enabled():
+            scaler.unscale_(self.optimizer)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = norm.to(self.mixed.device)  # of several devices it lies where the first gradient does
+        self._clip(norm)
+        for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
+            group["lr"] = self.config.lr_at(step, self.steps) * scale
+            if self.config.beta2_final is not None:
+                group["betas"] = self.config.betas_at(step, self.steps)
+            momentum = self.config.momentum_at(step, self.steps)
+            if momentum is not None:
+                group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
+        skipped = (~torch.isfinite(norm)).float()
+        if scaler.is_enabled():
+            scaler.step(self.optimizer)
+        else:
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+            self.optimizer.step()
+        # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
+        return Update(norm, skipped, skipped * (self.mixed.scale() <= 1))
+
+    def _clip(self, norm: Tensor) -> None:
+        """Clip the gradients, whose total norm is `norm`, as the config says."""
+        if self.config.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
+        if self.config.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
+        if self.config.clip_adaptive is not None:
+            clip_adaptively_(self.clipped, self.config.clip_adaptive)
+
+    def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
+        """The weights to evaluate, where the optimizer averages them itself (schedule-free); else None."""
+        return self.optimizer.average(parameters) if isinstance(self.optimizer, ScheduleFree) else None
+
+    def reset(self) -> None:
+        """Forget the optimizer's moments: the next update is a first one."""
+        self.optimizer = build_optimizer(self.model, self.config, self.groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError for the state of other parameter groups: it would go to the wrong parameters."""
+        here = self.optimizer.state_dict()
+        if _members(state["param_groups"]) != _members(here["param_groups"]):
+            raise UserError(
+                "the checkpoint's optimizer has other groups of parameters: the train section was changed since; "
+                "give the run's own, or start in another --run-dir with --init-from and this run"
+            )
+        self.optimizer.load_state_dict(state)
+
+
+def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
+    """Whose state stands in each group of a state dict: the parameters' names, or their numbers where it has none."""
+    return [group.get("param_names", group["params"]) for group in groups]
+
+
+@torch.no_grad()
+def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped: Tensor) -> None:
+    """Put `before` back where the 0-d flag `skipped` is 1: a masked step must not leave its NaN in running
+    statistics.
+    """
+    for device, (now, then) in by_device(tensors, before).items():
+        masked = skipped.to(device) > 0
+        for tensor, old in zip(now, then, strict=True):
+            tensor.copy_(torch.where(masked, old, tensor))
+
+
+def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:
+    """targets += weight * (sources - targets) for a 0-d `weight` on the device, without waiting for its value."""
+    for device, (here, there) in by_device(targets, sources).items():
+        delta = torch._foreach_sub(there, here)
+        torch._foreach_mul_(delta, weight.to(device))
+        torch._foreach_add_(here, delta)

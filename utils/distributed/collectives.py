@@ -1,0 +1,333 @@
+"""Process groups, ranks and the few collectives the program uses. With one process everything here is a no-op.
+
+Gradients are added up by `all_reduce_gradients` after the backward passes, outside DDP's hooks: that is right for any
+number of losses, graphs and micro-batches (docs/distributed.md says what goes wrong otherwise).
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from utils.distributed.rendezvous import fresh_store
+from utils.errors import UserError
+
+T = TypeVar("T")
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
+BUCKET_ELEMENTS = 25_000_000 // 4  # one collective per this many gradient elements, as DDP's 25 MB buckets
+
+PATIENCE = timedelta(hours=6)  # for what rank 0 does alone, as long as it is alive
+LOOK_SECONDS = 10.0  # how often a rank that waits so long looks whether the others are alive
+
+_control: dist.ProcessGroup | None = None  # None: the default group
+_patient: dist.ProcessGroup | None = None
+_look: Callable[[], object] | None = None
+
+
+class PeerLost(RuntimeError):
+    """Another rank does not take part in a collective operation any more."""
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def choose_device(requested: str | None, *, several: bool = False) -> torch.device:
+    """The device of this process: `requested` ("cpu", "cuda", "cuda:1"), else the accelerator where there is one.
+
+    Under several processes an accelerator without an index becomes this process's own; `several`: the first of them
+    (see `own_devices`). Raises UserError when the device does not exist.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    try:
+        device = torch.device(requested) if requested else (accelerator or torch.device("cpu"))
+    except RuntimeError as error:
+        raise UserError(f"--device {requested}: not a device; use cpu, cuda or cuda:0") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or accelerator.type != device.type:
+        raise UserError(f"--device {requested}: this machine has no usable {device.type} device; use --device cpu")
+    own = int(os.environ.get("LOCAL_RANK", "0")) * (_devices_each() if several else 1)
+    index = own if device.index is None else device.index
+    if index >= torch.accelerator.device_count():
+        raise UserError(
+            f"{device.type}:{index} does not exist: {torch.accelerator.device_count()} visible; give fewer --gpus",
+            rank_specific=True,
+        )
+    device = torch.device(device.type, index)
+    torch.accelerator.set_device_index(index)
+    return device
+
+
+def own_devices(device: torch.device) -> list[torch.device]:
+    """All devices that this process may use for one network, from `device` on: of those that are visible, each process
+    of this machine has as many. The CPU is one device.
+    """
+    if device.type == "cpu":
+        return [device]
+    end = min(device.index + _devices_each(), torch.accelerator.device_count())
+    return [torch.device(device.type, index) for index in range(device.index, end)]
+
+
+def _devices_each() -> int:
+    processes = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    return max(1, torch.accelerator.device_count() // int(processes))
+
+
+def start(device: torch.device, timeout_seconds: float = 600, *, several: bool = False) -> None:
+    """Join the process group that the environment describes (torchrun's variables, or our launcher); alone:
+    nothing.
+
+    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control
+    messages. An operation that takes longer than `timeout_seconds` fails.
+    """
+    global _control, _patient
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return
+    backend = dist.get_default_backend_for_device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    store = fresh_store(timeout)
+    rank_and_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
+    dist.init_process_group(
+        backend,
+        timeout=timeout,
+        store=store,
+        rank=rank_and_size[0],
+        world_size=rank_and_size[1],
+        # NCCL refuses tensors of any other device than this one: a process with several names none
+        device_id=None if device.type == "cpu" or several else device,
+    )
+    _patient = _gloo_group(PATIENCE)
+    if backend != "gloo":
+        _control = _gloo_group(timeout)
+
+
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup | None:
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def set_timeout(seconds: float) -> None:
+    """What a collective operation may take from now on. Over NCCL twice as long: it ends the process without a word,
+    and every step has a control message over gloo that fails first.
+    """
+    if world_size() == 1:
+        return
+    if _control is not None:
+        _set_group_timeout(timedelta(seconds=seconds), _control)
+    _set_group_timeout(timedelta(seconds=seconds if _control is None else 2 * seconds), None)
+
+
+def _set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    setter = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # younger than torch 2.11
+    setter(timeout, group)
+
+
+def on_wait(look: Callable[[], object] | None) -> None:
+    """While a rank waits for what rank 0 does alone, `look` is called now and then; it raises when that is in vain."""
+    global _look
+    _look = look
+
+
+def is_peer_error(error: BaseException) -> bool:
+    """Whether `error` is a collective operation's, because another rank is gone or does not answer."""
+    if isinstance(error, (PeerLost, dist.DistError)):
+        return True
+    told = str(error)
+    signs = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return world_size() > 1 and isinstance(error, RuntimeError) and any(sign in told for sign in signs)
+
+
+def stop(*, lost: bool = False) -> None:
+    """Leave the process group; `lost`: others are missing, so nothing is said to them."""
+    global _control, _patient
+    if dist.is_initialized() and not lost:
+        dist.destroy_process_group()
+    _control = _patient = None
+    on_wait(None)
+
+
+def barrier() -> None:
+    """Wait until every rank is here, however long one of them works on its own, as long as all are alive."""
+    if world_size() == 1:
+        return
+    work = dist.barrier(group=_patient, async_op=True)
+    assert work is not None
+    pause, looked = 0.0002, time.monotonic()
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(0.02, 2 * pause)
+        if _look is not None and time.monotonic() - looked > LOOK_SECONDS:
+            try:
+                _look()
+            except PeerLost:
+                if not work.is_completed():  # else all were here, and some have left in good order since
+                    raise
+            looked = time.monotonic()
+    work.wait()
+
+
+def agree(flag: int) -> int:
+    """The largest of the ranks' integers, over the control group: e.g. "has anybody been told to stop"."""
+    if world_size() == 1:
+        return flag
+    value = torch.tensor([flag])
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=_control)
+    return int(value)
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's object (plain data) on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=_control)
+    return box[0]
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of them."""
+    if world_size() == 1:
+        return action()
+    outcome: tuple[T | None, UserError | None] = (None, None)
+    if is_main():
+        try:
+            outcome = (action(), None)
+        except UserError as error:
+            outcome = (None, error)
+    barrier()  # waits longer than a broadcast would
+    value, problem = broadcast_object(outcome)
+    if problem is not None:
+        problem.of_rank = 0
+        raise problem
+    return value  # type: ignore[return-value]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's object (plain data), on every rank."""
+    if world_size() == 1:
+        return [value]
+    barrier()  # waits longer than a gather would
+    found: list[T | None] = [None] * world_size()
+    dist.all_gather_object(found, value, group=_control)
+    return found  # type: ignore[return-value]
+
+
+@contextmanager
+def same_fate() -> Iterator[None]:
+    """What the ranks do here each for itself, without collective operations: if it is a UserError on some of them, the
+    lowest one's is raised on all.
+    """
+    own: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        own = error
+    for number, problem in enumerate(gather_objects(own)):
+        if problem is not None:
+            problem.of_rank = number
+            raise problem
+
+
+def all_reduce_sum_(tensor: Tensor) -> Tensor:
+    """Add up `tensor` over the ranks, in place; no gradient flows."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+@torch.no_grad()
+def average_(tensors: Iterable[Tensor]) -> None:
+    """Replace floating-point tensors by their means over the ranks."""
+    if world_size() == 1:
+        return
+    buckets: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.device, []).append(tensor)
+    for work, flat, parts in [_reduce_bucket(bucket) for bucket in buckets.values()]:
+        work.wait()
+        _put_back(flat / world_size(), parts)
+
+
+def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zeros", "skip"] = "zeros") -> None:
+    """Add up the `.grad` of `parameters` over the ranks, in place, in flat buckets.
+
+    Each rank's loss must already carry its share of the global mean (sum over the local samples / global batch). A
+    parameter without a gradient on this rank contributes zeros, so that ranks cannot fall out of step; with `skip` it
+    is left out, which needs to be so on all ranks.
+    """
+    if world_size() == 1:
+        return
+    buckets: dict[torch.device, list[Tensor]] = {}  # a network may lie on several devices: models/model_parallel.py
+    pending = []
+    for parameter in (p for p in parameters if p.requires_grad):
+        if parameter.grad is None and missing == "skip":
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        bucket = buckets.setdefault(parameter.grad.device, [])
+        bucket.append(parameter.grad)
+        if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:
+            pending.append(_reduce_bucket(buckets.pop(parameter.grad.device)))
+    pending += [_reduce_bucket(bucket) for bucket in buckets.values()]
+    for work, flat, grads in pending:
+        work.wait()
+        _put_back(flat, grads)
+
+
+def _reduce_bucket(tensors: list[Tensor]) -> tuple[dist.Work, Tensor, list[Tensor]]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return dist.all_reduce(flat, async_op=True), flat, tensors
+
+
+def _put_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
+
+
+def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> Tensor:
+    """A number for the bits of each part's tensors, int64 [parts] on `device`; nobody waits for it.
+
+    It is a sum of the elements' bit patterns, tensor by tensor weighted by odd numbers, modulo 2^64.
+    """
+    sums = []
+    for tensors in parts.values():
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for number, tensor in enumerate(tensors):
+            bits = tensor.detach().view(INTEGERS[tensor.element_size()])
+            total += bits.sum(dtype=torch.int64).to(device) * (2 * number + 1)
+        sums.append(total)
+    return torch.stack(sums)
+
+
+def unequal_ranks(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> dict[str, list[int]]:
+    """Parts whose bits are not the same on all ranks, and which ranks have others than most (of two: rank 1); empty if
+    all are equal. A collective operation.
+    """
+    if world_size() == 1:
+        return {}
+    own = fingerprints(parts, device)
+    everyone = [torch.empty_like(own) for _ in range(world_size())]
+    dist.all_gather(everyone, own)
+    table = torch.stack(everyone).cpu()  # [ranks, parts]
+    found = {}
+    for column, name in enumerate(parts):
+        usual = table[:, column].mode().values if world_size() > 2 else table[0, column]
+        others = (table[:, column] != usual).nonzero().flatten().tolist()
+        if others:
+            found[name] = others
+    return found
