@@ -10,8 +10,8 @@ from matplotlib.font_manager import findfont
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from metrics.images import shorten
 from utils.images import grid, save_png
+from utils.text import shorten
 
 CELL = 96  # px that smaller images are enlarged to
 PADDING = 4  # px between images

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from utils.files import write_atomic
 from utils.images import grid, save_png
+from utils.text import shorten
 
 TEXT = 11  # height of captions in pixels
 LINE = 14  # from one line of a caption to the next
@@ -189,15 +190,6 @@ def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str 
             text = shorten(line, width - 12, font.getlength)
             draw.text((left, top + drawn_height + 2 + number * LINE), text, fill=0, font=font)
     save_png(np.asarray(canvas), path)
-
-
-def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
-    """Text of at most so many characters (or whatever `length` measures), its middle left out where it is longer."""
-    short, keep = text, len(text)
-    while length(short) > most and keep > 1:
-        keep -= 1
-        short = f"{text[: (keep + 1) // 2]}…{text[len(text) - keep // 2 :]}"
-    return short
 
 
 def _font() -> ImageFont.FreeTypeFont:

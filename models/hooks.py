@@ -1,7 +1,7 @@
 """Forward and backward hooks as tools: every one is a context manager that takes its hooks away again.
 
-`features` reads layers' outputs, `LayerStatistics` summarises outputs and their gradients, `output_gradient` and
-`parameter_gradients` differentiate with respect to one layer and go no deeper.
+`output_gradient` differentiates with respect to one layer's output and goes no deeper; `LayerStatistics` summarises
+layers' outputs and their gradients.
 """
 
 import fnmatch
@@ -79,36 +79,6 @@ def _only_tensor(output: Any, name: str) -> Tensor:
     return output
 
 
-# --- outputs of layers
-
-
-@contextmanager
-def features(model: nn.Module, names: Sequence[str], *, graph: bool = False) -> Iterator[dict[str, Tensor]]:
-    """Inside the block every forward pass fills the yielded dict: name -> that layer's output, of its latest call.
-
-    Outputs are copies, safe from later layers that work in place. With `graph` they are part of the model's graph, so
-    that gradients reach them. Raises UserError for an unknown name, before anything runs.
-    """
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[..., Tensor | None]:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> Tensor | None:
-            tensor = _only_tensor(output, name)
-            if not graph:
-                found[name] = tensor.detach().clone()
-                return None
-            found[name] = tensor
-            return tensor.clone()  # what comes after may write into this one
-
-        return hook
-
-    layers = {name: find_layer(model, name) for name in names}
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(keep(name)).remove)
-        yield found
-
-
 # --- gradients of one layer
 
 
@@ -140,23 +110,6 @@ def output_gradient(model: nn.Module, name: str, inputs: Sequence[Any], objectiv
     if gradient is None:
         raise UserError(f"layer {name!r} plays no part in this output; choose another layer")
     return kept[0].detach(), gradient
-
-
-def parameter_gradients(
-    model: nn.Module, name: str, inputs: Sequence[Any], objective: Objective
-) -> dict[str, Tensor | None]:
-    """Gradients of `objective(model(*inputs))` with respect to one layer's own parameters, by their names in it.
-
-    autograd walks from the objective to the layer and stops there: earlier layers are not differentiated, and no
-    `.grad` is touched. None: does not reach the objective. Raises UserError for an unknown layer, or without parameters
-    that require gradients.
-    """
-    named = {key: p for key, p in find_layer(model, name).named_parameters() if p.requires_grad}
-    if not named:
-        raise UserError(f"layer {name!r} has no parameters that require gradients; choose another layer")
-    with torch.enable_grad():
-        value = objective(model(*inputs))
-    return dict(zip(named, torch.autograd.grad(value, list(named.values()), allow_unused=True), strict=True))
 
 
 # --- statistics of layers

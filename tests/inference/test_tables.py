@@ -41,7 +41,7 @@ def test_truncation_is_the_generators_own_in_every_row(generator, table, noise_m
     assert table["row_heads"] == ["psi 0", "psi 0.4", "psi 1", "psi -1"]
     assert table["column_heads"] == ["dark", "grey", "light", "dark", "grey"]
     for psi, row in zip(psis, table["rows"], strict=True):
-        expected = sampler_of(generator, truncation_psi=psi, **options).sample_images(range(5))
+        expected = sampler_of(generator, truncation_psi=psi, **options).images(range(5))
         assert apart(torch.stack(row), expected) <= 1
     if cutoff is None and noise_mode != "random":
         assert all(torch.equal(sample_image, table["rows"][0][0]) for sample_image in table["rows"][0])
@@ -177,7 +177,7 @@ def test_grid_has_a_row_for_each_class(generator, tmp_path):
     assert draw_grid(sampler_of(generator, chosen=[1, 2]), tmp_path / "x.png", count=5) == 5
     found = pixels(tmp_path / "x.png")
     assert found.shape == (2 * 64, 3 * 64)
-    expected = sampler_of(generator, chosen=[1, 2]).sample_images(range(5))
+    expected = sampler_of(generator, chosen=[1, 2]).images(range(5))
     for number in range(5):
         row, column = number % 2 * 64, number // 2 * 64
         np.testing.assert_array_equal(found[row : row + 64 : 8, column : column + 64 : 8], expected[number, 0])

@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from metrics.images import Best, MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows, shorten
+from metrics.images import Best, MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
 from metrics.tables import classifier_table, gan_table
 
 
@@ -106,14 +106,6 @@ def test_rows_have_their_names_beside_them(tmp_path):
     colour = [[sample_image.expand(3, -1, -1) for sample_image in row] for row in rows]
     save_rows(colour, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
     assert np.asarray(Image.open(tmp_path / "colour.png")).shape[2] == 3
-
-
-def test_long_captions_lose_their_middle():
-    assert shorten("123456789", 9) == "123456789"
-    assert shorten("1234567890", 9) == "1234…7890"
-    assert len(shorten("x" * 50, 8)) == 8
-    assert shorten("abcdef", 30, lambda text: 10 * len(text)) == "a…f"
-    assert shorten("abc", 0) == "a…"  # something is left
 
 
 @pytest.mark.parametrize("count", [2, 40])

@@ -1,19 +1,13 @@
 """Hooks as tools: what they read, that they see values before in-place layers, and that they are always removed."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from models.hooks import (
-    LayerStatistics,
-    features,
-    find_layer,
-    matching_layers,
-    merge,
-    output_gradient,
-    parameter_gradients,
-)
+from models.hooks import LayerStatistics, find_layer, matching_layers, merge, output_gradient
 from utils.errors import UserError
 from utils.seeding import forked, generator
 
@@ -100,49 +94,42 @@ def test_a_layer_is_found_by_the_end_of_its_name_where_that_is_clear():
         find_layer(model, "laier1")
 
 
-# --- features
+@contextmanager
+def outputs(model, names):
+    """The layers' outputs of a forward pass inside the block, in the graph, as they are before what works in place."""
+    found = {}
+
+    def keep(name):
+        def hook(_module, _inputs, output):
+            found[name] = output
+            return output.clone()
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in names]
+    yield found
+    for handle in handles:
+        handle.remove()
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_features_are_the_outputs_before_what_works_in_place(graph):
-    model, x = net(), images()
-    stem = model.stem(x)
-    first = torch.func.functional_call(model.get_submodule("layer1.0"), {}, (stem,))
-    with features(model, ["layer1.0", "layer1"], graph=graph) as found:
-        logits = model(x)
-    assert (first < 0).any()
-    torch.testing.assert_close(found["layer1.0"], first, rtol=0, atol=0)
-    torch.testing.assert_close(found["layer1"], first.relu(), rtol=0, atol=0)
-    assert found["layer1"].requires_grad is graph
-    torch.testing.assert_close(logits, model(x), rtol=0, atol=0)
-    assert hooks_of(model) == 0
-
-
-def test_features_of_the_graph_get_gradients():
-    model, x = net(), images()
-    with features(model, ["layer1.0"], graph=True) as found:
-        value = objective(model(x))
-    (gradient,) = torch.autograd.grad(value, found["layer1.0"])
-    torch.testing.assert_close(gradient, output_gradient(model, "layer1.0", (x,), objective)[1])
+# --- hooks
 
 
 def test_hooks_go_also_after_an_error_and_unknown_names_are_refused_before_any_hook():
     model = net()
-    with pytest.raises(RuntimeError), features(model, ["layer1", "fc"]):
-        model(torch.zeros(1, 2, 9, 9, dtype=torch.float64))
     with pytest.raises(RuntimeError), LayerStatistics({"fc": model.fc}).watching():
         model(torch.zeros(1, 2, 9, 9, dtype=torch.float64))
     with pytest.raises(RuntimeError):
         output_gradient(model, "layer1", (torch.zeros(1, 2, 9, 9, dtype=torch.float64),), objective)
-    with pytest.raises(UserError, match="did you mean"), features(model, ["layer1", "fcc"]):
-        pass
+    with pytest.raises(UserError, match="did you mean"):
+        output_gradient(model, "fcc", (images(),), objective)
     assert hooks_of(model) == 0
 
 
 def test_a_layer_without_a_tensor_is_refused():
     model = nn.Sequential(nn.LSTM(2, 2), nn.Flatten())
-    with pytest.raises(UserError, match="layer '0' gives a tuple"), features(model, ["0"]):
-        model(torch.zeros(3, 1, 2))
+    with pytest.raises(UserError, match="layer '0' gives a tuple"):
+        output_gradient(model, "0", (torch.zeros(3, 1, 2),), objective)
 
 
 # --- gradients of one layer
@@ -151,7 +138,7 @@ def test_a_layer_without_a_tensor_is_refused():
 @pytest.mark.parametrize("name", ["layer1", "layer1.0", "layer2", "fc"])
 def test_output_gradient_is_that_of_a_full_backward(name):
     model, x = net(), images()
-    with features(model, [name], graph=True) as found:
+    with outputs(model, [name]) as found:
         value = objective(model(x))
     found[name].retain_grad()
     value.backward()
@@ -162,17 +149,13 @@ def test_output_gradient_is_that_of_a_full_backward(name):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_neither_differentiates_earlier_layers():
+def test_earlier_layers_are_not_differentiated():
     model, x = net(barrier=True), images()
     with pytest.raises(AssertionError, match="an earlier layer"):
         objective(model(x)).backward()
     model.zero_grad()
     output_gradient(model, "layer1", (x,), objective)
-    found = parameter_gradients(model, "layer1", (x,), objective)
-    assert found.keys() == {"0.weight", "0.bias"}
     assert all(p.grad is None for p in model.parameters())
-    with pytest.raises(AssertionError, match="an earlier layer"):
-        parameter_gradients(model, "stem", (x,), objective)
 
 
 def test_the_graph_of_an_output_gradient_begins_at_the_layer():
@@ -191,14 +174,6 @@ def test_the_graph_of_an_output_gradient_begins_at_the_layer():
     assert "RefusedBackward" not in seen
 
 
-def test_parameter_gradients_are_those_of_a_full_backward():
-    model, x = net(), images()
-    found = parameter_gradients(model, "layer1", (x,), objective)
-    objective(model(x)).backward()
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, model.layer1.get_parameter(name).grad, rtol=1e-12, atol=0)
-
-
 def test_a_frozen_model_has_output_gradients_without_a_graph_before_the_layer():
     model, x = net(), images()
     expected = output_gradient(model, "layer2", (x,), objective)
@@ -207,14 +182,11 @@ def test_a_frozen_model_has_output_gradients_without_a_graph_before_the_layer():
         found = output_gradient(model, "layer2", (x,), objective)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-    with pytest.raises(UserError, match="layer 'fc' has no parameters that require gradients"):
-        parameter_gradients(model, "fc", (x,), objective)
 
 
 def test_a_layer_without_a_part_in_the_output_is_refused():
     with pytest.raises(UserError, match="'unused' plays no part"):
         output_gradient(net(), "unused", (images(),), objective)
-    assert parameter_gradients(net(), "unused", (images(),), objective) == {"weight": None, "bias": None}
 
 
 # --- statistics
@@ -231,13 +203,13 @@ def figures(values):
 def test_statistics_of_activations_and_gradients_over_several_passes():
     model = net()
     statistics = LayerStatistics(matching_layers(model, ["layer1", "layer2.0"]))
-    outputs: dict[str, list[torch.Tensor]] = {"layer1": [], "layer2.0": []}
+    seen: dict[str, list[torch.Tensor]] = {"layer1": [], "layer2.0": []}
     parts = [images(4), 30 + images(3)]
     for x in parts:
-        with features(model, list(outputs), graph=True) as found:
+        with outputs(model, list(seen)) as found:
             value = objective(model(x))
         for name, tensor in found.items():
-            outputs[name].append(tensor)
+            seen[name].append(tensor)
             tensor.retain_grad()
         value.backward()
     with statistics.watching(scale=torch.tensor(0.25, dtype=torch.float64)):
@@ -246,7 +218,7 @@ def test_statistics_of_activations_and_gradients_over_several_passes():
     assert hooks_of(model) == 0
     collected = statistics.collect()
     assert len(collected) == 2 * 2 * 5
-    for name, tensors in outputs.items():
+    for name, tensors in seen.items():
         grads = [4 * t.grad for t in tensors if t.grad is not None]
         for kind, values in (("activation", tensors), ("gradient", grads)):
             for what, expected in figures(values).items():

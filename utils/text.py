@@ -1,0 +1,31 @@
+"""Text for people: aligned columns, figures, and lines that are cut to fit."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+
+def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
+    """Rows of equally many cells as aligned text, two spaces between the columns, nothing at a line's end.
+
+    Args: `align` a character a column, `<` to the left and `>` to the right; the last one holds for all that follow.
+    """
+    table = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    align = align.ljust(len(widths), align[-1])
+    return "\n".join(
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=False)).rstrip()
+        for row in table
+    )
+
+
+def decimal(value: float | None, digits: int = 4) -> str:
+    """A figure with so many digits after the point; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
+    """Text of at most so many characters (or whatever `length` measures), its middle left out where it is longer."""
+    short, keep = text, len(text)
+    while length(short) > most and keep > 1:
+        keep -= 1
+        short = f"{text[: (keep + 1) // 2]}…{text[len(text) - keep // 2 :]}"
+    return short
