@@ -69,7 +69,8 @@ class Node:
     def keep_store(self) -> "Node":
         """A store apart from torchrun, as docs/scaling.md has it, in this namespace; `host` of every node's `train`."""
         document = (REPOSITORY / "docs" / "scaling.md").read_text()
-        program = document.partition('python -c "')[2].partition('"`')[0].replace("29400", str(PORT))
+        program = document.partition('python -c "')[2].partition('"\n')[0].replace("\n  ", "\n")
+        program = program.replace("29400", str(PORT))
         assert "TCPStore" in program
         prefix = ["ip", "netns", "exec", self.namespace]
         self.processes.append(subprocess.Popen([*prefix, sys.executable, "-c", program], text=True))

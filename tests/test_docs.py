@@ -1,0 +1,211 @@
+"""README and docs: every page renders, its links and paths lead somewhere, and the commands it shows exist."""
+
+import argparse
+import functools
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from torch.distributed.run import get_args_parser
+
+from training.engine.tasks import TASKS, build_run_config
+from utils.cli import normalise
+from utils.config import keys_of, read_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+WIDTH = 120
+CONFIGS = {config for entry in TASKS.values() for config in (entry.config, *entry.architectures.values())}
+KEYS = {key for config in CONFIGS for key in keys_of(config)}
+SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|sh))?")
+SCRIPTS = ["train", "evaluate", "generate", "predict", "export", "inference.influence"]
+SCRIPTS += ["data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
+FOREIGN = {"--shm-size", "--init", "--user", "--time", "--signal", "--build-arg"}  # of docker and SLURM
+FOREIGN |= {"--resume"}  # which docs say does not exist
+FOLDERS = {path.parent.name for path in ROOT.glob("*/*") if path.suffix in {".py", ".md", ".yaml", ".sh"}}
+
+
+@functools.cache
+def tokens(page: Path) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text())
+
+
+def lines_of(block: Token) -> range:
+    """The lines of a file that a block takes, from 0."""
+    return range(*block.map) if block.map else range(0)
+
+
+def inline(page: Path) -> Iterator[tuple[Token, int]]:
+    """Every token of a line of text, and the line in the file where its paragraph begins."""
+    for block in tokens(page):
+        for token in block.children or []:
+            yield token, lines_of(block).start + 1
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    blocks = tokens(page)
+    headings = [blocks[place + 1].content for place, block in enumerate(blocks) if block.type == "heading_open"]
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def fenced(page: Path) -> list[str]:
+    """The lines of a page's fences, continued ones joined."""
+    fences = [block.content.replace("\\\n", " ") for block in tokens(page) if block.type == "fence"]
+    return [line for fence in fences for line in fence.splitlines()]
+
+
+def code(page: Path) -> list[str]:
+    """All code of a page: the lines of fences, and code within text."""
+    return fenced(page) + [token.content for token, _ in inline(page) if token.type == "code_inline"]
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: page.stem)
+def page(request):
+    return request.param
+
+
+@pytest.fixture(params=[page for page in PAGES if page.stem != "CHANGELOG"], ids=lambda page: page.stem)
+def current(request):
+    """A page about today; the changelog also has names that are gone."""
+    return request.param
+
+
+def test_page_renders_as_it_was_meant(page):
+    lines = page.read_text().splitlines()
+    for block in tokens(page):
+        if block.type == "fence":
+            place = lines_of(block)
+            assert lines[place[-1]].strip() == block.markup, f"line {place.start + 1}: a fence is open"
+    for token, line in inline(page):
+        if token.type == "text":
+            assert "`" not in token.content, f"line {line}: a backtick without its partner: {token.content}"
+            assert not token.content.startswith("|"), f"line {line}: no row of a table: {token.content}"
+
+
+def test_lines_are_at_most_120_wide(page):
+    lines = page.read_text().splitlines()
+    tables = {line for block in tokens(page) if block.type == "table_open" for line in lines_of(block)}
+    assert [n + 1 for n, line in enumerate(lines) if len(line) > WIDTH and n not in tables] == []
+
+
+def test_links_and_images_lead_somewhere(page):
+    for token, line in inline(page):
+        target = token.attrGet("src" if token.type == "image" else "href")
+        if target is None or "://" in str(target) or str(target).startswith("mailto:"):
+            continue
+        path, _, anchor = str(target).partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"line {line}: {target}"
+        assert not anchor or anchor in slugs(file), f"line {line}: no heading for {target}"
+
+
+def test_paths_in_code_exist(current):
+    missing = []
+    for text in code(current):
+        for path in PATH.findall(text):
+            if path.partition("/")[0] in FOLDERS and not (ROOT / path).exists():
+                missing.append(path)
+    assert missing == []
+
+
+class Reached(Exception):
+    """A script has come to the parsing of its options."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+@functools.cache
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """The parser that a script or module reads its options with."""
+    patch = pytest.MonkeyPatch()
+
+    def reached(parser, *_args, **_kwargs):
+        raise Reached(parser)
+
+    patch.setattr(argparse.ArgumentParser, "parse_known_args", reached)
+    try:
+        importlib.import_module(module).main([])
+    except Reached as found:
+        return found.parser
+    finally:
+        patch.undo()
+    raise AssertionError(f"{module} reads no options")
+
+
+def commands(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """(module, what follows it) of every `python X` and `torchrun X`."""
+    pattern = re.compile(r"\b(?:python|torchrun)\b.*?(?:-m\s+((?:data|inference)\.\w+)|\b([\w/]+)\.py(?=\s|$))(.*)")
+    for part in [part for line in lines for part in line.split("&&")]:
+        if found := pattern.search(part):
+            module, script, rest = found.groups()
+            yield module or script.replace("/", "."), rest
+
+
+def option_names(parser: argparse.ArgumentParser) -> set[str]:
+    """All options of a parser and of its commands, with underscores."""
+    names = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            names = names.union(*(option_names(command) for command in action.choices.values()))
+    return names
+
+
+def test_commands_take_their_options(current):
+    for module, rest in commands(code(current)):
+        keys = {f"--{key}" for key in KEYS} | {"--section.key"} if module == "train" else set()
+        known = option_names(parser_of(module)) | keys
+        unknown = [name for name in OPTION.findall(rest) if normalise([name])[0] not in known]
+        assert unknown == [], f"{module}: {rest}"
+
+
+def test_commands_can_be_typed(page):
+    for module, rest in commands(fenced(page)):
+        command = rest.partition(" #")[0]
+        if SHORTENED.search(command) or not command.strip():
+            continue
+        options, overrides = parser_of(module).parse_known_args(normalise(shlex.split(command)))
+        if module != "train":
+            assert overrides == [], command
+        elif "FILE" not in command:
+            tree = read_yaml(ROOT / options.config)
+            build_run_config(tree, overrides, command)
+
+
+def test_options_in_text_exist(current):
+    """`--name` alone in code: some script's option, a key, or an option of torchrun, docker or SLURM."""
+    known = {f"--{key}" for key in KEYS}.union(*(option_names(parser_of(script)) for script in SCRIPTS))
+    known |= set(normalise(sorted(option_names(get_args_parser()) | FOREIGN)))
+    for token, line in inline(current):
+        if token.type == "code_inline" and token.content.startswith("--"):
+            name = OPTION.match(token.content)
+            assert name, f"line {line}: {token.content}"
+            assert normalise([name[0]])[0] in known, f"line {line}: {token.content}"
+
+
+def test_keys_in_text_exist(current):
+    sections = {key.partition(".")[0] for key in KEYS if "." in key}
+    for token, line in inline(current):
+        found = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(:? .*)?", token.content)
+        if token.type == "code_inline" and found and found[1].partition(".")[0] in sections and found[1][-3:] != ".py":
+            module = ROOT / (found[1].replace(".", "/") + ".py")
+            assert found[1] in KEYS or module.exists(), f"line {line}: {token.content}"
+
+
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {target for text in code(page) for target in re.findall(r"(?:^|&& )make ([a-z-]+)", text)}
+    assert named <= targets
+
+
+def test_configs_named_exist(page):
+    named = {name for text in code(page) for name in re.findall(r"configs/\w+\.yaml", text)}
+    assert {name for name in named if not (ROOT / name).is_file()} == set()
