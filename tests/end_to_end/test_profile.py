@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,9 @@ import pytest
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
+from tests.training.profile.test_profile import phases_of
 from training.profile.measure import WARM_UP
 from utils.errors import run_cli
-
-
-def group_shares(summary: str) -> dict[str, float]:
-    """Group -> share in percent, from the first table; the phases of a group are indented."""
-    table = summary.split("\n\n")[1]
-    return {m[1]: float(m[2]) for m in re.finditer(r"^(\S.*?)\s+[\d.]+\s+([\d.]+) %", table, re.MULTILINE)}
 
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
@@ -33,18 +27,17 @@ def test_profiled_and_resumed_equals_straight(
     summary = (profiled / "profile" / "summary.txt").read_text()
     out = capsys.readouterr()
     assert out.out == summary
-    assert "allocated before the profiling" not in out.err
 
     status = json.loads((profiled / "status.json").read_text())
     assert (status["state"], status["step"], status["reason"]) == ("stopped", WARM_UP + 2, "profile")
-    found = group_shares(summary)
-    assert found.pop("step") == 100
-    assert sum(found.values()) == pytest.approx(100, abs=1e-6)
-    assert {"data wait", "forward", "backward", "optimizer", "ema", "other/host"} <= found.keys()
-    assert found["other/host"] < 60
+    shares = {name: share for name, (_, share) in phases_of(summary).items()}
+    assert shares.pop("step") == 100
+    assert sum(shares.values()) == pytest.approx(100, abs=0.1 * len(shares))
+    parts = {"gan": {"generator/forward", "discriminator/backward", "generator/optimizer"}, "classifier": {"optimizer"}}
+    assert {"data", "ema", "other/host"} | parts[task] <= shares.keys()
+    assert shares["other/host"] < 60
     assert f"{task}: steps {WARM_UP} to {WARM_UP + 1}" in summary
     assert "aten::convolution_backward" in summary
-    assert re.search(r"^(models|training)/\w+\.py:\d+ \w+", summary, re.MULTILINE)
     with gzip.open(profiled / "profile" / "trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
     assert [e["name"] for e in events if e.get("cat") == "user_annotation"].count("step") == 2

@@ -24,15 +24,13 @@ from training.engine import health
 from training.engine.checkpoints import CheckpointManager
 from training.engine.layer_log import LayerLog
 from training.engine.window import MetricWindow
-from training.profile import measure as profile_measure
-from training.profile import text as profile_text
+from training.profile import measure as profiling
 from training.profile.ranges import phase
 from utils import inject
 from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import under_nohup
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
-from utils.files import replace_file
 from utils.images import save_png
 from utils.logging import Metrics, RunLog, say
 from utils.run_folder import RunFolder
@@ -148,7 +146,7 @@ class Loop:
             self._show_start()
             self._tick_started, self._tick_step = time.perf_counter(), self.step
             if profile is not None:
-                target = self.step + profile_measure.WARM_UP + profile
+                target = self.step + profiling.WARM_UP + profile
                 self._run_until(target - profile)
                 self._pause(lambda: self._profile(profile))
             self._run_until(target)
@@ -242,15 +240,8 @@ class Loop:
             self.step += 1
             return not collectives.agree(self._signal or 0)
 
-        if collectives.is_main():
-            folder = self.folder.path / "profile"
-            trace = folder / profile_measure.TRACE
-            found = profile_measure.measure(step, count, registry, self.loader.device, trace)
-            if found is not None:
-                text = profile_text.render(found, self._profile_heading(count), str(trace))
-                replace_file(folder / profile_measure.SUMMARY, text.encode())
-        else:
-            profile_measure.accompany(step, count, registry)
+        folder = self.folder.path / "profile" if collectives.is_main() else None
+        profiling.measure(step, count, registry, self.loader.device, folder, self._profile_heading(count))
         self.loader.wait_seconds = waited
 
     def _profile_heading(self, count: int) -> str:

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from training.base.config import RunConfig
+from training.base.rewind import Rewind
 from training.engine.loop import Loop
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Updater
-from training.profile.measure import Rewind
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.files import write_atomic

@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from training.classifier.finetune import FineTuning, plain
 from training.optim.updater import OptimizerConfig, Updater
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.text import columns
 
 GIB = 2**30
 MIB = 2**20
@@ -114,8 +116,7 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
 
 def table(rows: Mapping[str, str]) -> str:
     """Two aligned columns."""
-    width = max(map(len, rows))
-    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows.items())
+    return indent(columns(rows.items(), "<"), "  ")
 
 
 def saved_bytes(network: nn.Module, inputs: tuple[Any, ...]) -> int:
@@ -212,13 +213,12 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: FineTuning
         network(*inputs)
     for hook in hooks:
         hook.remove()
-    rows = [HEADINGS, *(_layer_row(prefix, shapes[prefix], modules[prefix], trained, config) for prefix in shapes)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rows = [_layer_row(prefix, shapes[prefix], modules[prefix], trained, config) for prefix in shapes]
     ever = sum(p.numel() for name, p in trained.parameters.items() if trained.begins[name] is not None)
     total = sum(p.numel() for p in trained.parameters.values())
     totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
-    return "\n".join([*lines, *(f"{label} params: {count:,}" for label, count in totals)])
+    layers = columns([HEADINGS, *rows], "<")
+    return "\n".join([layers, *(f"{label} params: {count:,}" for label, count in totals)])
 
 
 def _layer_row(

@@ -16,7 +16,7 @@ from training.base.task import Task
 from training.engine import health, lr_find, preflight, transfer
 from training.engine.loop import Loop
 from training.engine.tasks import TASKS, build_run_config
-from training.profile import measure as profile_measure
+from training.profile import measure as profiling
 from utils import determinism, inject
 from utils.checkpoint import newest_first
 from utils.config import read_yaml, to_tree
@@ -189,7 +189,7 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     loop.folder_status("finished" if finished else "stopped", reason, 0)
     if collectives.is_main():
         if profile_steps is not None:
-            print((loop.folder.path / "profile" / profile_measure.SUMMARY).read_text(), end="")
+            print((loop.folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
         try:
             say(f"report: {write_report(loop.folder.path)}")
         except UserError as error:  # a full disk: what was trained is safe
@@ -229,9 +229,9 @@ def _signs_of_life(loop: Loop) -> Iterator[None]:
 
 def _check_profile(loop: Loop, count: int) -> None:
     """Raise UserError unless enough of the training is left."""
-    left, needed = loop.config.steps - loop.step, profile_measure.WARM_UP + count
+    left, needed = loop.config.steps - loop.step, profiling.WARM_UP + count
     if left < needed:
         raise UserError(
-            f"--profile {count}: needs {profile_measure.WARM_UP} steps to warm up and {count} to measure, but {left} "
+            f"--profile {count}: needs {profiling.WARM_UP} steps to warm up and {count} to measure, but {left} "
             f"of {loop.config.steps} are left; give a smaller N, a larger --steps, or another --run-dir"
         )

@@ -1,45 +1,18 @@
-"""The parts of a training step that `train.py --profile N` tells apart.
+"""The phases of a training step, which `train.py --profile N` and the benchmarks tell apart.
 
-The tasks put `with phase("generator/forward"):` around their parts; what is in no phase is `other/host`. How a profile
-is made is in `training/profile/measure.py`.
+The tasks put `with phase("generator/forward"):` around the parts of a step; what is in no phase is `other/host`.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
 
-from torch.autograd.profiler import record_function
+from torch.profiler import record_function
 
 OTHER = "other/host"  # in no phase
 WHOLE = ("generator/path_length", "discriminator/penalty")  # keep what is inside them, their backward pass too
 
-
-class Listener(Protocol):
-    """What is told of phases while it listens."""
-
-    def enter(self, name: str) -> None: ...
-
-    def leave(self) -> None: ...
-
-
-L = TypeVar("L", bound=Listener)
-_listener: Listener | None = None
+_clock: "PhaseClock | None" = None
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class _Phase:
-    """A phase that somebody listens to."""
-
-    __slots__ = ("listener", "name")
-
-    def __init__(self, listener: Listener, name: str) -> None:
-        self.listener, self.name = listener, name
-
-    def __enter__(self) -> None:
-        self.listener.enter(self.name)
-
-    def __exit__(self, *_: object) -> None:
-        self.listener.leave()
 
 
 def phase(name: str) -> AbstractContextManager[None]:
@@ -49,24 +22,14 @@ def phase(name: str) -> AbstractContextManager[None]:
     "generator/path_length") keeps what is inside it, its backward pass too. Costs less than a microsecond while
     nobody profiles.
     """
-    return _NOTHING if _listener is None else _Phase(_listener, name)
-
-
-@contextmanager
-def listening(listener: L) -> Iterator[L]:
-    """Tell `listener` of all phases inside the block."""
-    global _listener
-    _listener = listener
-    try:
-        yield listener
-    finally:
-        _listener = None
+    return _NOTHING if _clock is None else _clock.phase(name)
 
 
 class PhaseClock:
-    """Divides time among the phases; every moment belongs to exactly one, so they add up to the whole.
+    """Divides time among the phases and draws them into torch.profiler's trace.
 
-    `wait` is called before the clock is read: on an accelerator it waits for the work that has been queued.
+    Every moment belongs to exactly one phase, so they add up to the whole. `wait` is called before the clock is read:
+    on an accelerator it waits for the work that has been queued.
     """
 
     def __init__(self, wait: Callable[[], None], now: Callable[[], float]) -> None:
@@ -75,15 +38,21 @@ class PhaseClock:
         self._wait, self._now = wait, now
         self._since = now()
 
-    def enter(self, name: str) -> None:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What `phase` gives while this clock listens."""
+        whole = self._open[-1] in WHOLE
         self._charge()
-        self._open.append(self._open[-1] if self._open[-1] in WHOLE else name)
-
-    def leave(self) -> None:
-        self._charge()
-        self._open.pop()
+        self._open.append(self._open[-1] if whole else name)
+        try:
+            with nullcontext() if whole else record_function(name):
+                yield
+        finally:
+            self._charge()
+            self._open.pop()
 
     def _charge(self) -> None:
+        """The time since the last look at the clock belongs to the innermost phase."""
         self._wait()
         now = self._now()
         name = self._open[-1]
@@ -91,17 +60,12 @@ class PhaseClock:
         self._since = now
 
 
-class Ranges:
-    """Draws the phases into torch.profiler's trace."""
-
-    def __init__(self) -> None:
-        self._open: list[tuple[str, AbstractContextManager[Any]]] = []
-
-    def enter(self, name: str) -> None:
-        whole = bool(self._open) and self._open[-1][0] in WHOLE
-        entry = (self._open[-1][0], nullcontext()) if whole else (name, record_function(name))
-        entry[1].__enter__()
-        self._open.append(entry)
-
-    def leave(self) -> None:
-        self._open.pop()[1].__exit__(None, None, None)
+@contextmanager
+def listening(clock: PhaseClock) -> Iterator[PhaseClock]:
+    """Have `clock` divide the time of the block."""
+    global _clock
+    _clock = clock
+    try:
+        yield clock
+    finally:
+        _clock = None
