@@ -21,11 +21,11 @@ from data.lmdb.format import ENCODINGS, Meta
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
 from data.packing import make_plan
-from data.packing_processes import Conversion
-from data.packing_worker import keep_freed_memory
+from data.packing_processes import KEPT_BYTES, Conversion
 from data.sources import NAMED, SPLITS, Problem, Source, open_source
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
+from utils.heap import keep_freed_memory
 
 LISTED = 10  # names in the summary and in errors
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
@@ -272,7 +272,7 @@ def main(argv: list[str]) -> None:
     if args.max_skipped is not None and args.max_skipped < 0:
         raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
     check_target(args.dest, args.overwrite)
-    keep_freed_memory()
+    keep_freed_memory(KEPT_BYTES)
     split = args.split if args.split in SPLITS else "test"
     with open_source(args.source, split=split, root=args.root, size=args.size) as source:
         summary = pack(

@@ -1,30 +1,42 @@
 """Images to records in several processes, in order: what makes packing as fast as the cores allow.
 
-The worker processes (data/packing_worker.py) are spawned: nothing that the parent has open reaches them. Each has a
-pipe of its own, over which it gets pieces and returns records. Losing a worker ends packing. Only the parent writes.
+The processes are a ProcessPoolExecutor's. They are spawned: nothing that the parent has open reaches them. Losing one
+ends packing. Only the parent writes.
 """
 
+import contextlib
+import itertools
 import multiprocessing
-import pickle
+import os
 import signal
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
-from multiprocessing import connection as pipes
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+
+import cv2
 
 from data.packing import Converted, Plan, convert, part, piece_length, pieces
-from data.packing_worker import Failure, Warned, serve
 from data.sources.base import ArraySource, Source
 from utils.errors import UserError
+from utils.heap import keep_freed_memory
 from utils.memory import cores
+from utils.processes import die_with_parent
 
 MEASURED_SECONDS = 0.3  # of conversion in this process before it is decided whether more processes pay
 WORTH_SECONDS = 3.0  # of conversion that must be left for that: starting them takes about half a second of each core
 MOST_WORKERS = 16  # that are started unasked: more than the one writer can keep up with
 WINDOW = 4  # pieces per worker that may be under way or wait for an earlier one
-END_SECONDS = 5.0  # for a worker to end by itself when there is nothing left to do
+KEPT_BYTES = 128 << 20  # of freed memory, in each process
+POLL_SECONDS = 1.0  # between two looks at whether the workers live
+
+Warned = tuple[str, type[Warning], str, int]  # text, category, file, line
+Answer = tuple[Converted, list[Warned]]
 
 
 class Conversion:
@@ -45,8 +57,7 @@ class Conversion:
             start = yield from self._convert_here(count)
         if self.workers and start < count:
             rows = pieces(range(start, count), piece_length(self.plan, count - start, self.workers))
-            with Processes(self.source, self.plan, self.workers, stop=self.stop) as processes:
-                yield from processes.convert(rows)
+            yield from convert_in_processes(self.source, self.plan, self.workers, rows, stop=self.stop)
 
     def _convert_here(self, count: int) -> Generator[Converted, None, int]:
         """Convert in this process; returns the first image that is left to others, for which `workers` is set."""
@@ -72,158 +83,79 @@ def allowed_workers() -> int:
     return min(MOST_WORKERS, cores())
 
 
-class Processes:
-    """Worker processes; leave the `with` block to end them."""
+def convert_in_processes(
+    source: Source, plan: Plan, count: int, rows: Iterable[range], *, stop: bool
+) -> Generator[Converted, None, None]:
+    """Convert pieces in `count` processes; their results come in the same order. Closing it ends the processes.
 
-    def __init__(self, source: Source, plan: Plan, count: int, *, stop: bool) -> None:
-        self.source = source
-        self.workers: list[_Worker] = []
-        # Images in memory travel with each piece. Two pieces lie in a worker's pipe then only if they are small:
-        # this process must never wait for a worker that waits for it.
-        in_memory = isinstance(source, ArraySource)
-        self.ahead = 1 if in_memory else 2
-        self.window = WINDOW * count
-        self._registry: dict[str | tuple[str, type[Warning], int], int] = {}  # warnings that were shown
-        setup = pickle.dumps((None if in_memory else source, plan, stop))
-        try:
-            self._start(count, setup)
-        except OSError as error:
-            self.kill()
-            raise UserError(f"cannot start {count} worker processes ({error.strerror}): pass --workers 0") from None
-        except BaseException:
-            self.kill()
-            raise
+    Raises UserError if a process cannot be started or is killed, and for what the source raises as one; RuntimeError
+    with the worker's traceback for anything else.
+    """
+    travels = None if isinstance(source, ArraySource) else source  # images in memory come with each piece instead
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(count, context, _begin, (os.getpid(), travels, plan, stop))
+    workers: list[BaseProcess] = []
+    try:
+        _start(pool, count, workers)
+        yield from _in_order(pool, source, iter(rows), workers, WINDOW * count)
+    except BrokenProcessPool:
+        pool.shutdown()  # it ends the others itself
+        raise _death(workers) from None
+    except BaseException:
+        _kill(pool, workers)
+        raise
+    pool.shutdown()
 
-    def _start(self, count: int, setup: bytes) -> None:
-        resource_tracker.ensure_running()  # first: older versions of Python unblock signals when it starts
-        # Ctrl-C reaches the whole process group: with SIGINT blocked from birth the workers leave it to this process.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            for _ in range(count):
-                self.workers.append(_Worker())
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for worker in self.workers:  # while they all start
-            worker.set_up(setup)
 
-    def convert(self, rows: Iterable[range]) -> Iterator[Converted]:
-        """Convert pieces; their results come in the same order."""
-        left = enumerate(rows)
-        done: dict[int, Converted] = {}
-        sent = returned = 0
-        while True:
-            sent += self._hand_out(left, returned + self.window - sent)
-            if returned == sent:
-                return
-            for worker in self._answering():
-                number, answer, warned = worker.receive()
-                self._warn(warned)
-                if isinstance(answer, Failure):
-                    raise UserError(answer.text) if answer.user else RuntimeError(f"in a worker:\n{answer.text}")
-                done[number] = answer
-            # Before the results are written, so that no worker waits meanwhile.
-            sent += self._hand_out(left, returned + self.window - sent)
-            while returned in done:
-                yield done.pop(returned)
-                returned += 1
+def _start(pool: ProcessPoolExecutor, count: int, workers: list[BaseProcess]) -> None:
+    """Start all processes, before the pool has work: what is submitted later makes it watch every one of them."""
+    before = multiprocessing.active_children()
+    resource_tracker.ensure_running()  # first: older versions of Python unblock signals when it starts
+    # Ctrl-C reaches the whole process group: with SIGINT blocked from birth the workers leave it to this process.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for _ in range(count):
+            pool.submit(int)
+    except OSError as error:
+        raise UserError(f"cannot start {count} worker processes ({error.strerror}): pass --workers 0") from None
+    finally:
+        workers += [child for child in multiprocessing.active_children() if child not in before]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def _hand_out(self, left: Iterator[tuple[int, range]], most: int) -> int:
-        """Send at most so many pieces to the workers that have few; returns their number."""
-        sent = 0
-        for ahead in range(self.ahead):
-            for worker in self.workers:
-                if len(worker.pending) > ahead or sent == most:
-                    continue
-                number, rows = next(left, (-1, range(0)))
-                if number < 0:
-                    return sent
-                worker.send(number, rows, part(self.source, rows))
-                sent += 1
-        return sent
 
-    def _answering(self) -> "list[_Worker]":
-        """The workers that have sent something, or have died; waits for one."""
-        ready = pipes.wait([worker.pipe for worker in self.workers])
-        return [worker for worker in self.workers if worker.pipe in ready]
-
-    def _warn(self, warned: list[Warned]) -> None:
-        """Show the workers' warnings as if they had been raised here, each once."""
-        for text, category, file, line in warned:
-            warnings.warn_explicit(text, category, file, line, registry=self._registry)
-
-    def kill(self) -> None:
-        """End the workers at once: they hold nothing that could be damaged."""
-        for worker in self.workers:
-            worker.process.kill()
-        for worker in self.workers:
-            worker.end(0.0)
-
-    def __enter__(self) -> "Processes":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self.kill()
+def _in_order(
+    pool: ProcessPoolExecutor, source: Source, rows: Iterator[range], workers: list[BaseProcess], window: int
+) -> Iterator[Converted]:
+    """Hand out pieces, at most `window` ahead, and return their results; show each of the workers' warnings once."""
+    waiting: deque[Future[Answer]] = deque()
+    registry: dict[str | tuple[str, type[Warning], int], int] = {}  # warnings that were shown
+    while True:
+        for piece in itertools.islice(rows, window - len(waiting)):
+            waiting.append(pool.submit(_convert_piece, piece, part(source, piece)))
+        if not waiting:
             return
-        for worker in self.workers:
-            worker.pipe.close()
-        for worker in self.workers:
-            worker.end(END_SECONDS)
+        found, warned = _result(waiting.popleft(), workers)
+        for text, category, file, line in warned:
+            warnings.warn_explicit(text, category, file, line, registry=registry)
+        yield found
 
 
-class _Worker:
-    """A worker process as its parent sees it."""
+def _result(future: Future[Answer], workers: list[BaseProcess]) -> Answer:
+    """What became of a piece. The pool does not notice a worker that dies while it sends: this does."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            return future.result(POLL_SECONDS)
+        if not all(worker.is_alive() for worker in workers):
+            raise _death(workers)
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.pending: deque[int] = deque()  # numbers of the pieces that it has
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
-        try:
-            self.process.start()
-        except BaseException:
-            self.pipe.close()
-            raise
-        finally:
-            theirs.close()  # the worker's copy is then the only one: its death closes the pipe
 
-    def set_up(self, pickled: bytes) -> None:
-        """Send source, plan and `stop`. Raises UserError if the process is dead."""
-        try:
-            self.pipe.send_bytes(pickled)
-        except OSError:
-            raise self._death() from None
-
-    def send(self, number: int, rows: range, images: Source | None) -> None:
-        """Hand over a piece. Raises UserError if the process is dead."""
-        try:
-            self.pipe.send((rows, images))
-        except OSError:
-            raise self._death() from None
-        self.pending.append(number)
-
-    def receive(self) -> tuple[int, Converted | Failure, list[Warned]]:
-        """The number of a piece, what became of it, and the warnings. Raises UserError if the process is dead."""
-        try:
-            answer, warned = self.pipe.recv()
-        except (EOFError, OSError):
-            raise self._death() from None
-        return self.pending.popleft(), answer, warned
-
-    def _death(self) -> UserError:
-        self.process.join(END_SECONDS)
-        code = self.process.exitcode
-        how = f"ended with exit code {code}" if code is None or code >= 0 else f"was killed by {_signal_name(-code)}"
-        memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
-        return UserError(f"a worker process of packing {how}{memory}: pass fewer --workers, or --workers 0")
-
-    def end(self, seconds: float) -> None:
-        """Wait for the process to end, and kill it if it does not."""
-        self.pipe.close()
-        self.process.join(seconds)
-        self.process.kill()
-        self.process.join()
-        self.process.close()
+def _death(workers: list[BaseProcess]) -> UserError:
+    """The error for the worker that has died, not those that the pool has ended because of it."""
+    codes = sorted((worker.exitcode for worker in workers if worker.exitcode), key=lambda code: code == -signal.SIGTERM)
+    code = codes[0] if codes else 0
+    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
+    return UserError(f"a worker process of packing {how}{memory}: pass fewer --workers, or --workers 0")
 
 
 def _signal_name(number: int) -> str:
@@ -231,3 +163,48 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _kill(pool: ProcessPoolExecutor, workers: list[BaseProcess]) -> None:
+    """End the workers at once: they hold nothing that could be damaged."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    # One that was killed while it sent has left half a result. The pool's thread would wait for the other half for
+    # ever, since this process has the sending end of the pipe open as well.
+    pool._result_queue._writer.close()  # type: ignore[attr-defined]
+    pool.shutdown(cancel_futures=True)
+
+
+# --- in a worker
+
+_setup: tuple[Source | None, Plan, bool]  # of this process: the source (None: its images come), the plan, `stop`
+
+
+def _begin(parent: int, source: Source | None, plan: Plan, stop: bool) -> None:
+    """What a worker does first."""
+    global _setup
+    die_with_parent(parent)
+    cv2.setNumThreads(1)
+    keep_freed_memory(KEPT_BYTES)
+    _setup = (source, plan, stop)
+
+
+def _convert_piece(rows: range, images: Source | None) -> Answer:
+    """Convert the images `rows` of the worker's source, or of `images`, which holds these alone."""
+    source, plan, stop = _setup
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # what is shown is for the parent to decide
+        try:
+            if images is not None:
+                found = convert(images, rows, plan, stop=stop, first=rows.start)
+            else:
+                assert source is not None
+                found = convert(source, rows, plan, stop=stop)
+        except UserError as error:
+            raise UserError(str(error)) from None  # other exceptions may be of kinds that cannot be sent
+        except Exception:
+            raise RuntimeError(f"in a worker:\n{traceback.format_exc()}") from None
+    warned = dict.fromkeys((str(item.message), item.category, item.filename, item.lineno) for item in caught)
+    return found, list(warned)

@@ -50,7 +50,8 @@ def names(folder: Path) -> list[str]:
 
 SMALL_MAP = """
 import sys
-from data import pack, writer
+from data import pack
+from data.lmdb import writer
 from utils.errors import run_cli
 writer.LMDBWriter.__init__.__kwdefaults__["first_map"] = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
 sys.exit(run_cli(pack.main))
@@ -88,7 +89,8 @@ def test_fault_17_disk_full_of_a_small_file_system(many: Path, tmp_path: Path) -
 
 KILLED = """
 import os, sys
-from data import pack, writer
+from data import pack
+from data.lmdb import writer
 from utils.errors import run_cli
 name, calls, real = sys.argv[1], int(sys.argv[2]), None
 def killing(*arguments, **options):
@@ -157,7 +159,7 @@ BROKEN: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
     "truncated.jpg": ("JPEG", truncated, "is truncated or damaged"),
     "truncated.png": ("PNG", truncated, "is truncated or damaged"),
     "flipped.png": ("PNG", flipped, "is truncated or damaged"),
-    "text.jpg": ("PNG", lambda _: b"this is no image", "is not an image (it begins with b'this is no p')"),
+    "text.jpg": ("PNG", lambda _: b"this is no image", "is not an image (it begins with b'this is no i')"),
     "program.png": ("PNG", lambda _: b"\x7fELF" + bytes(100), "is not an image"),
     "empty.png": ("PNG", lambda _: b"", "is an empty file"),
 }

@@ -4,7 +4,7 @@ Imports no torch: `--gpus` must be applied before CUDA starts. The exit code is 
 is not; torchrun itself works as well, for several machines or restarts.
 """
 
-import ctypes
+import functools
 import os
 import signal
 import socket
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from utils.errors import StoppedBySignal, UserError
+from utils.processes import die_with_parent
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
@@ -70,12 +71,6 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _die_with_parent() -> None:
-    """In the child, before exec: the kernel ends it when the launcher is gone, so that kill -9 leaves no orphan."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
 def launch(command: Sequence[str], processes: int) -> int:
     """Run `python command...` as `processes` ranks; forwards signals; returns the first failing rank's exit code,
     else 0.
@@ -94,7 +89,7 @@ def launch(command: Sequence[str], processes: int) -> int:
             [sys.executable, *command],
             env=os.environ | common | {"RANK": str(index), "LOCAL_RANK": str(index)},
             start_new_session=True,  # a terminal's Ctrl-C reaches the children once, through us
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
         for index in range(processes)
     ]
