@@ -203,7 +203,7 @@ def test_a_record_that_cannot_be_decoded_is_damaged(pack: Packer) -> None:
     """Its bytes are those that were written, but no image."""
     path = pack("png")
     payloads = record_format.make_entry(b"no image", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no image"
-    change(path, b"image/0000000005/00008", payloads)
+    change(path, b"picture/0000000005/00008", payloads)
     with pytest.raises(DamageError, match="record 5 is damaged: cannot be decoded"):
         open_dataset(path, "stop").read([5])
     check_read(open_dataset(path), [5], [6])

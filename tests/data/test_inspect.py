@@ -221,7 +221,7 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
     pack_arrays(path, sample_images(4), [0, 1, 2, 0], CLASSES, encoding="png")
     payload = encode(sample_images(4)[1].transpose(1, 2, 0), "png")
     relabelled = record_format.make_entry(payload, 2, 8, 8, record_format.CODEC_PNG)
-    change(path, b"image/0000000001/00008", relabelled.tobytes() + payload)
+    change(path, b"picture/0000000001/00008", relabelled.tobytes() + payload)
     assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
     layout = Layout(channels=3, resolutions=(0,), encoding="source")
     with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:

@@ -69,7 +69,7 @@ def test_fault_22_on_one_rank_it_is_seen_by_all(tmp_path: Path, packed: Path, fa
     """Rank 1's NaN masks rank 0's update too: the weights stay equal, which is compared after every step."""
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:3:nan")
-    options = ["--procs", "2", "--collectives.check-every", "1", *SHORT]
+    options = ["--procs", "2", "--distributed.check-every", "1", *SHORT]
     own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options).success()
     assert rows(tmp_path / "run")[-1]["nonfinite_updates"] == 1
     assert math.isfinite(rows(tmp_path / "run")[-1]["loss/generator"])
@@ -138,7 +138,7 @@ def test_fault_28_on_one_rank(tmp_path: Path, packed: Path, fail_at: Any) -> Non
 def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at: Any) -> None:
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     fail_at("1:4:unequal")
-    options = ["--procs", "2", "--collectives.check-every", "2", *SHORT]
+    options = ["--procs", "2", "--distributed.check-every", "2", *SHORT]
     found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
     assert found.code == 4
     found.error("do not hold the same numbers any more after step 4", "generator on rank 1")

@@ -125,7 +125,7 @@ def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
         LMDBReader(packed).read([3])
     path = tmp_path / "png.lmdb"
     pack_arrays(path, sample_images(3), encoding="png")
-    change(path, b"image/0000000002/00008", None)
+    change(path, b"picture/0000000002/00008", None)
     with pytest.raises(DamageError, match=r"record 2 .*missing"):
         LMDBReader(path).read([2])
 
