@@ -23,7 +23,7 @@ from metrics.extractors import Extractor, Options, build, fingerprint
 from metrics.images import MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
 from metrics.resnet50 import find_weights
 from metrics.tables import classifier_table, gan_table
-from models.resnet import Classifier
+from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from models.sampling import ImageGenerator
 from reporting.report import write_report

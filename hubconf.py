@@ -2,7 +2,7 @@
 
 torch.hub runs this file in the user's process, whose own `utils.py`, `models.py` or `data/` would be found in the place
 of ours, or ours in the place of theirs (pytorch issue 65881). So our packages are imported under a name that nobody
-else has: inside them, `import models.resnet` means `_duet_<hash of this folder>.models.resnet`. The user's modules and
+else has: inside them, `import models.hooks` means `_duet_<hash of this folder>.models.hooks`. The user's modules and
 sys.path are neither looked at nor changed. To keep a model, save its state dict or use export.py: a pickle of the whole
 model would need this file to be read.
 """
@@ -62,7 +62,7 @@ class _Finder(_abc.MetaPathFinder):
 
 
 def _ours(name: str) -> _types.ModuleType:
-    """A module of this folder, e.g. `models.resnet`, whatever else has that name."""
+    """A module of this folder, e.g. `models.classifier`, whatever else has that name."""
     if _NAME not in _sys.modules:
         package = _types.ModuleType(_NAME, "Duet's packages, out of everyone's way.")
         package.__path__ = [_FOLDER]
@@ -126,8 +126,8 @@ def resnet_classifier(
         model = _ours("models.restore").classifier_from(content, device)
         model.class_names = list(content["classes"])
         return model
-    resnet, default = _ours("models.resnet"), {"classes": 10, "channels": 3, "resolution": 32}
-    config = _ours("utils.config").build(resnet.ResNetConfig, sizes, source="resnet_classifier")
+    resnet, default = _ours("models.classifier"), {"classes": 10, "channels": 3, "resolution": 32}
+    config = _ours("utils.config").build(resnet.ModelConfig, sizes, source="resnet_classifier")
     return _new(resnet.Classifier, config, default, shape, device, seed)
 
 

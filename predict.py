@@ -12,7 +12,7 @@ import torch
 from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
 from inference import gradcam
 from metrics.evaluate_gan import judge_images
-from models.resnet import Classifier
+from models.classifier import Classifier
 from models.restore import classifier_from
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve

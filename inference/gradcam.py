@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from metrics.extractors import classifier_input
 from metrics.images import save_captioned
 from metrics.precision import device_of, exact_float32
+from models.classifier import Classifier
 from models.hooks import output_gradient
-from models.resnet import Classifier
 from utils.errors import UserError
 from utils.files import check_writable
 

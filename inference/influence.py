@@ -19,7 +19,7 @@ from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
 from metrics.evaluate_gan import judge_images
 from metrics.images import save_captioned
-from models.resnet import Classifier
+from models.classifier import Classifier
 from models.restore import classifier_from
 from utils.arguments import positive
 from utils.checkpoint import load, newest_first, resolve

@@ -12,7 +12,7 @@ from data.loader import evaluation_batches
 from inference.sample_gradients import HeadGradients, head_gradients, matching_parameters, sample_gradients
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
-from models.resnet import Classifier
+from models.classifier import Classifier
 from utils.errors import UserError
 
 Progress = Callable[[str, int, int], None]

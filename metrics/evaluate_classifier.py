@@ -12,7 +12,7 @@ from metrics.classification import ClassificationCounts
 from metrics.extractors import classifier_input
 from metrics.features import Progress
 from metrics.precision import device_of, evaluating, exact_float32
-from models.resnet import Classifier
+from models.classifier import Classifier
 from utils.errors import UserError
 
 Observer = Callable[[Tensor, Tensor, Tensor], None]

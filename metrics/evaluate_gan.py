@@ -16,7 +16,7 @@ from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feat
 from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.precision import device_of, evaluating, exact_float32
-from models.resnet import Classifier
+from models.classifier import Classifier
 from models.sampling import ImageGenerator, generate
 from utils.errors import UserError
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from data.augment.transforms import to_float
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.resnet50 import ResNet50Features
-from models.resnet import Classifier, fit_images
+from models.classifier import Classifier, fit_images
 from models.weights import read_state_dict
 from utils.cli import did_you_mean
 from utils.errors import UserError

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.resnet import MEAN, STD, build_torchvision
+from models.backbones.base import MEAN, STD
+from models.backbones.resnet import RESNET
 from models.weights import fitted, read_state_dict
 from utils.errors import UserError
 
@@ -75,8 +76,8 @@ def load_resnet50(path: Path) -> nn.Module:
     state, metadata = read_state_dict(path)
     he_strides = metadata.get("stride", "").startswith("conv1")
     with torch.device("meta"):  # no time is spent on an initialisation that is overwritten
-        network = build_torchvision("resnet50", he_strides=he_strides)
+        network = RESNET.build("resnet50", he_strides=he_strides)
     state = fitted(state, network.state_dict(), path, "resnet50")
     network.load_state_dict(state, assign=True)
-    network.fc = nn.Identity()  # the pooled features are the output
+    network.set_submodule(RESNET.head, nn.Identity())  # the pooled features are the output
     return network.eval().requires_grad_(False)

@@ -1,10 +1,12 @@
 """BatchNorm over the batches of all processes, also on CPUs, where torch's own SyncBatchNorm does not train."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Network = TypeVar("Network", bound=nn.Module)
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -59,7 +61,7 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
         self.running_var.lerp_((variance * n / (n - 1)).to(self.running_var.dtype), momentum)
 
 
-def synchronise_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
+def synchronise_batchnorm(model: Network, device: torch.device) -> Network:
     """Replace every BatchNorm of `model` by one that synchronises: torch's on accelerators, ours on CPUs."""
     if device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)

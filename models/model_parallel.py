@@ -4,16 +4,15 @@ The devices take turns, so nothing gets faster. Names in state dicts stay, check
 in, and logits come out, on the first device.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
-from models.resnet import STAGES, Classifier
+from models.classifier import Classifier
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -96,18 +95,17 @@ def place(
     return Placement(tuple(shares))
 
 
-def parts_of(network: torchvision.models.ResNet) -> dict[str, list[nn.Module]]:
-    """Name -> modules of every part, from the images to the logits; the first of them takes the part's input."""
-    blocks = {
-        f"{stage}.{number}": [block]
-        for stage in STAGES[1:-1]
-        for number, block in getattr(network, stage).named_children()
+def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
+    """Block -> its modules, from the images to the logits; the first of them takes the block's input."""
+    network = classifier.network
+    return {
+        block: [network.get_submodule(name.removesuffix(".*")) for name in names]
+        for block, names in classifier.backbone.blocks(network).items()
     }
-    return {"stem": [network.conv1, network.bn1, network.relu, network.maxpool], **blocks, "head": [network.fc]}
 
 
 def _move(classifier: Classifier, shares: Sequence[Share]) -> None:
-    modules = parts_of(classifier.network)
+    modules = modules_of(classifier)
     for share in shares:
         for module in (module for name in share.parts for module in modules[name]):
             module.to(share.device)
@@ -129,17 +127,6 @@ def _return(_module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> T
     return logits.to(inputs[0].device)
 
 
-def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]]:
-    """Device -> what each of the lists, which go together item by item, has there: for operations on many tensors,
-    which take those of one device.
-    """
-    found: dict[torch.device, list[list[Tensor]]] = {}
-    for row in zip(*lists, strict=True):
-        for column, tensor in zip(found.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
-            column.append(tensor)
-    return found
-
-
 # --- how much memory the parts take
 
 
@@ -152,7 +139,7 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
     with torch.device("meta"):
         ghost = Classifier(config, channels=classifier.channels, classes=classifier.classes, resolution=side).train()
         images = torch.empty(SAMPLES, classifier.channels, side, side)
-    modules = parts_of(ghost.network)
+    modules = modules_of(ghost)
     weights = {name: sum(_bytes(p) for m in own for p in m.parameters()) for name, own in modules.items()}
     entering, kept = _activations(ghost, images, modules)
 
@@ -238,7 +225,7 @@ def given(split: Mapping[str, int], names: Sequence[str], devices: int) -> list[
     for part, number in split.items():
         first = next((place for place, name in enumerate(names) if name == part or name.startswith(f"{part}.")), None)
         if first is None:
-            near = did_you_mean(part, [*STAGES, *names])
+            near = did_you_mean(part, [*dict.fromkeys(name.partition(".")[0] for name in names), *names])
             raise UserError(f"model.split: the network has no part {part!r}{near}; parts are {', '.join(names)}")
         if number >= devices:
             raise UserError(

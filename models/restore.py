@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
+from models.classifier import Classifier, ModelConfig
 from models.progressive import StageGenerator
 from models.registry import DEFAULT, AnyGenerator, architecture_of
-from models.resnet import Classifier, ResNetConfig
 from utils.config import build
 from utils.errors import UserError
 
@@ -39,7 +39,7 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
 def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Classifier:
     """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's checkpoint."""
     _require_task(checkpoint, "classifier")
-    config = build(ResNetConfig, checkpoint["config"]["model"], source="checkpoint's model")
+    config = build(ModelConfig, checkpoint["config"]["model"], source="checkpoint's model")
     model = Classifier(config, **checkpoint["shape"])
     model.load_state_dict(checkpoint["state"]["model_ema"])
     return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]

@@ -17,7 +17,9 @@ import torchvision
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.resnet import NAMES, Classifier, ResNetConfig, build_torchvision
+from models.backbones.base import Backbone
+from models.backbones.registry import BACKBONES
+from models.classifier import Classifier, ModelConfig
 from utils import checkpoint as checkpoints
 from utils.cli import did_you_mean
 from utils.config import build, near_file
@@ -77,7 +79,7 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     if content["task"] != "classifier":
         raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
     checkpoints.load(path)
-    config = build(ResNetConfig, content["config"]["model"], source=f"{path}: its model")
+    config = build(ModelConfig, content["config"]["model"], source=f"{path}: its model")
     about = {"stride": "conv1" if config.he_strides else "conv2"}
     about["normalise"] = "imagenet" if config.imagenet_normalised else "symmetric"
     return _plain_names(content["state"]["model_ema"]), about
@@ -169,12 +171,13 @@ def load_pretrained(model: Classifier) -> str:
     check_built_alike(path, about, he_strides=config.he_strides, imagenet=config.imagenet_normalised)
     expected = model.network.state_dict()
     notes = []
-    first = state.get("conv1.weight")
-    if first is not None and first.ndim == 4:
-        state["conv1.weight"], told = fit_first(first, expected["conv1.weight"])
+    first = f"{model.backbone.first}.weight"
+    if first in state and state[first].ndim == 4:
+        state[first], told = fit_first(state[first], expected[first])
         notes += [told] if told else []
-    head = {name for name in expected if name.startswith("fc.")}
-    theirs = {name for name in state if name.startswith("fc.")}
+    head, theirs = (
+        {name for name in names if name.startswith(f"{model.backbone.head}.")} for names in (expected, state)
+    )
     takes_head = head == theirs and all(state[name].shape == expected[name].shape for name in head)
     if not takes_head:
         state = {name: value for name, value in state.items() if name not in theirs}
@@ -251,13 +254,17 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
 
 def _remedy(state: State, name: str) -> str:
     """What to do about weights of another shape."""
-    shapes = {key: value.shape for key, value in state.items() if not key.startswith(("fc.", "conv1.")) and value.ndim}
-    for other in NAMES:
+    for other, backbone in BACKBONES.items():
         with torch.device("meta"):
-            network = build_torchvision(other)
-        theirs = {key: value.shape for key, value in network.state_dict().items() if value.ndim}
-        if shapes == {key: shape for key, shape in theirs.items() if not key.startswith(("fc.", "conv1."))}:
+            network = backbone.build(other)
+        if _body(state, backbone) == _body(network.state_dict(), backbone):
             if other != name:
                 return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
             return f"give a whole {name}'s weights file with --model.weights"
     return f"give a {name}'s weights file, by torchvision's names"
+
+
+def _body(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, torch.Size]:
+    """The shapes of what no config changes."""
+    ends = (f"{backbone.first}.", f"{backbone.head}.")
+    return {key: value.shape for key, value in state.items() if not key.startswith(ends) and value.ndim}

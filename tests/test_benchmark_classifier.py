@@ -93,9 +93,9 @@ def test_timm_trains_the_same_network_on_the_same_augmentation(files, config, wo
 
 def test_the_networks_are_the_same_function():
     timm = pytest.importorskip("timm")
-    from models.resnet import Classifier, ResNetConfig
+    from models.classifier import Classifier, ModelConfig
 
-    ours = Classifier(ResNetConfig(stem="small"), channels=3, classes=10, resolution=32).eval()
+    ours = Classifier(ModelConfig(stem="small"), channels=3, classes=10, resolution=32).eval()
     theirs: Any = contenders.small_resnet18(timm, 10).eval()
     theirs.load_state_dict(ours.network.state_dict())
     x = torch.linspace(-1, 1, 2 * 3 * 32 * 32).view(2, 3, 32, 32)

@@ -110,7 +110,7 @@ import utils, models, training.extra
 assert utils.MARK == 'the user''s utils' and models.helper() == 42 and training.extra.VALUE == 7
 # what our code imports only when it runs, by any form of the statement, is ours as well
 name = type(model).__module__.partition(".")[0]
-ours = sys.modules[name + ".models.resnet"].__dict__
+ours = sys.modules[name + ".models.classifier"].__dict__
 exec("import utils.errors\\nimport models.layers as layers\\nfrom data.augment import transforms\\nimport math", ours)
 assert ours["utils"].errors.EXIT_USER == 2 and ours["layers"].LEAKY_SLOPE == 0.2
 assert ours["transforms"].Augment and ours["math"].pi > 3

@@ -11,8 +11,8 @@ from data.dataset import Dataset
 from data.loader import read_batch
 from inference.fold import InBfloat16, fold_batchnorm
 from metrics.extractors import classifier_input
+from models.classifier import Classifier
 from models.registry import AnyGenerator
-from models.resnet import Classifier
 from models.restore import classifier_from, generator_from
 from models.sampling import draw
 from utils.errors import UserError

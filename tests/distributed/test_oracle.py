@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data.lmdb.writer import pack_arrays
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from tests.distributed.worker import CLASSIFIER
 from utils.checkpoint import point, save
 from utils.distributed.launch import launch
@@ -50,7 +50,7 @@ def untrained_classifier(run: Path) -> None:
     """A run of a random classifier, which gives the generator a loss."""
     shape = {"channels": 1, "classes": len(CLASSES), "resolution": 16}
     with forked(0, "init", "test classifier"):
-        classifier = Classifier(ResNetConfig(stem="small-stride2"), **shape)
+        classifier = Classifier(ModelConfig(stem="small-stride2"), **shape)
     content = {"schema": 1, "task": "classifier", "step": 1, "config": {"model": {"stem": "small-stride2"}}}
     path = save(
         run / "checkpoints",

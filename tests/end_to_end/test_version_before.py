@@ -27,7 +27,7 @@ def old(tmp_path, monkeypatch):
         archive.extractall(tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slim, "SHRINK", 32)
-    monkeypatch.setattr("models.resnet.build_torchvision", lambda name, *, he_strides=False: slim.SlimResNet())
+    monkeypatch.setattr("models.backbones.base.make", lambda name, **options: slim.SlimResNet())
     return tmp_path
 
 

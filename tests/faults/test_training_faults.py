@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import train
-from models import resnet
+from models.backbones import base
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
 from tests.slim import SlimResNet
@@ -26,7 +26,7 @@ SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`fail_at("0:3:nan")`, in this process and in those that it starts. Classifiers are slim here."""
-    monkeypatch.setattr(resnet, "build_torchvision", lambda name, *, he_strides=False: SlimResNet())
+    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
 
     def ask(text: str) -> None:
         monkeypatch.setattr(inject, "_fired", set())

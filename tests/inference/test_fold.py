@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from inference.fold import InBfloat16, fold_batchnorm
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from utils.seeding import forked
 
 SIZES = [
@@ -31,7 +31,7 @@ def lived_in(model: Any) -> Any:
 
 def classifier(name="resnet18", stem="small", he_strides=False, channels=1):
     with forked(0, "init", "fold"):
-        config = ResNetConfig(name=name, stem=stem, he_strides=he_strides)
+        config = ModelConfig(name=name, stem=stem, he_strides=he_strides)
         return lived_in(Classifier(config, channels=channels, classes=4, resolution=16))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import predict
 from inference.gradcam import grad_cam, image_heat, output_files, overlay
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from tests.metrics.conftest import CLASSES, classifier_run
 from utils.errors import UserError, run_cli
 from utils.seeding import forked, generator
@@ -20,7 +20,7 @@ from utils.seeding import forked, generator
 def classifier(side=32):
     """An untrained ResNet-18 whose logits differ, in float64."""
     with forked(0, "init", "gradcam"):
-        model = Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=3, resolution=side)
+        model = Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=side)
     return model.double().eval().requires_grad_(False)
 
 

@@ -14,7 +14,7 @@ from data.lmdb.writer import pack_arrays
 from inference import influence as command
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion, weights_of
 from inference.sample_gradients import head_gradients, matching_parameters, sample_gradients
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
 from tests.conftest import sample_images
 from tests.end_to_end.test_train_kill_resume import train_in_process
@@ -79,7 +79,7 @@ def test_sample_gradients_are_those_of_single_backward_passes(chunk):
 
 def test_sample_gradients_of_a_resnet():
     with forked(0, "init", "influence"):
-        model = Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=3, resolution=8).double().eval()
+        model = Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=8).double().eval()
     images, labels = batch(2)
     names = ["network.conv1.weight", "network.layer3.1.bn2.weight", "network.fc.bias"]
     expected = loop_of_backwards(model, images, labels, names)

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
 from metrics.resnet50 import MEAN, STD
-from models.resnet import build_torchvision
+from models.backbones.resnet import RESNET
 from tests.inference.conftest import draws, styled
 from utils.errors import UserError
 from utils.seeding import forked
@@ -17,7 +17,7 @@ from utils.seeding import forked
 def network():
     """A ResNet-50 with random weights, in float64, whose features neither vanish nor explode."""
     with forked(0, "init", "perceptual"):
-        network = build_torchvision("resnet50", he_strides=True)
+        network = RESNET.build("resnet50", he_strides=True)
         for module in network.modules():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.get_buffer("running_var").uniform_(0.5, 2)

@@ -11,7 +11,7 @@ import torch
 from data.dataset import Dataset
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
 from utils.checkpoint import point, save
 from utils.seeding import forked
@@ -60,7 +60,7 @@ def classifier_run(folder, *, classes=CLASSES, channels=1, data=None, seed=0, re
     """A run of an untrained ResNet-18."""
     shape = {"channels": channels, "classes": len(classes), "resolution": SIDE}
     with forked(seed, "init", "test classifier"):
-        classifier = Classifier(ResNetConfig(stem="small-stride2"), **shape)
+        classifier = Classifier(ModelConfig(stem="small-stride2"), **shape)
     config = {"model": {"stem": "small-stride2"}, "data": data or {}}
     state = {"model_ema": classifier.state_dict()}
     more = {"classes": classes, "resize_filter": resize_filter}

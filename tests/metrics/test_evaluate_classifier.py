@@ -3,7 +3,7 @@ import torch
 
 from data.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
-from models.resnet import Classifier
+from models.classifier import Classifier
 from tests.metrics.conftest import CLASSES, SIDE, Ranks, pack
 from utils.errors import UserError
 

@@ -15,7 +15,7 @@ from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.memorisation import RealSet, memorisation
 from metrics.statistics import Moments
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from, generator_from
 from models.sampling import generate
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
@@ -361,5 +361,5 @@ def test_moments_hold_the_first_n_only(test_reader):
 
 
 def test_a_judge_of_another_size_sees_scaled_images(generator, test_reader):
-    judge = Classifier(ResNetConfig(), channels=3, classes=3, resolution=32).eval()
+    judge = Classifier(ModelConfig(), channels=3, classes=3, resolution=32).eval()
     assert 0 <= evaluate(generator, test_reader, classifier=judge)["recognised"] <= 1

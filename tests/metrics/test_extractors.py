@@ -16,14 +16,14 @@ from metrics.extractors import (
     extract,
 )
 from metrics.precision import evaluating, exact_float32
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from utils.errors import UserError
 
 CPU = torch.device("cpu")
 
 
 def classifier(channels=1, resolution=8):
-    model = Classifier(ResNetConfig(stem="small-stride2"), channels=channels, classes=3, resolution=resolution)
+    model = Classifier(ModelConfig(stem="small-stride2"), channels=channels, classes=3, resolution=resolution)
     return model.eval().requires_grad_(False)
 
 

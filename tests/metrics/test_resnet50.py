@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from metrics.extractors import extract
 from metrics.resnet50 import MEAN, STD, ResNet50Features, find_weights, load_resnet50
-from models.resnet import build_torchvision
+from models.backbones.resnet import RESNET
 from utils.errors import UserError
 from utils.seeding import forked
 
@@ -41,7 +41,7 @@ def images():
 
 def reference(state, images, side, *, he_strides):
     """The protocol, spelled out: scale, normalise, run torchvision's network up to its pooling."""
-    network = build_torchvision("resnet50", he_strides=he_strides)
+    network = RESNET.build("resnet50", he_strides=he_strides)
     network.load_state_dict(state)  # copies fp16 into fp32
     network.fc = torch.nn.Identity()
     x = F.interpolate(images.float() / 255, size=(side, side), mode="bilinear", align_corners=False, antialias=True)

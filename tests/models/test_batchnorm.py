@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from models.batchnorm import CPUSyncBatchNorm2d, synchronise_batchnorm
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from tests.models.test_layers import draw
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_alone_it_is_batchnorm(momentum, affine):
 
 
 def test_conversion_replaces_every_layer_and_keeps_the_state():
-    model = Classifier(ResNetConfig(name="resnet18", stem="small-stride2"), channels=1, classes=3, resolution=8)
+    model = Classifier(ModelConfig(name="resnet18", stem="small-stride2"), channels=1, classes=3, resolution=8)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):

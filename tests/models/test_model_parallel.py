@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import model_parallel as split
 from models.batchnorm import synchronise_batchnorm
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from tests.end_to_end.helpers import differing
 from tests.models.test_layers import draw
 from training.engine.preflight import saved_bytes
@@ -29,7 +29,7 @@ FAKE = [torch.device("meta", index) for index in range(4)]
 
 def build(side: int = 32, **config: Any) -> Classifier:
     with forked(0, "init", "test split"):
-        return Classifier(ResNetConfig(**config), channels=3, classes=4, resolution=side).train()
+        return Classifier(ModelConfig(**config), channels=3, classes=4, resolution=side).train()
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def test_split_over_one_device_twice_gives_the_same_bits(checkpointing: bool, se
         model = build(split=each, activation_checkpointing=checkpointing, normalise="imagenet")
         if each != "off":
             split.place(model, [CPU, CPU], samples=4)
-            model = synchronise_batchnorm(model, CPU)  # type: ignore[assignment]
+            model = synchronise_batchnorm(model, CPU)
         for key in ("a", "b"):
             model(draw(4, 3, 32, 32, key=key).float()).square().sum().backward()
         logits = model.eval()(draw(2, 3, 32, 32, key="c").float())
@@ -177,7 +177,7 @@ def test_split_over_one_device_twice_gives_the_same_bits(checkpointing: bool, se
 )
 def test_the_largest_share_is_the_smallest_possible(name: str, checkpointing: bool, samples: int) -> None:
     with torch.device("meta"):
-        config = ResNetConfig(name=name, activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        config = ModelConfig(name=name, activation_checkpointing=checkpointing)
         model = Classifier(config, channels=3, classes=1000, resolution=224)
     parts = split.measure(model, samples)
     cost = split._cost(parts, checkpointing=checkpointing)

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 import torch
 
+from models.classifier import Classifier, ModelConfig
 from models.r3gan import R3Generator, R3GeneratorConfig
-from models.resnet import Classifier, ResNetConfig
 from models.restore import classifier_from, generator_from
 from models.sampling import generate
 from models.stylegan2 import Generator, GeneratorConfig
@@ -25,7 +25,7 @@ def checkpoint(task):
             networks = [Generator(GeneratorConfig(**SIZES), **SHAPE) for _ in range(2)]
             config, names = {"generator": SIZES}, ("generator", "generator_ema")
         else:
-            networks = [Classifier(ResNetConfig(stem="small-stride2"), **SHAPE) for _ in range(2)]
+            networks = [Classifier(ModelConfig(stem="small-stride2"), **SHAPE) for _ in range(2)]
             config, names = {"model": {"stem": "small-stride2"}}, ("model", "model_ema")
     state = {name: network.state_dict() for name, network in zip(names, networks, strict=True)}
     content = {"schema": 1, "task": task, "step": 3, "config": config, "classes": ["a", "b", "c"]}

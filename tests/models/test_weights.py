@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from models import weights as module
-from models.resnet import Classifier, ResNetConfig
+from models.backbones.resnet import RESNET
+from models.classifier import Classifier, ModelConfig
 from models.weights import find_weights, fit_first, load_pretrained, read_state_dict
 from tests.models.test_layers import draw
 from utils import checkpoint as checkpoints
@@ -45,7 +46,7 @@ def file(donor, tmp_path):
 def build(weights, *, channels=3, classes=5, **config):
     with forked(1, "init", "test weights"):
         model = Classifier(
-            ResNetConfig(weights=str(weights), **config), channels=channels, classes=classes, resolution=32
+            ModelConfig(weights=str(weights), **config), channels=channels, classes=classes, resolution=32
         )
     return model.eval()
 
@@ -165,7 +166,7 @@ def test_damaged_and_missing_files(name, file, tmp_path):
 def own_checkpoint(folder, **config):
     shape = {"channels": 3, "classes": 5, "resolution": 32}
     with forked(2, "init", "own"):
-        model, average = (Classifier(ResNetConfig(**config), **shape) for _ in range(2))
+        model, average = (Classifier(ModelConfig(**config), **shape) for _ in range(2))
     content = {"schema": 1, "task": "classifier", "step": 7, "config": {"model": config}, "classes": list("abcde")}
     content |= {"shape": shape, "state": {"model": model.state_dict(), "model_ema": average.state_dict()}}
     path = checkpoints.save(folder / "checkpoints", content)
@@ -269,7 +270,7 @@ def test_filters_that_fit_are_not_touched():
 
 
 def test_without_weights_nothing_happens():
-    model = Classifier(ResNetConfig(), channels=3, classes=5, resolution=32)
+    model = Classifier(ModelConfig(), channels=3, classes=5, resolution=32)
     assert load_pretrained(model) == ""
 
 
@@ -319,7 +320,7 @@ def changed(donor, tmp_path, change):
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, told, donor, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "NAMES", ("resnet18", "resnet50"))  # to build fewer networks
+    monkeypatch.setattr(module, "BACKBONES", dict.fromkeys(("resnet18", "resnet50"), RESNET))  # to build fewer networks
     path = changed(donor, tmp_path, change)
     model = build(path)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -4,7 +4,6 @@ Everything here is a function of the config and the step, so there is nothing to
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.resnet import STAGES, stage_of
+from models.classifier import Classifier
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -59,27 +58,6 @@ def plain(name: str) -> str:
     return name.removeprefix("network.")
 
 
-def matches(part: str, name: str) -> bool:
-    """Whether a part (see TrainConfig) holds the parameter `name`."""
-    stage = stage_of(name)
-    if part in STAGES or part == BACKBONE:
-        return stage == part or (part == BACKBONE and stage != "head")
-    return fnmatchcase(plain(name), part) or fnmatchcase(name, part)
-
-
-def depths(names: Iterable[str], by: Literal["stage", "block"]) -> dict[str, int]:
-    """Parameter name -> how many layers it stands above the stem, which is 0. A layer is a stage, or a residual block;
-    stem and head are one each.
-    """
-    layers: dict[str, int] = {}
-    found = {}
-    for name in names:
-        block = re.match(r"layer\d+\.\d+", plain(name)) if by == "block" else None
-        layer = block[0] if block else stage_of(name)
-        found[name] = layers.setdefault(layer, len(layers))
-    return found
-
-
 class FineTuning:
     """Which parameters of `model` train at a step.
 
@@ -89,7 +67,7 @@ class FineTuning:
     Raises UserError for a part that names nothing, and when nothing is left to train at the first update.
     """
 
-    def __init__(self, model: nn.Module, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
+    def __init__(self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
         self.model, self.config = model, config
         self.parameters = dict(model.named_parameters())
         self._check_parts("train.freeze", config.freeze)
@@ -98,28 +76,39 @@ class FineTuning:
         unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
         starts = {part: math.ceil(when * unit - 1e-9) for part, when in config.unfreeze.items()}
         self.begins = {name: self._begin(name, starts) for name in self.parameters}
-        deep = depths(self.parameters, config.layer_decay_by)
-        top = max(deep.values())
+        layer = model.block_of if config.layer_decay_by == "block" else {n: model.stage_of(n) for n in model.block_of}
+        above = list(reversed(dict.fromkeys(layer.values())))  # layers, the head first
         self.factors = {
-            name: _last(config.stage_lr, name, 1.0) * config.layer_decay ** (top - deep[name])
+            name: self._last(config.stage_lr, name, 1.0) * config.layer_decay ** above.index(layer[name])
             for name in self.parameters
         }
         self._check_something_trains()
         self.norms = self._norms()
 
+    def matches(self, part: str, name: str) -> bool:
+        """Whether a part (see FineTuneConfig) holds the parameter `name`."""
+        stage = self.model.stage_of(name)
+        if part in self.model.stages or part == BACKBONE:
+            return stage == part or (part == BACKBONE and stage != "head")
+        return fnmatchcase(plain(name), part) or fnmatchcase(name, part)
+
+    def _last(self, values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+        """The value of the last part that holds the parameter."""
+        return next((value for part, value in reversed(list(values.items())) if self.matches(part, name)), otherwise)
+
     def _check_parts(self, key: str, parts: Iterable[str]) -> None:
-        known = [*STAGES, BACKBONE]
+        known = [*self.model.stages, BACKBONE]
         for part in parts:
-            if not any(matches(part, name) for name in self.parameters):
+            if not any(self.matches(part, name) for name in self.parameters):
                 near = did_you_mean(part, known) or did_you_mean(part, [plain(name) for name in self.parameters])
                 raise UserError(
                     f"{key}: {part!r} is no stage and fits no parameter's name{near}; stages are {', '.join(known)}"
                 )
 
     def _begin(self, name: str, starts: Mapping[str, int]) -> int | None:
-        if any(matches(part, name) for part in self.config.freeze):
+        if any(self.matches(part, name) for part in self.config.freeze):
             return None
-        return _last(starts, name, None) if starts else 0
+        return self._last(starts, name, None) if starts else 0
 
     def _check_something_trains(self) -> None:
         begins = [begin for begin in self.begins.values() if begin is not None]
@@ -179,8 +168,8 @@ class FineTuning:
         if not (self.config.regrouped or self.config.freeze_bn):
             return []
         spans: dict[int | None, list[str]] = {}
-        for stage in STAGES:
-            for begin in dict.fromkeys(b for name, b in self.begins.items() if stage_of(name) == stage):
+        for stage in self.model.stages:
+            for begin in dict.fromkeys(b for name, b in self.begins.items() if self.model.stage_of(name) == stage):
                 spans.setdefault(begin, []).append(stage)
         rows = []
         for begin in sorted(spans, key=lambda b: math.inf if b is None else b):
@@ -190,8 +179,3 @@ class FineTuning:
         if self.config.freeze_bn:
             rows.append("BatchNorm statistics stay as they are")
         return rows
-
-
-def _last(values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """The value of the last part that holds the parameter."""
-    return next((value for part, value in reversed(list(values.items())) if matches(part, name)), otherwise)

@@ -14,8 +14,8 @@ from data.dataset import Dataset
 from data.loader import Batch, read_batch
 from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
+from models.classifier import Classifier, ModelConfig
 from models.model_parallel import Placement, place
-from models.resnet import Classifier, ResNetConfig
 from models.weights import load_pretrained
 from training.base.compiled import Compiled, CompileSetting
 from training.base.config import RunConfig
@@ -60,7 +60,7 @@ class ClassifierConfig(RunConfig):
     task: Literal["classifier"] = "classifier"
     compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
     sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
-    model: ResNetConfig = field(default_factory=ResNetConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
     train: FineTuneConfig = field(default_factory=FineTuneConfig)
     loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
     optimizer: OptimizerConfig = field(default_factory=_sgd)
@@ -168,7 +168,7 @@ class ClassifierTask:
         self.mixed = Precision(config.precision, device)
         self.trained = FineTuning(self.model, config.train, steps_per_epoch=len(reader) / config.batch_size)
         groups = self.trained.groups(config.optimizer.weight_decay)
-        rates, head = config.optimizer.for_batch(config.batch_size), model.network.fc.parameters()
+        rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
         self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups)
 
     def registry(self) -> dict[str, Any]:

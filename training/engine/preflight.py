@@ -3,7 +3,7 @@
 import copy
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -15,8 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from data.dataset import Dataset
 from data.progressive_loader import levels_text
+from models.backbones.base import in_turn
+from models.classifier import Classifier
 from models.model_parallel import Placement
-from models.resnet import Classifier
 from training.base.config import RunConfig
 from training.base.data import data_text
 from training.base.task import Task
@@ -128,14 +129,14 @@ def saved_bytes(network: nn.Module, inputs: tuple[Any, ...]) -> int:
         return _kept_by(lambda: network(*inputs), parameters)
     given, again = [0], [0]
 
-    def stage(function: Callable[[Tensor], Tensor], x: Tensor, _norms: nn.Module) -> Tensor:
+    def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
         found: list[Tensor] = []
-        again.append(_kept_by(lambda: found.append(function(x)), parameters))
+        again.append(_kept_by(lambda: found.append(in_turn(modules, x)), parameters))
         if found[0].requires_grad:
             given.append(x.numel() * x.element_size())
         return found[0]
 
-    network._stage = stage  # type: ignore[method-assign, assignment]
+    network._stage = stage  # type: ignore[method-assign]
     head = _kept_by(lambda: network(*inputs), parameters)  # the stages' own tensors go to the inner count
     return head + sum(given) + max(again)
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.resnet import Classifier, fit_images
+from models.classifier import Classifier, fit_images
 from training.gan import objectives
 from training.gan.context import Images, Parts, Work
 from training.gan.latents import Latents
@@ -68,9 +68,7 @@ class GeneratorPhase:
         gradients unless the step `shares`: then they become those of its own loss on the samples, noted in `metrics`.
         """
         parts, generator = self.parts, self.parts.generator
-        gradients = PerLossGradients(
-            self.updater.parameters, parts.mixed, apart=self.loss.gradients_due(work.step)
-        )
+        gradients = PerLossGradients(self.updater.parameters, parts.mixed, apart=self.loss.gradients_due(work.step))
         self.updater.zero_grad()
         parts.discriminator.requires_grad_(self.shares(work))  # else its gradients are not this phase's business
         try:

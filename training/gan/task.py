@@ -14,9 +14,9 @@ from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import Extractor, Options, build, fingerprint
 from metrics.features import RealFeatures
 from metrics.precision import evaluating
+from models.classifier import Classifier
 from models.progressive import StageGenerator
 from models.registry import ARCHITECTURES
-from models.resnet import Classifier
 from models.restore import classifier_from
 from models.sampling import generate
 from training.base.data import check_same_classes, label_shares
@@ -46,9 +46,7 @@ class GanTask:
 
     best_is_lower, loss_metric = True, "loss/discriminator"
 
-    def __init__(
-        self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device
-    ) -> None:
+    def __init__(self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device) -> None:
         self.stages = config.stages(reader.resolution)
         config.check_batches(self.stages, collectives.world_size())
         if val_reader is not None and val_reader.classes and reader.classes:  # its evaluation draws samples by label
@@ -216,9 +214,7 @@ class GanTask:
         rows, columns = (min(20, self.shape["classes"]), 10) if self.shape["classes"] else (8, 8)
         count = rows * columns
         labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
-        return grid(
-            generate(self.shown(), labels=labels, indices=range(count), seed=self.config.seed), columns=columns
-        )
+        return grid(generate(self.shown(), labels=labels, indices=range(count), seed=self.config.seed), columns=columns)
 
     def _build_extractors(self) -> None:
         config = self.config.evaluation

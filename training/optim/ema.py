@@ -7,8 +7,8 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from models.model_parallel import by_device
 from training.optim.updater import foreach_lerp_
+from utils.tensors import by_device
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from models.model_parallel import by_device
+from utils.tensors import by_device
 
 
 class ScheduleFree(torch.optim.Optimizer):

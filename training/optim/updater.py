@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from models.model_parallel import by_device
 from training.base.config import PrecisionName
 from training.optim.clipping import clip_adaptively_
 from training.optim.config import OptimizerConfig
@@ -14,6 +13,7 @@ from training.optim.schedule_free import ScheduleFree
 from utils import inject
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.tensors import by_device
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from models import resnet
+from models.backbones import base
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.slim import SlimResNet
 from training.base.spikes import LEAST, SpikeDetector, SpikesConfig
@@ -21,7 +21,7 @@ from utils.errors import UserError, run_cli
 @pytest.fixture(autouse=True)
 def slim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small classifiers: these tests save often."""
-    monkeypatch.setattr(resnet, "build_torchvision", lambda name, *, he_strides=False: SlimResNet())
+    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
 
 
 def noise(count: int, seed: int = 0) -> list[float]:

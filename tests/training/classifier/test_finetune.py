@@ -10,9 +10,9 @@ import torch
 from data.dataset import Dataset
 from data.loader import Batch, read_batch
 from models.batchnorm import synchronise_batchnorm
-from models.resnet import STAGES, Classifier, ResNetConfig, stage_of
+from models.classifier import Classifier, ModelConfig
 from training.base.config import DataConfig
-from training.classifier.finetune import FineTuneConfig, FineTuning, depths, matches
+from training.classifier.finetune import FineTuneConfig, FineTuning
 from training.classifier.task import ClassifierConfig, ClassifierTask
 from training.optim.updater import OptimizerConfig, Precision, Updater, parameter_groups
 from utils.errors import UserError
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def network():
     with forked(0, "init", "test trained"):
-        return Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=10, resolution=16)
+        return Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=10, resolution=16)
 
 
 def trained_of(network, **options):
@@ -58,6 +58,11 @@ def changed(before: dict[str, torch.Tensor], module: torch.nn.Module) -> set[str
     return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
 
 
+def stage_of(name):
+    part = name.removeprefix("network.").partition(".")[0]
+    return {"conv1": "stem", "bn1": "stem", "fc": "head"}.get(part, part)
+
+
 def of_stages(names, *stages):
     return {name for name in names if stage_of(name) in stages}
 
@@ -71,7 +76,6 @@ def of_stages(names, *stages):
         ("stem", "network.bn1.weight", True),
         ("stem", "network.layer1.0.bn1.weight", False),
         ("layer1", "network.layer1.0.bn1.weight", True),
-        ("layer1", "network.layer11.0.bn1.weight", False),
         ("head", "network.fc.weight", True),
         ("backbone", "network.fc.weight", False),
         ("backbone", "network.conv1.weight", True),
@@ -81,8 +85,8 @@ def of_stages(names, *stages):
         ("FC.*", "network.fc.weight", False),
     ],
 )
-def test_parts(part, name, fits):
-    assert matches(part, name) == fits
+def test_parts(part, name, fits, network):
+    assert trained_of(network).matches(part, name) == fits
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_layer_decay_is_timms(network):
     expected = param_groups_layer_decay(theirs, weight_decay=0.05, layer_decay=0.6)
     names = {id(p): name for name, p in theirs.named_parameters()}
     wanted = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in expected for p in g["params"]}
-    ours = Classifier(ResNetConfig(name="resnet34"), channels=3, classes=10, resolution=32)
+    ours = Classifier(ModelConfig(name="resnet34"), channels=3, classes=10, resolution=32)
     groups = trained_of(ours, layer_decay=0.6).groups(0.05)
     found = {
         name.removeprefix("network."): (group["lr_scale"], group["weight_decay"])
@@ -176,17 +180,17 @@ def test_layer_decay_by_stage_and_rates_by_stage(network):
     }
     factors = trained_of(network, **options).factors
     for name, factor in factors.items():
-        rank = STAGES.index(stage_of(name))
+        rank = ["stem", "layer1", "layer2", "layer3", "layer4", "head"].index(stage_of(name))
         own = {"head": 1.0, "layer2": 3.0}.get(stage_of(name), 0.1)  # the last part that fits
         assert factor == pytest.approx(own * 0.5 ** (5 - rank)), name
 
 
-def test_depths_count_blocks_from_the_stem(network):
-    deep = depths(dict(network.named_parameters()), "block")
-    assert deep["network.bn1.bias"] == 0
-    assert deep["network.layer1.1.conv1.weight"] == 2
-    assert deep["network.layer2.0.downsample.0.weight"] == 3
-    assert deep["network.fc.bias"] == 9
+def test_layers_are_blocks_counted_from_the_head(network):
+    factors = trained_of(network, layer_decay=0.5).factors
+    assert factors["network.bn1.bias"] == 0.5**9
+    assert factors["network.layer1.1.conv1.weight"] == 0.5**7
+    assert factors["network.layer2.0.downsample.0.weight"] == 0.5**6
+    assert factors["network.fc.bias"] == 1
 
 
 def test_groups_hold_what_ever_trains_once_with_decay_first(network):

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from models import model_parallel as split
-from models import resnet
+from models.backbones import base
+from models.classifier import Classifier, ModelConfig
 from models.hooks import LayerStatistics
-from models.resnet import Classifier, ResNetConfig
 from models.restore import classifier_from
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.slim import SlimResNet
@@ -65,7 +65,7 @@ def faked() -> Iterator[None]:
 
 def build(**config: Any) -> Classifier:
     with forked(0, "init", "test split"):
-        return Classifier(ResNetConfig(**config), channels=3, classes=4, resolution=16).train()
+        return Classifier(ModelConfig(**config), channels=3, classes=4, resolution=16).train()
 
 
 # --- the update
@@ -193,7 +193,7 @@ def test_each_process_has_as_many_devices(
 @pytest.fixture
 def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU counts as two devices, and the networks are slim."""
-    monkeypatch.setattr(resnet, "build_torchvision", lambda name, *, he_strides=False: SlimResNet())
+    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
     monkeypatch.setattr(collectives, "own_devices", lambda device: [device, device])
 
 

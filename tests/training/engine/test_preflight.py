@@ -16,7 +16,7 @@ from data.dataset import Dataset
 from data.lmdb.format import COMPLETE_KEY, META_KEY
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import pack_arrays
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
@@ -128,9 +128,9 @@ def test_memory_kept_with_activation_checkpointing() -> None:
     x = torch.zeros(2, 1, 16, 16)
     kept = {}
     for checkpointing in (False, True):
-        config = ResNetConfig(stem="small", activation_checkpointing=checkpointing)
+        config = ModelConfig(stem="small", activation_checkpointing=checkpointing)
         kept[checkpointing] = saved_bytes(Classifier(config, channels=1, classes=3, resolution=16).eval(), (x,))
-    network = Classifier(ResNetConfig(stem="small"), channels=1, classes=3, resolution=16).eval().network
+    network = Classifier(ModelConfig(stem="small"), channels=1, classes=3, resolution=16).eval().network
     maps = [(1, 16), (64, 16), (64, 16), (128, 8), (256, 4)]  # channels and sides of the stages' inputs
     given = 4 * 2 * sum(channels * side**2 for channels, side in maps)
     first = saved_bytes(network.layer1, (torch.zeros(2, 64, 16, 16),))
@@ -199,7 +199,7 @@ def test_labels_beyond_the_head(start: Any, tmp_path: Path) -> None:
 
 def test_weights_for_other_shapes(start: Any, tmp_path: Path) -> None:
     with forked(0, "init", "other"):
-        other = Classifier(ResNetConfig(name="resnet34"), channels=3, classes=4, resolution=32)
+        other = Classifier(ModelConfig(name="resnet34"), channels=3, classes=4, resolution=32)
     torch.save(other.network.state_dict(), tmp_path / "r34.pth")
     line = start("--model.weights", str(tmp_path / "r34.pth"))
     assert re.search(

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from models.classifier import Classifier, ModelConfig
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
-from models.resnet import Classifier, ResNetConfig
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from training.classifier.task import ClassifierConfig
 from training.engine.transfer import Donor, Fit, by_resolution, find_donor, networks_of, plan, transfer
@@ -128,7 +128,7 @@ def test_a_layer_is_taken_whole_or_not_at_all():
 
 
 def test_a_classifiers_head_starts_anew_with_other_classes():
-    small = ResNetConfig(stem="small")
+    small = ModelConfig(stem="small")
     donor, own = (Classifier(small, channels=1, classes=n, resolution=16) for n in (10, 4))
     fit, _ = planned(donor, own, "model")
     assert fit.misfits == {

@@ -5,7 +5,7 @@ import torch
 from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from training.optim.clipping import clip_adaptively_
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Precision, Updater
@@ -53,7 +53,7 @@ def test_no_unit_keeps_more_than_its_share():
 def classifier_update(**clip):
     """The changes of the weights by an update of a classifier at rate 1 without momentum, and its gradients."""
     with forked(0, "init", "clipping"):
-        model = Classifier(ResNetConfig(stem="small-stride2"), channels=1, classes=3, resolution=8)
+        model = Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=8)
     config = OptimizerConfig(name="sgd", lr=1.0, momentum=0.0, **clip)
     updater = Updater(model, config, Precision("fp32", CPU), 10, head=model.network.fc.parameters())
     set_gradients(model)

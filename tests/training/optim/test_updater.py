@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from models.resnet import Classifier, ResNetConfig
+from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
 from training.optim.updater import OptimizerConfig, Precision, Updater, foreach_lerp_, parameter_groups
 from utils.seeding import forked, generator
@@ -55,7 +55,7 @@ def test_rates_are_positive_up_to_the_last_update():
 
 def test_norms_biases_and_strengths_do_not_decay():
     with torch.device("meta"):
-        classifier = Classifier(ResNetConfig(), channels=3, classes=4, resolution=32)
+        classifier = Classifier(ModelConfig(), channels=3, classes=4, resolution=32)
         gan = Generator(GeneratorConfig(channel_base=64), resolution=8, channels=1, classes=2)
     for model in (classifier, gan):
         decayed, free = parameter_groups(model, 0.1)

@@ -1,46 +1,29 @@
-"""torchvision's ResNets (1512.03385), ResNeXts (1611.05431) and wide ResNets (1605.07146) with a stem for small
-images, any number of input channels and a head that fits.
-"""
+"""A classifier: a backbone with a stem for small images, any number of input channels and a head that fits."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from utils.cli import did_you_mean
+from models.backbones.base import in_turn
+from models.backbones.registry import backbone_of
 from utils.errors import UserError
 
-Name = Literal[
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnext50_32x4d",
-    "resnext101_32x8d",
-    "resnext101_64x4d",
-    "wide_resnet50_2",
-    "wide_resnet101_2",
-]
-NAMES: tuple[str, ...] = Name.__args__  # type: ignore[attr-defined]
 Stem = Literal["imagenet", "small", "small-stride2"]
-STAGES = ("stem", "layer1", "layer2", "layer3", "layer4", "head")  # from the images to the logits
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel, in [0, 1] units
 
 
 @dataclass(kw_only=True)
-class ResNetConfig:
-    """Which ResNet."""
+class ModelConfig:
+    """Which network."""
 
-    name: Name = "resnet18"
+    name: str = "resnet18"  # one of models/backbones/registry.py
     stem: Stem = "imagenet"  # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
     classes: int | None = None  # outputs of the head; None: as many as the data has
@@ -56,6 +39,7 @@ class ResNetConfig:
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def __post_init__(self) -> None:
+        backbone_of(self.name)
         if self.head_width < 1:
             raise UserError(f"model.head_width {self.head_width}: must be 1 or more")
         if self.input_size is not None and self.input_size < 8:
@@ -69,56 +53,56 @@ class ResNetConfig:
         return self.normalise == "imagenet" or (self.normalise == "auto" and self.weights is not None)
 
 
-def build_torchvision(name: str, *, he_strides: bool = False) -> torchvision.models.ResNet:
-    """torchvision's ResNet without weights; `he_strides` moves each stage's stride of 2 from conv2 to conv1.
-
-    He's original bottlenecks stride in the first 1x1 convolution, torchvision's in the 3x3. Raises UserError for an
-    unknown name.
-    """
-    if name not in NAMES:
-        raise UserError(f"model {name!r} is unknown{did_you_mean(name, NAMES)}; choose one of {', '.join(NAMES)}")
-    network = getattr(torchvision.models, name)(weights=None)
-    if he_strides:
-        if not hasattr(network.layer2[0], "conv3"):
-            raise UserError(f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: leave it out")
-        for stage in (network.layer2, network.layer3, network.layer4):
-            stage[0].conv1.stride, stage[0].conv2.stride = (2, 2), (1, 1)
-    return network
-
-
 class Classifier(nn.Module):
     """`forward(images [N, channels, H, W] in [-1, 1])` -> logits [N, classes]; `features` -> pooled features [N, F].
 
     Scaling to `input_size` and ImageNet's normalisation happen in here, so that whoever uses the network gives it the
-    same images. Parameters carry torchvision's names below `network.`; the head is `network.fc`. Weights that the
-    config names are not read here but by `models.weights.load_pretrained`.
+    same images. Parameters carry torchvision's names below `network.`. `block_of` maps them to the blocks of
+    `Backbone.blocks`, from the images to the logits. Weights that the config names are not read here but by
+    `models.weights.load_pretrained`.
     """
 
     input_scale: Tensor | None
     input_shift: Tensor | None
 
-    def __init__(self, config: ResNetConfig, *, channels: int, classes: int, resolution: int) -> None:
+    def __init__(self, config: ModelConfig, *, channels: int, classes: int, resolution: int) -> None:
         super().__init__()
         if classes < 2:
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
         self.channels, self.classes, self.resolution = channels, classes, resolution
-        network = build_torchvision(config.name, he_strides=config.he_strides)
-        width = network.conv1.out_channels
-        if config.stem == "imagenet":
-            network.conv1 = _he_conv(channels, width, 7, stride=2) if channels != 3 else network.conv1
-        else:
-            network.conv1 = _he_conv(channels, width, 3, stride=2 if config.stem == "small-stride2" else 1)
-            network.maxpool = nn.Identity()
-        self.feature_dim = network.fc.in_features
-        network.fc = _head(config, self.feature_dim, classes)
-        for module in network.modules():
-            if isinstance(module, nn.ReLU):
-                module.inplace = config.inplace
-        self.network = network
-        scale, shift = normalisation(channels) if config.imagenet_normalised else (None, None)
+        self.backbone = backbone_of(config.name)
+        self.network: Any = self.backbone.build(
+            config.name, channels=channels, stem=config.stem, he_strides=config.he_strides
+        )
+        self.feature_dim: int = self.head.in_features
+        self.network.set_submodule(self.backbone.head, _head(config, self.feature_dim, classes))
+        if not config.inplace:
+            for module in self.network.modules():
+                if hasattr(module, "inplace"):
+                    module.inplace = False
+        blocks = self.backbone.blocks(self.network)
+        self.stages = list(dict.fromkeys(block.partition(".")[0] for block in blocks))  # from the images to the logits
+        self.block_of = {
+            f"network.{part}.{name}": block
+            for block, parts in blocks.items()
+            for part in parts
+            for name, _ in self.network.get_submodule(part).named_parameters()
+        }
+        scale, shift = None, None
+        if config.imagenet_normalised:
+            scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
         self.register_buffer("input_scale", scale, persistent=False)  # the config tells them: no part of the weights
         self.register_buffer("input_shift", shift, persistent=False)
+
+    @property
+    def head(self) -> Any:
+        """What makes logits of the features."""
+        return self.network.get_submodule(self.backbone.head)
+
+    def stage_of(self, name: str) -> str:
+        """The stage of a parameter, by its name."""
+        return self.block_of[name].partition(".")[0]
 
     def prepare(self, x: Tensor) -> Tensor:
         """Images [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
@@ -131,39 +115,25 @@ class Classifier(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Pooled features [N, F] before the head."""
-        net = self.network
-        x = self._stage(self._stem, self.prepare(x), net.bn1)
-        for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
-            x = self._stage(stage, x, stage)
-        return net.avgpool(x).flatten(1)
+        return self.backbone.features(self.network, self.prepare(x), self._stage)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.network.fc(self.features(x))
+        return self.head(self.features(x))
 
-    def _stem(self, x: Tensor) -> Tensor:
-        net = self.network
-        return net.maxpool(net.relu(net.bn1(net.conv1(x))))
-
-    def _stage(self, function: Callable[[Tensor], Tensor], x: Tensor, norms: nn.Module) -> Tensor:
-        """`function(x)`; under activation checkpointing only `x` is kept for the backward pass."""
+    def _stage(self, modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+        """The stage's output; under activation checkpointing only `x` is kept for the backward pass."""
         if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
-            return function(x)
-        contexts = partial(_contexts, norms)
+            return in_turn(modules, x)
+        function, contexts = partial(in_turn, modules), partial(_contexts, modules)
         return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def stage_of(name: str) -> str:
-    """The stage (one of STAGES) of a parameter, by its name in torchvision's network or below `network.`."""
-    part = name.removeprefix("network.").partition(".")[0]
-    return {"conv1": "stem", "bn1": "stem", "fc": "head"}.get(part, part)
-
-
-def normalisation(channels: int) -> tuple[Tensor, Tensor]:
+def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) -> tuple[Tensor, Tensor]:
     """(scale, shift), each [1, channels, 1, 1]: scale x + shift of x in [-1, 1] is ((x + 1) / 2 - mean) / std.
 
-    Grey takes the mean over the channels of ImageNet's mean and deviation; more than three channels repeat them.
+    Grey takes the mean over the channels of mean and deviation; more than three channels repeat them.
     """
-    mean, std = torch.tensor(MEAN, dtype=torch.float64), torch.tensor(STD, dtype=torch.float64)
+    mean, std = torch.tensor(means, dtype=torch.float64), torch.tensor(stds, dtype=torch.float64)
     if channels == 1:
         mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
     index = torch.arange(channels, device=mean.device) % len(mean)
@@ -193,32 +163,30 @@ def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
     return images.expand(-1, channels, -1, -1)
 
 
-def _he_conv(channels: int, width: int, kernel: int, *, stride: int) -> nn.Conv2d:
-    conv = nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=False)
-    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
-    return conv
-
-
-def _head(config: ResNetConfig, features: int, classes: int) -> nn.Module:
+def _head(config: ModelConfig, features: int, classes: int) -> nn.Module:
     if config.head == "linear":
         return nn.Linear(features, classes)
-    return nn.Sequential(nn.Linear(features, config.head_width), nn.ReLU(), nn.Linear(config.head_width, classes))
+    hidden = config.head_width
+    return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes))
 
 
 def _contexts(
-    norms: nn.Module,
+    modules: Sequence[nn.Module],
 ) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
     """For the first forward pass and for the one in the backward pass."""
-    return contextlib.nullcontext(), statistics_kept(norms)
+    return contextlib.nullcontext(), statistics_kept(*modules)
 
 
 @contextlib.contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
+def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Inside the block, training BatchNorms normalise by their batch as ever but leave their running statistics alone:
     a batch that is computed twice must not count twice.
     """
     norms = [
-        m for m in module.modules() if isinstance(m, _BatchNorm) and m.training and m.num_batches_tracked is not None
+        norm
+        for module in modules
+        for norm in module.modules()
+        if isinstance(norm, _BatchNorm) and norm.training and norm.num_batches_tracked is not None
     ]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

@@ -8,20 +8,10 @@ import torchvision
 from safetensors.torch import load_file
 from torch import nn
 
+from models.backbones.base import MEAN, STD
+from models.backbones.resnet import RESNET
 from models.batchnorm import CPUSyncBatchNorm2d
-from models.resnet import (
-    MEAN,
-    NAMES,
-    STAGES,
-    STD,
-    Classifier,
-    ResNetConfig,
-    build_torchvision,
-    normalisation,
-    scaled,
-    stage_of,
-    statistics_kept,
-)
+from models.classifier import Classifier, ModelConfig, normalisation, scaled, statistics_kept
 from tests.models.test_layers import draw
 from utils.errors import UserError
 from utils.seeding import forked
@@ -31,7 +21,7 @@ WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50
 
 def build(channels=3, classes=4, resolution=32, **config):
     with forked(0, "init", "test classifier"):
-        return Classifier(ResNetConfig(**config), channels=channels, classes=classes, resolution=resolution)
+        return Classifier(ModelConfig(**config), channels=channels, classes=classes, resolution=resolution)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -54,7 +44,7 @@ def test_stems(channels, stem, size, side):
 @pytest.mark.parametrize(("name", "dim"), [("resnet18", 512), ("resnet34", 512), ("resnet50", 2048)])
 def test_feature_dim(name, dim):
     with torch.device("meta"):
-        model = Classifier(ResNetConfig(name=name), channels=3, classes=5, resolution=32)
+        model = Classifier(ModelConfig(name=name), channels=3, classes=5, resolution=32)
     assert model.feature_dim == dim
     assert model.network.fc.weight.shape == (5, dim)
     assert (model.channels, model.classes, model.resolution) == (3, 5, 32)
@@ -79,7 +69,7 @@ def test_with_torchvisions_stem_it_is_torchvisions_network():
 @pytest.mark.parametrize("he_strides", [False, True])
 def test_place_of_the_strides(he_strides):
     with torch.device("meta"):
-        network = build_torchvision("resnet50", he_strides=he_strides)
+        network = RESNET.build("resnet50", he_strides=he_strides)
     for index in (1, 2, 3, 4):
         stage = getattr(network, f"layer{index}")
         stride = (1, 1) if index == 1 else (2, 2)
@@ -91,7 +81,7 @@ def test_place_of_the_strides(he_strides):
 def test_he_strides_change_no_shape():
     x = draw(1, 3, 32, 32).float()
     with torch.no_grad():
-        shapes = {build_torchvision("resnet50", he_strides=he).eval()(x).shape for he in (False, True)}
+        shapes = {RESNET.build("resnet50", he_strides=he).eval()(x).shape for he in (False, True)}
     assert shapes == {(1, 1000)}
 
 
@@ -102,7 +92,7 @@ def test_new_first_convolutions_follow_he():
 
 @pytest.mark.skipif(not WEIGHTS.is_file(), reason="the ImageNet weights file is not on this machine")
 def test_the_imagenet_weights_fit_every_key():
-    network = build_torchvision("resnet50", he_strides=True)
+    network = RESNET.build("resnet50", he_strides=True)
     state = load_file(WEIGHTS)
     counters = {name for name in network.state_dict() if name.endswith("num_batches_tracked")}
     found = network.load_state_dict(state, strict=False)
@@ -115,7 +105,7 @@ def test_what_no_network_can_be_built_from():
     with pytest.raises(
         UserError, match=r"'resnet99' is unknown \(did you mean 'resnet\w+'\?\); choose one of resnet18"
     ):
-        build_torchvision("resnet99")
+        ModelConfig(name="resnet99")
     with pytest.raises(UserError, match=r"two classes or more, the data has 1"):
         build(classes=1)
 
@@ -123,25 +113,25 @@ def test_what_no_network_can_be_built_from():
 # --- every network, heads, what happens to images
 
 
-BOTTLENECKS = [name for name in NAMES if name not in ("resnet18", "resnet34")]
+BOTTLENECKS = [name for name in RESNET.names if name not in ("resnet18", "resnet34")]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RESNET.names)
 def test_every_name_is_torchvisions_network(name):
     with torch.device("meta"):
-        ours = build_torchvision(name).state_dict()
+        ours = RESNET.build(name).state_dict()
         theirs = torchvision.models.get_model(name).state_dict()
     assert {key: value.shape for key, value in ours.items()} == {key: value.shape for key, value in theirs.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RESNET.names)
 def test_hes_strides_are_for_bottlenecks(name):
     with torch.device("meta"):
         if name not in BOTTLENECKS:
             with pytest.raises(UserError, match=rf"he_strides is for bottlenecks .*; {name} has none: leave it out"):
-                build_torchvision(name, he_strides=True)
+                RESNET.build(name, he_strides=True)
             return
-        network = build_torchvision(name, he_strides=True)
+        network = RESNET.build(name, he_strides=True)
     strides = [
         (stage[0].conv1.stride[0], stage[0].conv2.stride[0])
         for stage in (network.layer1, network.layer2, network.layer3, network.layer4)
@@ -168,18 +158,16 @@ def test_relus_overwrite_their_input_or_not_and_give_the_same(inplace):
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("conv1.weight", "stem"),
-        ("network.bn1.bias", "stem"),
-        ("layer3.1.bn2.weight", "layer3"),
-        ("network.fc.0.bias", "head"),
-    ],
-)
-def test_stages(name, stage):
-    assert stage_of(name) == stage
-    assert stage in STAGES
+def test_stages_and_blocks():
+    model = build(head="hidden")
+    assert model.stages == ["stem", "layer1", "layer2", "layer3", "layer4", "head"]
+    assert model.block_of.keys() == dict(model.named_parameters()).keys()
+    assert model.block_of["network.layer3.1.bn2.weight"] == "layer3.1"
+    assert [model.stage_of(f"network.{name}") for name in ("bn1.bias", "layer3.1.bn2.weight", "fc.0.bias")] == [
+        "stem",
+        "layer3",
+        "head",
+    ]
 
 
 @pytest.mark.parametrize("weights", [None, "file.pth"])
@@ -227,7 +215,7 @@ def test_shrinking_averages():
 
 @pytest.mark.parametrize("channels", [1, 4])
 def test_other_numbers_of_channels_are_normalised_too(channels):
-    scale, shift = normalisation(channels)
+    scale, shift = normalisation(channels, MEAN, STD)
     assert scale.shape == shift.shape == (1, channels, 1, 1)
     mean, std = (torch.tensor(MEAN), torch.tensor(STD))
     if channels == 1:
@@ -248,7 +236,7 @@ def test_normalisation_follows_the_networks_precision():
 @pytest.mark.parametrize("bad", [{"head_width": 0}, {"input_size": 7}])
 def test_bad_settings(bad):
     with pytest.raises(UserError, match=f"model.{next(iter(bad))}"):
-        ResNetConfig(**bad)
+        ModelConfig(**bad)
 
 
 # --- activation checkpointing
@@ -301,7 +289,7 @@ def test_checkpointing_is_for_training_only(monkeypatch):
         calls.append(function)
         return function(x)
 
-    monkeypatch.setattr("models.resnet.checkpoint", checkpoint)
+    monkeypatch.setattr("models.classifier.checkpoint", checkpoint)
     model = build(activation_checkpointing=True)
     x = draw(2, 3, 32, 32).float()
     model.eval()(x)
@@ -334,5 +322,5 @@ def test_images_are_scaled_in_any_precision(dtype: torch.dtype) -> None:
     found = scaled(images.to(dtype), 13)
     assert (found.dtype, found.shape) == (dtype, (2, 3, 13, 13))
     torch.testing.assert_close(found.float(), scaled(images, 13), atol=8e-3, rtol=0)
-    model = Classifier(ResNetConfig(stem="small-stride2", input_size=16), channels=3, classes=2, resolution=8)
+    model = Classifier(ModelConfig(stem="small-stride2", input_size=16), channels=3, classes=2, resolution=8)
     assert torch.isfinite(model.eval().to(dtype)(images.to(dtype))).all()

@@ -1,0 +1,96 @@
+"""What the rest of the program knows of a network: how it is cut into stages, where it begins and where it ends."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torchvision
+from torch import Tensor, nn
+
+from utils.errors import UserError
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, per channel, in [0, 1] units
+Run = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (a stage's modules, its input) -> its output, as `in_turn`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """A family of torchvision's networks, by the names of their modules. It is all that freezing, layer decay, splits,
+    checkpointing, Grad-CAM, weights and export know of them.
+    """
+
+    names: tuple[str, ...]  # torchvision's, of the family's networks
+    # from the images to the features: stage -> its modules, called in turn; each child of `layer1.*` is a block, which
+    # layer decay and model.split take as one, and so is each other module. The first stage, the stem, is one block
+    stages: dict[str, tuple[str, ...]]
+    pool: tuple[str, ...]  # what comes after, before the features are flattened; with the last block
+    first: str  # the convolution that takes the images
+    head: str  # the linear layer that gives the logits; a stage of its own
+    maps: str  # whose output Grad-CAM looks at unless told
+    shrink: str | None = None  # of the stem, what small images do without
+    he_strides: Callable[[nn.Module], bool] | None = None  # gives a network He's own strides, if it can
+    options: dict[str, Any] = field(default_factory=dict)  # that torchvision builds the networks with
+    mean: tuple[float, ...] = MEAN  # of the images that the family's weights have seen
+    std: tuple[float, ...] = STD
+
+    def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
+        """The network, an nn.Module, without weights. Raises UserError for strides that it cannot have."""
+        network = make(name, **self.options)
+        if he_strides and not (self.he_strides and self.he_strides(network)):
+            raise UserError(f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: leave it out")
+        if stem != "imagenet" or channels != 3:
+            network.set_submodule(self.first, _first(network.get_submodule(self.first), channels, stem))
+        if stem != "imagenet" and self.shrink is not None:
+            network.set_submodule(self.shrink, nn.Identity())
+        return network
+
+    def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
+        """Block -> its modules, from the images to the logits: `stem`, `layer1.0`, ..., `head`. What comes before a dot
+        is the stage.
+        """
+        stem, *stages = self.stages
+        found = {stem: self.stages[stem]}
+        for stage in stages:
+            parts = [part for name in self.stages[stage] for part in _parts(network, name)]
+            found |= {f"{stage}.{number}": (part,) for number, part in enumerate(parts)}
+        found[next(reversed(found))] += self.pool
+        return found | {"head": (self.head,)}
+
+    def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
+        """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them."""
+        for names in self.stages.values():
+            x = run([network.get_submodule(name.removesuffix(".*")) for name in names], x)
+        return in_turn([network.get_submodule(name) for name in self.pool], x).flatten(1)
+
+
+def in_turn(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The last of the modules' output, each having taken that of the one before."""
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def make(name: str, **options: Any) -> Any:
+    """torchvision's network of that name, without weights."""
+    return torchvision.models.get_model(name, weights=None, **options)
+
+
+def _parts(network: nn.Module, name: str) -> Iterator[str]:
+    if not name.endswith(".*"):
+        yield name
+        return
+    parent = name.removesuffix(".*")
+    yield from (f"{parent}.{child}" for child, _ in network.get_submodule(parent).named_children())
+
+
+def _first(old: nn.Module, channels: int, stem: str) -> nn.Conv2d:
+    """A first convolution for other channels, or 3x3 for small images, initialised as He did."""
+    assert isinstance(old, nn.Conv2d)
+    shape: Any = {"kernel_size": old.kernel_size, "stride": old.stride, "padding": old.padding}
+    if stem != "imagenet":
+        shape = {"kernel_size": 3, "stride": 2 if stem == "small-stride2" else 1, "padding": 1}
+    conv = nn.Conv2d(channels, old.out_channels, **shape, bias=old.bias is not None)
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
+    return conv

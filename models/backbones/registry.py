@@ -1,0 +1,17 @@
+"""The registry of backbones: another family is one more file and one more line here."""
+
+from models.backbones.base import Backbone
+from models.backbones.resnet import RESNET
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+FAMILIES = (RESNET,)
+BACKBONES = {name: family for family in FAMILIES for name in family.names}
+
+
+def backbone_of(name: str) -> Backbone:
+    """The description of the network of that name; UserError, with the near one, for an unknown name."""
+    if name not in BACKBONES:
+        known = list(BACKBONES)
+        raise UserError(f"model {name!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)}")
+    return BACKBONES[name]

@@ -1,0 +1,17 @@
+"""Tensors in bulk."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]]:
+    """Device -> what each of the lists, which go together item by item, has there: for operations on many tensors,
+    which take those of one device.
+    """
+    found: dict[torch.device, list[list[Tensor]]] = {}
+    for row in zip(*lists, strict=True):
+        for column, tensor in zip(found.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
+            column.append(tensor)
+    return found
