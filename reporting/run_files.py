@@ -35,15 +35,13 @@ class Run:
         return series
 
     @property
-    def is_gan(self) -> bool:
-        """Whether the config says so; without a readable one, whether the files look like it."""
+    def task(self) -> str:
+        """What the config says that is trained; empty without a readable one."""
         try:
             config = yaml.safe_load(self.config)
         except yaml.YAMLError:
             config = None
-        if isinstance(config, dict) and "task" in config:
-            return config["task"] == "gan"
-        return any("loss/generator" in record for record in self.records) or "distances" in self.evaluation
+        return str(config.get("task", "")) if isinstance(config, dict) else ""
 
 
 def read_run(folder: str | Path) -> Run:
