@@ -89,7 +89,7 @@ class Dataset:
         return self._labels
 
     def signatures(self) -> np.ndarray:
-        """What duplicates are found by: SIGNATURE [count], see data/signature.py. Raises DamageError."""
+        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
         return np.concatenate(self._of_shards(LMDBReader.signatures))
 
     def image(self, index: int) -> tuple[np.ndarray, int]:

@@ -1,78 +1,33 @@
-"""Duplicates in a packed data set, or between two: `python -m data.duplicates A.lmdb [B.lmdb] [--json] [--out X.png]`.
+"""Duplicates in a packed data set, or between two: `python -m data.duplicates A.lmdb [B.lmdb] [--similar] [--json]`.
 
-Exact duplicates have the same digest (data/signature.py). Near duplicates are searched for in two steps: `near` finds
-candidates by their difference hash (Krawetz 2013, "Kind of Like That"), `confirm` compares their pixels.
+Exact duplicates have the same digest (data/lmdb/format.py). Similar images are searched for when that is asked for:
+data/near_duplicates.py.
 """
 
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data.images import fit
-from data.lmdb.format import Meta
+from data.images import thumbnail
 from data.lmdb.reader import LMDBReader
-from data.near_duplicates import Candidates, Read, confirm, near
-from data.signature import SIGNATURE, signature
+from data.near_duplicates import Candidates, confirm, near
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import write_atomic
 
-__all__ = ["SIGNATURE", "Candidates", "Report", "confirm", "exact", "find", "leaks", "lines", "near", "signature"]
-
-QUICK = {"distance": 3, "limit": 200_000}  # of `near`, after packing: seconds for what costs seconds to pack
-
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
-DIFFERENT = ": different labels"
+LISTED = 10  # groups and pairs in the report for people
+MEMBERS = 5  # of a group there
 
 
-class Reader(Protocol):
-    """What is needed of an LMDBReader."""
-
-    @property
-    def path(self) -> str | Path: ...
-    @property
-    def meta(self) -> Meta: ...
-    @property
-    def classes(self) -> list[str]: ...
-    def signatures(self) -> np.ndarray: ...
-    def labels(self) -> np.ndarray: ...
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-    def image(self, index: int) -> tuple[np.ndarray, int]: ...
-
-
-def exact(signatures: np.ndarray) -> list[np.ndarray]:
-    """Groups of images with the same pixels: ascending indices, at least two; in the order of their first."""
-    _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
-    members = np.flatnonzero(counts[group] > 1)
-    members = members[np.argsort(group[members], kind="stable")]
-    groups = np.split(members, np.flatnonzero(np.diff(group[members])) + 1) if len(members) else []
-    return sorted(groups, key=lambda indices: int(indices[0]))
-
-
-@dataclass(frozen=True)
-class File:
-    """One of the files of a report."""
-
-    path: str
-    classes: list[str]
-    labels: np.ndarray  # int64 [count]
-
-    def class_of(self, record: int) -> str:
-        """The name of a record's class; empty if the file is unlabelled."""
-        return self.classes[self.labels[record]] if self.classes else ""
-
-    def name(self, record: int) -> str:
-        """A record for people."""
-        return f"{record} ({self.class_of(record)})" if self.classes else str(record)
+Name = Callable[[int], str]  # of a record, for people
 
 
 @dataclass(frozen=True)
@@ -94,235 +49,196 @@ class Pair:
     labels_differ: bool
 
 
-Found = TypeVar("Found", Group, Pair)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Report:
-    """The duplicates within `first`, or the images that `first` and `second` share."""
+    """The duplicates within a file, or the images that it and another one share."""
 
-    first: File
-    second: File | None
+    file: str
+    images: int
+    other_file: str | None
+    other_images: int | None
+    exact_duplicates: int  # images that are there before, or images of the other file that are in the first
+    exact_comparable: bool  # they can be found: both files have the same channels and size of images
     exact: list[Group]  # in the order of their first records
-    near: list[Pair]  # most alike first
-    comparable: bool  # exact duplicates can be found: both files have the same channels and size of images
-    candidates: int  # pairs whose pixels were compared
-    left_out: int  # pairs at most that were not compared because too many images look alike
-    textureless: int  # images without texture, for which near duplicates were not searched
+    near: list[Pair] | None = None  # most alike first; None: not searched
+    candidates: int = 0  # pairs whose pixels were compared
+    not_compared: int = 0  # pairs, because too many images look alike
+    textureless: int = 0  # images without texture, for which near duplicates were not searched
+    names: tuple[Name, Name]  # of the first file's records, and of the other's
 
-    @property
-    def duplicates(self) -> int:
-        """Exact duplicates: images that are there before, or images of the second file that are in the first."""
-        return sum(len(group.other_records) if self.second else len(group.records) - 1 for group in self.exact)
-
-
-def find(reader: Reader, *, quick: bool = False) -> Report:
-    """Duplicates within a packed file; `quick` compares the likeliest candidates only. Raises DamageError."""
-    return _search(reader, None, quick)
+    def document(self) -> dict[str, object]:
+        """The report for programs."""
+        return {name: value for name, value in asdict(self).items() if name != "names"}
 
 
-def leaks(reader: Reader, other: Reader, *, quick: bool = False) -> Report:
-    """Images that two packed files share, for example training and validation data; `quick` as for `find`.
+def exact(signatures: np.ndarray) -> list[np.ndarray]:
+    """Groups of images with the same pixels: ascending indices, at least two; in the order of their first."""
+    _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
+    members = np.flatnonzero(counts[group] > 1)
+    members = members[np.argsort(group[members], kind="stable")]
+    groups = np.split(members, np.flatnonzero(np.diff(group[members])) + 1) if len(members) else []
+    return sorted(groups, key=lambda indices: int(indices[0]))
 
-    Raises DamageError.
+
+def find(
+    reader: LMDBReader,
+    other: LMDBReader | None = None,
+    *,
+    similar: bool = False,
+    item_name: Name = str,  # of `reader`'s records: the file itself knows numbers only
+) -> Report:
+    """Duplicates within a packed file, or images that it and another one share, for example training and validation
+    data. Raises DamageError.
     """
-    return _search(reader, other, quick)
-
-
-def _search(reader: Reader, other: Reader | None, quick: bool) -> Report:
-    signatures, first = reader.signatures(), _file(reader)
-    others, second, reader_b = signatures[:0], first, reader
-    if other is not None:
-        others, second, reader_b = other.signatures(), _file(other), other
+    second = other or reader
+    signatures, others = reader.signatures(), other.signatures() if other else None
     count = len(signatures)
-    groups = [
-        _group(first, indices[indices < count], second, indices[indices >= count] - count)
-        for indices in exact(np.concatenate([signatures, others]))
-        if other is None or indices[0] < count <= indices[-1]
-    ]
-    candidates = near(signatures, None if other is None else others, **(QUICK if quick else {}))
-    pairs = _confirmed(candidates, reader, first, reader_b, second)
-    form, other_form = ((one.meta.channels, one.meta.resolutions[-1]) for one in (reader, reader_b))
-    return Report(
-        first=first,
-        second=None if other is None else second,
+    groups = []
+    for indices in exact(signatures if others is None else np.concatenate([signatures, others])):
+        here, there = indices[indices < count], indices[indices >= count] - count
+        if other is None or (len(here) and len(there)):
+            groups.append(Group(here.tolist(), there.tolist(), _differ(reader, here, second, there)))
+    report = Report(
+        file=str(reader.path),
+        images=count,
+        other_file=str(other.path) if other else None,
+        other_images=len(other) if other else None,
+        exact_duplicates=sum(len(group.other_records) if other else len(group.records) - 1 for group in groups),
+        exact_comparable=_form(reader) == _form(second),
         exact=groups,
-        near=pairs,
-        comparable=form == other_form,
-        candidates=len(candidates.pairs),
-        left_out=candidates.left_out,
-        textureless=candidates.textureless,
+        names=(_named(reader, item_name), _named(second, str if other else item_name)),
     )
+    if similar:
+        candidates = near(signatures, others)
+        report.near = _confirmed(candidates, reader, second)
+        report.candidates, report.not_compared = len(candidates.pairs), candidates.left_out
+        report.textureless = candidates.textureless
+    return report
 
 
-def _file(reader: Reader) -> File:
-    return File(str(reader.path), reader.classes, reader.labels())
+def _form(reader: LMDBReader) -> tuple[int, int]:
+    return reader.meta.channels, reader.meta.resolutions[-1]
 
 
-def _differ(names: set[str]) -> bool:
-    """Whether there are several class names; an unlabelled image agrees with all."""
-    return len(names - {""}) > 1
+def _named(reader: LMDBReader, item_name: Name) -> Name:
+    """Records with their classes."""
+    labels, classes = reader.labels(), reader.classes
+    return lambda record: item_name(record) + (f" ({classes[labels[record]]})" if classes else "")
 
 
-def _group(first: File, here: np.ndarray, second: File, there: np.ndarray) -> Group:
-    names = {first.class_of(record) for record in here} | {second.class_of(record) for record in there}
-    return Group(here.tolist(), there.tolist(), _differ(names))
+def _differ(reader: LMDBReader, here: np.ndarray, other: LMDBReader, there: np.ndarray) -> bool:
+    """Whether records have several class names; an unlabelled image agrees with all."""
+    sides = ((reader, here), (other, there))
+    return len({one.classes[label] for one, records in sides if one.classes for label in one.labels()[records]}) > 1
 
 
-def _confirmed(candidates: Candidates, reader: Reader, first: File, other: Reader, second: File) -> list[Pair]:
+def _confirmed(candidates: Candidates, reader: LMDBReader, other: LMDBReader) -> list[Pair]:
     """The near duplicates among the candidates, most alike first."""
-    pairs, correlations = confirm(candidates.pairs, images_of(reader), images_of(other), candidates.crowd)
+    size = min(one.meta.resolutions[-1] or 64 for one in (reader, other))
+    pairs, correlations = confirm(candidates, lambda i: reader.image(i)[0], lambda j: other.image(j)[0], size)
     order = np.argsort(-correlations, kind="stable")
     return [
-        Pair(i, j, correlation, _differ({first.class_of(i), second.class_of(j)}))
-        for (i, j), correlation in zip(pairs[order].tolist(), correlations[order].tolist(), strict=True)
+        Pair(int(pair[0]), int(pair[1]), float(correlation), _differ(reader, pair[:1], other, pair[1:]))
+        for pair, correlation in zip(pairs[order], correlations[order], strict=True)
     ]
 
 
-def images_of(reader: Reader) -> Read:
-    """A function that reads images uint8 [n, C, H, W] by their records; those with sizes of their own are scaled to
-    64x64 px.
-    """
-    if reader.meta.resolutions != [0]:
-        return lambda records: reader.read(records)[0]
-    scaled = (64, 64)
-
-    def read(records: np.ndarray) -> np.ndarray:
-        images = [cv2.resize(reader.image(i)[0], scaled, interpolation=cv2.INTER_AREA) for i in records.tolist()]
-        return np.stack(images).reshape(len(images), *scaled, -1).transpose(0, 3, 1, 2)
-
-    return read
-
-
-def lines(report: Report, limit: int = 10) -> list[str]:
+def lines(report: Report, limit: int = LISTED) -> list[str]:
     """The report for people: counts, then `limit` groups and pairs, those with different labels first."""
-    first, second = report.first, report.second or report.first
-    groups, pairs = _count(len(report.exact), "group"), _count(len(report.near), "pair")
-    found = f"{_count(report.duplicates, 'exact duplicate')} in {groups}"
-    if report.second:
-        found = f"{_count(report.duplicates, 'image')} of {second.path} also in {first.path}, in {groups}"
-    text = [found + _errors(report.exact)]
-    for group in _errors_first(report.exact)[:limit]:
-        names = " = ".join(filter(None, (_names(first, group.records), _names(second, group.other_records))))
-        text.append(f"  {names}{DIFFERENT if group.labels_differ else ''}")
-    text += _more(len(report.exact) - limit, "group")
-    text.append(f"{pairs} of near duplicates{_errors(report.near)}")
-    for pair in _errors_first(report.near)[:limit]:
-        names = f"{first.name(pair.record)} ~ {second.name(pair.other_record)}"
-        text.append(f"  {names}, correlation {pair.correlation:.3f}{DIFFERENT if pair.labels_differ else ''}")
-    text += _more(len(report.near) - limit, "pair")
-    if not report.comparable:
+    name, other_name = report.names
+    found = _count(report.exact_duplicates, "exact duplicate")
+    if report.other_file:
+        found = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
+    groups = []
+    for group in report.exact:
+        sides = (_members(name, group.records), _members(other_name, group.other_records))
+        groups.append((" = ".join(filter(None, sides)), group.labels_differ))
+    text = _listed(f"{found} in {_count(len(groups), 'group')}", groups, "group", limit)
+    if not report.exact_comparable:
         text.append("exact duplicates cannot be found: the files differ in the channels or the size of their images")
+    if report.near is None:
+        return text
+    pairs = []
+    for pair in report.near:
+        names = f"{name(pair.record)} ~ {other_name(pair.other_record)}"
+        pairs.append((f"{names}, correlation {pair.correlation:.3f}", pair.labels_differ))
+    text += _listed(f"{_count(len(pairs), 'pair')} of near duplicates", pairs, "pair", limit)
     if report.textureless:
         text.append(f"near duplicates were not searched for {_count(report.textureless, 'image')} without texture")
-    if report.left_out:
-        text.append(f"up to {_count(report.left_out, 'pair')} not compared: too many images look alike")
+    if report.not_compared:
+        text.append(f"{_count(report.not_compared, 'pair')} not compared: too many images look alike")
     return text
+
+
+def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int) -> list[str]:
+    """A head line with the number of items with different labels, and the first items, those with different labels
+    before the others.
+    """
+    wrong = sum(differ for _, differ in items)
+    head += f", {wrong:,} of them with different labels" if wrong else ""
+    shown = sorted(items, key=lambda item: not item[1])[:limit]
+    more = [f"  and {_count(len(items) - limit, what)} more"] if len(items) > limit else []
+    return [head, *(f"  {text}{': different labels' if differ else ''}" for text, differ in shown), *more]
 
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _errors(items: Sequence[Group | Pair]) -> str:
-    """How many have different labels."""
-    count = sum(item.labels_differ for item in items)
-    return f", {count:,} of them with different labels" if count else ""
-
-
-def _errors_first(items: list[Found]) -> list[Found]:
-    return sorted(items, key=lambda item: not item.labels_differ)
-
-
-def _names(file: File, records: list[int], most: int = 5) -> str:
+def _members(name: Name, records: list[int]) -> str:
     """A group's records in a file, the first few by name."""
-    more = f" and {len(records) - most:,} more" if len(records) > most else ""
-    return ", ".join(map(file.name, records[:most])) + more
+    more = f" and {len(records) - MEMBERS:,} more" if len(records) > MEMBERS else ""
+    return ", ".join(map(name, records[:MEMBERS])) + more
 
 
-def _more(count: int, what: str) -> list[str]:
-    return [f"  and {_count(count, what)} more"] if count > 0 else []
-
-
-def document(report: Report) -> dict[str, object]:
-    """The report for programs."""
-    second = report.second
-    return {
-        "file": report.first.path,
-        "images": len(report.first.labels),
-        "other_file": second.path if second else None,
-        "other_images": len(second.labels) if second else None,
-        "exact_duplicates": report.duplicates,
-        "exact_comparable": report.comparable,
-        "exact": [asdict(group) for group in report.exact],
-        "near": [asdict(pair) for pair in report.near],
-        "candidates": report.candidates,
-        "not_compared": report.left_out,
-        "textureless": report.textureless,
-    }
-
-
-def sheet(report: Report, reader: Reader, other: Reader) -> Image.Image:
+def sheet(report: Report, reader: LMDBReader, other: LMDBReader) -> Image.Image:
     """Up to SHOWN pairs side by side with their records and classes: exact duplicates, those with different labels
     first, and near ones from the most to the least alike. Raises ValueError if there are none, DamageError.
     """
-    first, second = report.first, report.second or report.first
-    shown = _shown(report)
+    shown = _shown(report.exact, report.near or [])
     if not shown:
         raise ValueError("there are no pairs")
     across, width, height = min(len(shown), 4), 2 * CELL + 12, CELL + 26
     image = Image.new("RGB", (across * width, -(-len(shown) // across) * height), "white")
     for place, (record, other_record, caption) in enumerate(shown):
         cell = Image.new("RGB", (width, height), "white")  # of its own: a long name ends at its edge
-        cell.paste(_tile(reader.image(record)[0]), (4, 0))
-        cell.paste(_tile(other.image(other_record)[0]), (CELL + 8, 0))
-        names = f"{caption}: {first.name(record)}, {second.name(other_record)}"
+        cell.paste(thumbnail(reader.image(record)[0], CELL), (4, 0))
+        cell.paste(thumbnail(other.image(other_record)[0], CELL), (CELL + 8, 0))
+        names = f"{caption}: {report.names[0](record)}, {report.names[1](other_record)}"
         ImageDraw.Draw(cell).text((4, CELL + 4), names, fill="black", font=ImageFont.load_default(size=12))
         image.paste(cell, (place % across * width, place // across * height))
     return image
 
 
-def _shown(report: Report) -> list[tuple[int, int, str]]:
+def _shown(groups: list[Group], pairs: Sequence[Pair]) -> list[tuple[int, int, str]]:
     """The records of the pairs to show, and what they are."""
-    groups = _errors_first(report.exact)[: max(SHOWN // 2, SHOWN - len(report.near))]
+    groups = sorted(groups, key=lambda group: not group.labels_differ)[: max(SHOWN // 2, SHOWN - len(pairs))]
     shown = [(group.records[0], (group.other_records or group.records[1:])[0], "exact") for group in groups]
-    count = min(SHOWN - len(groups), len(report.near))
-    for place in np.linspace(0, len(report.near) - 1, count).astype(int):
-        pair = report.near[place]
+    for place in np.linspace(0, len(pairs) - 1, min(SHOWN - len(groups), len(pairs))).astype(int):
+        pair = pairs[place]
         shown.append((pair.record, pair.other_record, f"{pair.correlation:.3f}"))
     return shown
 
 
-def _tile(pixels: np.ndarray) -> Image.Image:
-    """An image uint8 [H, W, C] as CELL x CELL px, small ones with their pixels enlarged."""
-    pixels = fit(pixels, min(CELL, *pixels.shape[:2]), "crop")
-    tile = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
-    return tile.resize((CELL, CELL), Image.Resampling.NEAREST)
-
-
-def make_parser() -> Parser:
-    """The options."""
+def main(argv: list[str]) -> None:
+    """The command line."""
     parser = Parser(
         prog="python -m data.duplicates",
-        description="Report exact and near duplicates within a packed file, or images that two packed files share.",
+        description="Report duplicates within a packed file, or images that two packed files share.",
     )
     parser.add_argument("path", type=Path, metavar="A.lmdb")
     parser.add_argument("other", type=Path, metavar="B.lmdb", nargs="?")
+    parser.add_argument("--similar", action="store_true", help="search for images that look alike, too")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--out", type=Path, metavar="PNG", help=f"draw up to {SHOWN} pairs side by side")
-    return parser
-
-
-def main(argv: list[str]) -> None:
-    """The command line."""
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.out and args.out.suffix.lower() != ".png":
         raise UserError(f"--out {args.out}: its name must end in .png")
     with LMDBReader(args.path) as reader, LMDBReader(args.other or args.path) as other:
         if args.other and args.other.samefile(args.path):
             raise UserError(f"{args.other} and {args.path} are the same file: give it once to search within it")
-        report = leaks(reader, other) if args.other else find(reader)
-        print(json.dumps(document(report), indent=2) if args.json else "\n".join(lines(report)))
+        report = find(reader, other if args.other else None, similar=args.similar)
+        print(json.dumps(report.document(), indent=2) if args.json else "\n".join(lines(report)))
         if args.out and (report.exact or report.near):
             content = io.BytesIO()
             sheet(report, reader, other).save(content, format="PNG")

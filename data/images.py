@@ -123,10 +123,19 @@ def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
     return padded
 
 
+def thumbnail(pixels: np.ndarray, side: int) -> Image.Image:
+    """An image uint8 [H, W, C] as side x side px for people: its middle, small ones with their pixels enlarged."""
+    pixels = fit(pixels, min(side, *pixels.shape[:2]), "crop")
+    return _pillow(pixels).resize((side, side), Image.Resampling.NEAREST)
+
+
+def _pillow(pixels: np.ndarray) -> Image.Image:
+    return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
+
+
 def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     channels = pixels.shape[2]
-    image = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if channels == 1 else pixels))
-    scaled = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS))
+    scaled = np.asarray(_pillow(pixels).resize((width, height), Image.Resampling.LANCZOS))
     return scaled.reshape(height, width, channels)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from data.images import fit
+from data.images import thumbnail
 from data.lmdb.reader import LMDBReader, Meta
 from data.lmdb.verify import Damage, verify
 from utils.cli import Parser
@@ -63,9 +63,7 @@ def grid(reader: LMDBReader) -> Image.Image:
     for row, (name, indices) in enumerate(rows):
         draw.text((6, row * (cell + 2) + cell // 2), name, fill="black", font=font, anchor="lm")
         for column, index in enumerate(indices):
-            pixels = fit(reader.image(index)[0], side, "crop")
-            tile = Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
-            tile = tile.resize((cell, cell), Image.Resampling.NEAREST)
+            tile = thumbnail(reader.image(index)[0], cell)
             image.paste(tile, (margin + column * (cell + 2), row * (cell + 2)))
     return image
 

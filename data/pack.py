@@ -11,12 +11,15 @@ import contextlib
 import hashlib
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from data.duplicates import find
+from data.duplicates import lines as report_lines
 from data.lmdb.format import ENCODINGS, Meta
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
@@ -123,7 +126,8 @@ def pack(
     smallest: int | None = None,  # px: also store the images at half their side, a quarter ... down to this
     max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
     against: Path | None = None,  # a packed file whose classes must be the same and whose images are looked for
-    duplicates: bool = True,  # search for them
+    duplicates: bool = True,  # report equal images
+    similar: bool = False,  # and those that look alike
 ) -> Summary:
     """Pack a source into the file `dest`; the file does not depend on `workers`.
 
@@ -145,11 +149,14 @@ def pack(
         source=source.name,
         overwrite=overwrite,
     ) as writer:
-        fingerprint, enlarged = _write(source, conversion, writer, skipped)
+        fingerprint, enlarged, left_out = _write(source, conversion, writer, skipped)
         skipped.check_packed(writer.histogram, writer.count)
         meta = writer.finish(fingerprint)
     packed = time.perf_counter()
-    lines = _find_duplicates(dest, against) if duplicates else None
+    rows = np.delete(np.arange(len(source)), left_out)  # of the source, by record
+    lines = None
+    if duplicates or similar:
+        lines = _find_duplicates(dest, against, similar, lambda record: source.item_name(int(rows[record])))
     return Summary(
         meta=meta,
         problems=skipped.problems,
@@ -162,36 +169,36 @@ def pack(
     )
 
 
-def _write(source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped) -> tuple[str, int]:
-    """Write every usable image; returns the source's fingerprint and how many images were enlarged.
+def _write(source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped) -> tuple[str, int, list[int]]:
+    """Write every usable image; returns the source's fingerprint, how many images were enlarged, and the indices of
+    those that were left out.
 
     The fingerprint is the SHA-256 of label (int64, little-endian) and content digest of each image in order.
     """
     fingerprint = hashlib.sha256()
-    enlarged = 0
+    enlarged, left_out = 0, []
     bar = tqdm(total=len(source), desc="packing", unit="image", disable=None)
     with bar, contextlib.closing(iter(conversion)) as parts:
         for found in parts:
             for index, reason in found.problems:
                 skipped.add(Problem(source.item_name(index), reason))
+                left_out.append(index)
             for record, digest in zip(found.records, found.digests, strict=True):
                 writer.add_record(record)
                 fingerprint.update(record.label.to_bytes(8, "little") + digest)
             enlarged += found.enlarged
             bar.update(len(found.records) + len(found.problems))
-    return fingerprint.hexdigest(), enlarged
+    return fingerprint.hexdigest(), enlarged, left_out
 
 
-def _find_duplicates(dest: Path, against: Path | None) -> list[str]:
-    """The report on equal and similar images within the file, and between it and `against`."""
+def _find_duplicates(dest: Path, against: Path | None, similar: bool, name: Callable[[int], str]) -> list[str]:
+    """The report on equal images, and `similar` ones, within the file, and between it and `against`."""
     try:
-        from data import duplicates
-
         with LMDBReader(dest) as reader:
-            lines = duplicates.lines(duplicates.find(reader, quick=True))
+            lines = report_lines(find(reader, similar=similar, item_name=name))
             if against is not None:
                 with LMDBReader(against) as other:
-                    lines += duplicates.lines(duplicates.leaks(reader, other, quick=True))
+                    lines += report_lines(find(reader, other, similar=similar, item_name=name))
         return lines
     except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
@@ -258,7 +265,8 @@ def make_parser() -> Parser:
     add("--on-error", choices=("stop", "skip"), default="stop", help="for what cannot be read")
     add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
     add("--against", type=Path, metavar="OTHER.lmdb", help="its classes must be the same; its images are looked for")
-    add("--no-duplicates", action="store_true", help="do not search for equal and similar images")
+    add("--similar", action="store_true", help="report images that look alike, besides equal ones")
+    add("--no-duplicates", action="store_true", help="do not report equal images")
     add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
@@ -289,6 +297,7 @@ def main(argv: list[str]) -> None:
             max_skipped=args.max_skipped,
             against=args.against,
             duplicates=not args.no_duplicates,
+            similar=args.similar,
         )
     print("\n".join(summary_lines(summary, args.dest)))
 

@@ -27,6 +27,9 @@ ENTRY = np.dtype(
 )
 # In front of an index record: CRC-32 of the entries that follow, CRC-32 of the raw block beside it (0: no raw block).
 INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
+# An image's signature, what duplicates are found by: `digest` is the same for equal pixels only; `dhash`, a difference
+# hash, is nearly the same for images that look alike.
+SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ def index_key(block: int, resolution: int) -> bytes:
 
 
 def signature_key(record: int) -> bytes:
-    """Key of SIGNATURES signatures: their CRC-32 (u32), then the array of data.signature.SIGNATURE."""
+    """Key of SIGNATURES signatures: their CRC-32 (u32), then the array of SIGNATURE."""
     return b"hash/%08d" % record
 
 

@@ -16,6 +16,7 @@ from data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from data.lmdb.format import (
     ENTRY,
     INDEX_HEAD,
+    SIGNATURE,
     SIGNATURES,
     Meta,
     entry_checksum,
@@ -24,7 +25,6 @@ from data.lmdb.format import (
     pixels_key,
     signature_key,
 )
-from data.signature import SIGNATURE
 from utils.errors import UserError
 
 __all__ = ["DamageError", "LMDBReader", "Meta"]
@@ -125,7 +125,7 @@ class LMDBReader:
         return self._labels
 
     def signatures(self) -> np.ndarray:
-        """What duplicates are found by: SIGNATURE [count], see data/signature.py. Raises DamageError."""
+        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
         parts = []
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):

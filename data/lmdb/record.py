@@ -1,5 +1,6 @@
 """From an image's pixels to what is stored of it: pure functions, so that any process can run them."""
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +9,7 @@ import cv2
 import numpy as np
 
 from data.images import encode
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, ENCODINGS, make_entry
-from data.signature import signature
-from data.statistics import pixel_sums
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, ENCODINGS, SIGNATURE, make_entry
 
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
 
@@ -107,3 +106,41 @@ def halvings(side: int, smallest: int | None) -> tuple[int, ...]:
     if smallest is not None and sides[0] != smallest:
         raise ValueError(f"{side} px cannot be halved down to {smallest} px")
     return tuple(sides)
+
+
+def signature(pixels: np.ndarray) -> np.ndarray:
+    """The signature of an image uint8 [H, W, C], as an array of shape [1] and type SIGNATURE."""
+    pixels = np.ascontiguousarray(pixels)
+    digest = hashlib.blake2b(pixels.data, digest_size=8, person=b"%dx%d" % pixels.shape[:2])
+    grey = pixels if pixels.shape[2] == 1 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
+    small = cv2.resize(grey, (9, 8), interpolation=cv2.INTER_AREA)
+    bits = np.packbits(small[:, :-1] < small[:, 1:])
+    result = np.zeros(1, SIGNATURE)
+    result[0] = (int.from_bytes(digest.digest(), "little"), int.from_bytes(bits.tobytes(), "big"))
+    return result
+
+
+def pixel_sums(image: np.ndarray) -> tuple[np.ndarray, int]:
+    """Sums of an image's values and of their squares, int64 [2, C], and its number of pixels; uint8 [H, W, C]."""
+    channels = image.shape[2]
+    squares = cv2.multiply(image, image, dtype=cv2.CV_32F)  # at most 255**2: exact, as are the float64 sums
+    sums = [cv2.sumElems(values)[:channels] for values in (image, squares)]
+    return np.array(sums).astype(np.int64), image.shape[0] * image.shape[1]
+
+
+class PixelStatistics:
+    """Adds up images' sums; exact in int64 for up to 10**14 pixels."""
+
+    def __init__(self, channels: int) -> None:
+        self._sums = np.zeros((2, channels), np.int64)
+        self._pixels = 0
+
+    def add(self, sums: np.ndarray, pixels: int) -> None:
+        """Count what `pixel_sums` returned."""
+        self._sums += sums
+        self._pixels += pixels
+
+    def mean_and_std(self) -> tuple[list[float], list[float]]:
+        """Per channel, in units of [0, 1], over all pixels so far; the population's standard deviation."""
+        mean, square = self._sums / self._pixels
+        return (mean / 255).tolist(), (np.sqrt(np.maximum(square - mean**2, 0)) / 255).tolist()

@@ -30,8 +30,7 @@ from data.lmdb.format import (
     pixels_key,
     signature_key,
 )
-from data.lmdb.record import Layout, Record, halvings, make_record
-from data.statistics import PixelStatistics
+from data.lmdb.record import Layout, PixelStatistics, Record, halvings, make_record
 from utils.errors import UserError
 
 BATCH_PUTS = 1000  # records per transaction at most

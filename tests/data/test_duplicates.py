@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import cv2
@@ -12,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from data.duplicates import SIGNATURE, Report, confirm, exact, find, leaks, lines, main, near, signature
+from data import near_duplicates
+from data.duplicates import Report, exact, find, lines, main
+from data.lmdb.format import SIGNATURE
 from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout
+from data.lmdb.record import Layout, signature
 from data.lmdb.writer import LMDBWriter, pack_arrays
+from data.near_duplicates import DISTANCE, Candidates, confirm, near
 from tests.data.conftest import CLASSES
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 from utils.seeding import numpy_generator
-
-SEARCH = sys.modules[near.__module__]  # where its limits are
 
 
 def photos(count: int, side: int = 64, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -85,7 +85,7 @@ MANY = st.lists(st.tuples(HASHES, st.integers(0, 30)), max_size=25).map(
 )
 
 
-def brute_force(a: np.ndarray, b: np.ndarray | None, distance: int) -> list[list[int]]:
+def brute_force(a: np.ndarray, b: np.ndarray | None) -> list[list[int]]:
     """All near pairs, of images that no earlier one equals."""
     second = a if b is None else b
     rows, columns = ([i for i in range(len(one)) if one["digest"][i] not in one["digest"][:i]] for one in (a, second))
@@ -94,15 +94,15 @@ def brute_force(a: np.ndarray, b: np.ndarray | None, distance: int) -> list[list
         for i, j in itertools.product(rows, columns)
         if (b is not None or i < j)
         and a["digest"][i] != second["digest"][j]
-        and int(a["dhash"][i] ^ second["dhash"][j]).bit_count() <= distance
+        and int(a["dhash"][i] ^ second["dhash"][j]).bit_count() <= DISTANCE
     ]
 
 
 @settings(deadline=None)
-@given(MANY, st.none() | MANY, st.integers(0, 7))
-def test_near_is_brute_force(a: np.ndarray, b: np.ndarray | None, distance: int) -> None:
-    found = near(a, b, distance=distance)
-    expected = brute_force(a, b, distance)
+@given(MANY, st.none() | MANY)
+def test_near_is_brute_force(a: np.ndarray, b: np.ndarray | None) -> None:
+    found = near(a, b)
+    expected = brute_force(a, b)
     assert found.pairs.tolist() == expected
     assert (found.left_out, found.textureless) == (0, 0)
     for (i, j), crowd in zip(expected, found.crowd, strict=True):
@@ -119,7 +119,7 @@ def test_near_of_many_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
         hashes[200 + number] = hashes[number] ^ np.uint64(flips)
     expected = [[number, 200 + number] for number in range(200) if number % 10 <= 7]
     assert near(signatures(hashes.tolist())).pairs.tolist() == expected
-    monkeypatch.setattr(SEARCH, "CHUNK", 3)
+    monkeypatch.setattr(near_duplicates, "TILE", 3)
     assert near(signatures(hashes.tolist())).pairs.tolist() == expected
 
 
@@ -144,27 +144,11 @@ def test_the_limit_keeps_the_nearest_and_counts_the_others() -> None:
     assert near(signatures([base] * 9), limit=1).left_out == 35  # trimmed on the way
 
 
-def test_comparisons_that_are_not_made_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    alike = signatures([0x0F0F0F0F0F0F0F0F ^ (1 << bit) for bit in range(30)])
-    everything = near(alike)
-    assert (len(everything.pairs), everything.left_out) == (30 * 29 // 2, 0)
-    monkeypatch.setattr(SEARCH, "WORK", 30 * 5)
-    found = near(alike)
-    assert 0 < len(found.pairs) < len(everything.pairs)
-    assert len(found.pairs) + found.left_out == len(everything.pairs)  # all that are possible
-
-
 def test_images_without_texture_are_counted_not_searched() -> None:
     flat = [signature(np.full((16, 16, 3), shade, np.uint8))[0] for shade in (0, 0, 100, 255)]
     found = near(np.array(flat, SIGNATURE))
     assert (len(found.pairs), found.textureless) == (0, 3)  # of the exact duplicates one
     assert [group.tolist() for group in exact(np.array(flat, SIGNATURE))] == [[0, 1]]
-
-
-def test_distance_outside_its_range() -> None:
-    for distance in (-1, 8):
-        with pytest.raises(ValueError, match="outside 0 to 7"):
-            near(signatures([1]), distance=distance)
 
 
 def test_signature() -> None:
@@ -176,10 +160,16 @@ def test_signature() -> None:
     assert signature(pixels.copy()) == signature(pixels)
 
 
+def confirmed_of(pairs: np.ndarray, crowd: np.ndarray, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`confirm` for images in memory, uint8 [n, C, H, W]."""
+    read_a, read_b = (lambda row, one=one: one[row].transpose(1, 2, 0) for one in (a, b))
+    return confirm(Candidates(pairs, crowd, 0, 0), read_a, read_b, min(a.shape[2], b.shape[2]))
+
+
 def kept(a: np.ndarray, b: np.ndarray, crowd: int = 0) -> list[int]:
     """Which of the pairs of images are confirmed."""
     pairs = np.stack([np.arange(len(a))] * 2, axis=1)
-    confirmed, correlations = confirm(pairs, lambda rows: a[rows], lambda rows: b[rows], np.full(len(a), crowd))
+    confirmed, correlations = confirmed_of(pairs, np.full(len(a), crowd), a, b)
     assert ((correlations > 0.9) & (correlations <= 1)).all()
     return confirmed[:, 0].tolist()
 
@@ -224,7 +214,7 @@ def test_a_shift_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
     images = photos(20)
     shifted = scaled(images[:, :, 4:, 4:], 64)
     assert kept(images, shifted) == list(range(20))
-    monkeypatch.setattr(SEARCH, "MOST_SHIFT", 0)
+    monkeypatch.setattr(near_duplicates, "MOST_SHIFT", 0)
     assert len(kept(images, shifted)) < 15
 
 
@@ -238,15 +228,14 @@ def test_small_images_are_compared_without_their_finest_detail() -> None:
 
 
 def test_pairs_are_confirmed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SEARCH, "CHUNK_PAIRS", 7)
-    monkeypatch.setattr(SEARCH, "BATCH", 3)
+    monkeypatch.setattr(near_duplicates, "BATCH", 3)
     images = photos(20)
     twice = cropped(cropped(images))
     pairs = np.stack([np.arange(20)[::-1], np.arange(20)[::-1]], axis=1)
     crowd = np.where(np.isin(pairs[:, 0], [2, 11, 18]), 0, 99)
-    confirmed, _ = confirm(pairs, lambda rows: images[rows], lambda rows: twice[rows], crowd)
+    confirmed, _ = confirmed_of(pairs, crowd, images, twice)
     assert confirmed[:, 0].tolist() == [18, 11, 2]
-    assert len(confirm(pairs[:0], lambda rows: images[rows], lambda rows: twice[rows], crowd[:0])[0]) == 0
+    assert len(confirmed_of(pairs[:0], crowd[:0], images, twice)[0]) == 0
 
 
 def test_low_contrast_is_never_confirmed() -> None:
@@ -281,16 +270,23 @@ def planted(tmp_path: Path) -> Path:
 def summary(report: Report) -> tuple[list[tuple[list[int], list[int], bool]], list[tuple[int, int, bool]]]:
     """The groups and the pairs, without the correlations."""
     exact_groups = [(group.records, group.other_records, group.labels_differ) for group in report.exact]
-    return exact_groups, sorted((pair.record, pair.other_record, pair.labels_differ) for pair in report.near)
+    pairs = report.near or []
+    return exact_groups, sorted((pair.record, pair.other_record, pair.labels_differ) for pair in pairs)
 
 
 def test_find(planted: Path) -> None:
-    report = find(LMDBReader(planted))
+    report = find(LMDBReader(planted), similar=True)
     assert summary(report) == (
         [([3, 20, 21], [], True), ([4, 22], [], False)],
         [(5, 23, False), (6, 24, True)],
     )
-    assert (report.duplicates, report.textureless, report.left_out, report.comparable) == (3, 2, 0, True)
+    assert (report.exact_duplicates, report.textureless, report.not_compared, report.exact_comparable) == (
+        3,
+        2,
+        0,
+        True,
+    )
+    assert report.near is not None
     assert report.near[0].correlation >= report.near[1].correlation
     assert lines(report) == [
         "3 exact duplicates in 2 groups, 1 of them with different labels",
@@ -307,19 +303,19 @@ def test_find(planted: Path) -> None:
 
 def correlation(report: Report, record: int) -> float:
     """Of the near duplicate of a record."""
-    return next(pair.correlation for pair in report.near if pair.record == record)
+    return next(pair.correlation for pair in report.near or [] if pair.record == record)
 
 
 def test_leaks(planted: Path, tmp_path: Path) -> None:
     images, other = photos(20), photos(5, seed=1)
     shared = np.concatenate([other, images[[3]], images[[7, 7]], saved(images[[8]])])
     pack_arrays(tmp_path / "b.lmdb", shared, [0, 0, 0, 0, 0, 1, 1, 1, 0], ["emu", "dog"])  # classes by name
-    report = leaks(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"))
+    report = find(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"), similar=True)
     assert summary(report) == (
         [([3, 20, 21], [5], True), ([7], [6, 7], False)],
         [(8, 8, False)],
     )
-    assert report.duplicates == 3
+    assert report.exact_duplicates == 3
     assert lines(report)[:4] == [
         f"3 images of {tmp_path / 'b.lmdb'} also in {planted}, in 2 groups, 1 of them with different labels",
         "  3 (cat), 20 (cat), 21 (dog) = 5 (dog): different labels",
@@ -330,9 +326,9 @@ def test_leaks(planted: Path, tmp_path: Path) -> None:
 
 def test_leaks_to_an_unlabelled_file_of_another_size(planted: Path, tmp_path: Path) -> None:
     pack_arrays(tmp_path / "b.lmdb", scaled(photos(20)[[9, 10]], 32))
-    report = leaks(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"))
+    report = find(LMDBReader(planted), LMDBReader(tmp_path / "b.lmdb"), similar=True)
     assert summary(report) == ([], [(9, 0, False), (10, 1, False)])
-    assert not report.comparable
+    assert not report.exact_comparable
     assert "exact duplicates cannot be found: the files differ in the channels or the size of their images" in lines(
         report
     )
@@ -350,22 +346,35 @@ def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
                 writer.add(np.asarray(pixels_read), 0, content)
         writer.finish()
     own = LMDBReader(tmp_path / "b.lmdb")
-    assert summary(find(own)) == ([], [(0, 1, False), (2, 3, False), (4, 5, False)])
+    assert summary(find(own, similar=True)) == ([], [(0, 1, False), (2, 3, False), (4, 5, False)])
     expected = [(11, 0, False), (11, 1, False), (12, 2, False), (12, 3, False), (13, 4, False), (13, 5, False)]
-    assert summary(leaks(LMDBReader(planted), own)) == ([], expected)
+    assert summary(find(LMDBReader(planted), own, similar=True)) == ([], expected)
 
 
 def test_what_was_not_compared_is_reported(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SEARCH, "WORK", 1)
+    monkeypatch.setattr(near_duplicates.near, "__kwdefaults__", {"limit": 1})
+    report = find(LMDBReader(planted), similar=True)
+    assert (report.candidates, report.not_compared) == (1, 1)
+    assert lines(report)[-1] == "1 pair not compared: too many images look alike"
+
+
+def test_similar_images_are_searched_for_when_asked_for(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = find(LMDBReader(planted))
-    assert report.left_out > 0
-    assert lines(report)[-1] == f"up to {report.left_out:,} pairs not compared: too many images look alike"
+    assert (report.exact_duplicates, report.near, report.candidates) == (3, None, 0)
+    assert lines(report)[-1] == "  4 (dog), 22 (dog)"
+    main([str(planted), "--json"])
+    assert json.loads(capsys.readouterr().out)["near"] is None
+
+
+def test_images_go_by_the_names_that_are_given(planted: Path) -> None:
+    named = find(LMDBReader(planted), item_name=lambda record: f"photos/{record:03d}.png")
+    assert lines(named)[2] == "  photos/004.png (dog), photos/022.png (dog)"
 
 
 def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(main, [str(planted)]) == EXIT_OK
     assert capsys.readouterr().out.splitlines()[0] == "3 exact duplicates in 2 groups, 1 of them with different labels"
-    assert run_cli(main, [str(planted), "--json", "--out", str(tmp_path / "new" / "p.png")]) == EXIT_OK
+    assert run_cli(main, [str(planted), "--similar", "--json", "--out", str(tmp_path / "new" / "p.png")]) == EXIT_OK
     document = json.loads(capsys.readouterr().out)
     assert document["exact"][0] == {"records": [3, 20, 21], "other_records": [], "labels_differ": True}
     assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
@@ -388,11 +397,13 @@ def test_command_line_between_files(planted: Path, tmp_path: Path, capsys: pytes
 def test_many_pairs_are_shown_in_part(tmp_path: Path) -> None:
     images = photos(30)
     pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, saved(images, 90), images[:15]]))
-    main([str(tmp_path / "a.lmdb"), "--out", str(tmp_path / "p.png")])
+    main([str(tmp_path / "a.lmdb"), "--similar", "--out", str(tmp_path / "p.png")])
     with Image.open(tmp_path / "p.png") as image:
         assert image.size == (4 * 268, 5 * 154)
         eleventh = np.asarray(image)[2 * 154 : 2 * 154 + 128, 2 * 268 + 4 : 2 * 268 + 132]
-    best = find(LMDBReader(tmp_path / "a.lmdb")).near[0].record  # after ten of the fifteen exact duplicates
+    pairs = find(LMDBReader(tmp_path / "a.lmdb"), similar=True).near
+    assert pairs is not None
+    best = pairs[0].record  # after ten of the fifteen exact duplicates
     np.testing.assert_array_equal(eleventh, images[best].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
 
 

@@ -298,13 +298,26 @@ def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert ["duplicates", "not searched"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
 
 
+def test_duplicates_go_by_the_names_of_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    for name, pixels in (("a", noise[0]), ("c", noise[1]), ("d", noise[0]), ("e", noise[1] // 10 * 10)):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{name}.png")
+    (tmp_path / "photos" / "b.png").write_text("no image")  # records are not numbers of files
+    packed(tmp_path / "photos", "--on-error", "skip", "--similar")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert f"{tmp_path}/photos/a.png, {tmp_path}/photos/d.png" in lines
+    pairs = [line for line in lines if line.startswith(f"{tmp_path}/photos/c.png ~ {tmp_path}/photos/e.png, correl")]
+    assert len(pairs) == 1
+
+
 def test_fault_in_the_search_for_duplicates_loses_nothing(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*args: object, **options: object) -> None:
         raise ZeroDivisionError("a fault of ours")
 
-    monkeypatch.setattr("data.duplicates.find", fail)
+    monkeypatch.setattr("data.pack.find", fail)
     assert len(packed(photos)) == 4
     assert "the search failed (ZeroDivisionError: a fault of ours); the file is complete" in capsys.readouterr().out
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.statistics import PixelStatistics, pixel_sums
+from data.lmdb.record import PixelStatistics, pixel_sums
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -18,7 +18,7 @@ def test_sums_are_exact(channels: int, size: tuple[int, int]) -> None:
         assert pixels == size[0] * size[1]
 
 
-def test_part_of_a_image() -> None:
+def test_part_of_an_image() -> None:
     image = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
     np.testing.assert_array_equal(pixel_sums(image[3:9, 5:20])[0], pixel_sums(image[3:9, 5:20].copy())[0])
 
