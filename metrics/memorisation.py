@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 
 TAIL = 0.01  # share of the held-out images that counts as unusually near to the training images
@@ -85,6 +84,8 @@ def mann_whitney(samples: Tensor, held_out: Tensor) -> float:
     """Z_U of Meehan et al. (section 3): (U - n m / 2) / sqrt(n m (n + m + 1) / 12), U counting the pairs in which the
     sample is the farther one; equally far counts half. About N(0, 1) for equal distributions, below 0 for copies.
     """
+    from scipy.stats import rankdata  # here: its import takes a second of every start
+
     n, m = len(samples), len(held_out)
     ranks = rankdata(torch.cat([samples, held_out]).numpy())
     u = ranks[:n].sum() - n * (n + 1) / 2

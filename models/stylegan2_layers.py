@@ -73,7 +73,7 @@ def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
 
     Nothing inside draws (noise is an argument), so there is no random state to put back.
     """
-    if not recompute:
+    if not (recompute and torch.is_grad_enabled()):
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 

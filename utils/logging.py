@@ -200,9 +200,9 @@ class RunLog:
         with warnings.catch_warnings():
             # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants
             warnings.simplefilter("ignore")
-            with torch.no_grad():
+            with torch.no_grad():  # without gradients nothing is computed again, which cannot be traced
                 model(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
-            own.graph(model, inputs)
+                own.graph(model, inputs)
         own.close()
         if own.refused:
             self._events.drop()

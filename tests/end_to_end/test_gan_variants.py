@@ -78,3 +78,18 @@ def test_a_variant_trains_resumes_and_is_used(
     run(generate.main, "grid", "--checkpoint", straight, "--out", grid, "--n", "10")
     assert grid.stat().st_size > 500
     assert (straight / "report.html").is_file()
+
+
+@pytest.mark.parametrize("name", ["stylegan2", "r3gan"])
+def test_activation_checkpointing_changes_no_weight_and_is_traced(name: str, packed: Path, tmp_path: Path) -> None:
+    """N1: the graphs for TensorBoard are traced, which cannot record a stage that is computed again."""
+    config = tmp_path / "variant.yaml"
+    config.write_text(COMMON.format(folder=packed).replace("precision: bf16", "precision: fp32") + VARIANTS[name])
+    saving = [f"--{network}.activation-checkpointing=true" for network in ("generator", "discriminator")]
+    runs = {"kept": [], "recomputed": saving}
+    for folder, options in runs.items():
+        more = ["--max-steps", "2", "--log.tensorboard", "true", *options]
+        run(train.main, "--config", config, "--run-dir", tmp_path / folder, *more)
+        assert list((tmp_path / folder / "tensorboard" / "generator").iterdir())
+    kept, recomputed = (state_of(tmp_path / folder, 2)["generator"] for folder in runs)
+    assert differing(kept, recomputed) == []

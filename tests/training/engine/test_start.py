@@ -1,0 +1,22 @@
+"""What a start imports: each of these packages would cost every command its time."""
+
+import subprocess
+import sys
+
+from tests.conftest import REPOSITORY
+
+
+def imported(code: str) -> set[str]:
+    """The packages that `code` imports."""
+    told = f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", told], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_help_imports_nothing_heavy() -> None:
+    assert not {"torch", "numpy", "cv2"} & imported("import train\ntrain.parser()")
+
+
+def test_training_imports_only_what_it_uses() -> None:
+    heavy = {"scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
+    assert not heavy & imported("import training.engine.run")
