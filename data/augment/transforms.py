@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from data.augment import trivial_augment as trivial
 from utils.errors import UserError
 from utils.seeding import Key, generator
 
@@ -128,6 +127,8 @@ def draw_and_apply(
     if config.shift:
         images = random_shift(images, _integers(draws[:, 1:3], 2 * config.shift + 1), config.shift)
     if config.trivial:
+        from data.augment import trivial_augment as trivial  # torchvision's transforms take 0.2 s to import
+
         rows = slice(start, start + len(images))
         images = trivial.trivial_augment(images, trivial.draw((*key, "trivial"), global_batch, rows))
     if config.erase:

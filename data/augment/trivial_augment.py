@@ -1,7 +1,7 @@
 """TrivialAugment (2103.10158): one of fourteen operations, at a random strength, on every image; a batch at once.
 
 Operations, strengths and rounding are those of torchvision's TrivialAugmentWide on uint8 tensors (nearest neighbour,
-black outside).
+black outside). Its own functions do those that have no strength; the others take one for the whole batch.
 """
 
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_grayscale
 
 from utils.seeding import Key, numpy_generator
 
@@ -31,7 +32,6 @@ KINDS = (
 )
 SIGNED = KINDS[1:10]  # the strength may be negative
 BINS = 31  # strengths of an operation
-LUMA = (0.2989, 0.587, 0.114)  # torchvision's grey of RGB
 
 
 def _strengths() -> np.ndarray:
@@ -151,14 +151,6 @@ def _to_bytes(values: Tensor) -> Tensor:
     return values.clamp_(0, 255).to(torch.uint8)
 
 
-def _grey(images: Tensor) -> Tensor:
-    """Float32 [n, 1, H, W], whole numbers."""
-    if images.shape[1] == 1:
-        return images.float()
-    red, green, blue = images.float().split(1, dim=1)
-    return red.mul(LUMA[0]).add_(green, alpha=LUMA[1]).add_(blue, alpha=LUMA[2]).floor_()
-
-
 def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
     """(1 + factor) of the image, -factor of the other."""
     return _to_bytes(images * (1 + factors) - other * factors)
@@ -169,11 +161,11 @@ def _brightness(images: Tensor, factors: Tensor) -> Tensor:
 
 
 def _color(images: Tensor, factors: Tensor) -> Tensor:
-    return images if images.shape[1] == 1 else _blend(images, _grey(images), factors)
+    return images if images.shape[1] == 1 else _blend(images, rgb_to_grayscale(images).float(), factors)
 
 
 def _contrast(images: Tensor, factors: Tensor) -> Tensor:
-    return _blend(images, _grey(images).mean(dim=(1, 2, 3), keepdim=True), factors)
+    return _blend(images, rgb_to_grayscale(images).mean((1, 2, 3), keepdim=True, dtype=torch.float32), factors)
 
 
 def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
@@ -199,29 +191,6 @@ def _solarize(images: Tensor, factors: Tensor) -> Tensor:
     return torch.where(images >= 255 * factors, 255 - images, images)
 
 
-def _autocontrast(images: Tensor, _factors: Tensor) -> Tensor:
-    """Every channel to the whole range; a constant one stays."""
-    values = images.float()
-    low, high = values.amin((2, 3), keepdim=True), values.amax((2, 3), keepdim=True)
-    flat = low == high
-    scale = torch.where(flat, 1.0, (high - low) * (1 / 255))
-    return _to_bytes((values - torch.where(flat, 0.0, low)) / scale)
-
-
-def _equalize(images: Tensor, _factors: Tensor) -> Tensor:
-    """Every channel's histogram made flat, in Pillow's integers (PIL.ImageOps.equalize)."""
-    flat = images.flatten(2).long()
-    histogram = torch.zeros(*flat.shape[:2], 256, dtype=torch.long, device=images.device)
-    histogram.scatter_add_(2, flat, torch.ones_like(flat))
-    up_to = histogram.cumsum(2)
-    brightest = histogram.gather(2, flat.amax(2, keepdim=True))
-    step = (flat.shape[2] - brightest) // 255
-    below = up_to - histogram  # pixels darker than each value
-    table = ((below + step // 2) // step.clamp(min=1)).clamp_(0, 255).to(torch.uint8)
-    equalized = table.gather(2, flat).view(images.shape)
-    return torch.where((step == 0)[..., None], images, equalized)
-
-
 _COLOUR = {
     "brightness": _brightness,
     "color": _color,
@@ -229,6 +198,6 @@ _COLOUR = {
     "sharpness": _sharpness,
     "posterize": _posterize,
     "solarize": _solarize,
-    "autocontrast": _autocontrast,
-    "equalize": _equalize,
+    "autocontrast": lambda images, _factors: autocontrast(images),
+    "equalize": lambda images, _factors: equalize(images),
 }
