@@ -24,8 +24,8 @@ from metrics.images import MistakeBoard, SampleBoard, save_captioned, save_confu
 from metrics.resnet50 import find_weights
 from metrics.tables import classifier_table, gan_table
 from models.classifier import Classifier
+from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
-from models.sampling import ImageGenerator
 from reporting.report import write_report
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve

@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from data.augment.mixing import MixingAugment
 from data.augment.transforms import Augment
 from data.loader import Batch
+from models.registry import architecture_of
 from training.base.config import RunConfig
 from training.classifier.task import ClassifierConfig, ClassifierTask
 from training.engine.tasks import TASKS, build_run_config
@@ -140,7 +141,7 @@ def small_messages(config: RunConfig) -> int:
     """All-reduces of a GAN's step besides the gradients'."""
     if not isinstance(config, GanConfig):
         return 0
-    styles = config.architecture == "stylegan2"  # the sum of w
+    styles = architecture_of(config.architecture).generator.has_styles  # the sum of w
     lengths = config.loss.path_length_weight > 0  # not every step
     return styles + lengths + (config.ada.mode == "adaptive")  # the signs of D's logits
 
@@ -254,8 +255,8 @@ def batches(images: Images, batch: int) -> Iterator[Batch]:
 def updaters(task: Any) -> Iterator[Updater]:
     """What reduces gradients: one a network and step, whatever the penalties."""
     if isinstance(task, GanTask):
-        yield task.generator_phase.updater
-        yield task.discriminator_phase.updater
+        yield task.generator_step.updater
+        yield task.discriminator_step.updater
     else:
         yield task.updater
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -15,10 +14,8 @@ from inference.samples import Sampler, with_styles
 from inference.tables import default_count
 from inference.video import check_film, enlargement, film
 from metrics.precision import exact_float32
-from models.progressive import StageGenerator
-from models.r3gan import R3Generator
+from models.gan import NoiseMode, one_hot
 from models.sampling import to_uint8
-from models.stylegan2 import Generator, NoiseMode
 from utils.errors import UserError
 
 Space = Literal["z", "w"]
@@ -63,7 +60,7 @@ class Journey:
 
     def __init__(self, sampler: Sampler, config: FilmConfig) -> None:
         self.sampler = sampler
-        self.space: Space = config.space or ("w" if isinstance(sampler.generator, Generator) else "z")
+        self.space: Space = config.space or ("w" if sampler.generator.has_styles else "z")
         self.keyframes = config.keyframes or default_count(sampler)
         self.frames = config.frames
         if self.space == "w":
@@ -89,45 +86,29 @@ class Journey:
         after = [row[(segment + 1) % self.keyframes] for segment in segments]
         z, labels, _ = self.sampler.latents(needed)
         t = z.new_tensor([place % self.frames / self.frames for place in places])[:, None]  # [n, 1]
-        ends = None if labels is None else (labels[before], labels[after])
-        generator, sampler = self.sampler.generator, self.sampler
-        if isinstance(generator, StageGenerator):
-            raise UserError("interpolate needs a generator that has grown to its full resolution; train it further")
-        if not isinstance(generator, Generator):
-            return _without_w(generator, slerp(z[before], z[after], t), ends, t)
+        maps = noise if isinstance(noise, str) else [m.expand(len(t), -1, -1, -1) for m in noise]
+        ends = (None, None) if labels is None else (labels[before], labels[after])
+        sampler, between = self.sampler, slerp(z[before], z[after], t)
+        if not sampler.generator.has_styles:
+            return sampler.generator(between, _mixture(ends[0], ends[1], sampler.generator.classes, t), noise=maps)
+        generator = with_styles(sampler.generator, "interpolate")
         if self.space == "w":
             w = generator.mapping(z, labels)
             w = torch.lerp(w[before], w[after], t)
-        else:
-            w = _between_classes(generator, slerp(z[before], z[after], t), ends, t)
-        ws = generator.truncate(
-            w[:, None].expand(-1, generator.num_ws, -1), sampler.truncation_psi, sampler.truncation_cutoff
+        else:  # w on the way from one class to another: both classes', weighed
+            w = generator.mapping(between, ends[0])
+            w = w if labels is None else torch.lerp(w, generator.mapping(between, ends[1]), t)
+        ws = w[:, None].expand(-1, generator.num_ws, -1)
+        return generator.synthesis(
+            generator.truncate(ws, sampler.truncation_psi, sampler.truncation_cutoff), maps
         )
-        maps = noise if isinstance(noise, str) else [m.expand(len(ws), -1, -1, -1) for m in noise]
-        return generator.synthesis(ws, maps)
 
 
-def _between_classes(generator: Generator, z: Tensor, ends: tuple[Tensor, Tensor] | None, t: Tensor) -> Tensor:
-    """w [n, w_dim] of z [n, z_dim] on the way from one class to another [n]: both classes' w, weighed by t [n, 1]."""
-    if ends is None:
-        return generator.mapping(z, None)
-    return torch.lerp(generator.mapping(z, ends[0]), generator.mapping(z, ends[1]), t)
-
-
-def _without_w(generator: R3Generator, z: Tensor, ends: tuple[Tensor, Tensor] | None, t: Tensor) -> Tensor:
-    """Images of an R3GAN generator for z [n, z_dim] on the way from one class to another [n], t [n, 1] of it.
-
-    The embedding of a class is linear in its one-hot vector, so a mixture of two vectors gives the mixture of both.
-    """
-    if ends is None or generator.embed is None:
-        return generator(z, None)
-    first, second = (F.one_hot(labels, generator.classes).to(z.dtype) for labels in ends)
-    mixture = torch.lerp(first, second, t)
-    hook = generator.embed.register_forward_pre_hook(lambda _, inputs: (mixture.to(inputs[0].dtype),))
-    try:
-        return generator(z, ends[0])
-    finally:
-        hook.remove()
+def _mixture(first: Tensor | None, second: Tensor | None, classes: int, t: Tensor) -> Tensor | None:
+    """Weights of the classes [n, classes] at t [n, 1] of the way from the first ones [n] to the second."""
+    if first is None or second is None:
+        return None
+    return torch.lerp(one_hot(first, classes, t.dtype), one_hot(second, classes, t.dtype), t)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

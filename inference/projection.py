@@ -14,8 +14,8 @@ from torch import Tensor
 
 from inference.perceptual import Distance
 from metrics.precision import device_of, exact_float32
+from models.gan import StyledGenerator
 from models.sampling import to_uint8
-from models.stylegan2 import Generator
 from utils.errors import UserError
 from utils.seeding import generator as keyed_generator
 
@@ -67,7 +67,7 @@ class Projection:
 class Projector:
     """Searches for one target. The generator's parameters want no gradient and stay as they are."""
 
-    def __init__(self, generator: Generator, distance: Distance, config: ProjectionConfig, *, seed: int) -> None:
+    def __init__(self, generator: StyledGenerator, distance: Distance, config: ProjectionConfig, *, seed: int) -> None:
         self.generator, self.distance, self.config, self.seed = generator, distance, config, seed
         self.device = device_of(generator)
         self.spread = 0.0  # root of the mean squared distance of a class's w from their mean; set by `start`

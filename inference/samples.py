@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from metrics.precision import device_of, exact_float32
-from models.registry import AnyGenerator
+from models.gan import ImageGenerator, NoiseMode, StyledGenerator
 from models.sampling import draw, generate
-from models.stylegan2 import Generator, NoiseMode
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -23,7 +23,7 @@ class Sampler:
     truncation that the generator cannot do.
     """
 
-    generator: AnyGenerator
+    generator: ImageGenerator
     chosen: Sequence[int] = ()  # labels of a conditional generator's classes
     seed: int = 0
     truncation_psi: float = 1.0
@@ -82,14 +82,14 @@ class Sampler:
         return z.to(self.device), None if labels is None else labels.to(self.device), noise
 
 
-def with_styles(generator: AnyGenerator, what: str) -> Generator:
+def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
     """The generator, if there is a w between z and the image; UserError naming `what` needs one if there is none."""
-    if not isinstance(generator, Generator):
+    if not generator.has_styles:
         raise UserError(
-            f"{what} works on w, which an R3GAN generator does not have, and one that is still growing does not show; "
+            f"{what} works on w, which this generator does not have (one that is still growing does not show it); "
             "it can do grid, interpolate --space z and dataset, without truncation"
         )
-    return generator
+    return cast(StyledGenerator, generator)
 
 
 def chosen_classes(names: str, classes: Sequence[str], *, conditional: bool = True) -> list[int]:

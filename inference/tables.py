@@ -10,8 +10,8 @@ from torch import Tensor
 from inference.images import PADDING, save_table
 from inference.samples import Sampler, with_styles
 from metrics.precision import exact_float32
+from models.gan import NoiseMode, StyledGenerator
 from models.sampling import to_uint8
-from models.stylegan2 import Generator, NoiseMode
 from utils.errors import UserError
 
 
@@ -69,7 +69,9 @@ def draw_mix(
     return count
 
 
-def _styles(sampler: Sampler, generator: Generator, numbers: Sequence[int]) -> tuple[Tensor, list[Tensor] | NoiseMode]:
+def _styles(
+    sampler: Sampler, generator: StyledGenerator, numbers: Sequence[int]
+) -> tuple[Tensor, list[Tensor] | NoiseMode]:
     """The truncated styles [n, num_ws, w_dim] and the noise of samples."""
     z, labels, noise = sampler.latents(numbers)
     with torch.no_grad(), exact_float32(sampler.device):
@@ -88,7 +90,9 @@ def _mixed_noise(
     ]
 
 
-def synthesize(generator: Generator, batch_size: int, ws: Tensor, noise: list[Tensor] | NoiseMode) -> list[Tensor]:
+def synthesize(
+    generator: StyledGenerator, batch_size: int, ws: Tensor, noise: list[Tensor] | NoiseMode
+) -> list[Tensor]:
     """Images uint8 [C, H, W] on the CPU for styles [n, num_ws, w_dim] and noise; batch by batch."""
     images: list[Tensor] = []
     for start in range(0, len(ws), batch_size):

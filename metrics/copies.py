@@ -13,7 +13,8 @@ from metrics.extractors import ClassifierFeatures, Extractor, PixelFeatures
 from metrics.features import FeatureSet, RealFeatures, Selection, select
 from metrics.memorisation import Nearest, RealSet, memorisation
 from metrics.precision import exact_float32
-from models.sampling import ImageGenerator, generate
+from models.gan import ImageGenerator
+from models.sampling import generate
 
 SEARCHED = 20_000  # training images among which copies are looked for
 PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from data.dataset import Dataset
 from metrics.copies import SEARCHED, TrainingSets, search_copies, search_place, training_selection
@@ -17,7 +17,8 @@ from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.precision import device_of, evaluating, exact_float32
 from models.classifier import Classifier
-from models.sampling import ImageGenerator, generate
+from models.gan import ImageGenerator
+from models.sampling import generate
 from utils.errors import UserError
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
@@ -56,7 +57,6 @@ def evaluate_generator(
     """
     if not extractors:
         raise ValueError("at least one extractor is needed")
-    assert isinstance(generator, nn.Module)
     notes: dict[str, str] = {}
     train_reader = _second_real_set(reader, train_reader, notes)
     real = real or RealFeatures(batch_size=batch_size, progress=progress)

@@ -1,15 +1,15 @@
 """A growing generator as it is at one stage, to sample from and to evaluate like any other."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.stylegan2 import Generator, NoiseMode
-from models.stylegan2_layers import Alpha
+from models.gan import Alpha, ImageGenerator, NoiseMode
 
 
-class StageGenerator(nn.Module):
+class StageGenerator(ImageGenerator):
     """`generator` at a stage of progressive growing: `forward` gives images [N, channels, resolution, resolution].
 
     The parameters are the generator's own, not a copy. With `shown` its pixels are repeated up to that side, so that
@@ -18,7 +18,7 @@ class StageGenerator(nn.Module):
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Any,  # an ImageGenerator that can grow
         resolution: int,
         alpha: Alpha = 1.0,
         *,
@@ -31,9 +31,9 @@ class StageGenerator(nn.Module):
         self.resolution = shown or resolution
         self.num_ws = generator.num_ws_at(resolution)
 
-    def noise_shapes(self) -> list[tuple[int, int, int]]:
+    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         """(1, H, W) of each noise map of the stage."""
-        return self.generator.noise_shapes(self.stage)
+        return self.generator.noise_shapes(resolution or self.stage)
 
     def forward(
         self,

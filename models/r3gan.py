@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from models.gan import ImageDiscriminator, ImageGenerator, one_hot, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
-from models.stylegan2 import check_resolution
 from utils.errors import UserError
 
 FULL_WIDTH_UP_TO = 32  # px
@@ -52,7 +52,7 @@ class R3Config:
         Raises UserError for a resolution that is no power of two from 8, or that the width and the cardinality cannot
         be halved for.
         """
-        check_resolution(resolution)
+        sizes = sizes_up_to(resolution)
         parts = max(1, resolution // FULL_WIDTH_UP_TO)
         for name in ("width", "cardinality"):
             if getattr(self, name) % parts:
@@ -61,7 +61,7 @@ class R3Config:
                     f"{FULL_WIDTH_UP_TO} px; make it a multiple of {parts} for {resolution} px"
                 )
         found = []
-        for size in (2**k for k in range(2, resolution.bit_length())):
+        for size in sizes:
             parts = max(1, size // FULL_WIDTH_UP_TO)
             found.append((size, self.width // parts, self.cardinality // parts))
         return found
@@ -87,6 +87,7 @@ class R3DiscriminatorConfig(R3Config):
     """Size of R3GAN's discriminator. Raises UserError for sizes that do not fit together."""
 
     section: ClassVar[str] = "discriminator"
+    group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
     embed_dim: int | None = None  # conditional: dimensions of the label's embedding; None: width
 
@@ -95,10 +96,13 @@ class R3DiscriminatorConfig(R3Config):
         if self.embed_dim is not None and self.embed_dim < 1:
             raise UserError(f"discriminator.embed_dim {self.embed_dim} must be 1 or more, or null for the width")
 
-    @property
-    def group(self) -> int:
-        """Consecutive samples that a forward pass must hold whole: 1, no statistic of the batch is looked at."""
-        return 1
+
+_ADAM = {"lr": 2e-4, "betas": [0.0, 0.9], "beta2_final": 0.99, "schedule": "cosine", "final_lr": 0.25}
+RECIPE = {  # of a training, where it says nothing else
+    "loss": {"objective": "relativistic", "r2_gamma": 1.0, "r1_interval": 1, "style_mixing": 0.0},
+    "generator_optimizer": _ADAM,
+    "discriminator_optimizer": _ADAM,
+}
 
 
 def _start(*shape: int, fan_in: int, gain: float) -> nn.Parameter:
@@ -363,13 +367,7 @@ class _Stages(nn.ModuleList):
         return x
 
 
-def _one_hot(labels: Tensor | None, embed: Linear) -> Tensor:
-    if labels is None:
-        raise ValueError("a conditional network needs labels")
-    return F.one_hot(labels, embed.weight.shape[1]).to(embed.weight.dtype)
-
-
-class R3Generator(nn.Module):
+class R3Generator(ImageGenerator):
     """`forward(z [N, z_dim], labels [N] or None)` -> images [N, channels, resolution, resolution], about [-1, 1].
 
     A learned 4x4 basis is scaled channel by channel with a linear function of z (and of the label's embedding), then
@@ -387,10 +385,6 @@ class R3Generator(nn.Module):
         self.stages = stages
         self.to_rgb = Convolution(stages.last, channels, 1, twice=False)
 
-    def noise_shapes(self) -> list[tuple[int, int, int]]:
-        """No layer takes noise."""
-        return []
-
     def forward(
         self,
         z: Tensor,
@@ -406,14 +400,14 @@ class R3Generator(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             x = z.to(self.linear.weight.dtype)
             if self.embed is not None:
-                x = torch.cat([x, self.embed(_one_hot(labels, self.embed))], dim=1)
+                x = torch.cat([x, self.embed(one_hot(labels, self.classes, x.dtype))], dim=1)
             x = self.linear(x)[:, :, None, None] * self.basis
         x = self.stages(x)
         with torch.autocast(x.device.type, enabled=False):
             return self.to_rgb(x.to(self.to_rgb.weight.dtype))
 
 
-class R3Discriminator(nn.Module):
+class R3Discriminator(ImageDiscriminator):
     """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
 
     Conditional: the product of the features and the label's embedding (1802.05637). The last layers run without
@@ -443,18 +437,9 @@ class R3Discriminator(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return (x.to(self.basis.dtype) * self.basis).sum(dim=(2, 3))
 
-    def features(self, images: Tensor) -> Tensor:
-        """What the output is made from, [N, F]: the label is not looked at yet (F = 1 without classes)."""
-        hidden = self.hidden(images)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.output(hidden)
-
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
         """Logits [N] from features [N, F]: <features, label's embedding>, the features themselves without classes."""
         if self.embed is None:
             return features.squeeze(1)
         with torch.autocast(features.device.type, enabled=False):
-            return (features * self.embed(_one_hot(labels, self.embed))).sum(dim=1)
-
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.project(self.features(images), labels)
+            return (features * self.embed(one_hot(labels, self.classes, features.dtype))).sum(dim=1)

@@ -1,31 +1,32 @@
-"""The registry of GANs: a third one is one more file and one more line here."""
+"""The registry of GANs: another one is one more file and one more line here (see models/gan.py)."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from models.progressive import StageGenerator
-from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
-from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from models import r3gan, stylegan2
 from utils.cli import did_you_mean
 from utils.errors import UserError
-
-AnyGenerator = Generator | R3Generator | StageGenerator
-AnyDiscriminator = Discriminator | R3Discriminator
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Both networks' configs and classes; a network is `cls(config, resolution=, channels=, classes=)`."""
+    """Both networks' configurations and classes; a network is `cls(config, resolution=, channels=, classes=)`."""
 
-    generator_config: type[GeneratorConfig] | type[R3GeneratorConfig]
-    generator: Any  # type[Generator] | type[R3Generator], whose first argument is the config above
-    discriminator_config: type[DiscriminatorConfig] | type[R3DiscriminatorConfig]
-    discriminator: Any  # likewise
+    generator_config: type[Any]
+    generator: Any  # type[ImageGenerator]
+    discriminator_config: type[Any]
+    discriminator: Any  # type[ImageDiscriminator]
+    recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> key -> default of a training
 
 
 ARCHITECTURES = {
-    "stylegan2": Architecture(GeneratorConfig, Generator, DiscriminatorConfig, Discriminator),
-    "r3gan": Architecture(R3GeneratorConfig, R3Generator, R3DiscriminatorConfig, R3Discriminator),
+    "stylegan2": Architecture(
+        stylegan2.GeneratorConfig, stylegan2.Generator, stylegan2.DiscriminatorConfig, stylegan2.Discriminator
+    ),
+    "r3gan": Architecture(
+        r3gan.R3GeneratorConfig, r3gan.R3Generator, r3gan.R3DiscriminatorConfig, r3gan.R3Discriminator, r3gan.RECIPE
+    ),
 }
 DEFAULT = "stylegan2"  # of checkpoints that were written before there was a choice
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from models.classifier import Classifier, ModelConfig
+from models.gan import ImageGenerator
 from models.progressive import StageGenerator
-from models.registry import DEFAULT, AnyGenerator, architecture_of
+from models.registry import DEFAULT, architecture_of
 from utils.config import build
 from utils.errors import UserError
 
@@ -17,7 +18,7 @@ def _require_task(checkpoint: dict[str, Any], task: str) -> None:
         raise UserError(f"{where}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
 
 
-def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> AnyGenerator:
+def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageGenerator:
     """The EMA generator of a GAN's checkpoint, of the architecture its config names, in evaluation mode. One that was
     saved while it grew makes images as its stage did, its pixels repeated up to the full resolution.
 

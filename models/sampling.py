@@ -2,43 +2,13 @@
 else.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.stylegan2 import NoiseMode
+from models.gan import ImageGenerator, NoiseMode
 from utils.seeding import generator as keyed_generator
-
-
-class ImageGenerator(Protocol):
-    """What every generator has, and all that drawing samples asks of one.
-
-    Called with z [N, z_dim] and labels [N] (None when unconditional) it gives images [N, channels, resolution,
-    resolution] in about [-1, 1].
-    """
-
-    z_dim: int
-    classes: int  # 0: unconditional
-    channels: int
-    resolution: int
-
-    def noise_shapes(self) -> list[tuple[int, int, int]]:
-        """(1, H, W) of each noise map; an empty list for a generator without noise."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """They say which device the generator is on."""
-
-    def __call__(
-        self,
-        z: Tensor,
-        labels: Tensor | None,
-        *,
-        noise: Sequence[Tensor] | NoiseMode,
-        truncation_psi: float,
-        truncation_cutoff: int | None,
-    ) -> Tensor: ...
 
 
 def to_uint8(images: Tensor) -> Tensor:

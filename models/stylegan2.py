@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, one_hot, sizes_up_to
 from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
 from models.stylegan2_layers import (
-    Alpha,
     DiscriminatorBlock,
     Fp16Plan,
     MappingNetwork,
@@ -25,20 +25,9 @@ from models.stylegan2_layers import (
     clamped,
     is_one,
     minibatch_std,
-    required,
     run,
 )
 from utils.errors import UserError
-
-NoiseMode = Literal["random", "const", "none"]
-
-
-def check_resolution(resolution: int) -> None:
-    """Raise UserError unless `resolution` is a power of two from 8."""
-    if resolution < 8 or resolution & (resolution - 1):
-        raise UserError(
-            f"resolution {resolution} is not a power of two from 8 up; pack the data with --size 8, 16, 32, ..."
-        )
 
 
 def _check_fp16(section: str, fp16_resolutions: int, conv_clamp: float | None) -> None:
@@ -101,11 +90,6 @@ def channels_at(resolution: int, base: int, maximum: int) -> int:
     return max(1, min(base // resolution, maximum))
 
 
-def sizes_up_to(resolution: int) -> list[int]:
-    """4, 8, ..., resolution."""
-    return [2**k for k in range(2, int(math.log2(resolution)) + 1)]
-
-
 def _blocks_at(stage: int, resolution: int) -> int:
     """How many of the resolutions 4, 8, ..., `resolution` a stage has; ValueError unless it is one of them."""
     sizes = sizes_up_to(resolution)
@@ -114,25 +98,22 @@ def _blocks_at(stage: int, resolution: int) -> int:
     return sizes.index(stage) + 1
 
 
-class Generator(nn.Module):
+class Generator(StyledGenerator):
     """StyleGAN2's skip generator.
 
     `forward(z [N, z_dim], labels [N] or None)` -> images [N, channels, resolution, resolution], about [-1, 1].
-    `classes` 0 means unconditional. `w_avg` [w_dim] is the moving mean of w, a buffer without a graph.
 
     At a stage of progressive growing `resolution` is 4, 8, ... up to the final one (None), and `alpha` (a number or a
     0-d tensor) scales the new block's part of the image: at 0 it is the stage before, upsampled by `upsample_fir`, at
     1 the full network of this stage.
     """
 
-    w_avg: Tensor
+    can_grow = True
 
     def __init__(self, config: GeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
         super().__init__()
-        check_resolution(resolution)
-        self.config = config
-        self.resolution, self.channels, self.classes = resolution, channels, classes
-        self.z_dim, self.w_dim = config.z_dim, config.w_dim
+        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.z_dim, self.w_dim, self.w_avg_beta = config.z_dim, config.w_dim, config.w_avg_beta
         self.fp16 = Fp16Plan(resolution, config.fp16_resolutions, config.conv_clamp)
         self.mapping = MappingNetwork(
             config.z_dim, config.w_dim, classes, config.mapping_layers, config.mapping_lr_multiplier
@@ -162,20 +143,6 @@ class Generator(nn.Module):
     def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
         """(1, H, W) of each noise map of a stage, in the order `synthesis` takes them."""
         return [(1, *layer.noise_const.shape[2:]) for layer in self.styled_layers(resolution)]
-
-    @torch.no_grad()
-    def update_w_avg(self, w_mean: Tensor) -> None:
-        """Move `w_avg` towards the mean w [w_dim] of a (global) batch: w_avg = beta w_avg + (1 - beta) w_mean."""
-        self.w_avg.lerp_(w_mean.to(self.w_avg.dtype), 1 - self.config.w_avg_beta)
-
-    def truncate(self, ws: Tensor, psi: float, cutoff: int | None = None) -> Tensor:
-        """w_avg + psi (w - w_avg) for the first `cutoff` layers (all when None); ws [N, layers, w_dim]."""
-        if cutoff is not None and cutoff < 0:
-            raise ValueError(f"truncation cutoff {cutoff} is a number of layers: 0 or more")
-        if psi == 1:
-            return ws
-        cutoff = ws.shape[1] if cutoff is None else cutoff
-        return torch.cat([self.w_avg.lerp(ws[:, :cutoff], psi), ws[:, cutoff:]], dim=1)
 
     def _maps(self, noise: Sequence[Tensor] | NoiseMode, resolution: int | None) -> Sequence[Tensor | None]:
         """A noise map, or None, for each layer of a stage."""
@@ -235,7 +202,7 @@ class Generator(nn.Module):
         return self.synthesis(ws, noise, resolution=resolution, alpha=alpha)
 
 
-class Discriminator(nn.Module):
+class Discriminator(ImageDiscriminator):
     """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
 
     Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and
@@ -257,9 +224,7 @@ class Discriminator(nn.Module):
         progressive: bool = False,
     ) -> None:
         super().__init__()
-        check_resolution(resolution)
-        self.config = config
-        self.resolution, self.channels, self.classes = resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         self.fp16 = Fp16Plan(resolution, config.fp16_resolutions, config.conv_clamp)
         sizes = sizes_up_to(resolution)[::-1]
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
@@ -316,16 +281,10 @@ class Discriminator(nn.Module):
                 weight = alpha.to(before.dtype) if isinstance(alpha, Tensor) else alpha
                 x = torch.lerp(before, x.to(before.dtype), weight)
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(self.output.weight.dtype)
+            x = x.to(self.last_conv.weight.dtype)
             if self.config.minibatch_std_group > 1:
                 x = minibatch_std(x, self.config.minibatch_std_group)
             return self.last_linear(self.last_conv(x).flatten(1))
-
-    def features(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
-        """What the output is made from, [N, F]: the label is not looked at yet (F = 1 without classes)."""
-        hidden = self.hidden(images, alpha)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.output(hidden)
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
         """Logits [N] from features [N, F]: <features, mapped label> / sqrt(F), the features themselves without
@@ -334,9 +293,6 @@ class Discriminator(nn.Module):
         if self.embed is None:
             return features.squeeze(1)
         with torch.autocast(features.device.type, enabled=False):
-            one_hot = F.one_hot(required(labels), self.classes).to(features.dtype)
-            mapped = self.label_mapping(normalize_second_moment(self.embed(one_hot)))
+            embedded = self.embed(one_hot(labels, self.classes, features.dtype))
+            mapped = self.label_mapping(normalize_second_moment(embedded))
             return (features * mapped).sum(dim=1) / math.sqrt(features.shape[1])
-
-    def forward(self, images: Tensor, labels: Tensor | None = None, alpha: Alpha = 1.0) -> Tensor:
-        return self.project(self.features(images, alpha), labels)

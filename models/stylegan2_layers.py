@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.fir import blur_fir, upsample_fir
+from models.gan import Alpha, one_hot
 from models.layers import (
     ACTIVATION_GAIN,
     EqualizedConv2d,
@@ -26,8 +27,6 @@ from models.layers import (
     scaled_activation,
 )
 
-Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
-
 
 def clamped(x: Tensor, limit: float | None) -> Tensor:
     """`x` within +-limit; `x` itself when `limit` is None."""
@@ -37,13 +36,6 @@ def clamped(x: Tensor, limit: float | None) -> Tensor:
 def is_one(alpha: Alpha) -> bool:
     """Whether `alpha` is the number 1, so that there is nothing to fade; a tensor's value is not asked for."""
     return not isinstance(alpha, Tensor) and alpha == 1
-
-
-def required(labels: Tensor | None) -> Tensor:
-    """The labels; ValueError when there are none."""
-    if labels is None:
-        raise ValueError("a conditional network needs labels")
-    return labels
 
 
 class Fp16Plan:
@@ -97,8 +89,8 @@ class MappingNetwork(nn.Module):
         with torch.autocast(z.device.type, enabled=False):
             x = normalize_second_moment(z)
             if self.embed is not None:
-                one_hot = F.one_hot(required(labels), self.embed.weight.shape[1]).to(z.dtype)
-                x = torch.cat([x, normalize_second_moment(self.embed(one_hot))], dim=1)
+                embedded = self.embed(one_hot(labels, self.embed.weight.shape[1], z.dtype))
+                x = torch.cat([x, normalize_second_moment(embedded)], dim=1)
             return self.layers(x)
 
 

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from torch.distributed.run import get_args_parser
 
+from models.registry import ARCHITECTURES
 from training.engine.tasks import TASKS, build_run_config
 from utils.cli import normalise
 from utils.config import keys_of, read_yaml
@@ -20,7 +21,7 @@ from utils.config import keys_of, read_yaml
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 WIDTH = 120
-CONFIGS = {config for entry in TASKS.values() for config in (entry.config, *entry.architectures.values())}
+CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")

@@ -12,7 +12,7 @@ from data.loader import read_batch
 from inference.fold import InBfloat16, fold_batchnorm
 from metrics.extractors import classifier_input
 from models.classifier import Classifier
-from models.registry import AnyGenerator
+from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
 from models.sampling import draw
 from utils.errors import UserError
@@ -28,7 +28,7 @@ class Drawing(nn.Module):
     channels, resolution, resolution], about [-1, 1], at psi 1 and with its stored noise.
     """
 
-    def __init__(self, generator: AnyGenerator) -> None:
+    def __init__(self, generator: ImageGenerator) -> None:
         super().__init__()
         self.generator = generator
 

@@ -46,6 +46,8 @@ TREES: dict[str, dict[str, Any]] = {
     "gan-apart": GAN | {"loss": LOSSES | {"gradients_every": 1}},
     "gan-pairs": GAN
     | {"loss": LOSSES | PAIRS | {"mismatch_weight": 0.0, "classifier": None}},
+    "gan-wasserstein": GAN
+    | {"loss": {"objective": "wasserstein", "gradient_penalty_weight": 10.0, "r1_gamma": 0.0, "r1_interval": 2}},
     "gan-ada": GAN | {"ada": ADA},
     "gan-r3gan": {key: GAN[key] for key in COMMON}
     | {

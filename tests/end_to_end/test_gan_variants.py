@@ -31,6 +31,10 @@ loss: {r1_gamma: 0.5, r2_gamma: 0.5, gamma_final: 0.05}
 ada: {mode: scheduled, p_final: 0.5, operations: {blit: 1, geometry: 1, colour: 0.5, cutout: 1}}
 ema: {half_life_kimg: 1, half_life_kimg_start: 0, ramp: null}
 """,
+    "wasserstein": NETS
+    + """
+loss: {objective: wasserstein, gradient_penalty_weight: 10, r1_gamma: 0.1, r1_interval: 2}
+""",
     "progressive": NETS + "progressive: {start: 8, fade_kimg: 0.024, stable_kimg: 0.016, batch_sizes: {8: 16}}",
 }
 COMMON = """
@@ -71,6 +75,8 @@ def test_a_variant_trains_resumes_and_is_used(
         assert {"loss/r2", "ada/p"} <= named
         strengths = [row["ada/p"] for row in rows if "ada/p" in row]
         assert 0 < strengths[0] < strengths[-1] <= 0.5
+    if name == "wasserstein":
+        assert {"loss/gradient_penalty"} <= named
     if name == "progressive":
         images = [row["images"] for row in rows if "images" in row]
         assert images == [24, 40, 56, 64]  # 16 at 8 px are one step, then steps of 8 fade 16 px in

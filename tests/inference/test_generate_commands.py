@@ -197,7 +197,7 @@ def test_r3gan_does_what_needs_no_w(runs, tmp_path, capsys):
         ("grid", ["--truncation-psi", "0.5"]),
     ):
         told = refused(capsys, command, *base, "--out", tmp_path / "y.png", *options)
-        assert "works on w, which an R3GAN generator does not have" in told
+        assert "works on w, which this generator does not have" in told
     out = ["--out", tmp_path / "y.gif"]
     assert "--space w works on w" in refused(capsys, "interpolate", *base, *out, "--space", "w")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.png", "x.gif", "x.lmdb", "x.png"]

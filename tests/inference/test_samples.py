@@ -58,7 +58,7 @@ def test_a_cutoff_is_one_of_the_layers(generator, cutoff):
 def test_without_w_there_is_no_truncation():
     assert sampler_of(without_w()).images(range(4)).shape == (4, 1, 8, 8)
     for options in ({"truncation_psi": 0.5}, {"truncation_cutoff": 1}):
-        with pytest.raises(UserError, match="works on w, which an R3GAN generator does not have"):
+        with pytest.raises(UserError, match="works on w, which this generator does not have"):
             sampler_of(without_w(), **options)
 
 

@@ -16,6 +16,7 @@ from metrics.kernel import kernel_distance
 from metrics.memorisation import RealSet, memorisation
 from metrics.statistics import Moments
 from models.classifier import Classifier, ModelConfig
+from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
 from models.sampling import generate
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
@@ -198,7 +199,7 @@ def test_fewer_images_are_searched_and_the_floor_stays(generator, test_reader, t
     assert alone["distances"] == beside["distances"]
 
 
-class Plagiarist(torch.nn.Module):
+class Plagiarist(ImageGenerator):
     """Draws training images, and nothing else."""
 
     resolution, channels, classes, z_dim = SIDE, 1, 3, 4
@@ -207,9 +208,6 @@ class Plagiarist(torch.nn.Module):
         super().__init__()
         self.gain = torch.nn.Parameter(torch.ones(()))
         self.by_class = [sample_images[labels == label].float() / 127.5 - 1 for label in range(3)]
-
-    def noise_shapes(self):
-        return []
 
     def forward(self, z, labels, noise, truncation_psi=1.0, truncation_cutoff=None):
         places = (z[:, 0].abs() * 1e4).long()
@@ -251,7 +249,7 @@ def test_a_plagiarist_is_found_out_and_its_sources_named(test_reader, train_read
         assert caption == f"sample {pair['sample']} | record {pair['train']}\n0.00 of the usual distance"
 
 
-class Collapsed(torch.nn.Module):
+class Collapsed(ImageGenerator):
     """Draws one and the same image of each class."""
 
     resolution, channels, classes, z_dim = SIDE, 1, 3, 4
@@ -259,9 +257,6 @@ class Collapsed(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.gain = torch.nn.Parameter(torch.ones(()))
-
-    def noise_shapes(self):
-        return []
 
     def forward(self, z, labels, noise, truncation_psi=1.0, truncation_cutoff=None):
         return (labels.float()[:, None, None, None] * 0.5 - 0.7).expand(-1, 1, SIDE, SIDE) * self.gain

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from models.gan import check_resolution
 from models.stylegan2 import (
     DiscriminatorConfig,
     Generator,
     GeneratorConfig,
     MappingNetwork,
     channels_at,
-    check_resolution,
 )
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised

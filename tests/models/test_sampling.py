@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from models.gan import ImageGenerator
 from models.sampling import draw, generate, to_uint8
 from models.stylegan2 import Generator, GeneratorConfig
 from utils.seeding import forked, seed_of
@@ -99,7 +100,7 @@ def test_truncation_reaches_the_first_layers_alone(model, cutoff, psi):
     same(found, to_uint8(model.synthesis(ws, "none").detach()))
 
 
-class Plain(torch.nn.Module):
+class Plain(ImageGenerator):
     """A generator without noise and styles."""
 
     z_dim, channels, resolution = 6, 1, 4
@@ -108,9 +109,6 @@ class Plain(torch.nn.Module):
         super().__init__()
         self.classes = classes
         self.linear = torch.nn.Linear(6 + classes, 16)
-
-    def noise_shapes(self) -> list[tuple[int, int, int]]:
-        return []
 
     def forward(self, z, labels, *, noise, truncation_psi, truncation_cutoff):
         if not isinstance(noise, str):

@@ -1,12 +1,12 @@
 """The registry of tasks: a third one is one more file and one more line here."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from training.base.config import RunConfig
 from training.classifier.task import ClassifierConfig, ClassifierTask
-from training.gan.config import GanConfig, R3GanConfig
+from training.gan.config import config_of
 from training.gan.task import GanTask
 from utils.cli import did_you_mean
 from utils.config import Tree, build
@@ -17,18 +17,13 @@ from utils.errors import UserError
 class Entry:
     """A task's configuration and the class that trains it."""
 
-    config: type[RunConfig]
+    config: Callable[..., type[RunConfig]]  # (architecture, where a recipe names one) -> its config class
     task: Any  # (config, reader, val_reader, device) -> Task
-    architectures: dict[str, type[RunConfig]] = field(default_factory=dict)  # with a config of their own
-
-    def config_of(self, architecture: str | None) -> type[RunConfig]:
-        """The config class of the architecture that a recipe names."""
-        return self.architectures.get(architecture or "", self.config)
 
 
 TASKS = {
-    "gan": Entry(GanConfig, GanTask, {"r3gan": R3GanConfig}),
-    "classifier": Entry(ClassifierConfig, ClassifierTask),
+    "gan": Entry(config_of, GanTask),
+    "classifier": Entry(lambda *_: ClassifierConfig, ClassifierTask),
 }
 
 
@@ -43,7 +38,8 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
         told = "has no key 'task'" if name is None else f"unknown task {name!r}{hint}"
         raise UserError(f"{source}: {told}; tasks are {', '.join(TASKS)}")
     architecture = _overridden("architecture", overrides) or tree.get("architecture")
-    return build(TASKS[name].config_of(architecture), tree, overrides, source=source)
+    config = TASKS[name].config(*([str(architecture)] if architecture else []))
+    return build(config, tree, overrides, source=source)
 
 
 def _overridden(key: str, overrides: Sequence[str]) -> str | None:

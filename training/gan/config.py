@@ -1,15 +1,17 @@
 """Everything a GAN's training can be told."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache, partial
+from typing import Any, Literal
 
 from data.augment.transforms import Augment
-from models.r3gan import R3DiscriminatorConfig, R3GeneratorConfig
+from models.registry import DEFAULT, architecture_of
 from models.stylegan2 import DiscriminatorConfig, GeneratorConfig
 from training.base.compiled import CompileSetting
 from training.base.config import RunConfig
 from training.gan.ada.augment import AdaConfig
 from training.gan.diagnostics import WatchConfig
+from training.gan.objectives import Objective, objective_of
 from training.gan.stages import ProgressiveConfig, Stages
 from training.optim.schedules import cosine
 from training.optim.updater import OptimizerConfig
@@ -20,10 +22,11 @@ from utils.errors import UserError
 class GanLossConfig:
     """The objective, its penalties, and further losses of the generator."""
 
-    objective: Literal["nonsaturating", "relativistic"] = "nonsaturating"  # relativistic: R3GAN's pairs
+    objective: str = "nonsaturating"  # the game, see objectives.py; relativistic: R3GAN's pairs
     r1_gamma: float = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
     r2_gamma: float = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
     gamma_final: float | None = None  # both end here, by a cosine over schedule_kimg; None: constant
+    gradient_penalty_weight: float = 0.0  # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
     r1_interval: int = 16  # steps between penalties, each with gain `r1_interval`; 0: none
     style_mixing: float = 0.9  # probability
     mismatch_weight: float = 0.0  # conditional: weight of real images with a wrong label as fakes (1605.05396)
@@ -38,7 +41,7 @@ class GanLossConfig:
 
     def __post_init__(self) -> None:
         weights = ("r1_gamma", "r2_gamma", "mismatch_weight", "path_length_weight", "classifier_weight")
-        for name in (*weights, "feature_matching_weight", "r1_interval", "gradients_every"):
+        for name in (*weights, "gradient_penalty_weight", "feature_matching_weight", "r1_interval", "gradients_every"):
             if getattr(self, name) < 0:
                 raise UserError(f"loss.{name} {getattr(self, name)} must be 0 or more")
         if self.gamma_final is not None and self.gamma_final < 0:
@@ -49,15 +52,25 @@ class GanLossConfig:
             raise UserError("loss.path_length_interval must be 1 or more and loss.path_length_decay in (0, 1]")
         if self.feature_matching_group < 2:
             raise UserError("loss.feature_matching_group must be 2 or more: one sample has no mean to speak of")
-        if self.objective == "relativistic" and self.mismatch_weight:
-            raise UserError("loss.mismatch_weight belongs to the nonsaturating objective; set it to 0")
+        if self.game.paired and self.mismatch_weight:
+            raise UserError(f"loss.mismatch_weight: the {self.objective} objective knows pairs alone; set it to 0")
+        if not self.game.bounded and not (self.gradient_penalty_weight and self.r1_interval):
+            raise UserError(
+                f"loss.objective {self.objective} needs a bound of the discriminator's slope: set "
+                "loss.gradient_penalty_weight (1704.00028: 10) and loss.r1_interval 1 or more"
+            )
+
+    @property
+    def game(self) -> Objective:
+        """The objective's entry in the registry; UserError for a name that is not there."""
+        return objective_of(self.objective)
 
     def path_length_due(self, step: int) -> bool:
         return self.path_length_weight > 0 and step % self.path_length_interval == 0
 
     def penalty_due(self, step: int) -> bool:
-        gammas = self.r1_gamma > 0 or self.r2_gamma > 0
-        return gammas and self.r1_interval > 0 and step % self.r1_interval == 0
+        weighed = max(self.r1_gamma, self.r2_gamma, self.gradient_penalty_weight) > 0
+        return weighed and self.r1_interval > 0 and step % self.r1_interval == 0
 
     def gradients_due(self, step: int) -> bool:
         return self.gradients_every > 0 and step % self.gradients_every == 0
@@ -90,10 +103,10 @@ def _adam() -> OptimizerConfig:
 
 @dataclass(kw_only=True)
 class GanConfig(RunConfig):
-    """A GAN of StyleGAN2's networks."""
+    """A GAN of StyleGAN2's networks; `config_of` has the other architectures'."""
 
     task: Literal["gan"] = "gan"
-    architecture: Literal["stylegan2", "r3gan"] = "stylegan2"
+    architecture: str = DEFAULT
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
     loss: GanLossConfig = field(default_factory=GanLossConfig)
@@ -111,6 +124,13 @@ class GanConfig(RunConfig):
         super().__post_init__()
         if self.schedule_kimg is not None and self.schedule_kimg <= 0:
             raise UserError(f"schedule_kimg {self.schedule_kimg} must be positive, or null for the whole training")
+        generator = architecture_of(self.architecture).generator
+        if not generator.has_styles and (self.loss.path_length_weight or self.loss.style_mixing):
+            raise UserError(
+                f"architecture {self.architecture} has no styles: set loss.path_length_weight, loss.style_mixing to 0"
+            )
+        if not generator.can_grow and self.progressive.start is not None:
+            raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
 
     def stages(self, resolution: int) -> Stages:
         """The run's stages at the images' `resolution`: one, unless it grows."""
@@ -127,7 +147,7 @@ class GanConfig(RunConfig):
 
     @property
     def batches_per_step(self) -> int:
-        return 2 if self.loss.objective == "relativistic" else 1
+        return 2 if self.loss.game.paired else 1
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError unless every stage's batch can be shared out in whole groups."""
@@ -139,31 +159,19 @@ class GanConfig(RunConfig):
         stages.check_batches(world_size, micro_batch=self.micro_limit, passes=passes, shares=shares)
 
 
-def _r3_adam() -> OptimizerConfig:
-    return OptimizerConfig(
-        name="adam", lr=2e-4, betas=[0.0, 0.9], beta2_final=0.99, schedule="cosine", final_lr=0.25
-    )
+@cache
+def config_of(architecture: str = DEFAULT) -> type[GanConfig]:
+    """The configuration of a GAN of that architecture: its networks' sections, and its recipe as defaults.
 
-
-def _r3_loss() -> GanLossConfig:
-    return GanLossConfig(objective="relativistic", r2_gamma=1.0, r1_interval=1, style_mixing=0.0)
-
-
-@dataclass(kw_only=True)
-class R3GanConfig(GanConfig):
-    """A GAN of R3GAN's networks (2501.05441), with its objective and schedules as defaults."""
-
-    architecture: Literal["stylegan2", "r3gan"] = "r3gan"
-    generator: R3GeneratorConfig = field(default_factory=R3GeneratorConfig)  # type: ignore[assignment]
-    discriminator: R3DiscriminatorConfig = field(default_factory=R3DiscriminatorConfig)  # type: ignore[assignment]
-    loss: GanLossConfig = field(default_factory=_r3_loss)
-    generator_optimizer: OptimizerConfig = field(default_factory=_r3_adam)
-    discriminator_optimizer: OptimizerConfig = field(default_factory=_r3_adam)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss.path_length_weight or self.loss.style_mixing or self.progressive.start is not None:
-            raise UserError(
-                "architecture r3gan has no styles: loss.path_length_weight, loss.style_mixing must be 0 and "
-                "progressive.start null"
-            )
+    Raises UserError for an architecture that is not in the registry.
+    """
+    entry = architecture_of(architecture)
+    kinds: dict[str, Any] = {"generator": entry.generator_config, "discriminator": entry.discriminator_config}
+    own: dict[str, Any] = {known.name: known.type for known in fields(GanConfig)} | kinds
+    changed = [
+        (name, own[name], field(default_factory=partial(own[name], **entry.recipe.get(name, {}))))
+        for name in {**kinds, **entry.recipe}
+    ]
+    named = ("architecture", str, field(default=architecture))
+    here = {"__module__": __name__}
+    return make_dataclass("GanConfig", [named, *changed], bases=(GanConfig,), kw_only=True, namespace=here)

@@ -1,4 +1,4 @@
-"""What both players' phases of a GAN's step share: networks, draws, augmentation, and the sizes of the step."""
+"""What both players' halves of a GAN's step share: networks, draws, augmentation, and the sizes of the step."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ from torch import Tensor
 from data.augment.transforms import draw_and_apply, to_float
 from data.loader import Batch
 from models.fir import upsample_fir
-from models.stylegan2 import Generator
 from training.base.compiled import Compiled
 from training.gan.ada.augment import Ada
 from training.gan.config import GanConfig
@@ -72,13 +71,13 @@ def faded(images: Tensor, alpha: float) -> Tensor:
 
 
 @dataclass
-class Parts:
-    """The networks in training and what every phase does with them."""
+class Context:
+    """The networks in training and what both halves of a step do with them."""
 
     config: GanConfig
     device: torch.device
-    generator: Any  # a models.registry generator
-    discriminator: Any  # a models.registry discriminator
+    generator: Any  # a models.gan.ImageGenerator
+    discriminator: Any  # a models.gan.ImageDiscriminator
     mixed: Precision
     draws: GanDraws
     ada: Ada
@@ -87,9 +86,8 @@ class Parts:
     def __post_init__(self) -> None:
         # growing networks change with every step of a fade: compiling them anew each time would not pay
         setting = "off" if self.config.progressive.start is not None else self.config.compile
-        styled = isinstance(self.generator, Generator)
         functions = {
-            "the generator": self.generator.synthesis if styled else self.generator,
+            "the generator": self.generator.synthesis if self.generator.has_styles else self.generator,
             "the discriminator": self.discriminator.hidden,
         }
         self._fast = {
@@ -118,12 +116,11 @@ class Parts:
     def latents(self, work: Work, name: str, batch_size: int) -> tuple[Latents, list[Tensor]]:
         """The draws from which samples are made, of the global batch: latents and noise maps."""
         generator, side = self.generator, work.stage.resolution
-        mixing, num_ws, shapes = 0.0, 0, []
-        if isinstance(generator, Generator):
+        mixing, num_ws = 0.0, 0
+        if generator.has_styles:
             mixing, num_ws = self.config.loss.style_mixing, generator.num_ws_at(side)
-            shapes = generator.noise_shapes(side)
         latents = self.draws.latents(work.step, name, batch_size, generator.z_dim, mixing=mixing, num_ws=num_ws)
-        return latents, self.draws.noise(work.step, name, batch_size, shapes)
+        return latents, self.draws.noise(work.step, name, batch_size, generator.noise_shapes(side))
 
     def sample(
         self, latents: Latents, noise: list[Tensor], rows: slice, stage: Stage, *, fast: bool = False
@@ -132,21 +129,20 @@ class Parts:
 
         `fast`: through the compiled network, where there is one: for a single backward pass.
         """
-        generator = self.generator
+        generator, maps = self.generator, [layer[rows] for layer in noise]
         run = self._fast["the generator"]
-        if not isinstance(generator, Generator):
+        grown = {"resolution": stage.resolution, "alpha": stage.alpha} if generator.can_grow else {}
+        if not generator.has_styles:
             labels = latents.labels[rows] if generator.classes else None
-            return (run if fast else generator)(latents.z[rows], labels), None, None
+            return (run if fast else generator)(latents.z[rows], labels, noise=maps, **grown), None, None
         ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
-        maps = [layer[rows] for layer in noise]
-        synthesis = run if fast else generator.synthesis
-        return synthesis(ws, maps, resolution=stage.resolution, alpha=stage.alpha), ws, w
+        return (run if fast else generator.synthesis)(ws, maps, **grown), ws, w
 
     def hidden(self, images: Tensor, stage: Stage, *, fast: bool = False) -> Tensor:
         """The discriminator's last hidden activations [n, F] of images as it sees them; `fast` as in `sample`."""
         run = self._fast["the discriminator"] if fast else self.discriminator.hidden
         with self.mixed.autocast():
-            return run(images, alpha=stage.alpha) if isinstance(self.generator, Generator) else run(images)
+            return run(images, alpha=stage.alpha) if self.generator.can_grow else run(images)
 
     def features(self, hidden: Tensor) -> Tensor:
         """What D's logits are projected from [n, F'], for several labels of one image; not under autocast."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from training.gan.objectives import OBJECTIVES, Objective
 from utils.errors import UserError
 
 NORMS = {  # whose sudden growth or loss is told
@@ -65,9 +66,8 @@ class Watch:
     What it says is a function of the rows alone: all ranks say the same, and a resumed run what an unbroken one says.
     """
 
-    def __init__(self, config: WatchConfig, *, relativistic: bool = False) -> None:
-        """Args: `relativistic`: the loss knows differences of logits only, so the sign of D(real) means nothing."""
-        self.config, self.relativistic = config, relativistic
+    def __init__(self, config: WatchConfig, game: Objective = OBJECTIVES["nonsaturating"]) -> None:
+        self.config, self.game = config, game
         self.images = 0.0
         self.said: list[str] = []
         self.means: dict[str, float] = {}  # of the last tenth or so of the training
@@ -193,7 +193,7 @@ class Watch:
             shows = True if self._lasts("overfit") else False if ratio < config.overfit[1] else None
             seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
         else:
-            sign = 0.0 if self.relativistic else self.means.get("logits/real_sign", 0.0)
+            sign = self.means.get("logits/real_sign", 0.0) if self.game.signed else 0.0
             shows = _above(sign, config.sign)
             seen = f"it calls {(1 + sign) / 2:.0%} of the training images real"
         return Finding("overfit", shows, f"the discriminator overfits: {seen}. Try: {GENERALISE}")
@@ -202,7 +202,7 @@ class Watch:
         """The discriminator wins outright, or ever more while the samples get worse: gamma is too small."""
         margin, figures = self.means.get("logits/margin", 0.0), self.figures
         rises = margin > 1.1 * figures.get("margin at best", math.inf)
-        shows = _above(margin, self.config.margin_high)
+        shows = _above(margin, self.config.margin_high) if self.game.bounded else None
         seen = f"D(real) - D(fake) is {margin:.2g}"
         if self._lasts("worse") and rises:
             shows = True
@@ -222,8 +222,8 @@ class Watch:
     def _is_blind(self) -> Finding:
         """The discriminator tells nothing apart: gamma is too large."""
         margin = self.means.get("logits/margin")
-        shows = None if margin is None else _below(margin, self.config.margin_low)
-        loss, chance = self.means.get("loss/discriminator", math.nan), math.log(2) * (1 if self.relativistic else 2)
+        shows = None if margin is None or not self.game.bounded else _below(margin, self.config.margin_low)
+        loss, chance = self.means.get("loss/discriminator", math.nan), self.game.guessing
         seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is guessing)"
         cure = (
             "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower ada.p if it is fixed and high"

@@ -1,24 +1,42 @@
 """The discriminator's half of a GAN's step: real against generated images, gradient penalties, what ADA watches."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from training.gan import objectives
-from training.gan.context import Images, Parts, Work
+from training.gan import penalties
+from training.gan.context import Context, Images, Work
 from training.optim.updater import Updater
 from training.profile.ranges import phase
 from utils.distributed import collectives
 
+# penalty -> its value for each image, of the logits and the images they are of
+PENALTIES = {
+    "r1": penalties.squared_gradient_norm,  # of real images
+    "r2": penalties.squared_gradient_norm,  # of samples
+    "gradient_penalty": penalties.gradient_penalty,  # of images between both
+}
 
-class DiscriminatorPhase:
+
+class Judged(NamedTuple):
+    """Images that the discriminator has seen."""
+
+    penalty: str  # what is taken of them where it is due
+    images: Tensor  # [n, C, R, R] before augmentation, requiring gradients where the penalty is due
+    logits: Tensor  # [n]
+    features: Tensor  # [n, F], what the logits are made from
+
+
+class DiscriminatorStep:
     """One update of the discriminator, and of the strength of adaptive augmentation."""
 
-    def __init__(self, parts: Parts, updater: Updater) -> None:
-        self.parts, self.updater = parts, updater
-        self.loss = parts.config.loss
-        self._judged = False  # whether this step's samples have been judged in the generator's half
+    def __init__(self, context: Context, updater: Updater) -> None:
+        self.context, self.updater = context, updater
+        self.loss, self.game = context.config.loss, context.config.loss.game
+        self._weights: dict[str, float] = {}  # of the penalties that are due in this step
+        self._sums: dict[str, Tensor] = {}  # this step's metrics
 
     def run(
         self, work: Work, reals: Sequence[Images], fakes: Sequence[Images], metrics: dict[str, Tensor]
@@ -27,108 +45,101 @@ class DiscriminatorPhase:
 
         Where `metrics` tell that D has judged the samples already, its gradients on them are kept and added to.
         """
+        context, self._weights = self.context, self._due(work)
         names = ["loss/discriminator", "logits/real", "logits/fake", "logits/real_sign"]
-        gamma = self._gamma(work) if self.loss.penalty_due(work.step) else 0.0
-        names += ["loss/r1"] * (self.penalty("r1", gamma) > 0) + ["loss/r2"] * (self.penalty("r2", gamma) > 0)
-        sums = {name: torch.zeros((), device=self.parts.device) for name in names}
-        judge = self._judge_pairs if self.loss.objective == "relativistic" else self._judge_apart
-        self._judged = "logits/fake" in metrics
-        if not self._judged:
-            self.updater.zero_grad()
-        else:
+        names += [f"loss/{name}" for name in self._weights]
+        sums = self._sums = {name: torch.zeros((), device=context.device) for name in names}
+        judged = "logits/fake" in metrics
+        if judged:
             sums |= {name: metrics[name] for name in ("loss/discriminator", "logits/fake")}
+        else:
+            self.updater.zero_grad()
         for piece, real, fake in zip(work.pieces(), reals, fakes, strict=True):
-            judge(work, piece, real, fake, gamma, sums)
+            if self.game.paired:
+                self._judge_pairs(work, piece, real, fake)
+            else:
+                self._judge_apart(work, piece, real, None if judged else fake)
+            if "gradient_penalty" in self._weights:
+                self._judge_between(work, piece, real, fake)
         with phase("discriminator/optimizer"):
             update = self.updater.step(work.step)
-        if self.parts.ada.active:
+            context.discriminator.after_update()
+        if context.ada.active:
             sign = collectives.all_reduce_sum_(sums["logits/real_sign"].clone())
-            self.parts.ada.update(work.images_seen + work.batch_size, work.step, sign, work.batch_size)
-            metrics["ada/p"] = self.parts.ada.p.clone() / collectives.world_size()
+            context.ada.update(work.images_seen + work.batch_size, work.step, sign, work.batch_size)
+            metrics["ada/p"] = context.ada.p.clone() / collectives.world_size()
         sums["logits/margin"] = sums["logits/real"] - sums["logits/fake"]
         metrics.update(sums | update.metrics("discriminator"))
 
-    def _gamma(self, work: Work) -> float:
-        """What the configured gammas are multiplied by at this step: their schedule."""
-        return self.loss.gamma_scale(work.images_seen, self.parts.schedule_images)
+    def _due(self, work: Work) -> dict[str, float]:
+        """What each penalty of this step is weighed with."""
+        loss = self.loss
+        if not loss.penalty_due(work.step):
+            return {}
+        scale = loss.gamma_scale(work.images_seen, self.context.schedule_images)
+        weights = {"r1": scale * loss.r1_gamma / 2, "r2": scale * loss.r2_gamma / 2}
+        weights["gradient_penalty"] = loss.gradient_penalty_weight
+        return {name: weight for name, weight in weights.items() if weight > 0}
 
-    def penalty(self, name: str, scale: float) -> float:
-        """gamma of penalty "r1" or "r2" at this step, 0 where it is not due."""
-        return scale * (self.loss.r1_gamma if name == "r1" else self.loss.r2_gamma)
-
-    def _judge_apart(
-        self, work: Work, piece: slice, real: Images, fake: Images, gamma: float, sums: dict[str, Tensor]
-    ) -> None:
-        """Non-saturating loss: fakes, then reals, each with its own graph and backward pass."""
-        parts, batch = self.parts, work.batch_size
-        if not self._judged:
-            images, logits, _ = self._judge(work, piece, fake, "fake", self.penalty("r2", gamma))
-            self._note(sums, "fake", logits, batch)
-            fake_loss = objectives.discriminator_fake(logits).sum() / batch
-            self._backward(fake_loss, [("r2", logits, images)], gamma, work, sums)
-        images, logits, features = self._judge(work, piece, real, "real", self.penalty("r1", gamma))
-        self._note(sums, "real", logits, batch)
-        loss = objectives.discriminator_real(logits).sum() / batch
+    def _judge_apart(self, work: Work, piece: slice, real: Images, fake: Images | None) -> None:
+        """Samples (unless they are judged), then images, each with their own graph and backward pass."""
+        context, batch = self.context, work.batch_size
+        if fake is not None:
+            judged = self._judge(work, piece, fake, "fake", "r2")
+            self._backward(self.game.fake(judged.logits).sum() / batch, [judged], work)
+        judged = self._judge(work, piece, real, "real", "r1")
         mismatch: Tensor | float = 0.0
-        if self.loss.mismatch_weight and parts.discriminator.classes > 1:
-            offsets = parts.draws.label_offsets(work.step, batch)[work.rows(piece)]
-            wrong = (real.labels + offsets) % parts.discriminator.classes
-            mismatched = objectives.discriminator_fake(parts.discriminator.project(features, wrong))
+        if self.loss.mismatch_weight and context.discriminator.classes > 1:
+            offsets = context.draws.label_offsets(work.step, batch)[work.rows(piece)]
+            wrong = (real.labels + offsets) % context.discriminator.classes
+            mismatched = self.game.fake(context.discriminator.project(judged.features, wrong))
             mismatch = mismatched.sum() * (self.loss.mismatch_weight / batch)
-        self._backward(loss, [("r1", logits, images)], gamma, work, sums, unlogged=mismatch)
+        self._backward(self.game.real(judged.logits).sum() / batch, [judged], work, unlogged=mismatch)
 
-    def _judge_pairs(
-        self, work: Work, piece: slice, real: Images, fake: Images, gamma: float, sums: dict[str, Tensor]
-    ) -> None:
-        """Relativistic loss: both in one graph."""
-        batch = work.batch_size
-        fake_images, fake_logits, _ = self._judge(work, piece, fake, "fake", self.penalty("r2", gamma))
-        real_images, real_logits, _ = self._judge(work, piece, real, "real", self.penalty("r1", gamma))
-        self._note(sums, "fake", fake_logits, batch)
-        self._note(sums, "real", real_logits, batch)
-        loss = objectives.discriminator_relativistic(real_logits, fake_logits).sum() / batch
-        judged = [("r1", real_logits, real_images), ("r2", fake_logits, fake_images)]
-        self._backward(loss, judged, gamma, work, sums)
+    def _judge_pairs(self, work: Work, piece: slice, real: Images, fake: Images) -> None:
+        """Both in one graph."""
+        sample = self._judge(work, piece, fake, "fake", "r2")
+        image = self._judge(work, piece, real, "real", "r1")
+        loss = self.game.pair_loss(image.logits, sample.logits).sum() / work.batch_size
+        self._backward(loss, [image, sample], work)
 
-    def _judge(
-        self, work: Work, piece: slice, batch: Images, name: str, gamma: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The images before augmentation (requiring gradients for a penalty), their logits and features."""
-        parts = self.parts
-        images = batch.images.detach().requires_grad_(gamma > 0)
+    def _judge_between(self, work: Work, piece: slice, real: Images, fake: Images) -> None:
+        """The penalty of images on the way from a sample to an image, judged with the image's label."""
+        share = self.context.draws.shares(work.step, work.batch_size)[work.rows(piece)]
+        mixed = Images(penalties.between(real.images, fake.images, share), real.labels)
+        judged = self._judge(work, piece, mixed, "between", "gradient_penalty")
+        self._backward(torch.zeros_like(self._sums["loss/discriminator"]), [judged], work)
+
+    def _judge(self, work: Work, piece: slice, batch: Images, name: str, penalty: str) -> Judged:
+        context, sums = self.context, self._sums
+        due = penalty in self._weights
+        images = batch.images.detach().requires_grad_(due)
         with phase("discriminator/forward"):
-            seen = parts.augmented(Images(images, batch.labels), work, piece, name)
-            features = parts.features(parts.hidden(seen, work.stage, fast=gamma == 0))
-            return images, parts.discriminator.project(features, batch.labels), features
-
-    def _note(self, sums: dict[str, Tensor], name: str, logits: Tensor, batch_size: int) -> None:
-        sums[f"logits/{name}"] += logits.detach().sum() / batch_size
+            seen = context.augmented(Images(images, batch.labels), work, piece, name)
+            features = context.features(context.hidden(seen, work.stage, fast=not due))
+            logits = context.discriminator.project(features, batch.labels)
+        if name != "between":
+            sums[f"logits/{name}"] += logits.detach().sum() / work.batch_size
         if name == "real":
-            sums["logits/real_sign"] += logits.detach().sign().sum() / batch_size
+            sums["logits/real_sign"] += logits.detach().sign().sum() / work.batch_size
+        return Judged(penalty, images, logits, features)
 
     def _backward(
-        self,
-        loss: Tensor,
-        judged: list[tuple[str, Tensor, Tensor]],  # penalty, logits, and the images they are the logits of
-        gamma: float,
-        work: Work,
-        sums: dict[str, Tensor],
-        *,
-        unlogged: Tensor | float = 0.0,
+        self, loss: Tensor, judged: Sequence[Judged], work: Work, *, unlogged: Tensor | float = 0.0
     ) -> None:
         """Gradients of a loss and the penalties that are due, in D's parameters alone.
 
         One update serves them all, so the interval's gain alone makes up for its steps (no change of Adam's lr and
         betas).
         """
+        sums, context = self._sums, self.context
         sums["loss/discriminator"] += loss.detach()
         loss = loss + unlogged
-        due = [(name, logits, images) for name, logits, images in judged if self.penalty(name, gamma) > 0]
+        due = [one for one in judged if one.penalty in self._weights]
         with phase("discriminator/penalty" if due else "discriminator/backward"):
-            for name, logits, images in due:
-                norms = objectives.squared_gradient_norm(logits, images, self.parts.mixed.scale())
-                norm = norms.sum() / work.batch_size
-                half = self.penalty(name, gamma) / 2
-                sums[f"loss/{name}"] += norm.detach() * half
-                loss = loss + norm * (half * self.loss.r1_interval)
-            self.parts.mixed.backward(loss, self.updater.parameters)
+            for name, images, logits, _ in due:
+                values = PENALTIES[name](logits, images, context.mixed.scale())
+                mean, weight = values.sum() / work.batch_size, self._weights[name]
+                sums[f"loss/{name}"] += mean.detach() * weight
+                loss = loss + mean * (weight * self.loss.r1_interval)
+            context.mixed.backward(loss, self.updater.parameters)

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.classifier import Classifier, fit_images
-from training.gan import objectives
-from training.gan.context import Images, Parts, Work
+from training.gan import penalties
+from training.gan.context import Context, Images, Work
 from training.gan.latents import Latents
 from training.gan.loss_gradients import PerLossGradients
 from training.optim.ema import EMA, half_life_beta
@@ -36,48 +36,51 @@ class PathLength(torch.nn.Module):
         return moved
 
 
-class GeneratorPhase:
+class GeneratorStep:
     """One update of the generator and of its moving average."""
 
-    def __init__(self, parts: Parts, updater: Updater, ema: EMA, teacher: Classifier | None) -> None:
-        self.parts, self.updater, self.ema, self.teacher = parts, updater, ema, teacher
-        self.loss = parts.config.loss
-        self.path_length = PathLength(self.loss.path_length_decay).to(parts.device)
-        self.sharing = True  # D's forward pass on the samples serves both players where it can; see `shares`
+    def __init__(self, context: Context, updater: Updater, ema: EMA, teacher: Classifier | None) -> None:
+        self.context, self.updater, self.ema, self.teacher = context, updater, ema, teacher
+        self.loss, self.game = context.config.loss, context.config.loss.game
+        self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
+        self.sharing = True  # one pass of D over the samples serves both players where it can; see `one_pass`
 
     @property
     def needs_reals(self) -> bool:
         """Whether the generator's losses look at real images."""
-        return self.loss.objective == "relativistic" or self.loss.feature_matching_weight > 0
+        return self.game.paired or self.loss.feature_matching_weight > 0
 
-    def shares(self, work: Work) -> bool:
-        """Whether D judges this step's samples once for both players: its weights are the same for both, so where both
-        look at the same images, nothing else is differentiated through D and no penalty is taken of samples, its
-        gradients are those of a second pass to the bit.
+    def one_pass(self, work: Work) -> bool:
+        """Whether one pass of D over this step's samples gives both players' gradients.
+
+        Its weights are the same for both. So where both see the same images, no other loss goes through D and no
+        penalty is taken of samples, the gradients are those of two passes.
         """
         loss = self.loss
         more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
         penalised = loss.r2_gamma > 0 and loss.penalty_due(work.step)
-        alone = loss.objective == "nonsaturating" and not more and not loss.gradients_due(work.step)
-        return self.sharing and alone and not penalised and not self.parts.ada.active
+        alone = self.game.shareable and not more and not loss.gradients_due(work.step)
+        return self.sharing and alone and not penalised and not self.context.ada.active
 
     def run(self, work: Work, reals: Sequence[Images], metrics: dict[str, Tensor]) -> list[Images]:
         """Update G and its average; returns the samples (detached), which D may judge next.
 
         `reals`: real images in micro-batches, where `needs_reals`. D's parameters stay as they are, and so do its
-        gradients unless the step `shares`: then they become those of its own loss on the samples, noted in `metrics`.
+        gradients, except in `one_pass`: there they become those of its own loss on the samples, noted in `metrics`.
         """
-        parts, generator = self.parts, self.parts.generator
-        gradients = PerLossGradients(self.updater.parameters, parts.mixed, apart=self.loss.gradients_due(work.step))
+        context, generator = self.context, self.context.generator
+        gradients = PerLossGradients(
+            self.updater.parameters, context.mixed, apart=self.loss.gradients_due(work.step)
+        )
         self.updater.zero_grad()
-        parts.discriminator.requires_grad_(self.shares(work))  # else its gradients are not this phase's business
+        context.discriminator.requires_grad_(self.one_pass(work))  # else its gradients are not this phase's business
         try:
             fakes, w_sum = self._adversarial(work, reals, gradients, metrics)
             if self.loss.path_length_due(work.step):
                 with phase("generator/path_length"):
                     self._regularise_path_length(work, gradients, metrics)
         finally:
-            parts.discriminator.requires_grad_(True)
+            context.discriminator.requires_grad_(True)
         with phase("generator/optimizer"):
             metrics.update(gradients.finish("generator"))
             update = self.updater.step(work.step)
@@ -90,29 +93,29 @@ class GeneratorPhase:
 
     def ema_beta(self, work: Work) -> float:
         """The average's decay at this step. A transfer starts from a trained generator and has no ramp."""
-        ema, batch, over = self.parts.config.ema, work.batch_size, self.parts.schedule_images
+        ema, batch, over = self.context.config.ema, work.batch_size, self.context.schedule_images
         kimg = ema.half_life_kimg if ema.half_life_kimg is not None else batch * 10 / 32
         if ema.half_life_kimg_start is not None:
             kimg = cosine(ema.half_life_kimg_start, kimg, work.images_seen, over)
-        ramp = None if self.parts.config.init_from else ema.ramp
+        ramp = None if self.context.config.init_from else ema.ramp
         return half_life_beta(batch, work.images_seen + batch, kimg * 1000, ramp)
 
     def _adversarial(
         self, work: Work, reals: Sequence[Images], gradients: PerLossGradients, metrics: dict[str, Tensor]
     ) -> tuple[list[Images], Tensor | None]:
         """Backward of all losses of one forward pass a micro-batch; the samples, and the sum of their w."""
-        parts = self.parts
-        latents, noise = parts.latents(work, "generator", work.batch_size)
-        if self.loss.objective == "relativistic":  # a sample has the label of the image it is paired with
+        context = self.context
+        latents, noise = context.latents(work, "generator", work.batch_size)
+        if self.game.paired:  # a sample has the label of the image it is paired with
             latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
         fakes: list[Images] = []
         w_sum: Tensor | None = None
         for index, piece in enumerate(work.pieces()):
             rows = work.rows(piece)
-            with phase("generator/forward"), parts.mixed.autocast():
-                images, _, w = parts.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
+            with phase("generator/forward"), context.mixed.autocast():
+                images, _, w = context.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
             fake = Images(images, latents.labels[rows])
-            if self.shares(work):
+            if self.one_pass(work):
                 self._judge_once(work, fake, metrics)
             else:
                 with phase("generator/forward"):
@@ -127,17 +130,17 @@ class GeneratorPhase:
 
     def _judge_once(self, work: Work, fake: Images, metrics: dict[str, Tensor]) -> None:
         """Gradients of both players' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
-        parts, batch = self.parts, work.batch_size
+        context, batch = self.context, work.batch_size
         seen = fake.images.detach().requires_grad_()
         with phase("discriminator/forward"):
-            hidden = parts.hidden(seen, work.stage)
-            logits = parts.discriminator.project(parts.features(hidden), fake.labels)
+            hidden = context.hidden(seen, work.stage)
+            logits = context.discriminator.project(context.features(hidden), fake.labels)
         with phase("generator/backward"):
-            adversarial = objectives.generator_nonsaturating(logits).sum() / batch
-            (gradient,) = torch.autograd.grad(adversarial * parts.mixed.scale(), seen, retain_graph=True)
+            adversarial = self.game.generator_loss(logits).sum() / batch
+            (gradient,) = torch.autograd.grad(adversarial * context.mixed.scale(), seen, retain_graph=True)
         with phase("discriminator/backward"):
-            judged = objectives.discriminator_fake(logits).sum() / batch
-            parts.mixed.backward(judged, list(parts.discriminator.parameters()))
+            judged = self.game.fake(logits).sum() / batch
+            context.mixed.backward(judged, list(context.discriminator.parameters()))
         with phase("generator/backward"):
             fake.images.backward(gradient, inputs=self.updater.parameters)
         _add(metrics, "loss/generator", adversarial)
@@ -148,18 +151,16 @@ class GeneratorPhase:
         self, work: Work, piece: slice, fake: Images, real: Images | None, metrics: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
-        parts, loss, batch = self.parts, self.loss, work.batch_size
+        context, loss, batch = self.context, self.loss, work.batch_size
         # several losses taken apart retain their graph, which a compiled network does not allow
         apart = loss.gradients_due(work.step)
-        hidden = parts.hidden(parts.augmented(fake, work, piece, "generator"), work.stage, fast=not apart)
-        logits = parts.discriminator.project(parts.features(hidden), fake.labels)
+        hidden = context.hidden(context.augmented(fake, work, piece, "generator"), work.stage, fast=not apart)
+        logits = context.discriminator.project(context.features(hidden), fake.labels)
         real_hidden = None if real is None else self._judge_real(work, piece, real)
-        if loss.objective == "relativistic" and real is not None and real_hidden is not None:
-            real_logits = parts.discriminator.project(parts.features(real_hidden), real.labels)
-            adversarial = objectives.generator_relativistic(logits, real_logits)
-        else:
-            adversarial = objectives.generator_nonsaturating(logits)
-        terms = {"adversarial": adversarial.sum() / batch}
+        partners = None
+        if self.game.paired and real is not None and real_hidden is not None:
+            partners = context.discriminator.project(context.features(real_hidden), real.labels)
+        terms = {"adversarial": self.game.generator_loss(logits, partners).sum() / batch}
         _add(metrics, "loss/generator", terms["adversarial"])
         if self.teacher is not None and loss.classifier_weight:
             wrong = self._class_loss(fake) / batch
@@ -167,7 +168,7 @@ class GeneratorPhase:
             terms["classifier"] = wrong * loss.classifier_weight
         if loss.feature_matching_weight and real_hidden is not None:
             group = loss.feature_matching_group
-            distance = objectives.feature_matching(hidden, real_hidden, group).sum() * (group / batch)
+            distance = penalties.feature_matching(hidden, real_hidden, group).sum() * (group / batch)
             _add(metrics, "loss/feature_matching", distance)
             terms["feature_matching"] = distance * loss.feature_matching_weight
         return terms
@@ -175,12 +176,12 @@ class GeneratorPhase:
     @torch.no_grad()
     def _judge_real(self, work: Work, piece: slice, real: Images) -> Tensor:
         """D's hidden activations of real images, without a graph: G has no part in them."""
-        return self.parts.hidden(self.parts.augmented(real, work, piece, "generator/real"), work.stage)
+        return self.context.hidden(self.context.augmented(real, work, piece, "generator/real"), work.stage)
 
     def _class_loss(self, fake: Images) -> Tensor:
         """Summed cross entropy of the classifier that was given, for the labels the samples were asked for."""
         assert self.teacher is not None
-        with self.parts.mixed.autocast():
+        with self.context.mixed.autocast():
             logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
         return F.cross_entropy(logits.to(fake.images.dtype), fake.labels, reduction="sum")
 
@@ -190,10 +191,10 @@ class GeneratorPhase:
         The moving mean is updated first, and needs the lengths of the whole (global) half batch: where that is more
         than one micro-batch, they are computed once without and once with a graph.
         """
-        parts, half, batch = self.parts, work.half(), work.batch_size // 2
-        draws = parts.latents(work, "path", batch)
-        shape = (parts.generator.channels, work.stage.resolution, work.stage.resolution)
-        noise = parts.draws.path_noise(work.step, batch, shape)
+        context, half, batch = self.context, work.half(), work.batch_size // 2
+        draws = context.latents(work, "path", batch)
+        shape = (context.generator.channels, work.stage.resolution, work.stage.resolution)
+        noise = context.draws.path_noise(work.step, batch, shape)
         rows = [half.rows(piece) for piece in half.pieces()]
         graphs = [self._lengths(work, draws, noise, row, create_graph=len(rows) == 1) for row in rows]
         total = collectives.all_reduce_sum_(torch.stack([lengths.detach().sum() for lengths in graphs]).sum())
@@ -216,11 +217,11 @@ class GeneratorPhase:
         create_graph: bool,
     ) -> Tensor:
         latents, maps = draws
-        with self.parts.mixed.autocast():
-            images, ws, _ = self.parts.sample(latents, maps, rows, work.stage)
+        with self.context.mixed.autocast():
+            images, ws, _ = self.context.sample(latents, maps, rows, work.stage)
         assert ws is not None  # the config refuses path lengths for generators without styles
-        scale = self.parts.mixed.scale()
-        return objectives.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
+        scale = self.context.mixed.scale()
+        return penalties.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
 
 
 def _add(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.stylegan2 import Generator
+from models.gan import StyledGenerator
 from utils.seeding import generator as keyed_generator
 
 
@@ -53,6 +53,11 @@ class GanDraws:
         classes = len(self.class_weights)
         return torch.randint(1, classes, [batch_size], generator=keyed, device=self.device)
 
+    def shares(self, step: int, batch_size: int) -> Tensor:
+        """[B] uniform in [0, 1): where images lie between a sample and a real image (1704.00028)."""
+        keyed = keyed_generator(self.seed, "latent", step, "between", device=self.device)
+        return torch.rand([batch_size], generator=keyed, device=self.device)
+
     def noise(self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """One map of N(0, 1) per layer: [B, *shape]."""
         return [
@@ -70,7 +75,7 @@ class GanDraws:
         return torch.randn((batch_size, *shape), generator=keyed, device=self.device)
 
 
-def mix_styles(model: Generator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:
+def mix_styles(model: StyledGenerator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:
     """ws [n, num_ws, w_dim] of the samples `rows` with their styles mixed, and the first style's w [n, w_dim]."""
     labels = latents.labels[rows] if model.classes else None
     z = latents.z[rows]

@@ -1,83 +1,77 @@
-"""Losses and penalties of the GAN: functions of logits, features and gradients that know nothing of networks.
+"""The registry of loss games: another one is one line at the end of this file, with its formulas.
 
-Adversarial losses return one value a sample [N]. Relativistic ones take real and fake logits in pairs.
+A game is what each player makes smaller: functions of logits that return one value a sample [N] and know nothing of
+networks. Penalties are in penalties.py; any game may be played with any of them.
 """
 
-import torch
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
 
+from utils.cli import did_you_mean
+from utils.errors import UserError
 
-def generator_nonsaturating(fake_logits: Tensor) -> Tensor:
-    """softplus(-D(G(z))) (Goodfellow et al. 2014, StyleGAN2)."""
-    return F.softplus(-fake_logits)
-
-
-def discriminator_fake(fake_logits: Tensor) -> Tensor:
-    """softplus(D(G(z)))."""
-    return F.softplus(fake_logits)
+Loss = Callable[[Tensor], Tensor]  # of logits [N]; a value a sample [N]
 
 
-def discriminator_real(real_logits: Tensor) -> Tensor:
-    """softplus(-D(x))."""
-    return F.softplus(-real_logits)
-
-
-def generator_relativistic(fake_logits: Tensor, real_logits: Tensor) -> Tensor:
-    """softplus(-(D(G(z)) - D(x))) for pairs of a sample and an image (1807.00734; R3GAN, 2501.05441, eq. 2)."""
-    return F.softplus(real_logits - fake_logits)
-
-
-def discriminator_relativistic(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """softplus(-(D(x) - D(G(z)))) for pairs of an image and a sample (1807.00734; R3GAN, 2501.05441, eq. 2)."""
-    return F.softplus(fake_logits - real_logits)
-
-
-def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """R1's ||grad_x D(x)||^2 for each sample [N] (Mescheder et al. 1801.04406), with a graph for the double backward;
-    R2 is the same of generated images.
-
-    logits [N], images [N, C, H, W] that require gradients; no sample's logit may depend on another's image but
-    through the minibatch statistics, whose cross terms are part of the gradient as in the reference. Under fp16 the
-    inner gradient is taken of `scale` times the logits and unscaled before it is squared.
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A loss game. In a paired one each logit is compared with its partner's: the losses are of the difference between
+    the own logit and that of a sample or an image of the same label, and `fake` is not asked for.
     """
-    (gradient,) = torch.autograd.grad(outputs=(logits * scale).sum(), inputs=images, create_graph=True)
-    gradient = gradient.to(logits.dtype) / scale
-    return gradient.square().sum(dim=(1, 2, 3))
+
+    generator: Loss  # of samples' logits
+    real: Loss  # the discriminator's, of images' logits
+    fake: Loss  # the discriminator's, of samples' logits
+    guessing: float  # the discriminator's loss where all logits are 0: it tells nothing apart
+    paired: bool = False
+    signed: bool = True  # the sign of D(x) alone tells whether an image is judged real
+    # false: D's loss falls without end unless a gradient penalty bounds its slope; its size says nothing of the game
+    bounded: bool = True
+
+    @property
+    def shareable(self) -> bool:
+        """Whether one pass of D over the samples can serve both players: it cannot where D sees fresh pairs."""
+        return not self.paired
+
+    def generator_loss(self, fake: Tensor, real: Tensor | None = None) -> Tensor:
+        """[N] of samples' logits and, if paired, their partners'."""
+        return self.generator(fake - real if self.paired and real is not None else fake)
+
+    def pair_loss(self, real: Tensor, fake: Tensor) -> Tensor:
+        """The discriminator's of a paired game, [N]."""
+        return self.real(real - fake)
 
 
-def path_lengths(
-    images: Tensor,  # [N, C, H, W], made from `ws`
-    ws: Tensor,  # [N, L, w_dim], part of the graph of `images`
-    noise: Tensor,  # [N, C, H, W] of N(0, 1)
-    scale: Tensor | float = 1.0,
-    *,
-    create_graph: bool = True,
-) -> Tensor:
-    """|J_w^T y| for each sample [N] with y = noise / sqrt(H W) (StyleGAN2, 1912.04958, eq. 4).
-
-    The norm is the root of the mean over the L layers of the sum over w's dimensions. `scale` as in
-    `squared_gradient_norm`. Without `create_graph` the lengths have no graph and the one of `images` is used up.
-    """
-    y = noise.to(ws.dtype) / (images.shape[2] * images.shape[3]) ** 0.5
-    outputs = (images.to(ws.dtype) * y).sum() * scale
-    (gradient,) = torch.autograd.grad(outputs=outputs, inputs=ws, create_graph=create_graph)
-    return (gradient / scale).square().sum(dim=2).mean(dim=1).sqrt()
+def _low(logits: Tensor) -> Tensor:
+    """softplus(-D): small where D is sure that an image is real."""
+    return F.softplus(-logits)
 
 
-def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
-    """||E f(G(z)) - E f(x)||^2 estimated without bias in groups of `group` consecutive samples [N / group].
+OBJECTIVES = {
+    # Goodfellow et al. (1406.2661), as in StyleGAN2
+    "nonsaturating": Objective(generator=_low, real=_low, fake=F.softplus, guessing=2 * math.log(2)),
+    # RpGAN (1807.00734), as in R3GAN (2501.05441, eq. 2)
+    "relativistic": Objective(
+        generator=_low, real=_low, fake=F.softplus, guessing=math.log(2), paired=True, signed=False
+    ),
+    # geometric GAN (1705.02894, eqs. 15 and 16), as in SNGAN (1802.05957, eqs. 16 and 17)
+    "hinge": Objective(
+        generator=lambda d: -d, real=lambda d: F.relu(1 - d), fake=lambda d: F.relu(1 + d), guessing=2.0
+    ),
+    # WGAN (1701.07875) with a gradient penalty (1704.00028): D(x) - D(G(z)) estimates a distance, zero means nothing
+    "wasserstein": Objective(
+        generator=lambda d: -d, real=lambda d: -d, fake=lambda d: d, guessing=0.0, signed=False, bounded=False
+    ),
+}
 
-    fake, real: features [N, F]. Salimans et al. (1606.03498, section 3.1) take the means over the minibatch, which
-    also punishes the features' spread by 1/N of their variance and depends on how a batch is split. Here a group's
-    estimate is (|sum d|^2 - sum |d|^2) / (group (group - 1)) with d = f(G(z)) - f(x): the same expectation for every
-    group of 2 or more, so that ranks and micro-batches of whole groups add up to one process's result.
-    Raises ValueError unless N is a multiple of `group` and `group` is at least 2.
-    """
-    n, width = fake.shape
-    if group < 2 or n % group:
-        raise ValueError(f"feature matching: {n} samples do not hold whole groups of {group} (2 or more)")
-    difference = (fake - real).reshape(n // group, group, width)
-    together = difference.sum(dim=1).square().sum(dim=1)
-    alone = difference.square().sum(dim=(1, 2))
-    return (together - alone) / (group * (group - 1))
+
+def objective_of(name: str) -> Objective:
+    """The game of that name; UserError, with the near one, for a name that is not in the registry."""
+    if name not in OBJECTIVES:
+        near = did_you_mean(name, list(OBJECTIVES))
+        raise UserError(f"loss.objective {name!r} is unknown{near}; there are {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]

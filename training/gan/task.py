@@ -16,16 +16,16 @@ from metrics.features import RealFeatures
 from metrics.precision import evaluating
 from models.classifier import Classifier
 from models.progressive import StageGenerator
-from models.registry import ARCHITECTURES
+from models.registry import architecture_of
 from models.restore import classifier_from
 from models.sampling import generate
 from training.base.data import check_same_classes, label_shares
 from training.gan.ada.augment import Ada
 from training.gan.config import GanConfig
-from training.gan.context import Images, Parts, Work
+from training.gan.context import Context, Images, Work
 from training.gan.diagnostics import Watch
-from training.gan.discriminator_step import DiscriminatorPhase
-from training.gan.generator_step import GeneratorPhase
+from training.gan.discriminator_step import DiscriminatorStep
+from training.gan.generator_step import GeneratorStep
 from training.gan.latents import GanDraws
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater
@@ -58,7 +58,7 @@ class GanTask:
         self._build_networks()
         self.mixed = Precision(config.precision, device)
         schedule_images = self._schedule_images()
-        self.parts = Parts(
+        self.context = Context(
             config=config,
             device=device,
             generator=self.generator,
@@ -80,10 +80,10 @@ class GanTask:
         teacher = self._teacher()
         more: dict[str, Any] = {"growing": self.stages.growing}
         updater = Updater(self.generator, config.generator_optimizer, self.mixed, steps, **more)
-        self.generator_phase = GeneratorPhase(self.parts, updater, self.ema, teacher)
+        self.generator_step = GeneratorStep(self.context, updater, self.ema, teacher)
         updater = Updater(self.discriminator, config.discriminator_optimizer, self.mixed, steps, **more)
-        self.discriminator_phase = DiscriminatorPhase(self.parts, updater)
-        self.watch = Watch(config.watch, relativistic=config.loss.objective == "relativistic")
+        self.discriminator_step = DiscriminatorStep(self.context, updater)
+        self.watch = Watch(config.watch, config.loss.game)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         self._extractors: list[Extractor] = []
@@ -91,12 +91,12 @@ class GanTask:
 
     def _build_networks(self) -> None:
         """Generator, its moving average and discriminator, initialised by their keys."""
-        config, parts = self.config, ARCHITECTURES[self.config.architecture]
+        config, networks = self.config, architecture_of(self.config.architecture)
         with forked(config.seed, "init", "generator"):
-            generator = parts.generator(config.generator, **self.shape)
+            generator = networks.generator(config.generator, **self.shape)
         with forked(config.seed, "init", "discriminator"):
             growing = {"progressive": True} if self.stages.growing else {}
-            discriminator = parts.discriminator(config.discriminator, **self.shape, **growing)
+            discriminator = networks.discriminator(config.discriminator, **self.shape, **growing)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
@@ -141,11 +141,11 @@ class GanTask:
             "generator": self.generator,
             "discriminator": self.discriminator,
             "generator_ema": self.ema,
-            "generator_optimizer": self.generator_phase.updater,
-            "discriminator_optimizer": self.discriminator_phase.updater,
+            "generator_optimizer": self.generator_step.updater,
+            "discriminator_optimizer": self.discriminator_step.updater,
             "scaler": self.mixed,
-            "path_length": self.generator_phase.path_length,
-            "ada": self.parts.ada,
+            "path_length": self.generator_step.path_length,
+            "ada": self.context.ada,
             "watch": self.watch,
         }
 
@@ -162,15 +162,15 @@ class GanTask:
         """One update of each network at the global batch; the returned values add up over the ranks."""
         work = self._begin(step)
         metrics: dict[str, Tensor] = {}
-        reals = self.parts.reals(next(batches), work)
-        if self.generator_phase.shares(work):  # D's gradients begin there
-            self.discriminator_phase.updater.zero_grad()
-        fakes = self.generator_phase.run(work, reals, metrics)
-        if self.config.loss.objective == "relativistic":
-            reals = self.parts.reals(next(batches), work, "discriminator")
+        reals = self.context.reals(next(batches), work)
+        if self.generator_step.one_pass(work):  # D's gradients begin there
+            self.discriminator_step.updater.zero_grad()
+        fakes = self.generator_step.run(work, reals, metrics)
+        if self.config.loss.game.paired:
+            reals = self.context.reals(next(batches), work, "discriminator")
             with phase("discriminator/samples"):
                 fakes = self._fresh_samples(work, reals)
-        self.discriminator_phase.run(work, reals, fakes, metrics)
+        self.discriminator_step.run(work, reals, fakes, metrics)
         self.mixed.update_scale()
         return metrics
 
@@ -181,8 +181,8 @@ class GanTask:
         if announcement is not None and collectives.is_main():
             say(announcement)
         if self.stages.resets_at(step):
-            self.generator_phase.updater.reset()
-            self.discriminator_phase.updater.reset()
+            self.generator_step.updater.reset()
+            self.discriminator_step.updater.reset()
         self._stage = stage
         return Work.of(step, self.stages.images_at(step), stage, self.config.micro_limit)
 
@@ -196,12 +196,12 @@ class GanTask:
     @torch.no_grad()
     def _fresh_samples(self, work: Work, reals: list[Images]) -> list[Images]:
         """Samples for D alone, with the labels of the real images they are paired with."""
-        latents, noise = self.parts.latents(work, "discriminator", work.batch_size)
+        latents, noise = self.context.latents(work, "discriminator", work.batch_size)
         latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
         fakes = []
         for piece, real in zip(work.pieces(), reals, strict=True):
             with self.mixed.autocast():
-                images, _, _ = self.parts.sample(latents, noise, work.rows(piece), work.stage)
+                images, _, _ = self.context.sample(latents, noise, work.rows(piece), work.stage)
             fakes.append(Images(images, real.labels))
         return fakes
 

@@ -9,7 +9,7 @@ from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from training.classifier.task import ClassifierConfig
 from training.engine.transfer import Donor, Fit, by_resolution, find_donor, networks_of, plan, transfer
-from training.gan.config import GanConfig, R3GanConfig
+from training.gan.config import GanConfig, config_of
 from training.optim.config import OptimizerConfig
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater
@@ -355,11 +355,11 @@ def test_another_task_is_refused(tmp_path):
 def test_another_architecture_is_refused(tmp_path):
     path = saved(tmp_path, registry())
     with pytest.raises(UserError, match=r"architecture 'stylegan2', this run's of 'r3gan'"):
-        find_donor(R3GanConfig(init_from=str(path)), RunFolder(tmp_path / "run"))
+        find_donor(config_of("r3gan")(init_from=str(path)), RunFolder(tmp_path / "run"))
     newer = saved(tmp_path / "r3", registry(), config={"task": "gan", "architecture": "r3gan"})
     with pytest.raises(UserError, match=r"architecture 'r3gan', this run's of 'stylegan2'"):
         find_donor(GanConfig(init_from=str(newer)), RunFolder(tmp_path / "run"))
-    assert find_donor(R3GanConfig(init_from=str(newer)), RunFolder(tmp_path / "run")) is not None
+    assert find_donor(config_of("r3gan")(init_from=str(newer)), RunFolder(tmp_path / "run")) is not None
 
 
 def test_damage_and_absence_are_refused(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from training.gan.diagnostics import Watch, WatchConfig
+from training.gan.objectives import OBJECTIVES
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
@@ -95,7 +96,7 @@ def test_gamma_too_large():
     """As a real run with gamma 1000: margin 0.01, loss at 2 ln 2 and above."""
     change = {"logits__real": -0.09, "logits__fake": -0.1, "logits__real_sign": -0.9, "loss__discriminator": 1.45}
     only(run(Watch(WatchConfig()), 0, 2000, lambda _: change, improving), "tells nothing apart", "1.39 is guessing")
-    relativistic = Watch(WatchConfig(), relativistic=True)
+    relativistic = Watch(WatchConfig(), OBJECTIVES["relativistic"])
     only(run(relativistic, 0, 2000, lambda _: change), "tells nothing apart", "0.693 is guessing")
 
 
@@ -151,7 +152,7 @@ def test_overfitting_by_the_sign_where_nothing_is_held_out():
         return {"logits__real": 2.0, "logits__fake": -2.0, "logits__real_sign": 1.1}
 
     only(run(Watch(WatchConfig()), 0, 2000, change), "overfits", "of the training images real")
-    assert run(Watch(WatchConfig(), relativistic=True), 0, 2000, change) == []
+    assert run(Watch(WatchConfig(), OBJECTIVES["relativistic"]), 0, 2000, change) == []
     # a held-out logit overrules the sign
     assert run(Watch(WatchConfig()), 0, 2000, change, lambda _: evaluation(logits__held_out=1.9)) == []
 

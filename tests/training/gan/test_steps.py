@@ -1,5 +1,6 @@
 """Both halves of a GAN's step: what each touches, what the settings do, and what stays bounded."""
 
+import copy
 import gc
 import itertools
 from typing import Any
@@ -15,7 +16,7 @@ from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
 from training.base.data import make_loader
 from training.engine.tasks import build_run_config
 from training.gan import generator_step as gan_generator
-from training.gan import objectives
+from training.gan import penalties
 from training.gan.config import GanConfig, GanLossConfig
 from training.gan.generator_step import PathLength
 from training.gan.task import GanTask
@@ -75,7 +76,7 @@ def test_each_step_leaves_the_other_networks_gradients_alone(folder, objective, 
     kept: dict[str, Any] = {}
     before = {"discriminator": gradients(task.discriminator), "weights": state(task.discriminator)}
     assert any(g is not None and float(g.abs().sum()) > 0 for g in before["discriminator"].values())
-    update = task.generator_phase.run
+    update = task.generator_step.run
 
     def watched(work, reals, metrics):
         fakes = update(work, reals, metrics)
@@ -83,7 +84,7 @@ def test_each_step_leaves_the_other_networks_gradients_alone(folder, objective, 
         kept["generator"] = {"gradients": gradients(task.generator), "weights": state(task.generator)}
         return fakes
 
-    task.generator_phase.run = watched
+    task.generator_step.run = watched
     run.step()
     assert same(kept["after"]["discriminator"], before["discriminator"])  # by the generator's step
     assert same(kept["after"]["weights"], before["weights"])
@@ -99,7 +100,7 @@ def state(network):
 
 def test_the_classifier_that_gives_a_loss_stays_as_it_is(folder):
     run = Run(folder, GAN, loss=LOSSES)
-    teacher = run.task.generator_phase.teacher
+    teacher = run.task.generator_step.teacher
     assert teacher is not None
     before = state(teacher)
     for _ in range(2):
@@ -131,13 +132,13 @@ def test_the_path_length_mean_follows_the_batch_and_ignores_nonsense():
 def test_path_length_regularisation_is_the_formulas(folder, monkeypatch):
     """weight * interval * mean((length - mean)^2) over half a batch, with the mean moved first."""
     lengths: list[torch.Tensor] = []
-    original = objectives.path_lengths
+    original = penalties.path_lengths
 
     def spy(*args, **kwargs):
         lengths.append(original(*args, **kwargs))
         return lengths[-1]
 
-    monkeypatch.setattr(gan_generator.objectives, "path_lengths", spy)
+    monkeypatch.setattr(gan_generator.penalties, "path_lengths", spy)
     run = Run(folder, GAN, loss={"path_length_weight": 2.0, "path_length_interval": 3, "gradients_every": 1})
     figures = run.step()
     assert [len(found) for found in lengths] == [4]  # half of 8
@@ -216,9 +217,38 @@ def test_steps_leave_no_tensors_behind(folder, tree):
     for _ in range(24):
         run.step()
     assert live() <= before + 2
-    buffers = [b for part in (run.task.generator, run.task.generator_phase.path_length) for b in part.buffers()]
+    buffers = [b for part in (run.task.generator, run.task.generator_step.path_length) for b in part.buffers()]
     assert not any(b.requires_grad or b.grad_fn is not None for b in buffers)
-    assert run.task.parts.ada.p.grad_fn is None
+    assert run.task.context.ada.p.grad_fn is None
+
+
+def test_the_gradient_penalty_is_of_images_between_both(folder, monkeypatch):
+    tree = GAN | {"discriminator": GAN["discriminator"] | {"minibatch_std_group": 1}}
+    run = Run(folder, tree, loss=WASSERSTEIN | {"r1_gamma": 0.0, "r1_interval": 2, "mismatch_weight": 0.0})
+    batches, between = [], penalties.between
+
+    def spy(real, fake, share):
+        mixed = between(real, fake, share)
+        batches.append((real, fake, share, mixed))
+        return mixed
+
+    monkeypatch.setattr(penalties, "between", spy)
+    before = copy.deepcopy(run.task.discriminator)
+    labels = run.task.context.reals(next(iter(Run(folder, tree).loader)), run.task._begin(0))[0].labels
+    found = run.step()
+    ((real, fake, share, mixed),) = batches
+    assert 0 <= float(share.min()) < float(share.max()) < 1
+    torch.testing.assert_close(mixed, share[:, None, None, None] * real + (1 - share)[:, None, None, None] * fake)
+    excess = []
+    for image, label in zip(mixed, labels, strict=True):
+        one = image[None].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(before(one, label[None]).sum(), one)
+        excess.append((float(slope.norm()) - 1) ** 2)
+    assert found["loss/gradient_penalty"] == pytest.approx(10 * sum(excess) / len(excess), rel=1e-4)
+    assert found["loss/discriminator"] == pytest.approx(found["logits/fake"] - found["logits/real"], rel=1e-4)
+    assert found["loss/generator"] == pytest.approx(-found["logits/fake"], rel=1e-4)
+    assert "loss/r1" not in found
+    assert "loss/gradient_penalty" not in run.step()  # every second step
 
 
 def test_growth_changes_images_batches_and_optimizers(folder):
@@ -235,7 +265,7 @@ def test_growth_changes_images_batches_and_optimizers(folder):
     optimizers = []
     for _ in range(7):
         run.step()
-        optimizers.append(run.task.generator_phase.updater.optimizer)
+        optimizers.append(run.task.generator_step.updater.optimizer)
     shapes = [shape for shape, _ in sizes]
     assert shapes[0] == (16, 1, 8, 8)
     assert shapes[-1] == (8, 1, 16, 16)
@@ -250,7 +280,7 @@ def test_growth_changes_images_batches_and_optimizers(folder):
     optimizers = []
     for _ in range(4):
         kept.step()
-        optimizers.append(kept.task.generator_phase.updater.optimizer)
+        optimizers.append(kept.task.generator_step.updater.optimizer)
     assert all(one is optimizers[0] for one in optimizers)
 
 
@@ -277,13 +307,13 @@ def test_adaptive_strength_moves_and_is_saved(folder):
     saved = run.task.registry()["ada"].state_dict()
     again = Run(folder, GAN, ada=ADA)
     again.task.registry()["ada"].load_state_dict(saved)
-    assert float(again.task.parts.ada.p) == pytest.approx(strengths[-1])
+    assert float(again.task.context.ada.p) == pytest.approx(strengths[-1])
 
 
 def test_what_does_not_go_together_is_refused():
     for tree, message in (
         (R3GAN | {"loss": {"path_length_weight": 2.0}}, "r3gan has no styles"),
-        (R3GAN | {"progressive": {"start": 8}}, "r3gan has no styles"),
+        (R3GAN | {"progressive": {"start": 8}}, "r3gan cannot grow"),
         (GAN | {"loss": {"objective": "relativistic", "mismatch_weight": 0.5}}, "mismatch_weight"),
         (GAN | {"loss": {"feature_matching_group": 1}}, "feature_matching_group"),
         (GAN | {"loss": {"path_length_interval": 0}}, "path_length_interval"),
@@ -298,12 +328,25 @@ def test_half_a_batch_must_be_whole(folder):
         Run(folder, GAN, **odd)
 
 
-@pytest.mark.parametrize("more", [{}, {"micro_batch": 4}, {"precision": "bf16"}, {"precision": "fp16"}])
-def test_judging_the_samples_once_gives_the_same_bits(folder, more):
+WASSERSTEIN = {"objective": "wasserstein", "gradient_penalty_weight": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("more", "loss"),
+    [
+        ({}, {}),
+        ({"micro_batch": 4}, {}),
+        ({"precision": "bf16"}, {}),
+        ({"precision": "fp16"}, {}),
+        ({"micro_batch": 4}, {"objective": "hinge"}),
+        ({"micro_batch": 4}, WASSERSTEIN),
+    ],
+)
+def test_judging_the_samples_once_gives_the_same_bits(folder, more, loss):
     results = []
     for sharing in (True, False):
-        run = Run(folder, GAN, loss={"r1_interval": 2}, **more)
-        run.task.generator_phase.sharing = sharing
+        run = Run(folder, GAN, loss={"r1_interval": 2} | loss, **more)
+        run.task.generator_step.sharing = sharing
         figures = [run.step() for _ in range(3)]
         results.append((figures, state(run.task.generator), state(run.task.discriminator)))
     shared, apart = results
@@ -318,7 +361,7 @@ def test_judging_the_samples_once_gives_the_same_bits(folder, more):
 def test_samples_are_judged_once_only_where_that_is_the_same(folder):
     def shares(tree, step=0, **more):
         phases = Run(folder, tree, **more).task
-        return phases.generator_phase.shares(phases._begin(step))
+        return phases.generator_step.one_pass(phases._begin(step))
 
     assert shares(GAN)
     assert not shares(GAN, ada=ADA)

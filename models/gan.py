@@ -1,0 +1,128 @@
+"""What a GAN's networks can do: all that training, sampling and export ask of them, whichever they are.
+
+A new architecture is one file with a generator and a discriminator of these classes, and their configurations, and one
+line in models/registry.py. A network is built as `cls(config, resolution=, channels=, classes=)`; `classes` 0 means
+unconditional. A discriminator that can grow also takes `progressive=`.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from utils.errors import UserError
+
+NoiseMode = Literal["random", "const", "none"]
+Alpha = float | Tensor  # weight of a stage's new layers, 0 to 1: a number, or a 0-d tensor on the device
+
+
+class ImageGenerator(nn.Module):
+    """`forward(z [N, z_dim], labels, noise=, truncation_psi=, truncation_cutoff=)` -> images [N, channels, resolution,
+    resolution] in about [-1, 1].
+
+    `labels`: int64 [N] or, for mixtures, weights of the classes [N, classes]; None without classes. `noise`: a map [N,
+    1, H, W] for each of `noise_shapes()`, "const" for stored ones, "none". Truncation is for those that have styles.
+    """
+
+    has_styles: ClassVar[bool] = False  # there is a w between z and the image: see StyledGenerator
+    can_grow: ClassVar[bool] = False  # forward (with styles: synthesis, num_ws_at), noise_shapes and the
+    # discriminator's hidden take a stage of progressive growing: `resolution`, `alpha`
+
+    z_dim: int
+    classes: int
+    channels: int
+    resolution: int
+
+    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
+        """(1, H, W) of each noise map, in the order they are taken; an empty list for a generator without noise."""
+        return []
+
+
+class StyledGenerator(ImageGenerator):
+    """A generator in two halves: `mapping(z, labels)` -> w [N, w_dim], `synthesis(ws [N, num_ws, w_dim], noise)` ->
+    images. `w_avg` [w_dim] is the moving mean of w, a buffer without a graph.
+    """
+
+    has_styles = True
+
+    num_ws: int
+    w_avg: Tensor
+    w_avg_beta: float  # decay of w_avg
+    mapping: nn.Module
+    synthesis: Callable[..., Tensor]
+
+    def num_ws_at(self, resolution: int | None = None) -> int:
+        """Styles that a stage takes."""
+        return self.num_ws
+
+    @torch.no_grad()
+    def update_w_avg(self, w_mean: Tensor) -> None:
+        """Move `w_avg` towards the mean w [w_dim] of a (global) batch: w_avg = beta w_avg + (1 - beta) w_mean."""
+        self.w_avg.lerp_(w_mean.to(self.w_avg.dtype), 1 - self.w_avg_beta)
+
+    def truncate(self, ws: Tensor, psi: float, cutoff: int | None = None) -> Tensor:
+        """w_avg + psi (w - w_avg) for the first `cutoff` layers (all when None); ws [N, layers, w_dim]."""
+        if cutoff is not None and cutoff < 0:
+            raise ValueError(f"truncation cutoff {cutoff} is a number of layers: 0 or more")
+        if psi == 1:
+            return ws
+        cutoff = ws.shape[1] if cutoff is None else cutoff
+        return torch.cat([self.w_avg.lerp(ws[:, :cutoff], psi), ws[:, cutoff:]], dim=1)
+
+
+class ImageDiscriminator(nn.Module):
+    """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
+
+    In three steps, so that one pass over the images serves several labels: `hidden`, `output`, `project`. The last two
+    run without autocast. `group` of the configuration: consecutive samples that a forward pass must hold whole.
+    """
+
+    hidden: Callable[..., Tensor]  # of images -> the last hidden activations [N, H], in the parameters' precision
+    output: nn.Module  # of the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
+    config: Any
+    classes: int
+    channels: int
+    resolution: int
+
+    def features(self, images: Tensor, **stage: Any) -> Tensor:
+        """What the logits are made from, [N, F]: the label is not looked at yet."""
+        hidden = self.hidden(images, **stage)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.output(hidden)
+
+    def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
+        """Logits [N] from features [N, F]: their product with the label's embedding (1802.05637); the features
+        themselves without classes.
+        """
+        raise NotImplementedError
+
+    def forward(self, images: Tensor, labels: Tensor | None = None, **stage: Any) -> Tensor:
+        return self.project(self.features(images, **stage), labels)
+
+    def after_update(self) -> None:
+        """Called once after each update of the parameters, on every rank, with the same parameters."""
+
+
+def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
+    """[N, classes] of labels int64 [N]; weights of the classes [N, classes] as they are. ValueError without labels."""
+    if labels is None:
+        raise ValueError("a conditional network needs labels")
+    return (labels if labels.is_floating_point() else F.one_hot(labels, classes)).to(dtype)
+
+
+def check_resolution(resolution: int) -> None:
+    """Raise UserError unless `resolution` is a power of two from 8."""
+    if resolution < 8 or resolution & (resolution - 1):
+        raise UserError(
+            f"resolution {resolution} is not a power of two from 8 up; pack the data with --size 8, 16, 32, ..."
+        )
+
+
+def sizes_up_to(resolution: int) -> list[int]:
+    """4, 8, ..., resolution: the sides at which networks work. Raises UserError as `check_resolution` does."""
+    check_resolution(resolution)
+    return [2**k for k in range(2, resolution.bit_length())]
+
+

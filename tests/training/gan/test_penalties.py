@@ -1,0 +1,194 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
+from training.gan import penalties
+from utils.seeding import forked, generator
+
+
+def draw(*shape):
+    return torch.randn(shape, generator=generator(0, "test"), dtype=torch.float64)
+
+
+def test_r1_of_a_linear_and_a_quadratic_critic():
+    weights, images = draw(2, 3, 3), draw(4, 2, 3, 3).requires_grad_()
+    linear = penalties.squared_gradient_norm((images * weights).sum(dim=(1, 2, 3)), images)
+    torch.testing.assert_close(linear, weights.square().sum().expand(4), rtol=1e-12, atol=1e-12)
+    quadratic = penalties.squared_gradient_norm(images.square().sum(dim=(1, 2, 3)) / 2, images)
+    torch.testing.assert_close(quadratic, images.detach().square().sum(dim=(1, 2, 3)), rtol=1e-12, atol=1e-12)
+
+
+def test_r1s_double_backward():
+    # D(x) = sum(a x^2): R1 = 4 a^2 sum(x^2), its derivative by a is 8 a sum(x^2)
+    factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    images = draw(3, 1, 2, 2).requires_grad_()
+    penalty = penalties.squared_gradient_norm((factor * images.square()).sum(dim=(1, 2, 3)), images)
+    penalty.sum().backward()
+    torch.testing.assert_close(factor.grad, (8 * factor * images.square().sum()).detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [2.0**10, torch.tensor(2.0**16, dtype=torch.float64)])
+def test_the_scale_leaves_value_and_gradient_alone(scale):
+    def penalty_and_gradient(scale):
+        factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+        images = draw(3, 1, 2, 2).requires_grad_()
+        penalty = penalties.squared_gradient_norm((factor * images.pow(3)).sum(dim=(1, 2, 3)), images, scale)
+        penalty.sum().backward()
+        return penalty.detach(), factor.grad
+
+    for found, expected in zip(penalty_and_gradient(scale), penalty_and_gradient(1.0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_scale_keeps_tiny_gradients_of_fp16():
+    images = torch.full((2, 1, 1, 1), 0.5, dtype=torch.float16, requires_grad=True)
+
+    def logits():
+        return (images.square() * 1e-4).float().mul(1e-4).sum(dim=(1, 2, 3))  # its gradient underflows in fp16
+
+    assert penalties.squared_gradient_norm(logits(), images).eq(0).all()
+    scaled = penalties.squared_gradient_norm(logits(), images, 2.0**14)
+    torch.testing.assert_close(scaled, torch.full((2,), 1e-16), rtol=0.02, atol=0)
+
+
+def test_r1_has_one_value_a_sample_through_a_network():
+    config = DiscriminatorConfig(channel_base=64, channel_max=3, minibatch_std_group=1)
+    with forked(0, "init", "r1"):
+        network = Discriminator(config, resolution=8, channels=1, classes=0).double()
+    images = draw(4, 1, 8, 8).requires_grad_()
+    whole = penalties.squared_gradient_norm(network(images), images)
+    assert whole.shape == (4,)
+    for index in range(4):
+        one = images[index : index + 1].detach().requires_grad_()
+        norm = penalties.squared_gradient_norm(network(one), one)[0]
+        torch.testing.assert_close(norm, whole[index], rtol=1e-9, atol=0)
+
+
+def test_the_gradient_penalty_is_the_slopes_distance_from_one():
+    weights, images = draw(2, 3, 3), draw(4, 2, 3, 3).requires_grad_()
+    factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    for scale in (1.0, 2.0**10):
+        found = penalties.gradient_penalty((factor * images * weights).sum(dim=(1, 2, 3)), images, scale)
+        length = float(weights.square().sum().sqrt())
+        torch.testing.assert_close(found.detach(), found.new_full((4,), (0.7 * length - 1) ** 2), rtol=1e-12, atol=0)
+        (gradient,) = torch.autograd.grad(found.sum(), factor)
+        torch.testing.assert_close(float(gradient), 4 * 2 * (0.7 * length - 1) * length, rtol=1e-12, atol=0)
+    flat = penalties.gradient_penalty((factor * 0 * images).sum(dim=(1, 2, 3)), images)
+    assert flat.tolist() == pytest.approx([1.0] * 4)
+    (gradient,) = torch.autograd.grad(flat.sum(), factor)
+    assert bool(gradient.isfinite())  # the root's own slope at 0 is not
+
+
+def test_images_between_lie_on_the_way_from_sample_to_image():
+    real, fake = draw(3, 1, 2, 2), draw(3, 1, 2, 2).flip(0)
+    found = penalties.between(real, fake, torch.tensor([0.0, 0.25, 1.0]))
+    torch.testing.assert_close(found, torch.stack([fake[0], 0.25 * real[1] + 0.75 * fake[1], real[2]]))
+
+
+def test_feature_matching_is_an_unbiased_estimate_of_the_means_distance():
+    fake, real = draw(6, 5) + 0.3, draw(6, 5).flip(0)
+    (alone,) = penalties.feature_matching(fake, real, 6)
+    d = fake - real
+    pairs = [float(d[i] @ d[j]) for i in range(6) for j in range(6) if i != j]
+    torch.testing.assert_close(float(alone), sum(pairs) / len(pairs), rtol=1e-12, atol=1e-12)
+    # its mean over many draws is the distance of the true means (0.5 in each of 3 dimensions)
+    many = torch.randn(40_000, 3, generator=generator(1, "test"), dtype=torch.float64)
+    real = torch.randn(40_000, 3, generator=generator(2, "test"), dtype=torch.float64)
+    estimates = penalties.feature_matching(many + 0.5, real, 4)
+    assert abs(float(estimates.mean()) - 0.75) < 5 * float(estimates.std()) / math.sqrt(len(estimates))
+
+
+def test_feature_matching_is_of_whole_groups():
+    fake, real = draw(8, 3), draw(8, 3) * 0.5
+    parts = [penalties.feature_matching(fake[i : i + 2], real[i : i + 2], 2) for i in range(0, 8, 2)]
+    torch.testing.assert_close(penalties.feature_matching(fake, real, 2), torch.cat(parts))
+    for group in (1, 3):
+        with pytest.raises(ValueError, match=f"whole groups of {group}"):
+            penalties.feature_matching(fake, real, group)
+
+
+def jacobian_lengths(function, ws, noise):
+    """|J^T y| from the full Jacobian, sample by sample and layer by layer."""
+    lengths = []
+    for sample in range(len(ws)):
+        one = ws[sample : sample + 1].detach()
+        jacobian = torch.autograd.functional.jacobian(lambda w: function(w)[0], one)  # [C, H, W, 1, L, w_dim]
+        size = jacobian.shape[1] * jacobian.shape[2]
+        total = 0.0
+        for layer in range(ws.shape[1]):
+            for k in range(ws.shape[2]):
+                total += float((jacobian[:, :, :, 0, layer, k] * noise[sample]).sum()) ** 2 / size
+        lengths.append(math.sqrt(total / ws.shape[1]))
+    return torch.tensor(lengths, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+def test_path_lengths_are_those_of_the_jacobian(channels, scale):
+    weights = draw(channels * 4 * 2, 6)
+
+    def function(ws):
+        return torch.tanh(ws.flatten(1) @ weights.t()).reshape(len(ws), channels, 4, 2)
+
+    ws, noise = draw(3, 2, 3).requires_grad_(), draw(3, channels, 4, 2)
+    lengths = penalties.path_lengths(function(ws), ws, noise, scale)
+    torch.testing.assert_close(lengths.detach(), jacobian_lengths(function, ws, noise), rtol=1e-10, atol=1e-10)
+    plain = penalties.path_lengths(function(ws), ws, noise, scale, create_graph=False)
+    assert not plain.requires_grad
+    torch.testing.assert_close(plain, lengths.detach())
+
+
+@pytest.mark.parametrize(("channels", "classes"), [(1, 0), (3, 0), (1, 2), (3, 2)])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_both_penalties_pass_gradcheck_by_the_parameters(channels, classes, samples):
+    torch.manual_seed(0)
+    labels = torch.arange(samples) % 2 if classes else None
+    sizes: dict[str, Any] = {"channel_base": 32, "channel_max": 2}
+    with forked(0, "init", "penalties"):
+        critic = Discriminator(
+            DiscriminatorConfig(minibatch_std_group=samples, **sizes), resolution=8, channels=channels, classes=classes
+        ).double()
+        model = Generator(
+            GeneratorConfig(z_dim=3, w_dim=3, mapping_layers=1, **sizes),
+            resolution=8,
+            channels=channels,
+            classes=classes,
+        ).double()
+    images = draw(samples, channels, 8, 8).requires_grad_()
+    z, noise = draw(samples, 3), draw(samples, channels, 8, 8)
+
+    def r1(network):
+        return penalties.squared_gradient_norm(network(images, labels), images).sum()
+
+    def path(network):
+        ws = network.mapping(z, labels)[:, None].expand(-1, network.num_ws, -1)
+        lengths = penalties.path_lengths(network.synthesis(ws, "const"), ws, noise)
+        return (lengths - 0.3).square().sum()
+
+    for network, penalty in ((critic, r1), (model, path)):
+        check_gradient(network, penalty)
+
+
+def check_gradient(network, penalty):
+    """Autograd's derivative of `penalty(network)` along random directions of all parameters against differences."""
+    parameters = list(network.parameters())
+    gradients = torch.autograd.grad(penalty(network), parameters, allow_unused=True)
+    assert sum(g is not None and float(g.abs().sum()) > 0 for g in gradients) > len(parameters) / 2
+    numbers = generator(3, "directions")
+    for _ in range(3):
+        directions = [torch.randn(p.shape, generator=numbers, dtype=p.dtype) for p in parameters]
+        expected = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True) if g is not None)
+        eps, values = 1e-6, []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for parameter, direction in zip(parameters, directions, strict=True):
+                    parameter += sign * eps * direction
+            values.append(float(penalty(network).detach()))
+            with torch.no_grad():
+                for parameter, direction in zip(parameters, directions, strict=True):
+                    parameter -= sign * eps * direction
+        difference = (values[0] - values[1]) / (2 * eps)
+        assert abs(difference - expected) < 1e-4 * max(1.0, abs(expected))

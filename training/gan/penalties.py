@@ -1,0 +1,70 @@
+"""Penalties and distances that are added to the losses of a GAN: functions of logits, features and gradients that know
+nothing of networks.
+"""
+
+import torch
+from torch import Tensor
+
+
+def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """R1's ||grad_x D(x)||^2 for each sample [N] (Mescheder et al. 1801.04406), with a graph for the double backward;
+    R2 is the same of generated images.
+
+    logits [N], images [N, C, H, W] that require gradients; no sample's logit may depend on another's image but
+    through the minibatch statistics, whose cross terms are part of the gradient as in the reference. Under fp16 the
+    inner gradient is taken of `scale` times the logits and unscaled before it is squared.
+    """
+    (gradient,) = torch.autograd.grad(outputs=(logits * scale).sum(), inputs=images, create_graph=True)
+    gradient = gradient.to(logits.dtype) / scale
+    return gradient.square().sum(dim=(1, 2, 3))
+
+
+def gradient_penalty(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    """(||grad_x D(x)|| - 1)^2 for each image [N], with a graph (WGAN-GP, Gulrajani et al. 1704.00028, eq. 3).
+
+    `images` lie anywhere between a real image and a sample (`between`). Arguments as of `squared_gradient_norm`.
+    """
+    square = squared_gradient_norm(logits, images, scale)
+    return ((square + torch.finfo(square.dtype).tiny).sqrt() - 1).square()  # the root's slope at 0 is infinite
+
+
+def between(real: Tensor, fake: Tensor, share: Tensor) -> Tensor:
+    """share * real + (1 - share) * fake for images [N, C, H, W] and shares [N] in [0, 1]."""
+    return torch.lerp(fake, real, share[:, None, None, None].to(real.dtype))
+
+
+def path_lengths(
+    images: Tensor,  # [N, C, H, W], made from `ws`
+    ws: Tensor,  # [N, L, w_dim], part of the graph of `images`
+    noise: Tensor,  # [N, C, H, W] of N(0, 1)
+    scale: Tensor | float = 1.0,
+    *,
+    create_graph: bool = True,
+) -> Tensor:
+    """|J_w^T y| for each sample [N] with y = noise / sqrt(H W) (StyleGAN2, 1912.04958, eq. 4).
+
+    The norm is the root of the mean over the L layers of the sum over w's dimensions. `scale` as in
+    `squared_gradient_norm`. Without `create_graph` the lengths have no graph and the one of `images` is used up.
+    """
+    y = noise.to(ws.dtype) / (images.shape[2] * images.shape[3]) ** 0.5
+    outputs = (images.to(ws.dtype) * y).sum() * scale
+    (gradient,) = torch.autograd.grad(outputs=outputs, inputs=ws, create_graph=create_graph)
+    return (gradient / scale).square().sum(dim=2).mean(dim=1).sqrt()
+
+
+def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
+    """||E f(G(z)) - E f(x)||^2 estimated without bias in groups of `group` consecutive samples [N / group].
+
+    fake, real: features [N, F]. Salimans et al. (1606.03498, section 3.1) take the means over the minibatch, which
+    also punishes the features' spread by 1/N of their variance and depends on how a batch is split. Here a group's
+    estimate is (|sum d|^2 - sum |d|^2) / (group (group - 1)) with d = f(G(z)) - f(x): the same expectation for every
+    group of 2 or more, so that ranks and micro-batches of whole groups add up to one process's result.
+    Raises ValueError unless N is a multiple of `group` and `group` is at least 2.
+    """
+    n, width = fake.shape
+    if group < 2 or n % group:
+        raise ValueError(f"feature matching: {n} samples do not hold whole groups of {group} (2 or more)")
+    difference = (fake - real).reshape(n // group, group, width)
+    together = difference.sum(dim=1).square().sum(dim=1)
+    alone = difference.square().sum(dim=(1, 2))
+    return (together - alone) / (group * (group - 1))
