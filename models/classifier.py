@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,23 +15,25 @@ from torch.utils.checkpoint import checkpoint
 from models.backbones.base import in_turn
 from models.backbones.registry import backbone_of
 from utils.errors import UserError
+from utils.ranges import Checked, PositiveInt, at_least
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Checked, section="model"):
     """Which network."""
 
     name: str = "resnet18"  # one of models/backbones/registry.py
     stem: Stem = "imagenet"  # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
-    classes: int | None = None  # outputs of the head; None: as many as the data has
+    classes: PositiveInt | None = None  # outputs of the head; None: as many as the data has
     head: Literal["linear", "hidden"] = "linear"  # hidden: linear, ReLU, linear
-    head_width: int = 128  # of the hidden head's layer
+    head_width: PositiveInt = 128  # of the hidden head's layer
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: imagenet with weights, else [-1, 1] as it is
-    input_size: int | None = None  # px that images are scaled to inside the network; None: as they come
+    # px that images are scaled to inside the network; None: as they come
+    input_size: Annotated[int, at_least(8)] | None = None
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input
     # training over all of a process's devices (models/model_parallel.py); auto: memory shared evenly; or where each
@@ -39,13 +41,8 @@ class ModelConfig:
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         backbone_of(self.name)
-        if self.head_width < 1:
-            raise UserError(f"model.head_width {self.head_width}: must be 1 or more")
-        if self.input_size is not None and self.input_size < 8:
-            raise UserError(
-                f"model.input_size {self.input_size}: must be 8 px or more, or null for images as they are"
-            )
 
     @property
     def imagenet_normalised(self) -> bool:

@@ -18,27 +18,24 @@ from torch.utils.checkpoint import checkpoint
 from models.gan import ImageDiscriminator, ImageGenerator, one_hot, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
 from utils.errors import UserError
+from utils.ranges import Checked, PositiveInt
 
 FULL_WIDTH_UP_TO = 32  # px
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
 
 
 @dataclass(kw_only=True)
-class R3Config:
+class R3Config(Checked):
     """What both networks are told. Raises UserError for sizes that do not fit together."""
 
-    section: ClassVar[str]  # the name of this configuration in the YAML file
-
-    width: int = 768  # channels up to 32 px
-    cardinality: int = 96  # groups of the 3x3 convolutions up to 32 px
-    blocks: int = 2  # residual blocks a resolution
-    expansion: int = 2  # channels inside a block / outside
+    width: PositiveInt = 768  # channels up to 32 px
+    cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to 32 px
+    blocks: PositiveInt = 2  # residual blocks a resolution
+    expansion: PositiveInt = 2  # channels inside a block / outside
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
 
     def __post_init__(self) -> None:
-        for name in ("width", "cardinality", "blocks", "expansion"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{self.section}.{name} {getattr(self, name)} must be 1 or more")
+        super().__post_init__()
         inside = self.width * self.expansion
         if inside % self.cardinality:
             raise UserError(
@@ -68,33 +65,20 @@ class R3Config:
 
 
 @dataclass(kw_only=True)
-class R3GeneratorConfig(R3Config):
+class R3GeneratorConfig(R3Config, section="generator"):
     """Size of R3GAN's generator. Raises UserError for sizes that do not fit together."""
 
-    section: ClassVar[str] = "generator"
-
-    z_dim: int = 64  # latent dimensions
-    embed_dim: int = 64  # conditional: dimensions of the label's embedding, which is appended to z
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.z_dim, self.embed_dim) < 1:
-            raise UserError("generator: z_dim and embed_dim must be 1 or more")
+    z_dim: PositiveInt = 64  # latent dimensions
+    embed_dim: PositiveInt = 64  # conditional: dimensions of the label's embedding, which is appended to z
 
 
 @dataclass(kw_only=True)
-class R3DiscriminatorConfig(R3Config):
+class R3DiscriminatorConfig(R3Config, section="discriminator"):
     """Size of R3GAN's discriminator. Raises UserError for sizes that do not fit together."""
 
-    section: ClassVar[str] = "discriminator"
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
-    embed_dim: int | None = None  # conditional: dimensions of the label's embedding; None: width
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.embed_dim is not None and self.embed_dim < 1:
-            raise UserError(f"discriminator.embed_dim {self.embed_dim} must be 1 or more, or null for the width")
+    embed_dim: PositiveInt | None = None  # conditional: dimensions of the label's embedding; None: width
 
 
 _ADAM = {"lr": 2e-4, "betas": [0.0, 0.9], "beta2_final": 0.99, "schedule": "cosine", "final_lr": 0.25}

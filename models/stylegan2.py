@@ -27,57 +27,39 @@ from models.stylegan2_layers import (
     minibatch_std,
     run,
 )
-from utils.errors import UserError
-
-
-def _check_fp16(section: str, fp16_resolutions: int, conv_clamp: float | None) -> None:
-    if fp16_resolutions < 0 or (conv_clamp is not None and conv_clamp <= 0):
-        raise UserError(f"{section}: fp16_resolutions must be 0 or more, conv_clamp positive or null for no clamp")
+from utils.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(kw_only=True)
-class GeneratorConfig:
+class GeneratorConfig(Checked, section="generator"):
     """Size of the generator, and how it saves memory and time."""
 
-    z_dim: int = 512  # latent dimensions
-    w_dim: int = 512  # intermediate latent dimensions
-    mapping_layers: int = 8  # 2 for small sets
-    mapping_lr_multiplier: float = 0.01
-    channel_base: int = 16384  # channels at a resolution: min(channel_base / resolution, channel_max)
-    channel_max: int = 512
-    w_avg_beta: float = 0.995  # decay of the moving mean of w
-    fp16_resolutions: int = 4  # precision fp16: the largest resolutions that run in it, 8 px and up; the others in fp32
-    conv_clamp: float | None = 256.0  # precision fp16: convolutions' outputs stay within +- this; null: no clamp
+    z_dim: PositiveInt = 512  # latent dimensions
+    w_dim: PositiveInt = 512  # intermediate latent dimensions
+    mapping_layers: PositiveInt = 8  # 2 for small sets
+    mapping_lr_multiplier: PositiveFloat = 0.01
+    channel_base: PositiveInt = 16384  # channels at a resolution: min(channel_base / resolution, channel_max)
+    channel_max: PositiveInt = 512
+    w_avg_beta: Decay = 0.995  # decay of the moving mean of w
+    # precision fp16: the largest resolutions that run in it, 8 px and up; the others in fp32
+    fp16_resolutions: NonNegativeInt = 4
+    # precision fp16: convolutions' outputs stay within +- this; null: no clamp
+    conv_clamp: PositiveFloat | None = 256.0
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
-
-    def __post_init__(self) -> None:
-        if min(self.z_dim, self.w_dim, self.channel_base, self.channel_max) < 1 or self.mapping_layers < 1:
-            raise UserError("generator: z_dim, w_dim, channel_base, channel_max and mapping_layers must be 1 or more")
-        if not 0 <= self.w_avg_beta < 1:
-            raise UserError(f"generator.w_avg_beta {self.w_avg_beta} must lie in [0, 1)")
-        _check_fp16("generator", self.fp16_resolutions, self.conv_clamp)
 
 
 @dataclass(kw_only=True)
-class DiscriminatorConfig:
+class DiscriminatorConfig(Checked, section="discriminator"):
     """Size and form of the discriminator, and how it saves memory and time."""
 
     architecture: Literal["residual", "plain"] = "residual"
-    channel_base: int = 16384
-    channel_max: int = 512
-    minibatch_std_group: int = 4  # consecutive samples of the global batch; 1 switches the layer off
-    mapping_layers: int = 0  # layers that map the label's embedding before the projection
-    fp16_resolutions: int = 4  # as the generator's
-    conv_clamp: float | None = 256.0  # as the generator's, times sqrt(0.5) on residual branches
+    channel_base: PositiveInt = 16384
+    channel_max: PositiveInt = 512
+    minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
+    mapping_layers: NonNegativeInt = 0  # layers that map the label's embedding before the projection
+    fp16_resolutions: NonNegativeInt = 4  # as the generator's
+    conv_clamp: PositiveFloat | None = 256.0  # as the generator's, times sqrt(0.5) on residual branches
     activation_checkpointing: bool = False  # as the generator's
-
-    def __post_init__(self) -> None:
-        if min(self.channel_base, self.channel_max, self.minibatch_std_group) < 1 or self.mapping_layers < 0:
-            raise UserError(
-                "discriminator: channel_base, channel_max, minibatch_std_group must be 1 or more, mapping_layers 0 "
-                "or more"
-            )
-        _check_fp16("discriminator", self.fp16_resolutions, self.conv_clamp)
 
     @property
     def group(self) -> int:

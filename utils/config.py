@@ -17,6 +17,7 @@ import yaml
 from utils.cli import normalise
 from utils.errors import UserError
 from utils.files import replace_file
+from utils.ranges import check_ranges
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -50,7 +51,7 @@ def read_yaml(path: str | Path) -> Tree:
         problem = getattr(error, "problem", None) or str(error)
         hint = " (YAML is indented with spaces, not tabs)" if "'\\t'" in str(problem) else ""
         raise UserError(f"{path}: not valid YAML: {where}{problem}{hint}") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or a number of 5,000 digits
         raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(
@@ -125,10 +126,11 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
         if tokens:
             where = "command line"
             namespace = parser.parse_args(tokens, namespace=namespace)
+        check_ranges(config_class, vars(namespace))
         return config_class(**vars(parser.instantiate(namespace)))
     except UserError:
         raise
-    except (jsonargparse.ArgumentError, ValueError, TypeError) as error:
+    except (jsonargparse.ArgumentError, ValueError, TypeError, OverflowError) as error:
         message = " ".join(str(error).replace("Parser key", "key").split())
         raise UserError(f"{where}: {message}") from error
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.augment.transforms import Augment
 from utils.errors import UserError
+from utils.ranges import Probability
 from utils.seeding import generator
 
 
@@ -21,15 +22,13 @@ class MixingAugment(Augment):
 
     mixup: float = 0.0  # alpha of mixup (1710.09412); 0: off. The share of an image is drawn from Beta(alpha, alpha)
     cutmix: float = 0.0  # alpha of CutMix (1905.04899); 0: off. With both, each image gets one of them, at random
-    mix: float = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
+    mix: Probability = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if alpha != 0 and not 0.01 <= alpha <= 100:
                 raise UserError(f"augment.{name} {alpha}: the alpha of a Beta distribution, 0.01 to 100; 0 for none")
-        if not 0 <= self.mix <= 1:
-            raise UserError(f"augment.mix {self.mix}: a probability, must be between 0 and 1")
 
     @property
     def mixes(self) -> bool:

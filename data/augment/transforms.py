@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from utils.errors import UserError
+from utils.ranges import Checked, NonNegativeInt, Probability
 from utils.seeding import Key, generator
 
 ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
@@ -17,19 +17,13 @@ ERASE_ASPECT = (0.3, 3.3)  # height / width
 
 
 @dataclass(kw_only=True)
-class Augment:
+class Augment(Checked, section="augment"):
     """Augmentation of training images. Raises UserError for values out of range."""
 
     flip: bool = False  # left-right, with probability 1/2
-    shift: int = 0  # px: padded by so many black pixels on all sides and cropped at a random place
+    shift: NonNegativeInt = 0  # px: padded by so many black pixels on all sides and cropped at a random place
     trivial: bool = False  # TrivialAugment: one of 14 operations at a random strength
-    erase: float = 0.0  # probability that a random rectangle is blackened
-
-    def __post_init__(self) -> None:
-        if self.shift < 0:
-            raise UserError(f"augment.shift {self.shift}: pixels, must be at least 0")
-        if not 0 <= self.erase <= 1:
-            raise UserError(f"augment.erase {self.erase}: a probability, must be between 0 and 1")
+    erase: Probability = 0.0  # probability that a random rectangle is blackened
 
 
 def to_float(images: torch.Tensor, channels_last: bool = True) -> torch.Tensor:

@@ -358,10 +358,10 @@ def test_every_parameter_gets_a_gradient():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"width": 0}, "width 0 must be 1 or more"),
-        ({"blocks": 0}, "blocks 0 must be 1 or more"),
-        ({"cardinality": -1}, "cardinality -1 must be 1 or more"),
-        ({"expansion": 0}, "expansion 0 must be 1 or more"),
+        ({"width": 0}, "width 0: must be above 0"),
+        ({"blocks": 0}, "blocks 0: must be above 0"),
+        ({"cardinality": -1}, "cardinality -1: must be above 0"),
+        ({"expansion": 0}, "expansion 0: must be above 0"),
         ({"width": 10, "cardinality": 3}, r"cardinality 3 does not divide the 20 channels .* a divisor of 20"),
     ],
 )
@@ -373,7 +373,7 @@ def test_sizes_that_do_not_fit(settings, message):
 
 def test_embeddings_need_dimensions():
     for name in ("z_dim", "embed_dim"):
-        with pytest.raises(UserError, match="z_dim and embed_dim"):
+        with pytest.raises(UserError, match=rf"generator\.{name} 0: must be above 0"):
             R3GeneratorConfig(**{name: 0})  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"discriminator\.embed_dim 0"):
         R3DiscriminatorConfig(embed_dim=0)

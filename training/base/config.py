@@ -1,81 +1,70 @@
 """What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from training.base.spikes import SpikesConfig
 from training.base.stopping import EarlyStoppingConfig
-from training.classifier.micro_batch import MicroBatchSetting
 from utils.errors import UserError
+from utils.ranges import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Share, at_least
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Checked, section="data"):
     """Where the images are and how they are read."""
 
     path: str = ""  # LMDB made by `python -m data.pack`, or a pattern for several as one data set: "train-*.lmdb"
     val_path: str | None = None  # LMDB of held-out images, for evaluation
-    resolution: int | None = None  # px; None: the largest that is stored
+    resolution: Annotated[int, at_least(4)] | None = None  # px; None: the largest that is stored
     crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
-    crop_area: tuple[float, float] = (0.08, 1.0)  # share of the image that a random crop shows
-    crop_aspect: tuple[float, float] = (0.75, 4 / 3)  # its width / height before it is made square
-    workers: int | Literal["auto"] = "auto"  # decoding threads; auto: measured. Raw images need none
+    crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
+    crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
+    workers: NonNegativeInt | Literal["auto"] = "auto"  # decoding threads; auto: measured. Raw images need none
     cache: Literal["off", "ram"] = "off"  # ram: keep decoded images in memory where they fit
     on_damage: Literal["stop", "skip"] = "stop"  # skip: the next whole record takes a damaged one's place
     sampling: Literal["uniform", "balanced"] = "uniform"  # balanced: every class is seen equally often
     class_rates: dict[str, float] = field(default_factory=dict)  # how often images of a class are seen; others: 1
     sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
-    prefetch: int = 2  # batches prepared ahead on accelerators
+    prefetch: NonNegativeInt = 2  # batches prepared ahead on accelerators
 
     def __post_init__(self) -> None:
-        if self.resolution is not None and self.resolution < 4:
-            raise UserError(f"data.resolution {self.resolution}: must be at least 4 px")
-        if self.workers != "auto" and self.workers < 0:
-            raise UserError(f"data.workers {self.workers}: must be 0 or more, or auto")
-        if self.prefetch < 0:
-            raise UserError(f"data.prefetch {self.prefetch}: must be 0 or more")
-        low, high = self.crop_area
-        if not 0 < low <= high <= 1:
-            raise UserError(f"data.crop_area {low}, {high}: shares of the image, 0 < lower <= upper <= 1")
-        if not 0 < self.crop_aspect[0] <= self.crop_aspect[1]:
-            raise UserError(f"data.crop_aspect {self.crop_aspect[0]}, {self.crop_aspect[1]}: 0 < lower <= upper")
+        super().__post_init__()
+        for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):
+            if low > high:
+                raise UserError(f"data.{name} {low}, {high}: the first must be at most the second")
 
 
 @dataclass(kw_only=True)
-class LogConfig:
+class LogConfig(Checked, section="log"):
     """What is written while training, and how often (in steps)."""
 
-    every: int = 50  # rows of metrics.jsonl
-    samples_every: int = 500  # image grids; 0 switches them off
+    every: PositiveInt = 50  # rows of metrics.jsonl
+    samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
     tensorboard: bool = True
     layers: list[str] = field(default_factory=list)  # whose statistics go to TensorBoard: names or patterns
-    layers_every: int = 100  # steps from one look at these layers to the next
+    layers_every: PositiveInt = 100  # steps from one look at these layers to the next
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.samples_every < 0:
-            raise UserError("log.every must be 1 or more and log.samples_every 0 or more")
-        if self.layers_every < 1:
-            raise UserError(f"log.layers_every {self.layers_every}: must be 1 or more; empty log.layers switches off")
+        super().__post_init__()
         if self.layers and not self.tensorboard:
             raise UserError("log.layers go to TensorBoard, which is off; set log.tensorboard true")
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked, section="checkpoint"):
     """Saving; the last step is always saved."""
 
-    every: int = 500  # steps
-    keep: int = 2  # newest checkpoints kept; the best one is kept besides
-    keep_every: int | None = None  # steps; checkpoints at its multiples are kept as long as this stands
+    every: PositiveInt = 500  # steps
+    keep: PositiveInt = 2  # newest checkpoints kept; the best one is kept besides
+    keep_every: PositiveInt | None = None  # steps; checkpoints at its multiples are kept as long as this stands
     asynchronous: bool = True  # written by a thread while training goes on; the files are the same
     on_disk_full: Literal["warn", "stop"] = "warn"  # stop: a checkpoint that cannot be written ends the run, exit 4
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.keep < 1:
-            raise UserError("checkpoint.every and checkpoint.keep must be 1 or more")
-        if self.keep_every is not None and (self.keep_every < 1 or self.keep_every % self.every):
+        super().__post_init__()
+        if self.keep_every is not None and self.keep_every % self.every:
             raise UserError(
                 f"checkpoint.keep_every {self.keep_every}: must be a multiple of checkpoint.every {self.every}, or "
                 "other steps would never be saved; or null"
@@ -87,39 +76,29 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Checked, section="evaluation"):
     """Evaluation during training; it chooses the best checkpoint."""
 
-    every: int = 1000  # steps; 0: only at the end
-    n: int = 1000  # GAN: generated images; fewer than for a final figure
+    every: NonNegativeInt = 1000  # steps; 0: only at the end
+    n: Annotated[int, at_least(2)] = 1000  # GAN: generated images; fewer than for a final figure
     extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    batch_size: int = 100
-
-    def __post_init__(self) -> None:
-        if self.every < 0 or self.n < 2 or self.batch_size < 1:
-            raise UserError(
-                "evaluation.every must be 0 or more, evaluation.n 2 or more, evaluation.batch_size 1 or more"
-            )
+    batch_size: PositiveInt = 100
 
 
 @dataclass(kw_only=True)
-class DistributedConfig:
+class DistributedConfig(Checked, section="distributed"):
     """Several processes: what they may wait for each other, and how often it is checked that they agree."""
 
-    start_timeout: float = 600.0  # seconds an operation may take until the first step is done (compiling, first reads)
-    timeout: float = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
-    check_every: int = 100  # steps from one comparison of weights and averages over the processes to the next; 0: never
-
-    def __post_init__(self) -> None:
-        if not (self.timeout > 0 and self.start_timeout > 0):
-            raise UserError("distributed.timeout and distributed.start_timeout: seconds, more than 0")
-        if self.check_every < 0:
-            raise UserError("distributed.check_every: steps, 0 for never")
+    # seconds an operation may take until the first step is done (compiling, first reads)
+    start_timeout: PositiveFloat = 600.0
+    timeout: PositiveFloat = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
+    # steps from one comparison of weights and averages over the processes to the next; 0: never
+    check_every: NonNegativeInt = 100
 
 
 @dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Checked):
     """The keys every task has."""
 
     can_halve: ClassVar[bool] = False  # whether the task's micro-batches can be cut up where memory runs out
@@ -127,14 +106,14 @@ class RunConfig:
     task: str
     seed: int = 0
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
-    steps: int = 10_000  # length of the training and of its schedules; a step is one update of each network
-    batch_size: int = 64  # global: over all processes and micro-batches
+    steps: PositiveInt = 10_000  # length of the training and of its schedules; a step is one update of each network
+    batch_size: PositiveInt = 64  # global: over all processes and micro-batches
     # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
-    micro_batch: MicroBatchSetting = None
+    micro_batch: PositiveInt | Literal["auto"] | None = None
     precision: PrecisionName = "fp32"
     channels_last: bool = True
     deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
-    nonfinite_cap: int = 20  # updates skipped for non-finite gradients before training stops itself
+    nonfinite_cap: NonNegativeInt = 20  # updates skipped for non-finite gradients before training stops itself
     data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -144,12 +123,9 @@ class RunConfig:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_size < 1 or self.nonfinite_cap < 0:
-            raise UserError("steps and batch_size must be 1 or more, nonfinite_cap 0 or more")
+        super().__post_init__()
         if self.micro_batch == "auto" and not self.can_halve:
             raise UserError(f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null")
-        if isinstance(self.micro_batch, int) and self.micro_batch < 1:
-            raise UserError("micro_batch must be 1 or more, or null for the whole share of a process")
         if self.early_stopping.patience is not None and not self.evaluation.every:
             raise UserError("early_stopping.patience needs evaluations on the way; set evaluation.every, in steps")
 

@@ -3,32 +3,26 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from utils.errors import UserError
+from utils.ranges import AboveOne, Checked, PositiveInt, at_least
 
 LEAST = 30  # steps that must have been seen before one can be told to be unusual
 GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
 
 
 @dataclass(kw_only=True)
-class SpikesConfig:
+class SpikesConfig(Checked, section="spikes"):
     """What counts as a spike of the loss, and what to do then. Looked for at every row of the log."""
 
     # roll-back: go back to the last checkpoint before the spike and leave out the batches since
     action: Literal["off", "warn", "roll-back"] = "warn"
     metric: str | None = None  # of metrics.jsonl, one that every step has; None: the task's loss
-    factor: float = 20.0  # robust standard deviations (1.4826 MAD) above the median of the last steps
-    window: int = 200  # steps it is compared with
-    limit: int = 3  # roll-backs; at one more training stops itself
-
-    def __post_init__(self) -> None:
-        if not 1 < self.factor < math.inf:
-            raise UserError(f"spikes.factor {self.factor}: standard deviations, more than 1")
-        if self.window < LEAST or self.limit < 1:
-            raise UserError(f"spikes.window must be {LEAST} or more, and spikes.limit 1 or more")
+    factor: AboveOne = 20.0  # robust standard deviations (1.4826 MAD) above the median of the last steps
+    window: Annotated[int, at_least(LEAST)] = 200  # steps it is compared with
+    limit: PositiveInt = 3  # roll-backs; at one more training stops itself
 
 
 class SpikeDetector:

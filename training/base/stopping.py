@@ -4,21 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from utils.errors import UserError
+from utils.ranges import Checked, NonNegativeFloat, PositiveInt
 
 
 @dataclass(kw_only=True)
-class EarlyStoppingConfig:
+class EarlyStoppingConfig(Checked, section="early_stopping"):
     """When to stop before the last step, by the figure that chooses the best checkpoint."""
 
-    patience: int | None = None  # evaluations in a row without a better figure; None: train to the last step
-    min_delta: float = 0.0  # by more than this a figure must be better to count
-
-    def __post_init__(self) -> None:
-        if self.patience is not None and self.patience < 1:
-            raise UserError(f"early_stopping.patience {self.patience}: evaluations, 1 or more, or null for never")
-        if not 0 <= self.min_delta < math.inf:
-            raise UserError(f"early_stopping.min_delta {self.min_delta}: must be 0 or more")
+    patience: PositiveInt | None = None  # evaluations in a row without a better figure; None: train to the last step
+    min_delta: NonNegativeFloat = 0.0  # by more than this a figure must be better to count
 
 
 class EarlyStopping:

@@ -15,37 +15,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from models.classifier import Classifier
 from utils.cli import did_you_mean
 from utils.errors import UserError
+from utils.ranges import Checked, NonNegativeInt, PositiveFloat, Share
 
 BACKBONE = "backbone"  # every stage but the head
 
 
 @dataclass(kw_only=True)
-class FineTuneConfig:
+class FineTuneConfig(Checked, section="train"):
     """Which parameters train. A part is a stage (stem, layer1 ... layer4, head, or backbone for all but the head) or a
     pattern of parameter names (`layer4.*.conv?.weight`).
     """
 
     freeze: list[str] = field(default_factory=list)  # parts that never train; stronger than unfreeze
-    unfreeze: dict[str, int] = field(default_factory=dict)  # part -> when it begins to train; what is not named never
+    # part -> when it begins to train; what is not named never
+    unfreeze: dict[str, NonNegativeInt] = field(default_factory=dict)
     unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze
     freeze_bn: bool = False  # every BatchNorm keeps its statistics; those of frozen layers always do
-    stage_lr: dict[str, float] = field(default_factory=dict)  # part -> factor of the rate; the last that fits counts
-    layer_decay: float = 1.0  # factor of the rate a layer further from the head, on top of stage_lr; 1: none
+    # part -> factor of the rate; the last that fits counts
+    stage_lr: dict[str, PositiveFloat] = field(default_factory=dict)
+    layer_decay: Share = 1.0  # factor of the rate a layer further from the head, on top of stage_lr; 1: none
     layer_decay_by: Literal["stage", "block"] = "block"
-
-    def __post_init__(self) -> None:
-        for part, when in self.unfreeze.items():
-            if when < 0:
-                raise UserError(f"train.unfreeze {part}: {when} is no {self.unfreeze_by}; give 0 or more")
-        for part, factor in self.stage_lr.items():
-            if not (factor > 0 and math.isfinite(factor)):
-                raise UserError(
-                    f"train.stage_lr {part}: {factor} must be positive; name the part in train.freeze to stop it"
-                )
-        if not 0 < self.layer_decay <= 1:
-            raise UserError(
-                f"train.layer_decay {self.layer_decay} must lie in (0, 1]; 1 is the same rate for all layers"
-            )
 
     @property
     def regrouped(self) -> bool:

@@ -10,24 +10,18 @@ from torch import Tensor
 
 from utils.cli import did_you_mean
 from utils.errors import UserError
+from utils.ranges import Checked, Decay, NonNegativeFloat
 
 
 @dataclass(kw_only=True)
-class ClassifierLossConfig:
+class ClassifierLossConfig(Checked, section="loss"):
     """What is minimised."""
 
     # squared-error: of the outputs against one-hot targets (2006.07322); its outputs are no log-probabilities
     kind: Literal["cross-entropy", "squared-error"] = "cross-entropy"
-    label_smoothing: float = 0.1  # this share of every target is spread over all classes
-    class_weights: Literal["balanced"] | dict[str, float] | None = None  # by name, others 1; balanced: 1 / frequency
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise UserError(f"loss.label_smoothing {self.label_smoothing} must lie in [0, 1)")
-        if isinstance(self.class_weights, dict):
-            for name, weight in self.class_weights.items():
-                if not 0 <= weight < float("inf"):
-                    raise UserError(f"loss.class_weights: {name!r} has weight {weight}; it must be 0 or more")
+    label_smoothing: Decay = 0.1  # this share of every target is spread over all classes
+    # by name, others 1; balanced: 1 / frequency
+    class_weights: Literal["balanced"] | dict[str, NonNegativeFloat] | None = None
 
 
 class Targets(NamedTuple):

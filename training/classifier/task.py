@@ -31,20 +31,17 @@ from utils.errors import UserError
 from utils.images import grid
 from utils.logging import say
 from utils.memory import ran_out
+from utils.ranges import Checked, Decay
 from utils.seeding import forked
 
 
 @dataclass(kw_only=True)
-class ClassifierEmaConfig:
+class ClassifierEmaConfig(Checked, section="ema"):
     """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
     network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
     """
 
-    decay: float = 0.999  # per step; ramps up as (1 + step) / (10 + step)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise UserError(f"ema.decay {self.decay} must lie in [0, 1)")
+    decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
 
 
 def _sgd() -> OptimizerConfig:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from data.augment.transforms import Augment
 from models.registry import DEFAULT, architecture_of
@@ -16,42 +16,42 @@ from training.gan.stages import ProgressiveConfig, Stages
 from training.optim.schedules import cosine
 from training.optim.updater import OptimizerConfig
 from utils.errors import UserError
+from utils.ranges import (
+    Checked,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Share,
+    at_least,
+)
 
 
 @dataclass(kw_only=True)
-class GanLossConfig:
+class GanLossConfig(Checked, section="loss"):
     """The objective, its penalties, and further losses of the generator."""
 
     objective: str = "nonsaturating"  # the game, see objectives.py; relativistic: R3GAN's pairs
-    r1_gamma: float = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
-    r2_gamma: float = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
-    gamma_final: float | None = None  # both end here, by a cosine over schedule_kimg; None: constant
-    gradient_penalty_weight: float = 0.0  # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
-    r1_interval: int = 16  # steps between penalties, each with gain `r1_interval`; 0: none
-    style_mixing: float = 0.9  # probability
-    mismatch_weight: float = 0.0  # conditional: weight of real images with a wrong label as fakes (1605.05396)
-    path_length_weight: float = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
-    path_length_interval: int = 4  # steps between regularisations, each with gain `path_length_interval`
-    path_length_decay: float = 0.01  # of the moving mean of path lengths
+    r1_gamma: NonNegativeFloat = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
+    r2_gamma: NonNegativeFloat = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
+    gamma_final: NonNegativeFloat | None = None  # both end here, by a cosine over schedule_kimg; None: constant
+    gradient_penalty_weight: NonNegativeFloat = 0.0  # of (D's slope between images and samples - 1)^2; WGAN-GP: 10
+    r1_interval: NonNegativeInt = 16  # steps between penalties, each with gain `r1_interval`; 0: none
+    style_mixing: Probability = 0.9  # probability
+    # conditional: weight of real images with a wrong label as fakes (1605.05396)
+    mismatch_weight: NonNegativeFloat = 0.0
+    path_length_weight: NonNegativeFloat = 0.0  # StyleGAN2: 2; 0: no path-length regularisation
+    path_length_interval: PositiveInt = 4  # steps between regularisations, each with gain `path_length_interval`
+    path_length_decay: Share = 0.01  # of the moving mean of path lengths
     classifier: str | None = None  # run or checkpoint of a classifier: samples of class c shall look like c to it
-    classifier_weight: float = 1.0  # of its cross entropy
-    feature_matching_weight: float = 0.0  # of the distance between mean discriminator features (1606.03498)
-    feature_matching_group: int = 8  # consecutive samples over which the means are taken
-    gradients_every: int = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never
+    classifier_weight: NonNegativeFloat = 1.0  # of its cross entropy
+    feature_matching_weight: NonNegativeFloat = 0.0  # of the distance between mean discriminator features (1606.03498)
+    feature_matching_group: Annotated[int, at_least(2)] = 8  # consecutive samples over which the means are taken
+    gradients_every: NonNegativeInt = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never
 
     def __post_init__(self) -> None:
-        weights = ("r1_gamma", "r2_gamma", "mismatch_weight", "path_length_weight", "classifier_weight")
-        for name in (*weights, "gradient_penalty_weight", "feature_matching_weight", "r1_interval", "gradients_every"):
-            if getattr(self, name) < 0:
-                raise UserError(f"loss.{name} {getattr(self, name)} must be 0 or more")
-        if self.gamma_final is not None and self.gamma_final < 0:
-            raise UserError(f"loss.gamma_final {self.gamma_final} must be 0 or more, or null")
-        if not 0 <= self.style_mixing <= 1:
-            raise UserError(f"loss.style_mixing {self.style_mixing} is a probability: it must lie in [0, 1]")
-        if self.path_length_interval < 1 or not 0 < self.path_length_decay <= 1:
-            raise UserError("loss.path_length_interval must be 1 or more and loss.path_length_decay in (0, 1]")
-        if self.feature_matching_group < 2:
-            raise UserError("loss.feature_matching_group must be 2 or more: one sample has no mean to speak of")
+        super().__post_init__()
         if self.game.paired and self.mismatch_weight:
             raise UserError(f"loss.mismatch_weight: the {self.objective} objective knows pairs alone; set it to 0")
         if not self.game.bounded and not (self.gradient_penalty_weight and self.r1_interval):
@@ -83,18 +83,12 @@ class GanLossConfig:
 
 
 @dataclass(kw_only=True)
-class GanEmaConfig:
+class GanEmaConfig(Checked, section="ema"):
     """The moving average of the generator: the network that is shown and evaluated."""
 
-    half_life_kimg: float | None = None  # thousand images; None: batch_size * 10 / 32
-    half_life_kimg_start: float | None = None  # where it starts, by a cosine over schedule_kimg (R3GAN: 0)
-    ramp: float | None = 0.05  # half-life at most this share of the images seen; null: no ramp
-
-    def __post_init__(self) -> None:
-        for name in ("half_life_kimg", "half_life_kimg_start", "ramp"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise UserError(f"ema.{name} {value} must be 0 or more, or null")
+    half_life_kimg: NonNegativeFloat | None = None  # thousand images; None: batch_size * 10 / 32
+    half_life_kimg_start: NonNegativeFloat | None = None  # where it starts, by a cosine over schedule_kimg (R3GAN: 0)
+    ramp: NonNegativeFloat | None = 0.05  # half-life at most this share of the images seen; null: no ramp
 
 
 def _adam() -> OptimizerConfig:
@@ -113,7 +107,8 @@ class GanConfig(RunConfig):
     generator_optimizer: OptimizerConfig = field(default_factory=_adam)
     discriminator_optimizer: OptimizerConfig = field(default_factory=_adam)
     compile: CompileSetting = "auto"  # torch.compile of what needs no double backward; auto: on accelerators
-    schedule_kimg: float | None = None  # thousand images in which rates, gamma, p and half-life reach their ends
+    # thousand images in which rates, gamma, p and half-life reach their ends
+    schedule_kimg: PositiveFloat | None = None
     ema: GanEmaConfig = field(default_factory=GanEmaConfig)
     augment: Augment = field(default_factory=Augment)  # of the data set: what it teaches, the generator may draw
     ada: AdaConfig = field(default_factory=AdaConfig)  # of what the discriminator sees, in both players' steps
@@ -122,8 +117,6 @@ class GanConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule_kimg is not None and self.schedule_kimg <= 0:
-            raise UserError(f"schedule_kimg {self.schedule_kimg} must be positive, or null for the whole training")
         generator = architecture_of(self.architecture).generator
         if not generator.has_styles and (self.loss.path_length_weight or self.loss.style_mixing):
             raise UserError(

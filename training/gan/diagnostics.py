@@ -7,6 +7,7 @@ from typing import Any
 
 from training.gan.objectives import OBJECTIVES, Objective
 from utils.errors import UserError
+from utils.ranges import AboveOne, Checked, InnerShare, NonNegativeFloat, PositiveInt, Share
 
 NORMS = {  # whose sudden growth or loss is told
     "gradient_norm/generator": "the generator's gradient norm",
@@ -20,29 +21,26 @@ CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
 
 
 @dataclass(kw_only=True)
-class WatchConfig:
+class WatchConfig(Checked, section="watch"):
     """When training is told to go wrong. Thresholds come in pairs: said at the first, forgotten at the second."""
 
     on: bool = True
-    warmup_kimg: float = 20.0  # thousand images before the first word: both networks' beginnings are wild
-    memory: float = 0.1  # half-life of the means that are judged, as a share of the images seen
-    patience: int = 2  # evaluations in a row that must agree, where evaluations are judged
+    warmup_kimg: NonNegativeFloat = 20.0  # thousand images before the first word: both networks' beginnings are wild
+    memory: Share = 0.1  # half-life of the means that are judged, as a share of the images seen
+    patience: PositiveInt = 2  # evaluations in a row that must agree, where evaluations are judged
     overfit: tuple[float, float] = (0.5, 0.35)  # r_v of ADA (2006.06676): 0 no overfitting, 1 nothing else
     sign: tuple[float, float] = (0.9, 0.8)  # mean sign of D(real), r_t of ADA, where no held-out logit is known
     margin_high: tuple[float, float] = (8.0, 5.0)  # D(real) - D(fake): D wins outright; healthy is about 0.5 to 4
     margin_low: tuple[float, float] = (0.05, 0.15)  # D(real) - D(fake): D is blind
-    worse: float = 1.25  # distance over its best that counts as worse
+    worse: AboveOne = 1.25  # distance over its best that counts as worse
     diversity: tuple[float, float] = (0.2, 0.3)  # ratio to real images' diversity, unless distances still fall
-    diversity_fall: float = 0.6  # ratio over its best that counts as falling, if distances are worse too
+    diversity_fall: InnerShare = 0.6  # ratio over its best that counts as falling, if distances are worse too
     ada: tuple[float, float] = (0.98, 0.9)  # augmentation probability that has nowhere to go
-    norm_factor: float = 10.0  # change of a gradient norm against its own long mean
+    norm_factor: AboveOne = 10.0  # change of a gradient norm against its own long mean
     memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.memorisation
 
     def __post_init__(self) -> None:
-        if self.warmup_kimg < 0 or not 0 < self.memory <= 1 or self.patience < 1:
-            raise UserError("watch: warmup_kimg must be 0 or more, memory in (0, 1], patience 1 or more")
-        if self.worse <= 1 or self.norm_factor <= 1 or not 0 < self.diversity_fall < 1:
-            raise UserError("watch: worse and norm_factor must be above 1, diversity_fall between 0 and 1")
+        super().__post_init__()
         rising = {"margin_low": self.margin_low, "diversity": self.diversity, "memorised": self.memorised}
         falling = {"overfit": self.overfit, "sign": self.sign, "margin_high": self.margin_high, "ada": self.ada}
         for name, (said, forgotten) in {**rising, **falling}.items():

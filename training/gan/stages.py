@@ -7,43 +7,36 @@ function of the step number, so there is nothing to save; without growth there i
 """
 
 import dataclasses
-import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from utils.errors import UserError
+from utils.ranges import Checked, NonNegativeFloat, PositiveInt, at_least
 
 SMALLEST = 8  # px; the first stage's at least
 KIMG = 1000  # images
 
-Kimg = float | dict[int, float]  # thousand images of every stage, or of each by its resolution
+Kimg = NonNegativeFloat | dict[int, NonNegativeFloat]  # thousand images of every stage, or of each by its resolution
 
 
 @dataclass(kw_only=True)
-class ProgressiveConfig:
+class ProgressiveConfig(Checked, section="progressive"):
     """Growth of both networks from low to full resolution. Lengths are in thousand images that a stage sees."""
 
-    start: int | None = None  # px of the first stage; null: no growth, the full networks from the first step
+    # px of the first stage; null: no growth, the full networks from the first step
+    start: Annotated[int, at_least(SMALLEST)] | None = None
     fade_kimg: Kimg = 600.0  # fading in; a number, or {px: number} for every stage but the first
     stable_kimg: Kimg = 600.0  # then at alpha 1; a number, or {px: number} for every stage but the last, which goes on
-    batch_sizes: dict[int, int] = field(default_factory=dict)  # {px: global batch}; stages not named: batch_size
+    # {px: global batch}; stages not named: batch_size
+    batch_sizes: dict[int, PositiveInt] = field(default_factory=dict)
     reset_optimizer: bool = True  # Adam's moments start anew in every stage
 
     def __post_init__(self) -> None:
-        start = self.start
-        if start is not None and (start < SMALLEST or start & (start - 1)):
-            raise UserError(
-                f"progressive.start {start}: must be a power of two of at least {SMALLEST} px, or null for no growth"
-            )
-        for name in ("fade_kimg", "stable_kimg"):
-            lengths = getattr(self, name)
-            for length in lengths.values() if isinstance(lengths, dict) else [lengths]:
-                if not (math.isfinite(length) and length >= 0):
-                    raise UserError(f"progressive.{name} {length}: must be a finite number of at least 0")
-        for side, size in self.batch_sizes.items():
-            if size < 1:
-                raise UserError(f"progressive.batch_sizes: {side} px has batch size {size}; it must be at least 1")
+        super().__post_init__()
+        if self.start is not None and self.start & (self.start - 1):
+            raise UserError(f"progressive.start {self.start}: must be a power of two, or null for no growth")
 
 
 @dataclass(frozen=True, kw_only=True)

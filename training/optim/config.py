@@ -7,74 +7,68 @@ from typing import Literal
 
 from training.optim.schedules import cosine, one_cycle
 from utils.errors import UserError
+from utils.ranges import (
+    Checked,
+    Decay,
+    InnerShare,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Share,
+)
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked, section="optimizer"):
     """Optimizer and learning-rate schedule."""
 
     # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it
     name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw"] = "adam"
-    lr: float = 0.001  # peak rate
-    lr_batch_size: int | None = None  # global batch that lr is meant for: at another it is scaled in proportion
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
-    beta2_final: float | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
-    eps: float = 1e-8
-    momentum: float = 0.9  # SGD's (Nesterov); for schedulefree-sgd the share of the average, beta
-    weight_decay: float = 0.0  # decoupled for adamw; not applied to norms and biases
-    clip_norm: float | None = None  # largest total gradient norm
-    clip_value: float | None = None  # largest absolute value of a gradient's element
-    clip_adaptive: float | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
-    warmup_steps: int = 0  # linear from 0; with one-cycle on top of its own rise
+    lr: PositiveFloat = 0.001  # peak rate
+    lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
+    betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
+    beta2_final: Decay | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
+    eps: PositiveFloat = 1e-8
+    momentum: Decay = 0.9  # SGD's (Nesterov); for schedulefree-sgd the share of the average, beta
+    weight_decay: NonNegativeFloat = 0.0  # decoupled for adamw; not applied to norms and biases
+    clip_norm: PositiveFloat | None = None  # largest total gradient norm
+    clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
+    clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
+    warmup_steps: NonNegativeInt = 0  # linear from 0; with one-cycle on top of its own rise
     schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"
-    hold: float = 0.0  # share of the training at the peak rate before cosine or linear decay begins
-    final_lr: float = 0.0  # where the decay ends, as a share of lr
-    milestones: list[int] = field(default_factory=list)  # step: updates from which on the rate is once more times gamma
-    gamma: float = 0.1
-    cycle_rise: float = 0.3  # one-cycle: share of the training in which the rate rises
-    cycle_start: float = 0.04  # one-cycle: first rate, as a share of lr
-    cycle_momentum: list[float] | None = None  # one-cycle: momentum (beta1) at the ends and at the peak: [0.95, 0.85]
+    hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
+    final_lr: Probability = 0.0  # where the decay ends, as a share of lr
+    # step: updates from which on the rate is once more times gamma
+    milestones: list[PositiveInt] = field(default_factory=list)
+    gamma: Share = 0.1
+    cycle_rise: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
+    cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
+    cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1) at the ends and at the peak: [0.95, 0.85]
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.weight_decay < 0 or self.warmup_steps < 0:
-            raise UserError("optimizer: lr must be positive, weight_decay and warmup_steps 0 or more")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optimizer: betas {self.betas} must be two numbers in [0, 1)")
-        if self.beta2_final is not None and not 0 <= self.beta2_final < 1:
-            raise UserError(f"optimizer: beta2_final {self.beta2_final} must lie in [0, 1), or null")
-        if not 0 <= self.hold < 1 or not 0 <= self.final_lr <= 1:
-            raise UserError("optimizer: hold must lie in [0, 1), final_lr in [0, 1]: both are shares")
-        self._check_clipping()
-        self._check_schedule()
-
-    def _check_clipping(self) -> None:
-        given = {key: getattr(self, key) for key in ("clip_norm", "clip_value", "clip_adaptive")}
-        given = {key: value for key, value in given.items() if value is not None}
-        for key, value in given.items():
-            if value <= 0:
-                raise UserError(f"optimizer: {key} must be positive, or null for no clipping")
-        if len(given) > 1:
-            raise UserError(f"optimizer: {' and '.join(given)} are given; gradients are clipped in one way, keep one")
-
-    def _check_schedule(self) -> None:
-        if self.lr_batch_size is not None and self.lr_batch_size < 1:
-            raise UserError(f"optimizer: lr_batch_size {self.lr_batch_size} must be 1 or more, or null")
+        super().__post_init__()
+        clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
+        if len(clipping) > 1:
+            raise UserError(
+                f"optimizer: {' and '.join(clipping)} are given; gradients are clipped in one way, keep one"
+            )
+        for key in ("betas", "cycle_momentum"):
+            pair = getattr(self, key)
+            if pair is not None and len(pair) != 2:
+                raise UserError(f"optimizer.{key} {pair}: must be two numbers")
         if self.schedule == "step" and not self.milestones:
             raise UserError("optimizer: schedule step needs milestones, the updates where the rate falls: [3000, 6000]")
-        if self.milestones != sorted(set(self.milestones)) or any(step < 1 for step in self.milestones):
-            raise UserError(f"optimizer: milestones {self.milestones} must be rising numbers of updates, 1 or more")
-        if not 0 < self.gamma <= 1 or not 0 < self.cycle_rise < 1 or not 0 < self.cycle_start <= 1:
-            raise UserError("optimizer: gamma and cycle_start must lie in (0, 1], cycle_rise in (0, 1)")
-        cycled = self.cycle_momentum
-        if cycled is not None and (len(cycled) != 2 or not all(0 <= momentum < 1 for momentum in cycled)):
-            raise UserError(f"optimizer: cycle_momentum {cycled} must be two numbers in [0, 1), at the ends and peak")
-        if cycled is not None and self.name == "sgd" and not self.momentum:
+        if self.milestones != sorted(set(self.milestones)):
+            raise UserError(f"optimizer.milestones {self.milestones}: must be rising numbers of updates")
+        if self.cycle_momentum is not None and self.name == "sgd" and not self.momentum:
             raise UserError("optimizer: cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
         if self.schedule_free and (self.schedule != "constant" or self.beta2_final is not None):
             raise UserError(f"optimizer: {self.name} replaces schedules; set schedule constant and beta2_final null")
-        if self.schedule_free and not 0 < self.average_beta < 1:
+        if self.schedule_free and not self.average_beta:
             key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
-            raise UserError(f"optimizer: {self.name} needs {key} between 0 and 1: the average's share; 0.9 is usual")
+            raise UserError(f"optimizer: {self.name} needs {key} above 0: the average's share; 0.9 is usual")
 
     @property
     def schedule_free(self) -> bool:

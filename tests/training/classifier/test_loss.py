@@ -126,5 +126,5 @@ def test_weights_that_do_not_fit(weights, told):
 
 
 def test_a_negative_weight_is_refused():
-    with pytest.raises(UserError, match="'a' has weight -1"):
+    with pytest.raises(UserError, match=r"loss\.class_weights\.a -1.0: must be at least 0"):
         ClassifierLossConfig(class_weights={"a": -1.0})

@@ -156,8 +156,8 @@ def test_the_scaler_of_fp16_masks_it_too():
     [
         ({"schedule": "cosine"}, "set schedule constant"),
         ({"beta2_final": 0.99}, "beta2_final null"),
-        ({"betas": [0.0, 0.99]}, "the first of betas between 0 and 1"),
-        ({"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum between 0 and 1"),
+        ({"betas": [0.0, 0.99]}, "the first of betas above 0"),
+        ({"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
     ],
 )
 def test_settings_that_contradict_it(wrong, told):

@@ -139,7 +139,7 @@ def test_the_rate_is_scaled_with_the_global_batch():
     [
         ({"schedule": "step"}, "needs milestones"),
         ({"milestones": [3, 2]}, "rising"),
-        ({"milestones": [0]}, "1 or more"),
+        ({"milestones": [0]}, "milestones 0: must be above 0"),
         ({"gamma": 0.0}, "gamma"),
         ({"cycle_rise": 1.0}, "cycle_rise"),
         ({"cycle_start": 0.0}, "cycle_start"),
@@ -148,8 +148,8 @@ def test_the_rate_is_scaled_with_the_global_batch():
         ({"name": "sgd", "momentum": 0.0, "cycle_momentum": [0.9, 0.8]}, "momentum is 0"),
         ({"lr_batch_size": 0}, "lr_batch_size"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value"),
-        ({"clip_adaptive": 0.0}, "clip_adaptive must be positive"),
-        ({"clip_value": -1.0}, "clip_value must be positive"),
+        ({"clip_adaptive": 0.0}, "clip_adaptive 0.0: must be above 0, or null"),
+        ({"clip_value": -1.0}, "clip_value -1.0: must be above 0, or null"),
     ],
 )
 def test_settings_that_make_no_sense(wrong, told):

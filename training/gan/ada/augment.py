@@ -5,12 +5,12 @@ augmented images only, real and generated ones, in both players' steps. The stre
 the real ones: r_t = E[sign D(real)] (section 2.2). The operations are in augment_ops.py.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from jsonargparse.typing import restricted_number_type
 from torch import Tensor
 
 from training.gan.ada import operations as ops
@@ -18,8 +18,10 @@ from training.gan.ada.operations import GroupDraws
 from training.optim.schedules import cosine
 from utils.cli import did_you_mean
 from utils.errors import UserError
+from utils.ranges import Checked, PositiveFloat, PositiveInt, Probability
 from utils.seeding import generator
 
+INNER_SIGN = restricted_number_type(None, float, [(">", -1), ("<", 1)])
 KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
 
 
@@ -28,36 +30,26 @@ def _blit_geometry_colour() -> dict[str, float]:
 
 
 @dataclass(kw_only=True)
-class AdaConfig:
+class AdaConfig(Checked, section="ada"):
     """What the discriminator's images go through, and how often. Raises UserError for values out of range."""
 
     mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"
-    p: float = 0.0  # probability of each operation; fixed: always; adaptive, scheduled: where it starts
-    p_final: float = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
-    target: float = 0.6  # adaptive: mean sign of D(real) above which p grows
-    kimg: float | None = None  # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
-    interval: int = 4  # adaptive: steps between adjustments
+    p: Probability = 0.0  # probability of each operation; fixed: always; adaptive, scheduled: where it starts
+    p_final: Probability = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
+    target: Annotated[float, INNER_SIGN] = 0.6  # adaptive: mean sign of D(real) above which p grows
+    kimg: PositiveFloat | None = None  # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
+    interval: PositiveInt = 4  # adaptive: steps between adjustments
     # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by whole pixels;
     # geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip, hue, saturation; and filter,
     # noise, cutout. The paper's bgc is the default.
-    operations: dict[str, float] = field(default_factory=_blit_geometry_colour)
+    operations: dict[str, Probability] = field(default_factory=_blit_geometry_colour)
 
     def __post_init__(self) -> None:
-        for name, multiplier in self.operations.items():
+        super().__post_init__()
+        for name in self.operations:
             if name not in ops.DRAWS:
                 near = did_you_mean(name, list(ops.DRAWS))
                 raise UserError(f"ada.operations: no group {name!r}{near}; there are {', '.join(ops.DRAWS)}")
-            if not 0 <= multiplier <= 1:
-                raise UserError(f"ada.operations.{name} {multiplier} multiplies a probability: it must lie in [0, 1]")
-        for name in ("p", "p_final"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"ada.{name} {getattr(self, name)} is a probability: it must lie in [0, 1]")
-        if not -1 < self.target < 1:
-            raise UserError(f"ada.target {self.target} is a mean of signs: it must lie between -1 and 1")
-        if self.kimg is not None and not (self.kimg > 0 and math.isfinite(self.kimg)):
-            raise UserError(f"ada.kimg {self.kimg}: thousand images, must be positive, or null")
-        if self.interval < 1:
-            raise UserError(f"ada.interval {self.interval}: steps, must be 1 or more")
         if self.mode == "fixed" and self.p == 0:
             raise UserError("ada.mode fixed with ada.p 0 changes no image; set ada.p, or ada.mode off")
         if self.mode == "scheduled" and self.p == self.p_final == 0:

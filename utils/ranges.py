@@ -1,0 +1,102 @@
+"""Ranges of config keys: types that say which numbers a key takes, and one check of all of them.
+
+The rules are jsonargparse's restricted numbers. They stand in `Annotated`, so that values stay plain numbers, which
+YAML and checkpoints can hold. Whatever its rule, a number of a config is finite and below 2^63.
+"""
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from jsonargparse import typing as rules
+from jsonargparse.typing import restricted_number_type
+
+from utils.errors import UserError
+
+PositiveInt = Annotated[int, rules.PositiveInt]
+NonNegativeInt = Annotated[int, rules.NonNegativeInt]
+PositiveFloat = Annotated[float, rules.PositiveFloat]
+NonNegativeFloat = Annotated[float, rules.NonNegativeFloat]
+Probability = Annotated[float, rules.ClosedUnitInterval]  # or a share: 0 to 1
+InnerShare = Annotated[float, rules.OpenUnitInterval]  # neither 0 nor 1
+Decay = Annotated[float, restricted_number_type(None, float, [(">=", 0), ("<", 1)])]  # of a mean; momentum
+Share = Annotated[float, restricted_number_type(None, float, [(">", 0), ("<=", 1)])]  # not 0
+AboveOne = Annotated[float, restricted_number_type(None, float, (">", 1))]
+
+WORDS = {"v>=": "at least ", "v<=": "at most ", "v>": "above ", "v<": "below "}
+
+
+def at_least(limit: int) -> Any:
+    """For `Annotated[int, at_least(2)]`."""
+    return restricted_number_type(None, int, (">=", limit))
+
+
+@dataclass(kw_only=True)
+class Checked:
+    """Base of config dataclasses: a number outside its field's range raises UserError `section.key value: must be ...`.
+
+    Checks across fields stand in a `__post_init__` that calls this one first.
+    """
+
+    section: ClassVar[str] = ""
+
+    def __init_subclass__(cls, section: str | None = None) -> None:
+        if section is not None:
+            cls.section = section
+
+    def __post_init__(self) -> None:
+        check_ranges(type(self), vars(self), f"{self.section}." if self.section else "")
+
+
+def check_ranges(config_class: type, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise UserError for the first of the `values` that its field's type does not allow."""
+    for name, hint in _hints(config_class).items():
+        if name in values:
+            _check(prefix + name, values[name], hint)
+
+
+@cache
+def _hints(config_class: type) -> dict[str, Any]:
+    return get_type_hints(config_class, include_extras=True)
+
+
+def _check(key: str, value: Any, hint: Any) -> None:
+    arms = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for arm in arms:
+        plain, *bounds = get_args(arm) if get_origin(arm) is Annotated else (arm,)
+        kind, inside = get_origin(plain) or plain, get_args(plain)
+        if plain in (int, float) and isinstance(value, (int, float)):
+            _check_number(key, value, bounds, "".join(f", or {word}" for word in _others(arms)))
+        elif kind is dict and isinstance(value, dict):
+            for name, item in value.items():
+                _check(key, name, inside[0])
+                _check(f"{key}.{name}", item, inside[1])
+        elif kind in (list, tuple) and isinstance(value, (list, tuple)):
+            for item in value:
+                _check(key, item, inside[0])
+        elif hasattr(value, "__dict__") and hasattr(kind, "__dataclass_fields__"):
+            check_ranges(kind, vars(value), f"{key}.")
+
+
+def _others(arms: tuple[Any, ...]) -> Iterator[str]:
+    """What may stand in the place of a number."""
+    for arm in arms:
+        if arm is type(None):
+            yield "null"
+        elif get_origin(arm) is Literal:
+            yield from map(str, get_args(arm))
+
+
+def _check_number(key: str, value: float, bounds: list[Any], otherwise: str) -> None:
+    try:
+        for bound in bounds:
+            bound(value)
+    except ValueError as error:  # "-1 does not conform to restriction v>0"
+        rule = str(error).rpartition("restriction ")[2]
+        for sign, words in WORDS.items():
+            rule = rule.replace(sign, words)
+        raise UserError(f"{key} {str(value)[:40]}: must be {rule}{otherwise}") from None
+    if not abs(value) < 2**63:  # nan, too
+        raise UserError(f"{key} {str(value)[:40]}: must be a finite number below 2^63{otherwise}")
