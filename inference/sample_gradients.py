@@ -1,4 +1,4 @@
-"""Gradients of every image's own loss: with torch.func for any parameters, in closed form for a linear head."""
+"""Gradients of every image's own loss: of any parameters one by one, of a linear head in closed form."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,18 +15,44 @@ from utils.errors import UserError
 MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of n images as outer products of two factors, [n, K] x [n, F], which need not be made.
+
+    Of the last linear layer, with p = softmax(logits), y the label as one-hot and f what the layer takes: the weight's
+    is (p - y) f^T, the bias's p - y. Gradients that are at hand [n, P] have ones [n, 1] as their first factor.
+    """
+
+    errors: Tensor  # [n, K]
+    inputs: Tensor  # [n, F]
+    bias: bool = False  # whether `errors` are a part of the gradients too
+
+    def dot(self, other: "Gradients") -> Tensor:
+        """Dot products [n, m] of all these gradients with all of `other`'s."""
+        return (self.errors @ other.errors.T) * (self.inputs @ other.inputs.T + self.bias)
+
+    def squared_norms(self) -> Tensor:
+        """[n]: the dot product of each with itself."""
+        return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
+
+    def full(self) -> Tensor:
+        """The gradients themselves, [n, P]: K F of the weight, then K of the bias."""
+        weight = (self.errors[:, :, None] * self.inputs[:, None]).flatten(1)
+        return torch.cat([weight, self.errors], 1) if self.bias else weight
+
+
 def sample_gradients(
     model: nn.Module,  # images -> logits, in evaluation mode: BatchNorm must not mix the images
     images: Tensor,  # [n, C, H, W] as the model takes them
     labels: Tensor,  # int64 [n]
     names: Sequence[str],  # of the parameters that gradients are taken of
     *,
-    chunk: int | None = None,  # images at once; None: as many as MOST_ELEMENTS allows
-) -> Tensor:
+    chunk: int | None = None,  # images at once by vmap; None: one by one on a CPU, else as many as MOST_ELEMENTS allows
+) -> Gradients:
     """d cross_entropy(model(x_i), y_i) / d parameters, [n, P]: the named parameters flattened one after the other.
 
-    vmap over grad; parameters need not require gradients and their `.grad` is not touched. Raises ValueError for a
-    model in training mode.
+    On a CPU a loop is faster than vmap, whose convolutions with a weight for each image are slow there. Parameters need
+    not require gradients and their `.grad` is not touched. Raises ValueError for a model in training mode.
     """
     if any(module.training for module in model.modules()):
         raise ValueError("per-sample gradients need a model in evaluation mode: BatchNorm mixes the images otherwise")
@@ -37,46 +63,24 @@ def sample_gradients(
         logits = functional_call(model, (parameters, tensors), (image[None],))
         return F.cross_entropy(logits, label[None])
 
-    size = sum(tensor.numel() for tensor in asked.values())
-    found = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk or max(1, MOST_ELEMENTS // size))(
-        asked, images, labels
-    )
-    return torch.cat([found[name].reshape(len(images), -1) for name in names], dim=1)
+    if chunk is None and images.device.type == "cpu":
+        each = [grad(loss)(asked, image, label) for image, label in zip(images, labels, strict=True)]
+        found = torch.stack([torch.cat([own[name].flatten() for name in names]) for own in each])
+    else:
+        chunk = chunk or max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in asked.values()))
+        together = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(asked, images, labels)
+        found = torch.cat([together[name].flatten(1) for name in names], dim=1)
+    return Gradients(torch.ones_like(found[:, :1]), found)
 
 
-@dataclass(frozen=True)
-class HeadGradients:
-    """Gradients of the last linear layer for n images, as the factors of an outer product: [n, K] x [n, F].
-
-    With p = softmax(logits) and y the label as one-hot, the weight's gradient is (p - y) f^T and the bias's p - y.
-    """
-
-    errors: Tensor  # p - y [n, K]
-    inputs: Tensor  # f [n, F]
-    bias: bool = True
-
-    def dot(self, other: "HeadGradients") -> Tensor:
-        """Dot products [n, m] of all these gradients with all of `other`'s, without making any of them."""
-        return (self.errors @ other.errors.T) * (self.inputs @ other.inputs.T + self.bias)
-
-    def squared_norms(self) -> Tensor:
-        """[n]: the dot product of each with itself."""
-        return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
-
-    def full(self) -> Tensor:
-        """The gradients themselves, [n, K F + K]: weight, then bias."""
-        weight = (self.errors[:, :, None] * self.inputs[:, None]).flatten(1)
-        return torch.cat([weight, self.errors], 1) if self.bias else weight
-
-
-def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[HeadGradients, Tensor]:
+def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
     """Gradients of each image's cross entropy with respect to the last linear layer, and the logits [n, K].
 
     One forward pass. Raises UserError for a model whose output is not that of its last linear layer.
     """
-    head = last_linear(model)
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = head.register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)] or [nn.Linear(1, 1)]
+    handle = layers[-1].register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
     try:
         with torch.no_grad():
             logits = model(images)
@@ -85,15 +89,7 @@ def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[He
     if not seen or not torch.equal(seen[-1][1], logits):
         raise UserError("the network does not end in a linear layer; name the layers with --layers")
     errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
-    return HeadGradients(errors, seen[-1][0], head.bias is not None), logits
-
-
-def last_linear(model: nn.Module) -> nn.Linear:
-    """The linear layer that comes last by registration. Raises UserError where there is none."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    if not layers:
-        raise UserError("the network has no linear layer; name the layers with --layers")
-    return layers[-1]
+    return Gradients(errors, seen[-1][0], layers[-1].bias is not None), logits
 
 
 def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
