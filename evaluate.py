@@ -29,6 +29,7 @@ from models.restore import classifier_from, generator_from
 from reporting.report import write_report
 from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
+from utils.classes import require_same_classes
 from utils.cli import Parser
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
@@ -248,19 +249,6 @@ def load_judge(run: str, checkpoint: dict[str, Any], names: list[str], device: t
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
     return classifier
-
-
-def require_same_classes(who: str, names: Sequence[str], other: str, others: Sequence[str]) -> None:
-    """Raise UserError unless two lists of classes are the same, order included."""
-    if list(names) == list(others):
-        return
-    pairs = [*zip(names, others, strict=False)]
-    place = next((i for i, (name, found) in enumerate(pairs) if name != found), len(pairs))
-    told = [repr(some[place]) if place < len(some) else "none" for some in (names, others)]
-    raise UserError(
-        f"{who} has {len(names)} classes and {other} {len(others)}; class {place} is {told[0]} and {told[1]}; "
-        "give a file or run with the same classes in the same order"
-    )
 
 
 def images_for(checkpoint: dict[str, Any], path: str) -> Dataset:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
+from data.images import ImageError, decode_file, fit, trained_mode
 from inference import gradcam
 from metrics.evaluate_gan import judge_images
 from models.classifier import Classifier
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     checkpoint = load(resolve(options.checkpoint, options.which))
     classifier = classifier_from(checkpoint, choose_device(options.device))
     maps = gradcam_options(options, checkpoint["classes"])
-    mode = options.resize or training_mode(checkpoint)
+    mode = options.resize or trained_mode(checkpoint)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     results: list[dict[str, Any]] = []
     for start in range(0, len(options.images), options.batch_size):
@@ -57,11 +57,6 @@ def main(argv: list[str]) -> int:
     if unreadable:
         print(f"error: {unreadable} of {len(results)} images could not be read", file=sys.stderr)
     return EXIT_USER if unreadable else EXIT_OK
-
-
-def training_mode(checkpoint: dict[str, Any]) -> str:
-    """How the training data was brought to size, `crop` or `pad`, as the checkpoint tells."""
-    return "pad" if checkpoint["data"]["resize_filter"].startswith(RESIZE_FILTERS["pad"]) else "crop"
 
 
 class Maps(NamedTuple):

@@ -10,6 +10,8 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import cv2
 import numpy as np
@@ -131,6 +133,12 @@ def thumbnail(pixels: np.ndarray, side: int) -> Image.Image:
 
 def _pillow(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
+
+
+def trained_mode(checkpoint: Mapping[str, Any]) -> Literal["crop", "pad"]:
+    """The mode of `fit` for a further image, as the data of a checkpoint's training was brought to size."""
+    name = str((checkpoint.get("data") or {}).get("resize_filter", ""))
+    return "pad" if name.startswith(RESIZE_FILTERS["pad"]) else "crop"
 
 
 def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:

@@ -31,9 +31,7 @@ class Batch:
         return Batch(self.images.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
 
 
-def read_batch(
-    reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None
-) -> Batch:
+def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None) -> Batch:
     """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded images lie in
     memory as the decoder gives them, channels last.
     """

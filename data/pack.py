@@ -26,11 +26,12 @@ from data.lmdb.writer import LMDBWriter, check_target
 from data.packing import make_plan
 from data.packing_processes import KEPT_BYTES, Conversion
 from data.sources import NAMED, SPLITS, Problem, Source, open_source
+from utils.classes import require_same_classes
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
 
-LISTED = 10  # names in the summary and in errors
+LISTED = 10  # names in the summary
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
 
 
@@ -96,20 +97,8 @@ def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
         raise UserError(f"--against {against} is the file that is to be written: name another one")
     with LMDBReader(against) as reader:
         theirs = reader.classes
-    if source.classes == theirs or not (source.classes and theirs):  # unlabelled images contradict no classes
-        return
-    missing, extra = sorted(set(theirs) - set(source.classes)), sorted(set(source.classes) - set(theirs))
-    found = [f"{_some(names)} {where}" for names, where in ((missing, "missing here"), (extra, "only here")) if names]
-    raise UserError(
-        f"{source.name}: its classes are not those of {against}: {'; '.join(found) or 'their order differs'};"
-        " labels would not mean the same"
-    )
-
-
-def _some(names: list[str]) -> str:
-    """The first LISTED of them."""
-    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
+    if source.classes and theirs:  # unlabelled images contradict no classes
+        require_same_classes(source.name, source.classes, str(against), theirs, "labels would not mean the same")
 
 
 def pack(

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.dataset import Dataset, dataset_for_model
-from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
+from data.images import ImageError, decode_file, fit, trained_mode
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
 from metrics.evaluate_gan import judge_images
 from metrics.images import save_captioned
@@ -23,6 +23,7 @@ from models.classifier import Classifier
 from models.restore import classifier_from
 from utils.arguments import positive
 from utils.checkpoint import load, newest_first, resolve
+from utils.classes import require_same_classes
 from utils.cli import Parser, did_you_mean
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
@@ -96,8 +97,8 @@ def _stage(file: Path, device: torch.device) -> Stage:
 
 def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
     """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
-    if reader.classes != checkpoint["classes"]:
-        raise UserError(f"{path}: has other classes than the classifier; give the images that it was trained on")
+    remedy = "give the images that it was trained on"
+    require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
     if not len(reader):
         raise UserError(f"{path}: holds no image; give the images that the classifier was trained on")
     if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
@@ -155,10 +156,10 @@ def _explain(
 
 def _read(file: str, model: Classifier, checkpoint: dict[str, Any]) -> Tensor:
     """An image file as the classifier takes it, uint8 [C, H, W]; brought to size as its training data was."""
-    padded = checkpoint["data"]["resize_filter"].startswith(RESIZE_FILTERS["pad"])
+    mode = trained_mode(checkpoint)
     try:
         pixels = decode_file(Path(file).read_bytes(), model.channels)
-        pixels = fit(pixels, model.resolution, "pad" if padded else "crop")
+        pixels = fit(pixels, model.resolution, mode)
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); give an image file") from error
     except ImageError as error:

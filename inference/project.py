@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from data.images import RESIZE_FILTERS, ImageError, decode_file, fit
+from data.images import ImageError, decode_file, fit, trained_mode
 from inference.images import save_table
 from inference.perceptual import Distance, build_features
 from inference.projection import Projection, ProjectionConfig, Projector, Space
@@ -31,8 +31,7 @@ def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop
     Raises UserError if it cannot be read.
     """
     shape = checkpoint["shape"]
-    filters = str((checkpoint.get("data") or {}).get("resize_filter", ""))
-    mode = resize or ("pad" if filters.startswith(RESIZE_FILTERS["pad"]) else "crop")
+    mode = resize or trained_mode(checkpoint)
     try:
         pixels = fit(decode_file(path.read_bytes(), shape["channels"]), shape["resolution"], mode)
     except OSError as error:

@@ -84,9 +84,7 @@ def _count(path: Path, length: bytes | None, entries: int) -> int:
     if length is None:
         raise UserError(f"{path} has no record `length`: it was not finished, make it again")
     if not length.isdigit() or len(length) > 12 or not int(length):
-        raise UserError(
-            f"{path}: its record `length` is {bytes(length[:20])!r}, not a number of images; make it again"
-        )
+        raise UserError(f"{path}: its record `length` is {bytes(length[:20])!r}, not a number of images; make it again")
     # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
     if int(length) > 2 * entries:
         raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")

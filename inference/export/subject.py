@@ -15,6 +15,7 @@ from models.classifier import Classifier
 from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
 from models.sampling import draw
+from utils.classes import require_same_classes
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
@@ -114,7 +115,9 @@ def classifier_subject(
     Raises UserError if the images' classes are not the classifier's, or if too few are there.
     """
     classifier = classifier_from(checkpoint)
-    _check_classes(checkpoint["classes"], images)
+    if images.classes:
+        remedy = "give images of the same classes with --data"
+        require_same_classes(images.path, images.classes, "the classifier", checkpoint["classes"], remedy)
     order = _drawn(images)
     ranges: list[Inputs] = []
     if calibration is not None:
@@ -153,11 +156,3 @@ def _inputs(
         batches.append((_channels_last(classifier_input(classifier, batch.images)),))
         labels.append(batch.labels)
     return batches, torch.cat(labels)
-
-
-def _check_classes(names: list[str], images: Dataset) -> None:
-    if images.classes and list(images.classes) != list(names):
-        raise UserError(
-            f"{images.path}: its {len(images.classes)} classes are not the classifier's {len(names)}, or in "
-            "another order; give images of the same classes with --data"
-        )

@@ -322,7 +322,7 @@ def test_refusals(flipped, tmp_path, capsys):
         ([*good, *out, "--image", tmp_path / "none.png"], "cannot be read"),
         ([*good, *out, "--mislabelled", "--layers", "layer9"], "--layers layer9: fits no parameter (did you mean"),
         (["--checkpoint", gan, "--data", data, *out, "--mislabelled"], "task 'gan'; give one of a classifier"),
-        (["--checkpoint", folder, "--data", tmp_path / "other.lmdb", *out, "--mislabelled"], "has other classes"),
+        (["--checkpoint", folder, "--data", tmp_path / "other.lmdb", *out, "--mislabelled"], "classes are not those"),
     ]
     for arguments, told in cases:
         code, _, err = run(capsys, *arguments)

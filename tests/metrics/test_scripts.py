@@ -152,9 +152,9 @@ class TestEvaluate:
         two = pack(tmp_path / "two.lmdb", classes=["dark", "light"])
         pixel = ["--extractor", "pixels"]
         for argv, told in (
-            ([*gan, "--classifier", other, *pixel], "class 1 is 'grey' and 'light'"),
+            ([*gan, "--classifier", other, *pixel], "class 1 is 'grey' here and 'light' there"),
             ([*gan, "--classifier", runs["gan"], *pixel], "'gan'"),
-            ([*gan, "--data", two, *pixel], "3 classes and the images 2; class 1"),
+            ([*gan, "--data", two, *pixel], "its classes are not those of the images: grey only here"),
             ([*gan, "--data", tmp_path / "absent.lmdb", *pixel], "absent.lmdb"),
             ([*gan, "--extractor", "incepton"], "did you mean 'inception'"),
             ([*gan, "--extractor", "classifier"], "--classifier RUN"),
@@ -165,7 +165,7 @@ class TestEvaluate:
             ([*classifier, "--per-class", "3"], "--per-class is for a GAN"),
             ([*classifier, "--searched", "0"], "--searched is for a GAN"),
             ([*gan, *pixel, "--searched", "-1"], "--searched"),
-            ([*classifier, "--data", two], "class 1 is 'grey' and 'light'"),
+            ([*classifier, "--data", two], "the classifier: its classes are not those of the images: grey only here"),
             (["--checkpoint", tmp_path / "absent"], "no such run"),
             (["--checkpoint", other], "--data X.lmdb"),
         ):

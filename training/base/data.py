@@ -15,6 +15,7 @@ from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sa
 from data.shards import shard_paths
 from data.workers import choose_workers
 from training.base.config import DataConfig, RunConfig
+from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
@@ -126,13 +127,8 @@ def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset |
 
 def check_same_classes(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
     """Raise UserError unless both have the same classes in the same order."""
-    if held_out.classes == training.classes:
-        return
-    odd = sorted(set(held_out.classes) ^ set(training.classes)) or ["the order"]
-    raise UserError(
-        f"{config.val_path}: its classes differ from those of {config.path} ({', '.join(odd[:5])}); pack both from the "
-        "same class folders"
-    )
+    path, remedy = str(config.val_path), "pack both from the same class folders"
+    require_same_classes(path, held_out.classes, str(config.path), training.classes, remedy)
 
 
 def check_open_files(shards: int) -> None:

@@ -173,8 +173,8 @@ def test_class_lists_that_differ(start: Any, tmp_path: Path) -> None:
     b = pack(tmp_path / "b.lmdb", [0, 1, 0], ["cat", "emu"])
     c = pack(tmp_path / "c.lmdb", [0, 1, 2], ["cat", "emu", "dog"])
     line = start("--data.path", a, "--data.val-path", b)
-    assert re.search(r"b\.lmdb: its classes differ from those of .*a\.lmdb \(dog\); pack both from the same", line)
-    assert "(the order); pack both" in start("--data.path", a, "--data.val-path", c)
+    assert re.search(r"b\.lmdb: its classes are not those of .*a\.lmdb: dog missing here; pack both from the", line)
+    assert "class 1 is 'emu' here and 'dog' there; pack both" in start("--data.path", a, "--data.val-path", c)
 
 
 def test_one_class_only_and_none(start: Any, tmp_path: Path) -> None:

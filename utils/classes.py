@@ -1,0 +1,29 @@
+"""Whether two lists of class names are the same: labels are numbers and mean the same only then."""
+
+from collections.abc import Sequence
+
+from utils.errors import UserError
+
+LISTED = 10  # names in the message
+
+
+def require_same_classes(
+    who: str, names: Sequence[str], other: str, others: Sequence[str], remedy: str = "give those of the same classes"
+) -> None:
+    """Raise UserError unless two lists of classes are the same, order included; it says what differs."""
+    names, others = list(names), list(others)
+    if names == others:
+        return
+    sides = ((others, names, "missing here"), (names, others, "only here"))
+    odd = [(sorted(set(some) - set(rest)), where) for some, rest, where in sides]
+    found = [f"{listed(those)} {where}" for those, where in odd if those]
+    if not found:
+        place = next(i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs)
+        found = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
+    raise UserError(f"{who}: its classes are not those of {other}: {'; '.join(found)}; {remedy}")
+
+
+def listed(names: Sequence[str], most: int = LISTED) -> str:
+    """The first names."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
