@@ -38,7 +38,7 @@ from training.gan.task import GanTask
 from training.optim.updater import Updater
 from utils.cli import Parser
 from utils.config import read_yaml
-from utils.distributed import collectives
+from utils.distributed.gradients import buckets_of
 from utils.errors import UserError, run_cli
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -262,13 +262,8 @@ def updaters(task: Any) -> Iterator[Updater]:
 
 
 def buckets(updater: Updater) -> int:
-    """Collectives of `utils.distributed.collectives.all_reduce_gradients`."""
-    count = filled = 0
-    for parameter in updater.parameters:
-        filled += parameter.numel()
-        if filled >= collectives.BUCKET_ELEMENTS:
-            count, filled = count + 1, 0
-    return count + (filled > 0)
+    """Collectives of a step's gradients. (DDP's buckets are of the same size, but for a small first one.)"""
+    return len(buckets_of(updater.parameters))
 
 
 # --- the model of time

@@ -14,7 +14,7 @@ from benchmarks.scaling import OUTSIDE, PRESETS, Images, Link, Work
 from tests.conftest import REPOSITORY
 from training.base.data import make_loader
 from training.engine.tasks import TASKS
-from utils.distributed import collectives
+from utils.distributed import collectives, gradients
 from utils.errors import UserError, run_cli
 
 DOCS = (REPOSITORY / "docs" / "scaling.md").read_text()
@@ -77,7 +77,7 @@ def test_buckets_are_those_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> Non
             pass
 
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
-    monkeypatch.setattr(collectives, "BUCKET_ELEMENTS", 1000)
+    monkeypatch.setattr(gradients, "BUCKET_ELEMENTS", 1000)
 
     def send(flat: torch.Tensor, *, async_op: bool) -> Done:
         assert async_op
@@ -86,10 +86,10 @@ def test_buckets_are_those_that_are_sent(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("torch.distributed.all_reduce", send)
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (300, 800, 2000, 10, 20)]
-    collectives.all_reduce_gradients(parameters)
+    gradients.GradientExchange(parameters).finish()
     updater = type("Updater", (), {"parameters": parameters})()
-    assert sent == [1100, 2000, 30]
-    assert scaling.buckets(updater) == 3
+    assert sent == [2030, 1100]
+    assert scaling.buckets(updater) == 2
 
 
 def test_the_model_of_time() -> None:

@@ -60,6 +60,11 @@ def due(kind: str, step: int, *, rank: int) -> bool:
     return False
 
 
+def asked() -> bool:
+    """Whether any fault is asked for."""
+    return bool(os.environ.get(VARIABLE))
+
+
 def check() -> None:
     """Raise UserError for a variable that cannot be read: before the first step, not when it would fire."""
     _faults(os.environ.get(VARIABLE, ""))
@@ -70,7 +75,7 @@ def fire(step: int, *, rank: int) -> None:
 
     Raises RuntimeError for the kind `raise`, MemoryError for `oom`.
     """
-    if not os.environ.get(VARIABLE):
+    if not asked():
         return
     for kind, signum in SIGNALS.items():
         if due(kind, step, rank=rank):

@@ -93,6 +93,7 @@ class DistributedConfig(Checked, section="distributed"):
     # seconds an operation may take until the first step is done (compiling, first reads)
     start_timeout: PositiveFloat = 600.0
     timeout: PositiveFloat = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
+    compress: Literal["off", "bf16"] = "off"  # bf16: gradients travel in half the bytes, rounded to bfloat16
     # steps from one comparison of weights and averages over the processes to the next; 0: never
     check_every: NonNegativeInt = 100
 

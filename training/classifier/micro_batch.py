@@ -10,10 +10,11 @@ MicroBatchSetting = int | Literal["auto"] | None
 
 class MicroBatch:
     """At most `size` samples a forward pass. With the setting `auto` it starts at the whole share and is halved when
-    memory runs out; what was found is its state.
+    memory runs out, with several processes in the first steps only; what was found is its state.
     """
 
     optional = True  # a run that was started with a number has no such state
+    tries = 0  # steps that several processes first try without sending
 
     def __init__(self, setting: MicroBatchSetting, share: int) -> None:
         self.auto, self.share = setting == "auto", share
@@ -24,6 +25,10 @@ class MicroBatch:
         BatchNorm poor statistics.
         """
         return parts(self.share, self.size)
+
+    def look_again(self) -> None:
+        """Other parameters train from now on: two steps tell what memory that takes, the optimizer's state included."""
+        self.tries = 2 if self.auto else 0
 
     def halve(self) -> str:
         """Go on with half of it; returns what to say. Raises TrainingHalted when a single sample is too much."""

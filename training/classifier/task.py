@@ -1,12 +1,15 @@
 """The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from data.augment.mixing import Mixing, MixingAugment, draw_mixing, mix_images, partners
 from data.augment.transforms import draw_and_apply, to_float
@@ -26,6 +29,7 @@ from training.classifier.micro_batch import MicroBatch
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
 from training.profile.ranges import phase
+from utils import inject
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
@@ -158,15 +162,15 @@ class ClassifierTask:
         self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
         self.model.train()  # and it stays so: only the average is evaluated
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
-        setting = config.compile if self.placement is None else "off"  # a compiled network lies on one device
-        self.forward = Compiled(self.model, "classifier", setting=setting, device=device)
+        self.replica: DistributedDataParallel | None = None  # the model where there are several processes
+        self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
         weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.mixed = Precision(config.precision, device)
         self.trained = FineTuning(self.model, config.train, steps_per_epoch=len(reader) / config.batch_size)
         groups = self.trained.groups(config.optimizer.weight_decay)
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
-        self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups)
+        self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups, exchange=False)
 
     def registry(self) -> dict[str, Any]:
         """Name -> object with a state dict: all that a checkpoint must hold."""
@@ -184,6 +188,7 @@ class ClassifierTask:
         """One update at the global batch; the returned values add up over the ranks."""
         batch = next(batches)
         self.trained.at(step)
+        self._wrap()
         before = [b.clone() for b in self.statistics]
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
@@ -199,25 +204,48 @@ class ClassifierTask:
         figures = {"loss/classifier": loss, "accuracy/train": correct / self.config.batch_size}
         return figures | update.metrics("classifier")
 
+    def _wrap(self) -> None:
+        """Over several processes, put the model into DDP, which must know what trains: anew where that has changed."""
+        trains = [parameter.requires_grad for parameter in self.model.parameters()]
+        if trains == self._wrapped_for:
+            return
+        self._wrapped_for, self.replica = trains, None
+        self.updater.zero_grad()
+        self.micro.look_again()
+        if collectives.world_size() > 1:
+            # one device or several: inputs are where they belong. BatchNorm's buffers are synchronised, or averaged
+            self.replica = DistributedDataParallel(self.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            if self.config.distributed.compress == "bf16":
+                self.replica.register_comm_hook(None, bf16_compress_hook)
+        setting = self.config.compile if self.placement is None else "off"  # a compiled network lies on one device
+        self.forward = Compiled(self.replica or self.model, "classifier", setting=setting, device=self.device)
+
     def _gradients(self, batch: Batch, step: int, before: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Accumulate the gradients of this process's share; again, in smaller parts, where memory runs out and the
-        config allows it. `before` are the statistics to begin with. Returns the loss and how many were right.
+        """Gradients of the global batch, where memory runs out and the config allows it in smaller parts. `before` are
+        the statistics to begin with. Returns the loss and how many were right, of this process's share.
+
+        Several processes must agree on the parts before one of them sends anything: they try without sending.
         """
-        while True:
-            self.updater.zero_grad()
+        self.updater.zero_grad()
+        trying = self.micro.auto and (self.replica is None or self.micro.tries > 0)
+        while trying:
             found = self._try_gradients(batch, step)
-            if not self.micro.auto or not collectives.agree(int(found is None)):
-                assert found is not None
+            short = collectives.agree(int(found is None))
+            if found is not None and self.replica is None:
                 return found
             del found
             self.updater.zero_grad()
             for tensor, old in zip(self.statistics, before, strict=True):
                 tensor.copy_(old)
+            if not short:
+                self.micro.tries -= 1
+                break
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()
             told = self.micro.halve()
             if collectives.is_main():
                 say(told)
+        return self._accumulate(batch, step)
 
     def _own_statistics(self) -> list[Tensor]:
         """Running means and variances that this step has moved, and in each process differently."""
@@ -228,26 +256,33 @@ class ClassifierTask:
     def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
         """None: memory ran out. (By the time of the return what the failed pass held is free again.)"""
         try:
-            return self._accumulate(batch, step)
+            return self._accumulate(batch, step, send=False)
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error) or not self.micro.auto:
+            if not ran_out(error):
                 raise
         return None
 
-    def _accumulate(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+    def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
+        """Forward and backward passes of this process's share; DDP sends the gradients in the last of them."""
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        # DDP averages over the processes
+        weight = collectives.world_size() * (float("nan") if inject.due("nan", step, rank=collectives.rank()) else 1.0)
         with phase("augment"):
             prepared = self._prepared(batch.images, batch.labels, step, self.first)
-        for rows in self.micro.parts():
+        parts = self.micro.parts()
+        for rows in parts:
             with phase("augment"):
                 images, targets = self._part(prepared, rows)
-            with phase("forward"):
-                with self.mixed.autocast():
-                    logits = self.forward(images)
-                logits = logits.to(loss_sum.dtype)
-                loss = classifier_loss(logits, targets, self.config.loss, self.class_weights) / self.config.batch_size
-            with phase("backward"):
-                self.mixed.backward(loss)
+            quiet = self.replica is not None and not (send and rows is parts[-1])
+            with self.replica.no_sync() if self.replica is not None and quiet else nullcontext():
+                with phase("forward"):
+                    with self.mixed.autocast():
+                        logits = self.forward(images)
+                    logits = logits.to(loss_sum.dtype)
+                    loss = classifier_loss(logits, targets, self.config.loss, self.class_weights)
+                    loss = loss / self.config.batch_size
+                with phase("backward"):
+                    self.mixed.backward(loss * weight)
             loss_sum += loss.detach()
             correct += targets.correct(logits.detach())
         return loss_sum, correct

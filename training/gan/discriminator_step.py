@@ -94,6 +94,7 @@ class DiscriminatorStep:
             wrong = (real.labels + offsets) % context.discriminator.classes
             mismatched = self.game.fake(context.discriminator.project(judged.features, wrong))
             mismatch = mismatched.sum() * (self.loss.mismatch_weight / batch)
+        self.updater.overlap(last=piece.stop == work.share and "gradient_penalty" not in self._weights)
         self._backward(self.game.real(judged.logits).sum() / batch, [judged], work, unlogged=mismatch)
 
     def _judge_pairs(self, work: Work, piece: slice, real: Images, fake: Images) -> None:
@@ -101,6 +102,7 @@ class DiscriminatorStep:
         sample = self._judge(work, piece, fake, "fake", "r2")
         image = self._judge(work, piece, real, "real", "r1")
         loss = self.game.pair_loss(image.logits, sample.logits).sum() / work.batch_size
+        self.updater.overlap(last=piece.stop == work.share and "gradient_penalty" not in self._weights)
         self._backward(loss, [image, sample], work)
 
     def _judge_between(self, work: Work, piece: slice, real: Images, fake: Images) -> None:
@@ -108,6 +110,7 @@ class DiscriminatorStep:
         share = self.context.draws.shares(work.step, work.batch_size)[work.rows(piece)]
         mixed = Images(penalties.between(real.images, fake.images, share), real.labels)
         judged = self._judge(work, piece, mixed, "between", "gradient_penalty")
+        self.updater.overlap(last=piece.stop == work.share)
         self._backward(torch.zeros_like(self._sums["loss/discriminator"]), [judged], work)
 
     def _judge(self, work: Work, piece: slice, batch: Images, name: str, penalty: str) -> Judged:

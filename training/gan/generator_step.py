@@ -115,6 +115,8 @@ class GeneratorStep:
             with phase("generator/forward"), context.mixed.autocast():
                 images, _, w = context.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
             fake = Images(images, latents.labels[rows])
+            more = gradients.apart or self.loss.path_length_due(work.step)
+            self.updater.overlap(last=piece.stop == work.share and not more)
             if self.one_pass(work):
                 self._judge_once(work, fake, metrics)
             else:
@@ -204,6 +206,7 @@ class GeneratorStep:
             penalty = (lengths - mean).square().sum() / batch
             _add(metrics, "loss/path_length", penalty)
             weight = self.loss.path_length_weight * self.loss.path_length_interval
+            self.updater.overlap(last=index == len(rows) - 1 and not gradients.apart)
             gradients.backward({"path_length": penalty * weight})
         metrics["path_length/mean"] = mean / collectives.world_size()
 

@@ -78,7 +78,7 @@ class GanTask:
         )
         steps = config.schedule_steps
         teacher = self._teacher()
-        more: dict[str, Any] = {"growing": self.stages.growing}
+        more: dict[str, Any] = {"growing": self.stages.growing, "compress": config.distributed.compress}
         updater = Updater(self.generator, config.generator_optimizer, self.mixed, steps, **more)
         self.generator_step = GeneratorStep(self.context, updater, self.ema, teacher)
         updater = Updater(self.discriminator, config.discriminator_optimizer, self.mixed, steps, **more)

@@ -12,6 +12,7 @@ from training.optim.config import OptimizerConfig
 from training.optim.schedule_free import ScheduleFree
 from utils import inject
 from utils.distributed import collectives
+from utils.distributed.gradients import Compression, GradientExchange
 from utils.errors import UserError
 from utils.tensors import by_device
 
@@ -109,7 +110,7 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """One network's optimizer: reduces gradients over the ranks, unscales, clips, and steps unless they are not
+    """One network's optimizer: adds up gradients over the ranks, unscales, clips, and steps unless they are not
     finite.
 
     Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
@@ -123,6 +124,8 @@ class Updater:
         steps: int,
         *,
         growing: bool = False,  # a step may leave parameters out, the same on all ranks: they are not updated then
+        exchange: bool = True,  # False: DDP has added up the gradients
+        compress: Compression = "off",  # of the exchange
         head: Iterable[Tensor] = (),  # parameters that are not clipped adaptively (2102.06171, section 4.1)
         groups: Sequence[dict[str, Any]] | None = None,  # of the optimizer, each with its `lr_scale`; None: as usual
     ) -> None:
@@ -138,10 +141,17 @@ class Updater:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         excluded = {id(p) for p in head}
         self.clipped = [p for p in self.parameters if id(p) not in excluded]
+        missing: Literal["zeros", "skip"] = "skip" if growing else "zeros"
+        self.exchange = GradientExchange(self.parameters if exchange else [], missing=missing, compress=compress)
         self.unused: list[str] | None = None  # parameters that train and had no gradient in the first step here
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def overlap(self, *, last: bool) -> None:
+        """Before a backward pass; of the `last` one before `step`, gradients travel while it goes on."""
+        if last and not inject.asked():  # a fault is put into gradients that are still here
+            self.exchange.overlap()
 
     def step(self, step: int) -> Update:
         """Apply update number `step` (from 0), unless the gradients are not finite."""
@@ -150,7 +160,7 @@ class Updater:
             self.unused = [] if self.growing else [n for n, p in named if p.requires_grad and p.grad is None]
         if inject.due("nan", step, rank=collectives.rank()):
             next(p.grad for p in self.parameters if p.grad is not None).fill_(float("nan"))
-        collectives.all_reduce_gradients(self.parameters, missing="skip" if self.growing else "zeros")
+        self.exchange.finish()
         scaler = self.mixed.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)

@@ -1,15 +1,11 @@
-"""Process groups, ranks and the few collectives the program uses. With one process everything here is a no-op.
-
-Gradients are added up by `all_reduce_gradients` after the backward passes, outside DDP's hooks: that is right for any
-number of losses, graphs and micro-batches (docs/distributed.md says what goes wrong otherwise).
-"""
+"""Process groups, ranks and the few collectives the program uses. With one process everything here is a no-op."""
 
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +16,6 @@ from utils.errors import UserError
 
 T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
-BUCKET_ELEMENTS = 25_000_000 // 4  # one collective per this many gradient elements, as DDP's 25 MB buckets
 
 PATIENCE = timedelta(hours=6)  # for what rank 0 does alone, as long as it is alive
 LOOK_SECONDS = 10.0  # how often a rank that waits so long looks whether the others are alive
@@ -258,43 +253,13 @@ def average_(tensors: Iterable[Tensor]) -> None:
     buckets: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         buckets.setdefault(tensor.device, []).append(tensor)
-    for work, flat, parts in [_reduce_bucket(bucket) for bucket in buckets.values()]:
-        work.wait()
-        _put_back(flat / world_size(), parts)
+    for parts in buckets.values():
+        flat = all_reduce_sum_(torch.cat([tensor.reshape(-1) for tensor in parts]))
+        put_back(flat / world_size(), parts)
 
 
-def all_reduce_gradients(parameters: Iterable[Tensor], *, missing: Literal["zeros", "skip"] = "zeros") -> None:
-    """Add up the `.grad` of `parameters` over the ranks, in place, in flat buckets.
-
-    Each rank's loss must already carry its share of the global mean (sum over the local samples / global batch). A
-    parameter without a gradient on this rank contributes zeros, so that ranks cannot fall out of step; with `skip` it
-    is left out, which needs to be so on all ranks.
-    """
-    if world_size() == 1:
-        return
-    buckets: dict[torch.device, list[Tensor]] = {}  # a network may lie on several devices: models/model_parallel.py
-    pending = []
-    for parameter in (p for p in parameters if p.requires_grad):
-        if parameter.grad is None and missing == "skip":
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        bucket = buckets.setdefault(parameter.grad.device, [])
-        bucket.append(parameter.grad)
-        if sum(g.numel() for g in bucket) >= BUCKET_ELEMENTS:
-            pending.append(_reduce_bucket(buckets.pop(parameter.grad.device)))
-    pending += [_reduce_bucket(bucket) for bucket in buckets.values()]
-    for work, flat, grads in pending:
-        work.wait()
-        _put_back(flat, grads)
-
-
-def _reduce_bucket(tensors: list[Tensor]) -> tuple[dist.Work, Tensor, list[Tensor]]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    return dist.all_reduce(flat, async_op=True), flat, tensors
-
-
-def _put_back(flat: Tensor, tensors: list[Tensor]) -> None:
+def put_back(flat: Tensor, tensors: list[Tensor]) -> None:
+    """Copy the pieces of a flat tensor to those that it was made of."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])
 

@@ -27,7 +27,7 @@ from training.engine.tasks import build_run_config
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
 from utils.checkpoint import load
-from utils.distributed import collectives
+from utils.distributed import collectives, gradients
 from utils.distributed.launch import launch
 from utils.errors import UserError, run_cli
 from utils.run_folder import RunFolder
@@ -137,7 +137,7 @@ def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(collectives, "BUCKET_ELEMENTS", 100)
+    monkeypatch.setattr(gradients, "BUCKET_ELEMENTS", 100)
     with faked():
         parameters = [
             torch.empty(size, device=GPUS[device]).requires_grad_()
@@ -145,10 +145,10 @@ def test_gradients_are_added_up_in_buckets_of_one_device(monkeypatch: pytest.Mon
         ]
         for parameter in parameters[1:]:  # the first has none: it is sent as zeros
             parameter.grad = torch.empty_like(parameter)
-        collectives.all_reduce_gradients(parameters)
+        gradients.GradientExchange(parameters).finish()
         assert parameters[0].grad is not None
         assert parameters[0].grad.device == GPUS[0]
-    assert sent == [("cuda:1", 110), ("cuda:0", 150), ("cuda:1", 7), ("cuda:0", 5)]
+    assert sent == [("cuda:0", 105), ("cuda:1", 117), ("cuda:0", 50)]
 
 
 def test_layers_on_both_devices_are_watched() -> None:
