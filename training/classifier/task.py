@@ -213,8 +213,9 @@ class ClassifierTask:
         self.updater.zero_grad()
         self.micro.look_again()
         if collectives.world_size() > 1:
-            # one device or several: inputs are where they belong. BatchNorm's buffers are synchronised, or averaged
-            self.replica = DistributedDataParallel(self.model, broadcast_buffers=False, gradient_as_bucket_view=True)
+            # no device_ids, be it one device or several: inputs are where they belong
+            self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.replica.broadcast_buffers = False  # BatchNorm's are in step; the option's name depends on the version
             if self.config.distributed.compress == "bf16":
                 self.replica.register_comm_hook(None, bf16_compress_hook)
         setting = self.config.compile if self.placement is None else "off"  # a compiled network lies on one device
