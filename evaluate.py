@@ -20,7 +20,7 @@ from metrics.diversity import IMAGES
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import Extractor, Options, build, fingerprint
-from metrics.images import MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
+from metrics.images import MistakeBoard, SampleBoard, save_confusion
 from metrics.resnet50 import find_weights
 from metrics.tables import classifier_table, gan_table
 from models.classifier import Classifier
@@ -34,6 +34,7 @@ from utils.cli import Parser
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
+from utils.image_tables import save_captioned, save_rows
 
 GAN_IMAGES = 5000  # n of a distance unless the real sets are smaller
 GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")

@@ -8,12 +8,19 @@ from typing import Any
 from inference.dataset import ENCODINGS, check_dataset, provenance, write_dataset
 from inference.dataset import PER_CLASS as DATASET_PER_CLASS
 from inference.dataset import UNCONDITIONAL as DATASET_UNCONDITIONAL
-from inference.grid import PER_CLASS, UNCONDITIONAL, draw_grid
 from inference.interpolate import FilmConfig, draw_film
 from inference.project import FEATURES, SAVED, SPACES, project, read_target
 from inference.projection import ProjectionConfig
 from inference.samples import Sampler, chosen_classes, with_styles
-from inference.tables import draw_mix, draw_truncation, parse_layers, parse_psis
+from inference.tables import (
+    PER_CLASS,
+    UNCONDITIONAL,
+    draw_grid,
+    draw_mix,
+    draw_truncation,
+    parse_layers,
+    parse_psis,
+)
 from inference.video import check_film
 from models.restore import generator_from
 from utils.arguments import add_model_options, positive

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from metrics.extractors import classifier_input
-from metrics.images import save_captioned
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
 from models.hooks import output_gradient
 from utils.errors import UserError
 from utils.files import check_writable
+from utils.image_tables import save_captioned
 
 LAYER = "layer4"  # the last stage: the paper's choice
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth

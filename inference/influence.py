@@ -18,7 +18,6 @@ from data.dataset import Dataset, dataset_for_model
 from data.images import ImageError, decode_file, fit, trained_mode
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
 from metrics.evaluate_gan import judge_images
-from metrics.images import save_captioned
 from models.classifier import Classifier
 from models.restore import classifier_from
 from utils.arguments import positive
@@ -28,6 +27,7 @@ from utils.cli import Parser, did_you_mean
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
+from utils.image_tables import save_captioned
 
 TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")

@@ -99,9 +99,7 @@ class Journey:
             w = generator.mapping(between, ends[0])
             w = w if labels is None else torch.lerp(w, generator.mapping(between, ends[1]), t)
         ws = w[:, None].expand(-1, generator.num_ws, -1)
-        return generator.synthesis(
-            generator.truncate(ws, sampler.truncation_psi, sampler.truncation_cutoff), maps
-        )
+        return generator.synthesis(generator.truncate(ws, sampler.truncation_psi, sampler.truncation_cutoff), maps)
 
 
 def _mixture(first: Tensor | None, second: Tensor | None, classes: int, t: Tensor) -> Tensor | None:

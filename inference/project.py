@@ -11,13 +11,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from data.images import ImageError, decode_file, fit, trained_mode
-from inference.images import save_table
 from inference.perceptual import Distance, build_features
 from inference.projection import Projection, ProjectionConfig, Projector, Space
 from inference.samples import Sampler, with_styles
 from metrics.precision import exact_float32
 from utils.errors import UserError
 from utils.files import write_atomic
+from utils.image_tables import save_table
 
 SPACES: dict[str, tuple[Space, ...]] = {"w": ("w",), "w+": ("w+",), "both": ("w", "w+")}
 FEATURES = ("resnet50", "pixels")

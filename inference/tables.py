@@ -1,4 +1,4 @@
-"""Tables of images: truncation and style mixing."""
+"""Images of a generator side by side: a grid of samples, truncation and style mixing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,12 +7,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference.images import PADDING, save_table
 from inference.samples import Sampler, with_styles
 from metrics.precision import exact_float32
 from models.gan import NoiseMode, StyledGenerator
 from models.sampling import to_uint8
 from utils.errors import UserError
+from utils.image_tables import PADDING, save_rows, save_table
+
+PER_CLASS = 8  # images of a class unless said
+UNCONDITIONAL = 64  # images of a generator without classes unless said
+COLUMNS = 8  # of a grid without classes
+
+
+def draw_grid(sampler: Sampler, out: Path, *, count: int | None = None) -> int:
+    """Write `count` images to a PNG file, as many of each class or one less; returns how many they are."""
+    kinds = len(sampler.chosen)
+    count = count or (PER_CLASS * kinds if kinds else UNCONDITIONAL)
+    images = list(sampler.images(range(count)))
+    rows = [images[start::kinds] for start in range(min(kinds, count))] if kinds else [images]
+    columns = max(len(row) for row in rows) if len(rows) > 1 else min(COLUMNS, len(rows[0]))
+    save_rows(rows, out, columns=columns, most_rows=len(rows))
+    return count
 
 
 def draw_truncation(

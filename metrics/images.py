@@ -1,7 +1,6 @@
 """Images that go with the figures: confusion matrix, captioned images, and the picking of those worth a look."""
 
 import io
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,17 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from utils.files import write_atomic
-from utils.images import grid, save_png
-from utils.text import shorten
+from utils.image_tables import save_captioned, save_rows
 
-TEXT = 11  # height of captions in pixels
-LINE = 14  # from one line of a caption to the next
-WIDEST_NAME = 150  # pixels that a row's caption may take
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 
 
@@ -107,48 +100,6 @@ class MistakeBoard:
         return ["mistakes.png"]
 
 
-def save_rows(
-    rows: Sequence[Sequence[Tensor]],
-    path: str | Path,
-    *,
-    columns: int,
-    most_rows: int = 50,
-    captions: Sequence[str] = (),  # a row's name, written to the left of it; none: no room is left for them
-) -> None:
-    """Write images uint8 [C, H, W] as a grid with a row for each class; a single row is broken into several.
-
-    A class with fewer than `columns` images leaves white places; of too many classes the first are shown. A single
-    row gets no caption: there is nothing to tell apart.
-    """
-    if len(rows) == 1:
-        images = torch.stack(list(rows[0]))
-        save_png(grid(images, columns=columns, scale=grid_scale(images.shape[-1])), path)
-        return
-    blank = torch.full_like(next(image for row in rows for image in row), 255)
-    shown = [[*row[:columns], *[blank] * (columns - len(row))] for row in rows[:most_rows]]
-    images = torch.stack([image for row in shown for image in row])
-    canvas = grid(images, columns=columns, scale=grid_scale(images.shape[-1]))
-    save_png(beside(canvas, list(captions)[: len(shown)]) if captions else canvas, path)
-
-
-def beside(canvas: np.ndarray, captions: Sequence[str]) -> np.ndarray:
-    """An image uint8 [H, W, C] of rows of equal height, with the name of each row in a margin to its left."""
-    font = _font()
-    texts = [shorten(text, WIDEST_NAME, font.getlength) for text in captions]
-    margin = math.ceil(max(font.getlength(text) for text in texts)) + 8
-    image = Image.new("L", (margin, canvas.shape[0]), 255)
-    draw = ImageDraw.Draw(image)
-    for row, text in enumerate(texts):
-        draw.text((margin - 4, (row + 0.5) * canvas.shape[0] / len(texts)), text, fill=0, font=font, anchor="rm")
-    names = np.repeat(np.asarray(image)[:, :, None], canvas.shape[2], axis=2)
-    return np.concatenate([names, canvas], axis=1)
-
-
-def grid_scale(side: int) -> int:
-    """How much images of so many pixels are enlarged to be seen: to about 64 px, large ones not at all."""
-    return max(1, 64 // side)
-
-
 def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], path: str | Path) -> None:
     """Draw a confusion matrix, counts [true][named]; the shade is the share of the true class."""
     counts = np.asarray(confusion, dtype=np.float64)
@@ -166,38 +117,6 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
-    _save(figure, path)
-
-
-def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
-    """Draw images uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
-
-    A line that is wider than its image's cell loses its middle.
-    """
-    stacked = torch.stack(list(images))
-    scale = max(1, round(112 / stacked.shape[-2]))
-    drawn_height, drawn_width = (size * scale for size in stacked.shape[-2:])
-    width, height = max(drawn_width, 112) + 12, drawn_height + 2 * LINE + 14  # of a cell, with room for the caption
-    rows, columns = math.ceil(len(stacked) / columns), min(columns, len(stacked))
-    font = _font()
-    canvas = Image.new("RGB", (columns * width, rows * height), (255, 255, 255))
-    draw = ImageDraw.Draw(canvas)
-    for index, caption in enumerate(captions):
-        left, top = index % columns * width + 6, index // columns * height + 6
-        image = grid(stacked[index : index + 1], scale=scale)
-        canvas.paste(Image.fromarray(image if image.shape[2] == 3 else image[:, :, 0]), (left, top))
-        for number, line in enumerate(caption.splitlines()[:2]):
-            text = shorten(line, width - 12, font.getlength)
-            draw.text((left, top + drawn_height + 2 + number * LINE), text, fill=0, font=font)
-    save_png(np.asarray(canvas), path)
-
-
-def _font() -> ImageFont.FreeTypeFont:
-    """The font that matplotlib brings along, so that images look alike everywhere."""
-    return ImageFont.truetype(findfont("DejaVu Sans"), TEXT)
-
-
-def _save(figure: Figure, path: str | Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     write_atomic(path, buffer.getvalue())

@@ -7,9 +7,7 @@ import torch
 from PIL import Image
 
 from inference import tables
-from inference.grid import draw_grid
-from inference.images import PADDING, save_table
-from inference.tables import draw_mix, draw_truncation, parse_layers, parse_psis
+from inference.tables import draw_grid, draw_mix, draw_truncation, parse_layers, parse_psis
 from models.sampling import draw, to_uint8
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.inference.test_samples import apart
@@ -132,45 +130,6 @@ def test_psis_are_read():
     for text in ("", "a", "1,", "nan", "inf,1"):
         with pytest.raises(UserError, match="--psis"):
             parse_psis(text)
-
-
-def shade(value, channels=1, side=8):
-    return torch.full((channels, side, side), value, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("margin", [PADDING, 20])
-def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
-    ramp = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8)
-    rows = [[None, shade(50), shade(100)], [shade(150), ramp, shade(0)]]
-    save_table(rows, tmp_path / "x.png", row_heads=["", "$a_b"], column_heads=["", "i\nMMMM", "one"], margin=margin)
-    found = pixels(tmp_path / "x.png")
-    height, width = found.shape
-    last, left = 96 + PADDING, 3 * 96 + PADDING + margin + PADDING  # of the images, from the right and from below
-    x = [width - left, width - left + 96 + margin, width - last]
-    y = [height - last - 96 - margin, height - last]
-    assert (found[y[0] : y[0] + 96, x[0] : x[0] + 96] == 255).all()
-    assert (found[y[0] : y[0] + 96, x[1] : x[1] + 96] == 50).all()
-    assert (found[y[0] : y[0] + 96, x[2] : x[2] + 96] == 100).all()
-    assert (found[y[1] : y[1] + 96, x[0] : x[0] + 96] == 150).all()
-    np.testing.assert_array_equal(
-        found[y[1] : y[1] + 96, x[1] : x[1] + 96], ramp[0].numpy().repeat(12, 0).repeat(12, 1)
-    )
-    assert (found[y[0] : y[0] + 96, x[1] + 96 : x[2]] == 255).all()
-    above, beside = found[: y[0]], found[:, : x[0]]
-    first, second = ((part[:, x[1] : x[1] + 96] < 100).sum() for part in (above[:14], above[14:]))
-    assert 0 < 4 * first < second  # letters, few in the first line and many in the second
-    assert above[:14, x[2] : x[2] + 96].min() == 255  # one line stands next to its image, the first is free
-    assert above[14:, x[2] : x[2] + 96].min() < 100
-    assert beside[y[1] :].min() < 100
-    assert beside[y[0] : y[1]].min() == 255
-
-
-def test_large_and_coloured_images_and_long_heads(tmp_path):
-    save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
-    found = pixels(tmp_path / "x.png")
-    assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
-    assert found.shape[1] < 150 + 128 + 4 * PADDING
-    assert (found[:, -PADDING:] == 255).all()
 
 
 def test_grid_has_a_row_for_each_class(generator, tmp_path):

@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image
 
-from metrics.images import Best, MistakeBoard, SampleBoard, save_captioned, save_confusion, save_rows
+from metrics.images import Best, MistakeBoard, SampleBoard, save_confusion
 from metrics.tables import classifier_table, gan_table
 
 
@@ -53,61 +53,6 @@ def test_mistakes_are_the_confident_wrong_ones_with_their_place(tmp_path):
     assert MistakeBoard(["a", "b"]).save(tmp_path) == []
 
 
-@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 64), (3, 128)])
-def test_captioned_images_are_drawn_as_they_are(tmp_path, channels, side):
-    images = torch.randint(0, 256, (7, channels, side, side + 3), dtype=torch.uint8)
-    save_captioned(list(images), ["a\nb"] * 7, tmp_path / "x.png")
-    found = np.asarray(Image.open(tmp_path / "x.png"))
-    scale = max(1, round(112 / side))
-    height, width = side * scale, (side + 3) * scale
-    cell = (height + 2 * 14 + 14, max(width, 112) + 12)
-    assert found.shape == (2 * cell[0], 6 * cell[1], 3)
-    for index, image in enumerate(images):
-        top, left = index // 6 * cell[0] + 6, index % 6 * cell[1] + 6
-        drawn = found[top : top + height : scale, left : left + width : scale]
-        np.testing.assert_array_equal(drawn, image.permute(1, 2, 0).expand(-1, -1, 3).numpy())
-
-
-@pytest.mark.parametrize("side", [8, 28, 32, 64, 100, 256])
-def test_captions_keep_to_their_cell(tmp_path, side):
-    """Wide letters without end: between two captions there is white, and so there is below the second line."""
-    save_captioned([shades(255, side=side)[0]] * 4, ["W" * 90 + "\n" + "W" * 90 + "\nno third"] * 4, tmp_path / "x.png",
-                   columns=2)  # fmt: skip
-    found = pixels(tmp_path / "x.png")
-    middle = found.shape[1] // 2
-    assert (found[:, middle - 4 : middle + 4] == 255).all()
-    assert (found[:, -4:] == 255).all()
-    rows = (found < 128).any(1)
-    assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of images, none touching
-
-
-def test_fewer_images_than_columns_take_no_empty_room(tmp_path):
-    save_captioned([shades(0)[0]] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
-    assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
-
-
-def test_rows_have_their_names_beside_them(tmp_path):
-    rows = [list(shades(7, 7)), list(shades(9, 9)), list(shades(11, 11))]
-    save_rows(rows, tmp_path / "plain.png", columns=2)
-    save_rows(
-        rows, tmp_path / "named.png", columns=2, captions=["a", "", "a name that is much too long for the margin"]
-    )
-    plain, named = pixels(tmp_path / "plain.png"), pixels(tmp_path / "named.png")
-    margin = named.shape[1] - plain.shape[1]
-    assert 100 < margin <= 158
-    np.testing.assert_array_equal(named[:, margin:], plain)
-    ink = [(named[64 * row : 64 * row + 64, :margin] < 128).sum() for row in range(3)]
-    assert ink[0] > 5
-    assert ink[1] == 0
-    assert ink[2] > 10 * ink[0]
-    assert (named[:, :2] == 255).all()
-    first = np.flatnonzero((named[:64, :margin] < 128).any(1))
-    assert 24 < first.mean() < 40  # at the height of its row's middle
-    colour = [[sample_image.expand(3, -1, -1) for sample_image in row] for row in rows]
-    save_rows(colour, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
-    assert np.asarray(Image.open(tmp_path / "colour.png")).shape[2] == 3
-
-
 @pytest.mark.parametrize("count", [2, 40])
 def test_confusion_matrix_is_darkest_where_the_share_is_largest(tmp_path, count):
     confusion = (np.eye(count, dtype=int) * 100).tolist()
@@ -116,11 +61,6 @@ def test_confusion_matrix_is_darkest_where_the_share_is_largest(tmp_path, count)
     assert (found < 100).mean() > 0.1 / count
     save_confusion([[0] * count] * count, ["a"] * count, tmp_path / "empty.png")
     assert (pixels(tmp_path / "empty.png") < 100).mean() < (found < 100).mean()
-
-
-def test_rows_beyond_the_most_are_left_out(tmp_path):
-    save_rows([list(shades(i)) for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
-    np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
 
 
 HEAD = {"checkpoint": "runs/x", "step": 3, "data": "test.lmdb", "n": 20, "seed": 0}

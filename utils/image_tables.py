@@ -1,0 +1,119 @@
+"""Images in a PNG file with words beside, above or below them."""
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from utils.images import save_png
+from utils.text import shorten
+
+if TYPE_CHECKING:
+    from PIL.ImageFont import FreeTypeFont
+
+TEXT, LINE = 11, 14  # px: height of letters, and from one line to the next
+WIDEST_NAME = 150  # px beside a row
+CELL = 96  # px that a table's smaller images are enlarged to
+PADDING = 4  # px between a table's images
+CAPTION = 112  # px that a caption may be wide at least
+
+Word = tuple[float, float, str, str]  # x, y, text, and what of it lies there: Pillow's anchor
+Place = tuple[int, int, Tensor | None]  # x, y of an image's corner; None leaves the place white
+
+
+def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
+    """Draw images uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
+
+    A line that is wider than its image's cell loses its middle.
+    """
+    height, width = images[0].shape[-2:]
+    scale = max(1, round(CAPTION / height))
+    cell = max(width * scale, CAPTION)
+    down, right = height * scale + 2 * LINE + 14, cell + 12  # from one image to the next
+    places = [(i % columns * right + 6, i // columns * down + 6, image) for i, image in enumerate(images)]
+    words = [
+        (x, y + height * scale + 2 + number * LINE, _fitting(line, cell), "la")
+        for (x, y, _), caption in zip(places, captions, strict=True)
+        for number, line in enumerate(caption.splitlines()[:2])
+    ]
+    _save(path, (min(columns, len(images)) * right, math.ceil(len(images) / columns) * down), places, words, scale)
+
+
+def save_rows(
+    rows: Sequence[Sequence[Tensor]],
+    path: str | Path,
+    *,
+    columns: int,
+    most_rows: int = 50,
+    captions: Sequence[str] = (),  # a row's name, written to the left of it; none: no room is left for them
+) -> None:
+    """Write images uint8 [C, H, W] as a grid with a row for each class; a single row is broken into several.
+
+    A class with fewer than `columns` images leaves white places; of too many classes the first are shown. A single
+    row gets no caption: there is nothing to tell apart.
+    """
+    if len(rows) == 1:
+        (images,), captions = rows, ()
+        rows = [images[start : start + columns] for start in range(0, len(images), columns)]
+        most_rows = len(rows)
+    shown = [row[:columns] for row in rows[:most_rows]]
+    save_table(shown, path, row_heads=captions[:most_rows], cell=64, gap=0)
+
+
+def save_table(
+    rows: Sequence[Sequence[Tensor | None]],  # uint8 [C, H, H] each; None, or a shorter row, leaves the place white
+    path: str | Path,
+    *,
+    row_heads: Sequence[str] = (),  # of one line, to the left; none: no room is left for them
+    column_heads: Sequence[str] = (),  # of one or more lines, above
+    cell: int = CELL,  # px that smaller images are enlarged to
+    gap: int = PADDING,  # px between images
+    margin: int | None = None,  # px after the first row and after the first column, if not `gap`
+) -> None:
+    """Write images as a table with a head beside each row and above each column; one too wide loses its middle."""
+    side = next(image.shape[-1] for row in rows for image in row if image is not None)
+    scale = max(1, cell // side)
+    step = side * scale + gap
+    beside = [_fitting(head, WIDEST_NAME) for head in row_heads]
+    above = [[_fitting(line, side * scale) for line in head.split("\n")] for head in column_heads]
+    left = math.ceil(max(map(_font().getlength, beside))) + 2 * PADDING if beside else 0
+    top = LINE * max(map(len, above)) + PADDING if above else 0
+    extra = 0 if margin is None else margin - gap
+    xs = [left + i * step + extra * (i > 0) for i in range(max(map(len, rows)))]
+    ys = [top + i * step + extra * (i > 0) for i in range(len(rows))]
+    words: list[Word] = [(left - PADDING, y + side * scale / 2, h, "rm") for y, h in zip(ys, beside, strict=False)]
+    for x, lines in zip(xs, above, strict=False):
+        words += [(x, top - PADDING - n * LINE, line, "ld") for n, line in enumerate(reversed(lines))]
+    places = [(x, y, image) for y, row in zip(ys, rows, strict=True) for x, image in zip(xs, row, strict=False)]
+    _save(path, (xs[-1] + step, ys[-1] + step), places, words, scale)
+
+
+def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int) -> None:
+    """Write a white PNG of `size` (width, height) with images, of which each pixel becomes scale x scale, and words."""
+    canvas = np.full((size[1], size[0], 3), 255, dtype=np.uint8)
+    for x, y, image in places:
+        if image is not None:
+            pixels = image.numpy().transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)
+            canvas[y : y + pixels.shape[0], x : x + pixels.shape[1]] = pixels
+    drawn = Image.fromarray(canvas)
+    draw = ImageDraw.Draw(drawn)
+    for left, top, text, anchor in words:
+        draw.text((left, top), text, fill=0, font=_font(), anchor=anchor)
+    save_png(np.asarray(drawn), path)
+
+
+def _fitting(text: str, width: float) -> str:
+    return shorten(text, width, _font().getlength)
+
+
+@cache
+def _font() -> "FreeTypeFont":
+    """The font that matplotlib brings along, so that images look alike everywhere."""
+    from matplotlib.font_manager import findfont
+
+    return ImageFont.truetype(findfont("DejaVu Sans"), TEXT)
