@@ -20,7 +20,6 @@ from utils.config import keys_of, read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-WIDTH = 120
 CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
@@ -89,12 +88,6 @@ def test_page_renders_as_it_was_meant(page):
         if token.type == "text":
             assert "`" not in token.content, f"line {line}: a backtick without its partner: {token.content}"
             assert not token.content.startswith("|"), f"line {line}: no row of a table: {token.content}"
-
-
-def test_lines_are_at_most_120_wide(page):
-    lines = page.read_text().splitlines()
-    tables = {line for block in tokens(page) if block.type == "table_open" for line in lines_of(block)}
-    assert [n + 1 for n, line in enumerate(lines) if len(line) > WIDTH and n not in tables] == []
 
 
 def test_links_and_images_lead_somewhere(page):

@@ -89,19 +89,21 @@ def test_project_is_not_importable_from_site_packages():
     assert "packages" not in setuptools
 
 
-def imported(source: str) -> set[str]:
-    """First names of all absolute imports in a source, those inside functions too."""
+def imported(source: str, within: str = "") -> set[str]:
+    """First names of all absolute imports in a source, those inside functions too; `within`: after this prefix."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module)
-    return {name.partition(".")[0] for name in names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix(within).partition(".")[0] for name in names if name.startswith(within)}
 
 
 def test_imported_sees_every_way_to_import():
-    assert imported("import a.b as c\ndef f():\n    from d.e import g\nfrom . import h") == {"a", "d"}
+    source = "import a.b as c\ndef f():\n    from d.e import g\nfrom . import h\nfrom d import i"
+    assert imported(source) == {"a", "d"}
+    assert imported(source, "d.") == {"e", "i"}
 
 
 @pytest.mark.parametrize("package", MAY_IMPORT)
@@ -255,3 +257,37 @@ def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, show
     done = subprocess.run(command, cwd="/", env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == code
     assert shown in done.stdout + done.stderr
+
+
+# engine -> gan, classifier -> optim -> profile -> base: what each part of training/ may import of the others
+TRAINING = {
+    "base": {"base"},
+    "profile": {"profile", "base"},
+    "optim": {"optim", "profile", "base"},
+    "gan": {"gan", "optim", "profile", "base"},
+    "classifier": {"classifier", "optim", "profile", "base"},
+    "engine": {"engine", "gan", "classifier", "optim", "profile", "base"},
+}
+
+
+@pytest.mark.parametrize("part", TRAINING)
+def test_imports_within_training_point_one_way(part):
+    assert {path.name for path in (ROOT / "training").iterdir() if (path / "__init__.py").exists()} == set(TRAINING)
+    wrong = {
+        str(path.relative_to(ROOT)): forbidden
+        for path in sorted((ROOT / "training" / part).rglob("*.py"))
+        if (forbidden := imported(path.read_text(), "training.") - TRAINING[part])
+    }
+    assert wrong == {}
+
+
+def test_no_folder_of_training_has_more_than_14_files():
+    folders = {path for path in (ROOT / "training").rglob("*") if path.is_dir() and path.name != "__pycache__"}
+    assert {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 14} == set()
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_docs_wrap_at_120_characters(path):
+    """Rows of tables may be longer."""
+    lines = path.read_text().splitlines()
+    assert [n for n, line in enumerate(lines, 1) if len(line) > 120 and not line.lstrip().startswith("|")] == []
