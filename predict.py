@@ -34,7 +34,7 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print a JSON array instead of a table")
     add("--gradcam", type=Path, metavar="DIR", help="write each image with the parts that speak for its class")
     add("--gradcam-class", metavar="NAME", help="which class they are to speak for (default: the one it is named)")
-    add("--gradcam-layer", metavar="NAME", help=f"whose maps are used (default: {gradcam.LAYER}; layer3 is finer)")
+    add("--gradcam-layer", metavar="NAME", help="whose maps are used (default: of a ResNet layer4; layer3 is finer)")
     return options
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     checkpoint = load(resolve(options.checkpoint, options.which))
     classifier = classifier_from(checkpoint, choose_device(options.device))
-    maps = gradcam_options(options, checkpoint["classes"])
+    maps = gradcam_options(options, checkpoint["classes"], classifier.backbone.maps)
     mode = options.resize or trained_mode(checkpoint)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     results: list[dict[str, Any]] = []
@@ -67,18 +67,21 @@ class Maps(NamedTuple):
     layer: str
 
 
-def gradcam_options(options: argparse.Namespace, classes: list[str]) -> Maps | None:
-    """What `--gradcam` asks for. Raises UserError for an unknown class and a folder that cannot be written."""
-    name, layer = options.gradcam_class, options.gradcam_layer
+def gradcam_options(options: argparse.Namespace, classes: list[str], layer: str) -> Maps | None:
+    """What `--gradcam` asks for; `layer` is the default.
+
+    Raises UserError for an unknown class and a folder that cannot be written.
+    """
+    name = options.gradcam_class
     if options.gradcam is None:
-        if name is not None or layer is not None:
+        if name is not None or options.gradcam_layer is not None:
             raise UserError("--gradcam-class and --gradcam-layer belong to --gradcam DIR; add it")
         return None
     if name is not None and name not in classes:
         known = ", ".join(classes)
         raise UserError(f"--gradcam-class {name}: no class{did_you_mean(name, classes)}; choose one of {known}")
     label = None if name is None else classes.index(name)
-    return Maps(gradcam.output_files(options.gradcam, options.images), label, layer or gradcam.LAYER)
+    return Maps(gradcam.output_files(options.gradcam, options.images), label, options.gradcam_layer or layer)
 
 
 def predict(

@@ -17,13 +17,12 @@ from utils.errors import UserError
 from utils.files import check_writable
 from utils.image_tables import save_captioned
 
-LAYER = "layer4"  # the last stage: the paper's choice
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part
 LONGEST = 180  # bytes of a file's name that are kept
 
 
-def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str = LAYER) -> Tensor:
+def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
     """Heat [n, h, w], at least 0, at the resolution of the layer's maps, for images as the model takes them.
 
     relu(sum_k alpha_k A^k), alpha_k = mean_ij d y_c / d A^k_ij (equations 1 and 2), y_c being the logit of the class
@@ -42,8 +41,9 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str = LAY
     return (alphas * maps).sum(1).relu()
 
 
-def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str = LAYER) -> Tensor:
-    """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest value of 1.
+def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None) -> Tensor:
+    """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest value of 1. Without a
+    layer it is the one that the backbone names.
 
     An image in which nothing speaks for its class has no heat at all: zeros. In full float32. Raises UserError as
     `grad_cam` does.
@@ -51,7 +51,9 @@ def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: s
     device = device_of(classifier)
     classifier.eval()
     with exact_float32(device):
-        heat = grad_cam(classifier, classifier_input(classifier, images), targets.to(device), layer)
+        heat = grad_cam(
+            classifier, classifier_input(classifier, images), targets.to(device), layer or classifier.backbone.maps
+        )
     heat = heat.float().cpu()
     largest = heat.amax((1, 2), keepdim=True)
     return heat / torch.where(largest > 0, largest, 1.0)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -42,7 +43,11 @@ class ModelConfig(Checked, section="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        backbone_of(self.name)
+        if not backbone_of(self.name).in_turn and (self.activation_checkpointing or self.split != "off"):
+            raise UserError(
+                f"model.activation_checkpointing and model.split are not for {self.name}: leave them out; "
+                "micro_batch saves memory too"
+            )
 
     @property
     def imagenet_normalised(self) -> bool:
@@ -78,19 +83,27 @@ class Classifier(nn.Module):
             for module in self.network.modules():
                 if hasattr(module, "inplace"):
                     module.inplace = False
-        blocks = self.backbone.blocks(self.network)
-        self.stages = list(dict.fromkeys(block.partition(".")[0] for block in blocks))  # from the images to the logits
-        self.block_of = {
-            f"network.{part}.{name}": block
-            for block, parts in blocks.items()
-            for part in parts
-            for name, _ in self.network.get_submodule(part).named_parameters()
-        }
+        self.block_of = {f"network.{name}": block for name, block in self.backbone.block_of(self.network).items()}
+        # from the images to the logits
+        self.stages = list(dict.fromkeys(block.partition(".")[0] for block in self.block_of.values()))
+        self._check_side()
         scale, shift = None, None
         if config.imagenet_normalised:
             scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
         self.register_buffer("input_scale", scale, persistent=False)  # the config tells them: no part of the weights
         self.register_buffer("input_shift", shift, persistent=False)
+
+    def _check_side(self) -> None:
+        """Raise UserError for images that the network cannot take."""
+        side, wanted = self.config.input_size or self.resolution, self.backbone.side
+        if wanted is None:
+            first = self.network.get_submodule(self.backbone.first)
+            wanted = self.backbone.smallest * first.stride[0] if self.backbone.smallest > 1 else 1
+            if side >= wanted:
+                return
+        elif side == wanted:
+            return
+        raise UserError(f"{self.config.name} cannot take images of {side} px: set model.input_size {wanted}")
 
     @property
     def head(self) -> Any:
@@ -103,9 +116,8 @@ class Classifier(nn.Module):
 
     def prepare(self, x: Tensor) -> Tensor:
         """Images [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
-        size = self.config.input_size
-        if size is not None and x.shape[-2:] != (size, size):
-            x = scaled(x, size)
+        if self.config.input_size is not None:
+            x = scaled(x, self.config.input_size)
         if self.input_scale is None or self.input_shift is None:
             return x
         return x * self.input_scale + self.input_shift
@@ -143,9 +155,14 @@ def scaled(images: Tensor, side: int) -> Tensor:
     """Images [N, C, H, W] as [N, C, side, side], bilinearly and antialiased, in float32 at least: torch does not do
     it in bf16 on CPUs.
     """
+    if images.shape[-2:] == (side, side):
+        return images
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
     found = F.interpolate(wide, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
     return found.to(images.dtype)
+
+
+torch.fx.wrap("scaled")  # folding (inference/fold.py) traces the network; what depends on the size is not looked into
 
 
 def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
@@ -153,8 +170,7 @@ def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
 
     Another size is scaled bilinearly; grey is repeated to RGB, RGB is weighed to grey (ITU-R 601: .299, .587, .114).
     """
-    if images.shape[-2:] != (side, side):
-        images = scaled(images, side)
+    images = scaled(images, side)
     if channels == 1 and images.shape[1] == 3:
         images = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
     return images.expand(-1, channels, -1, -1)

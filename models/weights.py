@@ -13,12 +13,11 @@ from typing import Any
 from urllib.parse import urlparse
 
 import torch
-import torchvision
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.backbones.base import Backbone
-from models.backbones.registry import BACKBONES
+from models.backbones.registry import BACKBONES, backbone_of
 from models.classifier import Classifier, ModelConfig
 from utils import checkpoint as checkpoints
 from utils.cli import did_you_mean
@@ -123,17 +122,19 @@ def find_weights(weights: str, name: str) -> Path:
         return checkpoints.resolve(path)
     if path.is_file() or weights.lower().endswith(SUFFIXES) or "/" in weights:
         return path
-    members = torchvision.models.get_model_weights(name).__members__
+    members = backbone_of(name).published(name)
     if weights not in members:
         near = did_you_mean(weights, list(members)) or near_file(path)
         raise UserError(f"{OPTION} {weights!r}: no such file{near}; {name} has {', '.join(members)}, or give a file")
-    url = members[weights].url
+    url = members[weights]
     return Path(collectives.on_main(lambda: _download(url, f"{OPTION} {weights}")))
 
 
 def _download(url: str, what: str) -> str:
     """The file of `url` in torch's cache, fetched if it is not there and checked by the hash in its name."""
-    path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
+    place = Path(urlparse(url).path)
+    name = place.name if place.stem != "model" else f"{place.parts[2]}{place.suffix}"  # timm's are named by the folder
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
     if path.is_file():
         return str(path)
     before = socket.getdefaulttimeout()
@@ -218,6 +219,11 @@ def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
             filters = filters[:, index] * (channels / wanted)
         done.append(f"first filters from {channels} to {wanted} channels")
     cut = filters.shape[-1] - like.shape[-1]
+    if cut > 0 and cut % 2:
+        raise UserError(
+            f"model.stem: filters of {filters.shape[-1]}x{filters.shape[-1]} have no middle of {like.shape[-1]} px; "
+            "set --model.stem imagenet, with --model.input-size for small images"
+        )
     if cut > 0 and cut % 2 == 0:
         filters = filters[..., cut // 2 : -(cut // 2), cut // 2 : -(cut // 2)]
         done.append(
@@ -261,7 +267,7 @@ def _remedy(state: State, name: str) -> str:
             if other != name:
                 return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
             return f"give a whole {name}'s weights file with --model.weights"
-    return f"give a {name}'s weights file, by torchvision's names"
+    return f"give a {name}'s weights file, by its own names"
 
 
 def _body(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, torch.Size]:

@@ -1,9 +1,12 @@
-"""A ResNet with an eighth of the channels: the application's own classifier, at a cost that tests can pay often."""
+"""Backbones of few channels and blocks: the application's own classifiers, at a cost that tests can pay often."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torchvision
 from torch import nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.efficientnet import EfficientNet, _efficientnet_conf
 from torchvision.models.resnet import BasicBlock
 
 from models.backbones import base
@@ -20,6 +23,22 @@ class SlimResNet(torchvision.models.ResNet):
 
     def _make_layer(self, block: Any, planes: int, *arguments: Any, **options: Any) -> nn.Sequential:
         return super()._make_layer(block, planes // SHRINK, *arguments, **options)
+
+
+def slim_convnext() -> ConvNeXt:
+    return ConvNeXt([CNBlockConfig(*sizes) for sizes in ((8, 16, 1), (16, 32, 1), (32, 64, 2), (64, None, 1))])
+
+
+def slim_efficientnet() -> EfficientNet:
+    blocks, _ = _efficientnet_conf("efficientnet_b0", width_mult=0.25, depth_mult=0.5)
+    return EfficientNet(blocks, dropout=0.0, stochastic_depth_prob=0.0, last_channel=64)
+
+
+SLIM: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": SlimResNet,
+    "convnext_tiny": slim_convnext,
+    "efficientnet_b0": slim_efficientnet,
+}
 
 
 def slim_down() -> None:

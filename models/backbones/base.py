@@ -29,7 +29,12 @@ class Backbone:
     maps: str  # whose output Grad-CAM looks at unless told
     shrink: str | None = None  # of the stem, what small images do without
     he_strides: Callable[[nn.Module], bool] | None = None  # gives a network He's own strides, if it can
-    options: dict[str, Any] = field(default_factory=dict)  # that torchvision builds the networks with
+    smallest: int = 1  # px that the stem must leave of the images
+    side: int | None = None  # px, where images must have just that
+    in_turn: bool = True  # the stages can be called one by one: computed again, or on several devices
+    # that torchvision builds the networks with. Dropout and stochastic depth are off: what they draw would depend on
+    # how a batch is cut up
+    options: dict[str, Any] = field(default_factory=dict)
     mean: tuple[float, ...] = MEAN  # of the images that the family's weights have seen
     std: tuple[float, ...] = STD
 
@@ -55,6 +60,19 @@ class Backbone:
             found |= {f"{stage}.{number}": (part,) for number, part in enumerate(parts)}
         found[next(reversed(found))] += self.pool
         return found | {"head": (self.head,)}
+
+    def block_of(self, network: nn.Module) -> dict[str, str]:
+        """Parameter -> its block, from the images to the logits."""
+        return {
+            f"{module}.{name}": block
+            for block, modules in self.blocks(network).items()
+            for module in modules
+            for name, _ in network.get_submodule(module).named_parameters()
+        }
+
+    def published(self, name: str) -> dict[str, str]:
+        """Where the network's weights are: name -> URL."""
+        return {key: weights.url for key, weights in torchvision.models.get_model_weights(name).__members__.items()}
 
     def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
         """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them."""

@@ -1,17 +1,28 @@
 """The registry of backbones: another family is one more file and one more line here."""
 
 from models.backbones.base import Backbone
+from models.backbones.convnext import CONVNEXT
+from models.backbones.efficientnet import EFFICIENTNET
 from models.backbones.resnet import RESNET
+from models.backbones.timm import PREFIX, timm_backbone
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
-FAMILIES = (RESNET,)
+FAMILIES = (
+    RESNET,
+    CONVNEXT,
+    EFFICIENTNET,
+)
 BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 
 def backbone_of(name: str) -> Backbone:
     """The description of the network of that name; UserError, with the near one, for an unknown name."""
+    if name.startswith(PREFIX):
+        return timm_backbone(name)
     if name not in BACKBONES:
         known = list(BACKBONES)
-        raise UserError(f"model {name!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)}")
+        raise UserError(
+            f"model {name!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)} or timm:NAME"
+        )
     return BACKBONES[name]

@@ -87,7 +87,7 @@ def test_a_norm_that_does_not_follow_a_convolution_or_knows_no_statistics_stays(
 def test_the_memory_layout_of_the_weights_is_kept_and_a_training_model_is_left_in_its_mode():
     model = classifier().to(memory_format=torch.channels_last).train()
     folded: Any = fold_batchnorm(model)
-    weight = folded.network.layer1[0].conv1.weight
+    weight = folded.get_parameter("network.layer1.0.conv1.weight")
     assert weight.is_contiguous(memory_format=torch.channels_last)
     assert not weight.is_contiguous()
     assert model.training

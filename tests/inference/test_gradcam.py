@@ -75,7 +75,7 @@ def test_at_the_last_stage_it_is_cam():
     net = model.network
     maps = net.layer4(net.layer3(net.layer2(net.layer1(net.relu(net.bn1(net.conv1(batch)))))))
     expected = (net.fc.weight[1][:, None, None] * maps).sum(1).relu() / maps[0, 0].numel()
-    torch.testing.assert_close(grad_cam(model, batch, torch.tensor([1, 1])), expected, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(grad_cam(model, batch, torch.tensor([1, 1]), "layer4"), expected, rtol=1e-10, atol=1e-14)
 
 
 def stripes(count: int, side: int = 24) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,0 +1,89 @@
+"""timm's networks, as `timm:NAME`, where timm is installed."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.backbones.base import Backbone
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+PREFIX = "timm:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimmBackbone(Backbone):
+    """A network as timm describes it: `group_matcher` for the blocks, `pretrained_cfg` for both ends. Nothing is known
+    of what is called in which order.
+    """
+
+    hub: str | None  # where its weights are
+
+    def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
+        if stem != "imagenet" or he_strides:
+            raise UserError(
+                f"model.stem and model.he_strides are not for {name}: leave them out; model.input_size enlarges small "
+                "images"
+            )
+        return _create(name, in_chans=channels)
+
+    def block_of(self, network: Any) -> dict[str, str]:
+        group = importlib.import_module("timm.models").group_parameters
+        stages, blocks = (group(network, network.group_matcher(coarse=c), reverse=True) for c in (True, False))
+        found = {}
+        for name in sorted(stages, key=lambda name: (name.startswith(f"{self.head}."), stages[name], blocks[name])):
+            block = f"stage{stages[name]}.{blocks[name]}" if stages[name] else "stem"
+            found[name] = "head" if name.startswith(f"{self.head}.") else block
+        return found
+
+    def features(self, network: Any, x: Tensor, _run: object) -> Tensor:
+        return network.forward_head(network.forward_features(x), pre_logits=True)
+
+    def published(self, name: str) -> dict[str, str]:
+        url: Callable[..., str] = importlib.import_module("huggingface_hub").hf_hub_url
+        return {"DEFAULT": url(self.hub, "model.safetensors")} if self.hub else {}
+
+
+@functools.cache
+def timm_backbone(name: str) -> TimmBackbone:
+    """The description of `timm:NAME`. Raises UserError without timm, for an unknown name, and for a network that timm
+    does not describe or that has no single linear head.
+    """
+    with torch.device("meta"):
+        network = _create(name)
+    about = network.pretrained_cfg
+    first, head, maps = about.get("first_conv"), about.get("classifier"), getattr(network, "feature_info", [{}])[-1]
+    known = isinstance(first, str) and isinstance(head, str) and hasattr(network, "group_matcher")
+    if not (known and isinstance(network.get_submodule(head), nn.Linear) and "module" in maps):
+        raise UserError(f"model {name}: timm does not say how it is cut, or it has no linear head; choose another")
+    return TimmBackbone(
+        names=(name,),
+        stages={},
+        pool=(),
+        in_turn=False,
+        first=first,
+        head=head,
+        maps=maps["module"],
+        side=about["input_size"][-1] if about.get("fixed_input_size") else None,
+        mean=about["mean"],
+        std=about["std"],
+        hub=about.get("hf_hub_id"),
+    )
+
+
+def _create(name: str, **options: Any) -> Any:
+    try:
+        timm = importlib.import_module("timm")
+    except ImportError as error:
+        raise UserError(f"model {name} needs timm ({error}); `pip install timm`, or choose another model") from error
+    plain = name.removeprefix(PREFIX)
+    try:
+        return timm.create_model(plain, num_classes=2, **options)
+    except (RuntimeError, ValueError) as error:
+        near = did_you_mean(plain, timm.list_models())
+        raise UserError(f"model {name}: timm has no such network{near} ({error})") from error

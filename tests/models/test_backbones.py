@@ -1,0 +1,238 @@
+"""Every backbone by its description: blocks, stem, head, small images, freezing, checkpointing, splits, weights."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from inference.fold import fold_batchnorm
+from inference.gradcam import grad_cam, image_heat
+from models.backbones import base
+from models.backbones.registry import BACKBONES, backbone_of
+from models.classifier import Classifier, ModelConfig
+from models.model_parallel import place
+from models.weights import find_weights, load_pretrained
+from tests.models.test_layers import draw
+from tests.slim import SLIM
+from training.classifier.finetune import FineTuneConfig, FineTuning
+from utils.errors import UserError
+from utils.seeding import forked
+
+OURS = ["resnet18", "convnext_tiny", "efficientnet_b0"]
+TIMM = ["timm:test_resnet", "timm:test_convnext", "timm:test_efficientnet"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def slim(monkeypatch):
+    monkeypatch.setattr(base, "make", lambda name, **options: SLIM[name]())
+
+
+def build(name, *, channels=1, side=32, **config) -> Any:
+    with forked(0, "init", "test backbones"):
+        return Classifier(ModelConfig(name=name, **config), channels=channels, classes=3, resolution=side)
+
+
+def images(side=32, channels=1, count=4):
+    return draw(count, channels, side, side).float()
+
+
+@pytest.mark.parametrize("name", [*OURS, *TIMM, "timm:test_vit"])
+def test_blocks_hold_each_parameter_once_in_the_order_of_the_forward_pass(name):
+    model = build(name, **({"input_size": 160} if "vit" in name else {})).eval()
+    assert sorted(model.block_of) == sorted(name for name, _ in model.named_parameters())
+    assert (model.stages[0], model.stages[-1]) == ("stem", "head")
+    first, head = model.backbone.first, model.backbone.head
+    assert model.stage_of(f"network.{first}.weight") == "stem"
+    assert {name for name in model.block_of if model.stage_of(name) == "head"} == {
+        f"network.{head}.weight",
+        f"network.{head}.bias",
+    }
+    called: list[str] = []
+    for module_name, module in model.named_modules():
+        for own, _ in module.named_parameters(recurse=False):
+            block = model.block_of[f"{module_name}.{own}"]
+            module.register_forward_pre_hook(lambda _module, _inputs, block=block: called.append(block))
+    model(images())
+    assert list(dict.fromkeys(called)) == list(dict.fromkeys(model.block_of.values()))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_logits_are_torchvisions(name):
+    model = build(name, channels=3, side=64).eval()
+    theirs = torchvision.models.get_model(name, num_classes=3).eval()
+    theirs.load_state_dict({key.removeprefix("network."): value for key, value in model.state_dict().items()})
+    torch.testing.assert_close(model(images(64, 3)), theirs(images(64, 3)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [*TIMM, "timm:test_vit"])
+def test_logits_are_timms(name):
+    timm = pytest.importorskip("timm")
+    model = build(name, side=160).eval()
+    theirs = timm.create_model(name.removeprefix("timm:"), num_classes=3, in_chans=1).eval()
+    theirs.load_state_dict({key.removeprefix("network."): value for key, value in model.state_dict().items()})
+    torch.testing.assert_close(model(images(160)), theirs(images(160)))
+
+
+@pytest.mark.parametrize("name", sorted(set(BACKBONES) - {"convnext_large"}))
+def test_every_name_is_described_as_torchvision_builds_it(name):
+    with torch.device("meta"):
+        backbone, network = backbone_of(name), backbone_of(name).build(name)
+        theirs = torchvision.models.get_model(name)
+    assert {k: v.shape for k, v in network.state_dict().items()} == {k: v.shape for k, v in theirs.state_dict().items()}
+    assert set(backbone.block_of(network)) == {name for name, _ in network.named_parameters()}
+    assert isinstance(network.get_submodule(backbone.head), nn.Linear)
+    assert network.get_submodule(backbone.first).in_channels == 3
+    network.get_submodule(backbone.maps)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize(("stem", "stride"), [("small", 1), ("small-stride2", 2)])
+def test_small_stems_keep_more_of_small_images(name, stem, stride, slim):
+    model = build(name, channels=2, stem=stem, side=16).eval()
+    first = model.network.get_submodule(model.backbone.first)
+    assert (first.in_channels, first.kernel_size, first.stride) == (2, (3, 3), (stride, stride))
+    shapes: list[torch.Size] = []
+    last = model.backbone.stages["stem"][-1]
+    model.network.get_submodule(last).register_forward_hook(lambda _m, _i, output: shapes.append(output.shape[2:]))
+    assert model(images(16, 2)).shape == (4, 3)
+    assert shapes == [(16 // stride, 16 // stride)]
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("by", ["stage", "block"])
+def test_freezing_and_decay_follow_the_description(name, by, slim):
+    model = build(name).train()
+    second = model.stages[1]
+    tuning = FineTuning(
+        model, FineTuneConfig(freeze=["stem"], unfreeze={second: 2, "head": 0}, layer_decay=0.5, layer_decay_by=by)
+    )
+    order = list(dict.fromkeys(model.block_of.values() if by == "block" else map(model.stage_of, model.block_of)))
+    for parameter, block in model.block_of.items():
+        stage = model.stage_of(parameter)
+        assert tuning.begins[parameter] == {"head": 0, second: 2}.get(stage)
+        layer = block if by == "block" else stage
+        assert tuning.factors[parameter] == 0.5 ** (len(order) - 1 - order.index(layer))
+    for step, trains in ((0, {"head"}), (2, {"head", second})):
+        tuning.at(step)
+        assert {model.stage_of(name) for name, p in model.named_parameters() if p.requires_grad} == trains
+    frozen = [
+        m for n, m in model.named_modules() if isinstance(m, _BatchNorm) and model.stage_of(f"{n}.bias") == "stem"
+    ]
+    assert not any(norm.training for norm in frozen)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_checkpointing_and_splits_change_no_gradient(name, slim):
+    found = []
+    for config in ({}, {"activation_checkpointing": True}, {"split": "auto"}):
+        model = build(name, stem="small", **config).train()
+        if "split" in config:
+            shares = place(model, [CPU, CPU], samples=4).shares
+            blocks = dict.fromkeys(model.block_of.values())
+            assert [block for share in shares for block in share.parts] == list(blocks)
+        model(images(16)).square().sum().backward()
+        found.append([p.grad for p in model.parameters()] + list(model.buffers()))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", [*OURS, *TIMM])
+def test_folding_and_gradcam(name, slim):
+    model = build(name, side=64).eval()
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for norm in norms:
+        nn.init.uniform_(norm.running_var, 0.5, 2.0)
+        nn.init.normal_(norm.running_mean, std=0.1)
+    folded = fold_batchnorm(model)
+    torch.testing.assert_close(folded(images(64)), model(images(64)), rtol=1e-4, atol=1e-5)
+    if name in OURS:
+        assert not any(isinstance(module, _BatchNorm) for module in folded.modules())
+    heat = image_heat(model, torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8), torch.tensor([0, 2]))
+    assert heat.shape == (2, 2, 2)
+
+
+def test_a_transformer_is_not_folded_and_has_no_maps():
+    model = build("timm:test_vit", input_size=160).eval()
+    assert torch.equal(fold_batchnorm(model)(images()), model(images()))
+    with pytest.raises(UserError, match=r"gives no maps .*; choose a stage or a convolution"):
+        grad_cam(model, images(), torch.zeros(4, dtype=torch.int64), model.backbone.maps)
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("name", [*OURS, "timm:test_resnet"])
+def test_weights_of_another_head_and_of_colour_are_fitted(name, tmp_path):
+    donor = build(name, channels=3)
+    state = {key.removeprefix("network."): value for key, value in donor.state_dict().items()}
+    head, first = f"{donor.backbone.head}.weight", f"{donor.backbone.first}.weight"
+    state[head], state[head.replace("weight", "bias")] = torch.zeros(7, donor.feature_dim), torch.zeros(7)
+    torch.save(state, tmp_path / "w.pth")
+    model = build(name, weights=str(tmp_path / "w.pth"))
+    told = load_pretrained(model)
+    assert "head new, first filters from 3 to 1 channels" in told
+    found = model.network.state_dict()
+    for key, value in state.items():
+        expected = value.sum(1, keepdim=True) if key == first else value
+        assert torch.equal(found[key], expected) == (not key.startswith(donor.backbone.head)), key
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_torchvisions_names_mean_torchvisions_files(name, monkeypatch, tmp_path):
+    monkeypatch.setattr("models.weights._download", lambda url, what: f"{tmp_path}/{Path(url).name}")
+    found = find_weights("IMAGENET1K_V1", name)
+    assert found.name == Path(torchvision.models.get_model_weights(name).IMAGENET1K_V1.url).name
+    with pytest.raises(UserError, match=rf"'IMAGENET1K' ?: no such file .*{name} has IMAGENET1K_V1"):
+        find_weights("IMAGENET1K", name)
+
+
+def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    fetched = []
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, *_, **__: fetched.append((url, path)))
+    path = find_weights("DEFAULT", "timm:resnet50")
+    (url, place), hub = fetched[0], backbone_of("timm:resnet50").hub  # type: ignore[attr-defined]
+    assert url.endswith(f"/{hub}/resolve/main/model.safetensors")
+    assert str(path) == place == str(tmp_path / "checkpoints" / f"{hub.partition('/')[2]}.safetensors")
+
+
+def test_patches_have_no_middle(tmp_path):
+    torch.save(torchvision.models.convnext_tiny().state_dict(), tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"4x4 have no middle of 3 px; set --model\.stem imagenet"):
+        load_pretrained(build("convnext_tiny", stem="small", weights=str(tmp_path / "w.pth")))
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        ("convnext_tiny", {"side": 28}, r"cannot take images of 28 px: set model\.input_size 32"),
+        ("convnext_tiny", {"side": 8, "stem": "small-stride2"}, r"set model\.input_size 16"),
+        ("convnext_tiny", {"he_strides": True}, r"he_strides is for bottlenecks .*convnext_tiny has none"),
+        ("convnext_tini", {}, r"did you mean 'convnext_tiny'\?\); choose one of resnet18, .* or timm:NAME"),
+        ("timm:test_vit", {}, r"timm:test_vit cannot take images of 32 px: set model\.input_size 160"),
+        ("timm:test_resnet", {"stem": "small"}, r"model\.stem and model\.he_strides are not for timm:test_resnet"),
+        ("timm:test_resnet", {"split": "auto"}, r"model\.split are not for timm:test_resnet: leave them out"),
+        ("timm:test_resnet", {"activation_checkpointing": True}, r"model\.activation_checkpointing and"),
+        ("timm:resnet5o", {}, r"timm has no such network \(did you mean 'resnet\w+'\?\)"),
+        ("timm:crossvit_tiny_240", {}, r"timm does not say how it is cut, or it has no linear head"),
+    ],
+)
+def test_refused(name, config, told):
+    with pytest.raises(UserError, match=told) as error:
+        build(name, **config)
+    assert "\n" not in str(error.value)
+
+
+def test_without_timm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"timm:resnet10t needs timm .*; `pip install timm`"):
+        build("timm:resnet10t")
