@@ -65,7 +65,7 @@ def test_numbers_of_every_preset(size):
     for optimizer in (config.generator_optimizer, config.discriminator_optimizer):
         assert (optimizer.name, optimizer.lr) == ("adam", 0.002 if size == 1024 else 0.0025)
         assert (optimizer.betas, optimizer.eps, optimizer.schedule) == ([0.0, 0.99], 1e-8, "constant")
-    assert (config.loss.r1_interval, config.ema.ramp, config.generator.w_avg_beta) == (16, 0.05, 0.995)
+    assert (config.loss.r1_interval, config.ema.ema_rampup, config.generator.w_avg_beta) == (16, 0.05, 0.995)
     assert config.precision == "fp16"
     for processes in (1, 2):
         config.check_batches(config.stages(size), processes)
@@ -77,7 +77,7 @@ def test_presets_with_path_length(size):
     assert (config.loss.path_length_weight, config.loss.path_length_interval) == (2, 4)
     assert config.loss.style_mixing == 0.9
     assert config.loss.r1_gamma == pytest.approx(0.0002 * size**2 / config.batch_size, rel=0.01)
-    assert config.ema.half_life_kimg == config.batch_size * 10 / 32
+    assert config.ema.ema_kimg == config.batch_size * 10 / 32
     assert (config.generator.mapping_layers, config.discriminator.architecture) == (8, "residual")
     assert (config.batch_size, config.discriminator.group) == (32, 4)
     assert config.steps * config.batch_size == 25_000_000
@@ -87,7 +87,7 @@ def test_preset_of_32_px():
     config = preset(32)
     assert (config.batch_size, config.generator.mapping_layers, config.discriminator.group) == (64, 2, 32)
     assert (config.loss.path_length_weight, config.loss.style_mixing, config.loss.r1_gamma) == (0, 0, 0.01)
-    assert (config.discriminator.architecture, config.ema.half_life_kimg) == ("plain", 500)
+    assert (config.discriminator.architecture, config.ema.ema_kimg) == ("plain", 500)
     assert config.steps * config.batch_size == 100_000_000
 
 

@@ -19,7 +19,7 @@ import torch
 
 from utils import checkpoint_writer, inject
 from utils.checkpoint_writer import Snapshot
-from utils.config import near_file
+from utils.config import near_file, of_today
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.files import replace_file
@@ -185,6 +185,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
             f"{path}: schema {checkpoint['schema']} is newer than this program's {SCHEMA}; update Duet"
         )
     checkpoint["file"] = str(path)  # for messages
+    checkpoint["config"] = of_today(checkpoint["config"])
     return checkpoint
 
 

@@ -6,6 +6,7 @@ the near match is named.
 
 import dataclasses
 import difflib
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,35 @@ from utils.ranges import check_ranges
 
 T = TypeVar("T")
 Tree = dict[str, Any]
+
+
+# keys and sections by the names that they had: refused with today's in a recipe, taken in the config of an older run
+RENAMED = {
+    "augment.mix": "augment.mix_prob",
+    "augment.trivial": "augment.trivial_augment",
+    "ema.half_life_kimg": "ema.ema_kimg",
+    "ema.half_life_kimg_start": "ema.ema_kimg_start",
+    "ema.ramp": "ema.ema_rampup",
+    "optimizer.cycle_rise": "optimizer.pct_start",
+    "train": "finetune",
+}
+
+
+def renamed(key: str) -> str:
+    """The name that a dotted key has today."""
+    for old, new in RENAMED.items():
+        key = re.sub(rf"^(\w+_)?{re.escape(old)}(?=\.|$)", rf"\g<1>{new}", key)
+    return key
+
+
+def of_today(tree: Tree, prefix: str = "") -> Tree:
+    """The config of a run that an older version may have written, by today's names."""
+    found: Tree = {}
+    for key, value in tree.items():
+        name = renamed(f"{prefix}{key}")
+        own = name.removeprefix(prefix) if isinstance(key, str) else key
+        found[own] = of_today(value, f"{name}.") if isinstance(value, dict) else value
+    return found
 
 
 class UnknownKey(UserError):
@@ -91,7 +121,10 @@ def _refuse_unknown(names: Sequence[str], config_class: type, source: str) -> No
 
 
 def _unknown(source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> UnknownKey:
-    error = UnknownKey(f"{source}: unknown key {name!r}{_suggestion(name, known, options)}")
+    if renamed(name) in known:
+        error = UnknownKey(f"{source}: {name} is now {renamed(name)}")
+    else:
+        error = UnknownKey(f"{source}: unknown key {name!r}{_suggestion(name, known, options)}")
     error.source, error.name, error.known = source, name, known
     return error
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.config import Tree, differences, read_yaml, save_yaml
+from utils.config import Tree, differences, of_today, read_yaml, save_yaml
 from utils.errors import UserError
 from utils.files import replace_file
 
@@ -16,7 +16,7 @@ from utils.files import replace_file
 BREAKING = re.compile(
     r"(task|seed|architecture|progressive\.start)$|"
     r"(generator|discriminator|model)\.(?!weights$|inplace$|activation_|split\b)|"
-    r"train\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
+    r"finetune\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
 )
 
 
@@ -65,7 +65,7 @@ class RunFolder:
         """
         config = self.path / "config.yaml"
         if config.is_file():
-            return read_yaml(config)
+            return of_today(read_yaml(config))
         strangers = (
             sorted(p.name for p in self.path.iterdir() if not p.name.startswith(".")) if self.path.is_dir() else []
         )

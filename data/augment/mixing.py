@@ -22,7 +22,7 @@ class MixingAugment(Augment):
 
     mixup: float = 0.0  # alpha of mixup (1710.09412); 0: off. The share of an image is drawn from Beta(alpha, alpha)
     cutmix: float = 0.0  # alpha of CutMix (1905.04899); 0: off. With both, each image gets one of them, at random
-    mix: Probability = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
+    mix_prob: Probability = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,7 +33,7 @@ class MixingAugment(Augment):
     @property
     def mixes(self) -> bool:
         """Whether images are mixed."""
-        return self.mix > 0 and (self.mixup > 0 or self.cutmix > 0)
+        return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
 
 
 class Mixing(NamedTuple):
@@ -65,7 +65,7 @@ def draw_mixing(
     pasted = _beta(config.cutmix or 1.0, global_batch, numbers)
     rows = slice(start, start + count)
     uniform, blended, pasted = uniform[rows], blended[rows], pasted[rows]
-    mixed = uniform[:, 0] < config.mix
+    mixed = uniform[:, 0] < config.mix_prob
     to_paste = uniform[:, 1] < (0.5 if config.mixup and config.cutmix else float(config.cutmix > 0))
     boxes = cut_boxes(pasted, uniform[:, 2:], *size) * (mixed & to_paste)[:, None]
     left = 1 - (boxes[:, 2] * boxes[:, 3]).float() / (size[0] * size[1])

@@ -22,7 +22,7 @@ class Augment(Checked, section="augment"):
 
     flip: bool = False  # left-right, with probability 1/2
     shift: NonNegativeInt = 0  # px: padded by so many black pixels on all sides and cropped at a random place
-    trivial: bool = False  # TrivialAugment: one of 14 operations at a random strength
+    trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
 
 
@@ -110,7 +110,7 @@ def draw_and_apply(
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
-    if not (config.flip or config.shift or config.trivial or config.erase):
+    if not (config.flip or config.shift or config.trivial_augment or config.erase):
         return images
     key: tuple[Key, ...] = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
     numbers = generator(*key, device=images.device)
@@ -120,7 +120,7 @@ def draw_and_apply(
         images = random_flip(images, draws[:, 0] < 0.5)
     if config.shift:
         images = random_shift(images, _integers(draws[:, 1:3], 2 * config.shift + 1), config.shift)
-    if config.trivial:
+    if config.trivial_augment:
         from data.augment import trivial_augment as trivial  # torchvision's transforms take 0.2 s to import
 
         rows = slice(start, start + len(images))

@@ -18,14 +18,17 @@ from utils.distributed.launch import launch
 Records = dict[int, dict[str, list[dict[str, Any]]]]
 
 EVERYTHING: dict[str, Any] = {
-    "augment": {"flip": True, "shift": 1, "trivial": True, "erase": 0.3, "mixup": 0.4, "cutmix": 1.0, "mix": 0.8},
+    "augment": {
+        **{"flip": True, "shift": 1, "trivial_augment": True, "erase": 0.3},
+        **{"mixup": 0.4, "cutmix": 1.0, "mix_prob": 0.8},
+    },
     "loss": {"class_weights": "balanced", "label_smoothing": 0.1},
     "optimizer": worker.TREES["classifier"]["optimizer"] | {"lr": 0.05, "clip_adaptive": 0.02},
 }
 SMALL = worker.TREES["classifier"] | {"model": {"name": "resnet18", "stem": "small-stride2"}}
 worker.TREES["classifier-everything"] = SMALL | EVERYTHING
 # without BatchNorm's statistics of the batch, micro-batches must not matter either
-fixed = SMALL | EVERYTHING | {"train": {"freeze_bn": True}}
+fixed = SMALL | EVERYTHING | {"finetune": {"freeze_bn": True}}
 worker.TREES["classifier-fixed"] = fixed | {"loss": {"kind": "squared-error", "class_weights": {"b": 3.0}}}
 worker.TREES["classifier-plain"] = SMALL | {"augment": {"mixup": 0.4}}
 average = {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "weight_decay": 0.1}

@@ -34,7 +34,10 @@ CLASSIFIER: dict[str, Any] = {
     "task": "classifier",
     "model": {"stem": "small-stride2"},
     "optimizer": {"name": "sgd", "lr": 0.02, "warmup_steps": 2, "schedule": "cosine"},
-    "augment": {"flip": True, "shift": 1, "trivial": True, "erase": 0.3, "mixup": 0.4, "cutmix": 1.0, "mix": 0.8},
+    "augment": {
+        **{"flip": True, "shift": 1, "trivial_augment": True, "erase": 0.3},
+        **{"mixup": 0.4, "cutmix": 1.0, "mix_prob": 0.8},
+    },
 }
 COMMON: dict[str, Any] = {
     "steps": STEPS,

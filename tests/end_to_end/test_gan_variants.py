@@ -29,7 +29,7 @@ generator: {z_dim: 8, width: 8, cardinality: 2, blocks: 1}
 discriminator: {width: 8, cardinality: 2, blocks: 1}
 loss: {r1_gamma: 0.5, r2_gamma: 0.5, gamma_final: 0.05}
 ada: {mode: scheduled, p_final: 0.5, operations: {blit: 1, geometry: 1, colour: 0.5, cutout: 1}}
-ema: {half_life_kimg: 1, half_life_kimg_start: 0, ramp: null}
+ema: {ema_kimg: 1, ema_kimg_start: 0, ema_rampup: null}
 """,
     "wasserstein": NETS
     + """

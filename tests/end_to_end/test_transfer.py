@@ -13,7 +13,7 @@ from utils.checkpoint import file_sha256
 from utils.config import read_yaml
 
 # steps that change no weight; the average stays because its ramp is off after a transfer
-STILL = ["--generator_optimizer.lr", "1e-30", "--discriminator_optimizer.lr", "1e-30", "--ema.half_life_kimg", "1e18"]
+STILL = ["--generator_optimizer.lr", "1e-30", "--discriminator_optimizer.lr", "1e-30", "--ema.ema_kimg", "1e18"]
 
 
 @pytest.fixture(scope="module")

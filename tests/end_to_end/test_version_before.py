@@ -15,6 +15,7 @@ import predict
 from tests import slim
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import rows, state_of, train_in_process
+from utils.config import of_today, read_yaml
 from utils.errors import run_cli
 
 RUNS = ("stylegan2", "r3gan", "classifier")
@@ -40,10 +41,18 @@ def test_an_old_run_goes_on_as_the_old_version_did(old, run):
         assert state[network].keys() == tensors.keys()
         for name, tensor in tensors.items():
             torch.testing.assert_close(state[network][name], tensor, rtol=1e-4, atol=1e-5, msg=f"{network}.{name}")
+    assert of_today(read_yaml(old / run / "config.yaml")) == read_yaml(old / run / "config.yaml")
     later = [row for row in rows(old / run) if row["step"] > 3]
     assert len(later) == len(after["rows"]) == 4
     for found, expected in zip(later, after["rows"], strict=True):
         assert found | expected == pytest.approx(found, rel=1e-3, abs=1e-4)
+
+
+def test_an_old_recipe_is_refused_with_the_new_name_of_a_key(old, capsys):
+    recipe = (old / "stylegan2" / "config.yaml").rename(old / "recipe.yaml")
+    assert train_in_process(recipe, old / "new", "--device", "cpu") == 2
+    assert "recipe.yaml: " in (told := capsys.readouterr().err)
+    assert told.strip().endswith(" is now generator_optimizer.pct_start")
 
 
 def test_what_old_checkpoints_hold_can_be_used(old, capsys):

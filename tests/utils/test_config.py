@@ -5,7 +5,18 @@ import pytest
 
 from training.classifier.task import ClassifierConfig
 from training.gan.config import GanConfig
-from utils.config import UnknownKey, build, differences, keys_of, read_yaml, save_yaml, to_tree
+from utils.config import (
+    RENAMED,
+    UnknownKey,
+    build,
+    differences,
+    keys_of,
+    of_today,
+    read_yaml,
+    renamed,
+    save_yaml,
+    to_tree,
+)
 from utils.errors import UserError
 
 
@@ -215,6 +226,58 @@ def test_keys_of_lists_sections_and_leaves():
         *["task", "steps", "path", "inner", "inner.learning_rate", "inner.names"],
         *["other_inner", "other_inner.learning_rate", "other_inner.names"],
     ]
+
+
+# --- keys that have another name today
+
+
+@pytest.mark.parametrize(
+    ("config_class", "old", "new"),
+    [
+        (GanConfig, "ema.half_life_kimg", "ema.ema_kimg"),
+        (GanConfig, "ema.half_life_kimg_start", "ema.ema_kimg_start"),
+        (GanConfig, "ema.ramp", "ema.ema_rampup"),
+        (GanConfig, "augment.trivial", "augment.trivial_augment"),
+        (GanConfig, "generator_optimizer.cycle_rise", "generator_optimizer.pct_start"),
+        (ClassifierConfig, "optimizer.cycle_rise", "optimizer.pct_start"),
+        (ClassifierConfig, "augment.mix", "augment.mix_prob"),
+        (ClassifierConfig, "train", "finetune"),
+        (ClassifierConfig, "train.freeze_bn", "finetune.freeze_bn"),
+    ],
+)
+def test_an_old_key_is_refused_with_the_new_name(config_class, old, new):
+    assert renamed(old) == new in keys_of(config_class)
+    assert renamed(new) == new
+    with pytest.raises(UnknownKey, match=rf"^command line: {old} is now {new}$") as error:
+        build(config_class, {}, [f"--{old}", "1"])
+    assert str(error.value.among(["--train"])) == str(error.value)
+    section, _, leaf = old.partition(".")
+    if leaf and section != "train":
+        with pytest.raises(UnknownKey, match=rf"^f.yaml: {old} is now {new}$"):
+            build(config_class, {section: {leaf: 1}}, source="f.yaml")
+
+
+def test_every_new_name_is_a_key():
+    known = {*keys_of(GanConfig), *keys_of(ClassifierConfig)}
+    assert set(RENAMED.values()) <= known
+    assert not set(RENAMED) & known
+
+
+def test_an_old_run_s_config_is_read_by_todays_names():
+    old = {
+        "train": {"freeze": ["stem"], "stage_lr": {"train": 0.5}},
+        "optimizer": {"lr": 0.1, "cycle_rise": 0.2},
+        "augment": {"mix": 0.5, "trivial": True, "cutmix": 1.0},
+        "data": {"class_rates": {"train": 2.0}},
+    }
+    assert of_today(old) == {
+        "finetune": {"freeze": ["stem"], "stage_lr": {"train": 0.5}},
+        "optimizer": {"lr": 0.1, "pct_start": 0.2},
+        "augment": {"mix_prob": 0.5, "trivial_augment": True, "cutmix": 1.0},
+        "data": {"class_rates": {"train": 2.0}},
+    }
+    assert of_today({"progressive": {"batch_sizes": {8: 4}}}) == {"progressive": {"batch_sizes": {8: 4}}}
+    assert of_today(to_tree(GanConfig())) == to_tree(GanConfig())
 
 
 # --- saving

@@ -21,7 +21,7 @@ BACKBONE = "backbone"  # every stage but the head
 
 
 @dataclass(kw_only=True)
-class FineTuneConfig(Checked, section="train"):
+class FineTuneConfig(Checked, section="finetune"):
     """Which parameters train. A part is a stage (stem, layer1 ... layer4, head, or backbone for all but the head) or a
     pattern of parameter names (`layer4.*.conv?.weight`).
     """
@@ -59,9 +59,9 @@ class FineTuning:
     def __init__(self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
         self.model, self.config = model, config
         self.parameters = dict(model.named_parameters())
-        self._check_parts("train.freeze", config.freeze)
-        self._check_parts("train.unfreeze", config.unfreeze)
-        self._check_parts("train.stage_lr", config.stage_lr)
+        self._check_parts("finetune.freeze", config.freeze)
+        self._check_parts("finetune.unfreeze", config.unfreeze)
+        self._check_parts("finetune.stage_lr", config.stage_lr)
         unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
         starts = {part: math.ceil(when * unit - 1e-9) for part, when in config.unfreeze.items()}
         self.begins = {name: self._begin(name, starts) for name in self.parameters}
@@ -102,10 +102,10 @@ class FineTuning:
     def _check_something_trains(self) -> None:
         begins = [begin for begin in self.begins.values() if begin is not None]
         if not begins:
-            raise UserError("train.freeze: nothing is left to train; leave a part out of it, e.g. head")
+            raise UserError("finetune.freeze: nothing is left to train; leave a part out of it, e.g. head")
         if min(begins):
             raise UserError(
-                f"train.unfreeze: nothing trains before step {min(begins)}; let a part begin at 0, e.g. head: 0"
+                f"finetune.unfreeze: nothing trains before step {min(begins)}; let a part begin at 0, e.g. head: 0"
             )
 
     def _norms(self) -> list[tuple[nn.Module, list[str]]]:

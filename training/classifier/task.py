@@ -62,7 +62,7 @@ class ClassifierConfig(RunConfig):
     compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
     sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
     model: ModelConfig = field(default_factory=ModelConfig)
-    train: FineTuneConfig = field(default_factory=FineTuneConfig)
+    finetune: FineTuneConfig = field(default_factory=FineTuneConfig)
     loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
     optimizer: OptimizerConfig = field(default_factory=_sgd)
     ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
@@ -167,7 +167,7 @@ class ClassifierTask:
         weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
         self.mixed = Precision(config.precision, device)
-        self.trained = FineTuning(self.model, config.train, steps_per_epoch=len(reader) / config.batch_size)
+        self.trained = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
         groups = self.trained.groups(config.optimizer.weight_decay)
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
         self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups, exchange=False)

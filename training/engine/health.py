@@ -72,7 +72,7 @@ def unused_parameters(registry: Mapping[str, Any]) -> str:
     lists = "; ".join(f"{name}: {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}" for name, unused in told.items())
     return (
         f"no gradient reaches these parameters, so they stay as they are, but for weight decay ({lists}); freeze them "
-        "(train.freeze) or use them"
+        "(finetune.freeze) or use them"
     )
 
 

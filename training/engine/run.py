@@ -19,7 +19,7 @@ from training.engine.tasks import TASKS, build_run_config
 from training.profile import measure as profiling
 from utils import determinism, inject
 from utils.checkpoint import newest_first
-from utils.config import read_yaml, to_tree
+from utils.config import of_today, read_yaml, to_tree
 from utils.distributed import collectives, heartbeat
 from utils.distributed.heartbeat import Heartbeat, silent_ranks
 from utils.distributed.launch import under_launcher
@@ -43,7 +43,8 @@ def train(
     """Train, or resume, or (profile_steps) measure that many steps, or (sweep: what `lr_find.Sweep` is told) search the
     learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
     """
-    config = build_run_config(read_yaml(config_file), overrides, config_file)
+    tree = read_yaml(config_file)
+    config = build_run_config(of_today(tree) if _of_a_run(Path(config_file)) else tree, overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)
     if rates is not None:
         lr_find.check_task(config)
@@ -87,10 +88,13 @@ def train(
 
 def default_folder(config_file: Path) -> Path:
     """runs/<name of the config>; for a run's own config.yaml that run."""
+    return config_file.parent if _of_a_run(config_file) else Path("runs") / config_file.stem
+
+
+def _of_a_run(config_file: Path) -> bool:
+    """Whether it is the config.yaml of a run folder."""
     marks = ("checkpoints", "status.json")
-    if config_file.name == "config.yaml" and any((config_file.parent / mark).exists() for mark in marks):
-        return config_file.parent
-    return Path("runs") / config_file.stem
+    return config_file.name == "config.yaml" and any((config_file.parent / mark).exists() for mark in marks)
 
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:

@@ -86,9 +86,9 @@ class GanLossConfig(Checked, section="loss"):
 class GanEmaConfig(Checked, section="ema"):
     """The moving average of the generator: the network that is shown and evaluated."""
 
-    half_life_kimg: NonNegativeFloat | None = None  # thousand images; None: batch_size * 10 / 32
-    half_life_kimg_start: NonNegativeFloat | None = None  # where it starts, by a cosine over schedule_kimg (R3GAN: 0)
-    ramp: NonNegativeFloat | None = 0.05  # half-life at most this share of the images seen; null: no ramp
+    ema_kimg: NonNegativeFloat | None = None  # half-life in thousand images; None: batch_size * 10 / 32
+    ema_kimg_start: NonNegativeFloat | None = None  # where that starts, by a cosine over schedule_kimg (R3GAN: 0)
+    ema_rampup: NonNegativeFloat | None = 0.05  # half-life at most this share of the images seen; null: no ramp
 
 
 def _adam() -> OptimizerConfig:

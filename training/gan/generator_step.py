@@ -94,10 +94,10 @@ class GeneratorStep:
     def ema_beta(self, work: Work) -> float:
         """The average's decay at this step. A transfer starts from a trained generator and has no ramp."""
         ema, batch, over = self.context.config.ema, work.batch_size, self.context.schedule_images
-        kimg = ema.half_life_kimg if ema.half_life_kimg is not None else batch * 10 / 32
-        if ema.half_life_kimg_start is not None:
-            kimg = cosine(ema.half_life_kimg_start, kimg, work.images_seen, over)
-        ramp = None if self.context.config.init_from else ema.ramp
+        kimg = ema.ema_kimg if ema.ema_kimg is not None else batch * 10 / 32
+        if ema.ema_kimg_start is not None:
+            kimg = cosine(ema.ema_kimg_start, kimg, work.images_seen, over)
+        ramp = None if self.context.config.init_from else ema.ema_rampup
         return half_life_beta(batch, work.images_seen + batch, kimg * 1000, ramp)
 
     def _adversarial(

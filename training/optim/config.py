@@ -40,10 +40,10 @@ class OptimizerConfig(Checked, section="optimizer"):
     schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
-    # step: updates from which on the rate is once more times gamma
+    # step: at each of these updates the rate is multiplied by gamma
     milestones: list[PositiveInt] = field(default_factory=list)
     gamma: Share = 0.1
-    cycle_rise: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
+    pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
     cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1) at the ends and at the peak: [0.95, 0.85]
 
@@ -91,7 +91,7 @@ class OptimizerConfig(Checked, section="optimizer"):
         if self.schedule != "one-cycle" or self.cycle_momentum is None:
             return None
         ends, peak = self.cycle_momentum
-        return one_cycle(step, steps, rise=self.cycle_rise, start=ends, peak=peak, end=ends)
+        return one_cycle(step, steps, rise=self.pct_start, start=ends, peak=peak, end=ends)
 
     def betas_at(self, step: int, steps: int) -> tuple[float, float]:
         """Adam's betas of update number `step` (from 0) out of `steps`."""
@@ -104,7 +104,7 @@ class OptimizerConfig(Checked, section="optimizer"):
         """
         if self.schedule == "one-cycle":
             low, high, end = self.lr * self.cycle_start, self.lr, self.lr * self.final_lr
-            rate = one_cycle(step, steps, rise=self.cycle_rise, start=low, peak=high, end=end)
+            rate = one_cycle(step, steps, rise=self.pct_start, start=low, peak=high, end=end)
             return rate * min(1.0, (step + 1) / max(1, self.warmup_steps))
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps

@@ -82,7 +82,7 @@ def test_boxes_have_the_images_shape_and_the_area_asked_for() -> None:
 
 
 def test_one_of_both_for_each_image_and_only_some() -> None:
-    mixing = drawn(mixup=1.0, cutmix=1.0, mix=0.5)
+    mixing = drawn(mixup=1.0, cutmix=1.0, mix_prob=0.5)
     pasted, blended = mixing.boxes[:, 2] * mixing.boxes[:, 3] > 0, mixing.blend < 1
     assert not (pasted & blended).any()
     assert blended.float().mean().item() == pytest.approx(0.25, abs=0.03)
@@ -102,7 +102,7 @@ def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
         assert not torch.equal(draw_mixing(config, seed=seed, step=step, start=0, count=12, **common).own, whole.own)
 
 
-@pytest.mark.parametrize("wrong", [{"mixup": -1.0}, {"cutmix": 1e-3}, {"mix": 1.5}, {"shift": -1}])
+@pytest.mark.parametrize("wrong", [{"mixup": -1.0}, {"cutmix": 1e-3}, {"mix_prob": 1.5}, {"shift": -1}])
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"augment.{next(iter(wrong))}"):
         MixingAugment(**wrong)
@@ -110,6 +110,6 @@ def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
 
 def test_what_mixes() -> None:
     assert not MixingAugment().mixes
-    assert not MixingAugment(mixup=1.0, mix=0.0).mixes
+    assert not MixingAugment(mixup=1.0, mix_prob=0.0).mixes
     assert MixingAugment(mixup=1.0).mixes
     assert MixingAugment(cutmix=1.0).mixes

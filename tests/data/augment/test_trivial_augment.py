@@ -87,7 +87,7 @@ def test_every_operation_and_strength_is_drawn_equally_often() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_draw_what_one_process_draws(world_size: int) -> None:
-    images, config = some_images(3, 16, 16)[:12], Augment(trivial=True)
+    images, config = some_images(3, 16, 16)[:12], Augment(trivial_augment=True)
     whole = draw_and_apply(images, config, seed=1, step=5, start=0, global_batch=12)
     share = 12 // world_size
     parts = [

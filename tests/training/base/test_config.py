@@ -124,4 +124,4 @@ def test_defaults_of_the_papers():
     assert (config.loss.r1_interval, config.loss.style_mixing) == (16, 0.9)
     assert (config.generator.mapping_lr_multiplier, config.generator.w_avg_beta) == (0.01, 0.995)
     assert config.discriminator.minibatch_std_group == 4
-    assert config.ema.ramp == 0.05
+    assert config.ema.ema_rampup == 0.05

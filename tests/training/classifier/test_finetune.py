@@ -31,12 +31,12 @@ def trained_of(network, **options):
     return FineTuning(network, FineTuneConfig(**options), steps_per_epoch=options.pop("epoch", 12.5))
 
 
-def task_of(packed: Path, *, train: dict[str, Any], **options: Any) -> ClassifierTask:
+def task_of(packed: Path, *, finetune: dict[str, Any], **options: Any) -> ClassifierTask:
     config = ClassifierConfig(
         data=DataConfig(path=str(packed / "train.lmdb")),
         batch_size=8,
         steps=10,
-        train=FineTuneConfig(**train),
+        finetune=FineTuneConfig(**finetune),
         **options,
     )
     config.model.stem = "small-stride2"
@@ -94,17 +94,17 @@ def test_parts(part, name, fits, network):
     [
         (
             {"freeze": ["layer5"]},
-            r"train\.freeze: 'layer5' is no stage and fits no .*\(did you mean 'layer\d'\?\); stages are stem",
+            r"finetune\.freeze: 'layer5' is no stage and fits no .*\(did you mean 'layer\d'\?\); stages are stem",
         ),
-        ({"unfreeze": {"head": 0, "haed": 3}}, r"train\.unfreeze: 'haed' .*did you mean 'head'"),
-        ({"stage_lr": {"fc.wieght": 0.1}}, r"train\.stage_lr: 'fc\.wieght' .*did you mean 'fc\.weight'"),
+        ({"unfreeze": {"head": 0, "haed": 3}}, r"finetune\.unfreeze: 'haed' .*did you mean 'head'"),
+        ({"stage_lr": {"fc.wieght": 0.1}}, r"finetune\.stage_lr: 'fc\.wieght' .*did you mean 'fc\.weight'"),
         ({"freeze": ["backbone", "head"]}, r"nothing is left to train"),
         ({"unfreeze": {"head": 3}}, r"nothing trains before step 3; let a part begin at 0, e\.g\. head: 0"),
-        ({"unfreeze": {"head": -1}}, r"train\.unfreeze\.head -1: must be at least 0"),
-        ({"stage_lr": {"head": 0.0}}, r"train\.stage_lr\.head 0\.0: must be above 0"),
-        ({"stage_lr": {"head": float("nan")}}, r"train\.stage_lr\.head nan"),
-        ({"layer_decay": 1.5}, r"train\.layer_decay 1\.5"),
-        ({"layer_decay": 0.0}, r"train\.layer_decay 0\.0"),
+        ({"unfreeze": {"head": -1}}, r"finetune\.unfreeze\.head -1: must be at least 0"),
+        ({"stage_lr": {"head": 0.0}}, r"finetune\.stage_lr\.head 0\.0: must be above 0"),
+        ({"stage_lr": {"head": float("nan")}}, r"finetune\.stage_lr\.head nan"),
+        ({"layer_decay": 1.5}, r"finetune\.layer_decay 1\.5"),
+        ({"layer_decay": 0.0}, r"finetune\.layer_decay 0\.0"),
     ],
 )
 def test_what_is_refused(options, told, network):
@@ -217,7 +217,7 @@ def test_groups_hold_what_ever_trains_once_with_decay_first(network):
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_frozen_stages_are_frozen_to_the_bit(packed, name):
     optimizer = OptimizerConfig(name=name, lr=0.01, weight_decay=0.1)
-    task = task_of(packed, train={"freeze": ["stem", "layer1", "layer3.0.*"]}, optimizer=optimizer)
+    task = task_of(packed, finetune={"freeze": ["stem", "layer1", "layer3.0.*"]}, optimizer=optimizer)
     before = snapshot(task.model)
     run(task, 0, 3)
     moved = changed(before, task.model)
@@ -230,7 +230,7 @@ def test_frozen_stages_are_frozen_to_the_bit(packed, name):
 
 
 def test_a_stage_begins_where_it_was_told_to(packed):
-    task = task_of(packed, train={"unfreeze": {"head": 0, "layer4": 2}})
+    task = task_of(packed, finetune={"unfreeze": {"head": 0, "layer4": 2}})
     before = snapshot(task.model)
     run(task, 0, 2)
     assert changed(before, task.model) == of_stages(before, "head")
@@ -240,7 +240,7 @@ def test_a_stage_begins_where_it_was_told_to(packed):
 
 
 def test_no_gradient_is_computed_below_what_trains(packed):
-    task = task_of(packed, train={"unfreeze": {"head": 0, "stem": 4}})
+    task = task_of(packed, finetune={"unfreeze": {"head": 0, "stem": 4}})
     run(task, 0, 1)
     assert {stage_of(n) for n, p in task.model.named_parameters() if p.grad is not None} == {"head"}
 
@@ -249,7 +249,7 @@ def test_the_first_update_of_a_stage_is_a_fresh_optimizers(packed):
     """Nesterov's first step: lr (1 + momentum) (gradient + decay)."""
     optimizer = OptimizerConfig(name="sgd", lr=0.01, weight_decay=0.1)
     task = task_of(
-        packed, train={"unfreeze": {"head": 0, "layer4": 2}, "stage_lr": {"layer4": 0.5}}, optimizer=optimizer
+        packed, finetune={"unfreeze": {"head": 0, "layer4": 2}, "stage_lr": {"layer4": 0.5}}, optimizer=optimizer
     )
     run(task, 0, 2)
     weight = task.model.get_parameter("network.layer4.1.conv2.weight")
@@ -265,7 +265,7 @@ def test_the_first_update_of_a_stage_is_a_fresh_optimizers(packed):
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resume_is_exact_before_at_and_after_a_beginning(packed, name, stop):
     options: dict[str, Any] = {
-        "train": {"unfreeze": {"head": 0, "layer4": 2}, "layer_decay": 0.8},
+        "finetune": {"unfreeze": {"head": 0, "layer4": 2}, "layer_decay": 0.8},
         "optimizer": OptimizerConfig(name=name, lr=0.01, weight_decay=0.1),
     }
     straight = task_of(packed, **options)
@@ -280,7 +280,7 @@ def test_resume_is_exact_before_at_and_after_a_beginning(packed, name, stop):
 
 
 def test_frozen_statistics_alone(packed):
-    task = task_of(packed, train={"freeze_bn": True})
+    task = task_of(packed, finetune={"freeze_bn": True})
     assert len(task.updater.optimizer.param_groups) == 2
     before = snapshot(task.model)
     run(task, 0, 2)
@@ -289,7 +289,7 @@ def test_frozen_statistics_alone(packed):
 
 
 def test_a_norm_that_trains_in_part_keeps_counting(packed):
-    task = task_of(packed, train={"freeze": ["bn1.weight"]})
+    task = task_of(packed, finetune={"freeze": ["bn1.weight"]})
     before = snapshot(task.model)
     run(task, 0, 1)
     moved = changed(before, task.model)

@@ -66,7 +66,7 @@ TREE: dict[str, Any] = {
     "batch_size": 12,
     "steps": 20,
     "model": {"stem": "small-stride2"},
-    "augment": {"flip": True, "shift": 1, "trivial": True, "mixup": 0.4},
+    "augment": {"flip": True, "shift": 1, "trivial_augment": True, "mixup": 0.4},
     "optimizer": {"name": "sgd", "lr": 0.05, "warmup_steps": 0},
 }
 

@@ -25,7 +25,7 @@ TREE: dict[str, Any] = {
     "steps": 5,
     "batch_size": 48,  # five of them are more than an epoch of 200
     "model": {"stem": "small-stride2"},
-    "augment": {"flip": True, "shift": 1, "erase": 0.2, "trivial": True, "mixup": 0.4, "cutmix": 1.0},
+    "augment": {"flip": True, "shift": 1, "erase": 0.2, "trivial_augment": True, "mixup": 0.4, "cutmix": 1.0},
     "loss": {"class_weights": "balanced"},
     "evaluation": {"every": 3},
     "checkpoint": {"every": 100},  # they are large: besides the evaluations only where a run ends

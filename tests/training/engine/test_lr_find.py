@@ -224,7 +224,10 @@ def test_sweeps_that_cannot_be(options, told):
 VARIANTS = {
     "adamw": ["--optimizer.name", "adamw", "--optimizer.lr", "0.001", "--precision", "bf16"],
     "schedulefree": ["--optimizer.name", "schedulefree-sgd", "--optimizer.schedule", "constant"],
-    "groups": ["--train.layer_decay", "0.5", "--train.freeze", "[stem]", "--train.unfreeze", "{head: 0, layer4: 2}"],
+    "groups": [
+        *["--finetune.layer_decay", "0.5", "--finetune.freeze", "[stem]"],
+        *["--finetune.unfreeze", "{head: 0, layer4: 2}"],
+    ],
 }
 
 

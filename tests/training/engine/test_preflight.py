@@ -75,7 +75,7 @@ def summary_of(task: ClassifierTask) -> str:
 def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path) -> None:
     unfreeze = {"head": 0, "layer4": 7}
     config = FineTuneConfig(unfreeze=unfreeze, freeze=["layer4.0.*"], stage_lr={"layer4": 0.1})
-    task = task_of(packed, train=config)
+    task = task_of(packed, finetune=config)
     text = summary_of(task)
     rows = rows_of(text)
     assert rows["layer"] == ["kind", "output", "parameters", "peak lr", "weight decay", "trains"]
@@ -93,7 +93,7 @@ def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path)
 
 
 def test_frozen_statistics_and_one_rate_for_all(packed: Path) -> None:
-    text = summary_of(task_of(packed, train=FineTuneConfig(freeze_bn=True)))
+    text = summary_of(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)))
     assert rows_of(text)["bn1"][-3:] == ["0.5", "0", "yes, statistics kept"]
     assert rows_of(text)["conv1"][-3:] == ["0.5", "0.01", "yes"]
     assert "Non-trainable params: 0" in text
@@ -101,7 +101,7 @@ def test_frozen_statistics_and_one_rate_for_all(packed: Path) -> None:
 
 def test_the_plan_says_what_trains(packed: Path) -> None:
     def told(**train: Any) -> str | None:
-        task = task_of(packed, train=FineTuneConfig(**train))
+        task = task_of(packed, finetune=FineTuneConfig(**train))
         return plan_rows(task.config, task, task.reader, None, "", CPU).get("what trains")
 
     assert told() is None
@@ -140,7 +140,8 @@ def test_memory_kept_with_activation_checkpointing() -> None:
 
 def test_a_dry_run_prints_the_table(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run", "--train.freeze", '["layer4"]']
+    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    options += ["--finetune.freeze", '["layer4"]']
     assert run_cli(train.main, options) == 0
     rows = rows_of(capsys.readouterr().out)
     assert rows["fc"] == ["Linear", "1 x 10", "5,130", "0.02", "0.0005/0", "yes"]

@@ -84,7 +84,7 @@ def test_one_cycle_is_torchs(steps, rise):
     config = OptimizerConfig(
         lr=0.4,
         schedule="one-cycle",
-        cycle_rise=rise * steps / (steps + 1),
+        pct_start=rise * steps / (steps + 1),
         cycle_start=1 / 20,
         final_lr=1 / 1000,
         cycle_momentum=[0.97, 0.8],
@@ -141,7 +141,7 @@ def test_the_rate_is_scaled_with_the_global_batch():
         ({"milestones": [3, 2]}, "rising"),
         ({"milestones": [0]}, "milestones 0: must be above 0"),
         ({"gamma": 0.0}, "gamma"),
-        ({"cycle_rise": 1.0}, "cycle_rise"),
+        ({"pct_start": 1.0}, "pct_start"),
         ({"cycle_start": 0.0}, "cycle_start"),
         ({"cycle_momentum": [0.9]}, "cycle_momentum"),
         ({"cycle_momentum": [0.9, 1.0]}, "cycle_momentum"),
