@@ -130,6 +130,11 @@ class RunConfig(Checked):
         if self.early_stopping.patience is not None and not self.evaluation.every:
             raise UserError("early_stopping.patience needs evaluations on the way; set evaluation.every, in steps")
 
+    @property
+    def several_devices(self) -> bool:
+        """Whether each process uses all the devices that are its own, and not one."""
+        return False
+
     def spans(self, resolution: int) -> list[tuple[int, int, int]]:
         """(first step, px, global batch size) of every part of the training that has its own, for images of
         `resolution` px.

@@ -1,7 +1,8 @@
 """What the training loop asks of a task."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -10,39 +11,60 @@ from torch import Tensor
 from data.loader import Batch
 
 
-class Task(Protocol):
-    """What the loop asks of a task."""
+class Task(ABC):
+    """A training: its models, optimizers, losses and evaluation. What is not abstract here has a default.
+
+    A new one is one file and one line in `training.engine.tasks`; it is made as `(config, reader, val_reader, device)`.
+    """
 
     shape: dict[str, int]  # channels, classes, resolution: what a checkpoint's models are built from
     best_metric: str  # key of `evaluate()` that chooses the best checkpoint
     best_is_lower: bool
     loss_metric: str  # key of what every step returns: the loss that must not jump
+    no_rate_search: ClassVar[str] = ""  # why `--lr-find` tells nothing about this task, and what to do instead
 
+    @abstractmethod
     def registry(self) -> dict[str, Any]:
-        """Name -> object with state_dict and load_state_dict."""
+        """Name -> object with state_dict and load_state_dict: all that a checkpoint must hold."""
 
+    @abstractmethod
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update from the next batch, or batches; 0-d values on the device that add up over the ranks."""
 
+    @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Figures on held-out data, the same on all ranks."""
 
-    def sample_grid(self, step: int) -> np.ndarray | None:
-        """A uint8 image to save, if there is something to show."""
-
+    @abstractmethod
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
-        """Name -> network and example inputs."""
+        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
 
+    @abstractmethod
     def images_at(self, step: int) -> int:
         """Training images seen before update number `step`; a step counts its batch once, whatever it does with
         it.
         """
 
-    def describe(self) -> list[str]:
-        """What the plan says of a training that changes on its way, a row each."""
+    def sample_grid(self, step: int) -> np.ndarray | None:
+        """A uint8 image to save, if there is something to show."""
+        return None
+
+    def describe(self) -> dict[str, str]:
+        """Rows of the plan about what is special to this training: label -> text."""
+        return {}
+
+    def layer_table(self, name: str) -> str | None:
+        """The layers of one of `networks()`, where the task can tell more of them than shapes and parameters."""
+        return None
+
+    def trains(self, name: str, parameter: str) -> bool:
+        """Whether a parameter of one of `networks()` is ever changed."""
+        return True
 
     def provenance(self) -> dict[str, Any]:
         """What a checkpoint tells about this training besides its state: plain data."""
+        return {}
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         """What a row of metrics says is going wrong, in words, each with what to try; the same on all ranks."""
+        return []

@@ -1,6 +1,6 @@
 """The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -23,9 +23,11 @@ from models.weights import load_pretrained
 from training.base.compiled import Compiled, CompileSetting
 from training.base.config import RunConfig
 from training.base.data import check_same_classes, label_shares
+from training.base.task import Task
 from training.classifier.finetune import FineTuneConfig, FineTuning
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
 from training.classifier.micro_batch import MicroBatch
+from training.classifier.summary import layer_table
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
 from training.profile.ranges import phase
@@ -76,6 +78,10 @@ class ClassifierConfig(RunConfig):
                 "off, or leave model.split out"
             )
 
+    @property
+    def several_devices(self) -> bool:
+        return self.model.split != "off"
+
 
 def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
     """Raise UserError unless class lists and head fit one another. The labels were checked by training.base.data."""
@@ -122,7 +128,7 @@ class Prepared(NamedTuple):
     mixing: Mixing | None = None
 
 
-class ClassifierTask:
+class ClassifierTask(Task):
     """A ResNet, its optimizer and average, and one step."""
 
     best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/classifier"
@@ -336,17 +342,20 @@ class ClassifierTask:
         """Training images seen before update number `step`."""
         return step * self.config.batch_size
 
-    def describe(self) -> list[str]:
-        """Nothing: the training is the same from the first step to the last."""
-        return []
+    def describe(self) -> dict[str, str]:
+        """Where the network lies, and what of it trains."""
+        rows = {} if self.placement is None else {"split": self.placement.text()}
+        trains = "; ".join(self.trained.describe())
+        return rows | ({"what trains": trains} if trains else {})
 
-    def provenance(self) -> dict[str, Any]:
-        """Nothing besides the state."""
-        return {}
+    def layer_table(self, name: str) -> str:
+        """Every layer with its rate, weight decay and when it trains."""
+        network, inputs = self.networks()[name]
+        return layer_table(network, inputs, self.trained, self.updater.config)
 
-    def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Nothing is watched."""
-        return []
+    def trains(self, name: str, parameter: str) -> bool:
+        """Whether the parameter is ever unfrozen."""
+        return self.trained.begins[parameter] is not None
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the average model on the held-out images; every rank takes its share. Empty without a

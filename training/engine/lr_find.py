@@ -17,7 +17,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from training.base.config import RunConfig
 from training.base.rewind import Rewind
 from training.engine.loop import Loop
 from training.optim.config import OptimizerConfig
@@ -90,16 +89,6 @@ class Found:
         self.below_minimum = self.rates[lowest] / 10
 
 
-def check_task(config: RunConfig) -> None:
-    """Raise UserError for a task whose loss tells nothing about its rate."""
-    if config.task != "classifier":
-        raise UserError(
-            f"--lr-find is for classifiers: the losses of a {config.task} measure two networks against each other and "
-            "do not fall where a rate is good; set generator_optimizer.lr and discriminator_optimizer.lr (0.002 is "
-            "usual) and compare short runs by their Frechet distance"
-        )
-
-
 def search(loop: Loop, sweep: Sweep) -> Found:
     """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages, BatchNorm's
     statistics, the loader's position, counters and all random states. Collective: every rank takes part.
@@ -108,7 +97,8 @@ def search(loop: Loop, sweep: Sweep) -> Found:
     """
     updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
     loop.window.fold()
-    scale = getattr(loop.config, "optimizer", updater.config).lr / updater.config.lr
+    given = (section for section in vars(loop.config).values() if isinstance(section, OptimizerConfig))
+    scale = next(given, updater.config).lr / updater.config.lr
     state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
     with _random_states(device), _rate_of(updater) as fixed:
         try:
@@ -121,11 +111,10 @@ def search(loop: Loop, sweep: Sweep) -> Found:
 def _sweep(loop: Loop, sweep: Sweep, fixed: "_FixedRate") -> Found:
     """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
     found, mean, lowest = Found(stopped="all rates were tried"), SmoothedMean(SMOOTHING), math.inf
-    name = f"loss/{loop.config.task}"
     for number in range(sweep.steps + 1):
         fixed.rate = sweep.rate(min(number, sweep.steps - 1))
         metrics = loop.task.step(loop.loader, loop.step + number)
-        loss = collectives.all_reduce_sum_(metrics[name].double()).item()  # the same on all ranks
+        loss = collectives.all_reduce_sum_(metrics[loop.task.loss_metric].double()).item()  # the same on all ranks
         if not math.isfinite(loss):
             found.stopped = "the loss was not finite"
             break

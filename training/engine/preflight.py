@@ -3,7 +3,8 @@
 import copy
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -11,18 +12,16 @@ from typing import Any
 import torch
 import torchinfo
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from data.dataset import Dataset
 from data.progressive_loader import levels_text
-from models.backbones.base import in_turn
-from models.classifier import Classifier
-from models.model_parallel import Placement
 from training.base.config import RunConfig
 from training.base.data import data_text
 from training.base.task import Task
-from training.classifier.finetune import FineTuning, plain
-from training.optim.updater import OptimizerConfig, Updater
+from training.optim.config import OptimizerConfig
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.text import columns
@@ -71,7 +70,6 @@ def plan_rows(
         )
     else:
         rows["levels"] = levels_text(reader, [side for _, side, _ in spans])
-    rows |= {f"growth {number}": text for number, text in enumerate(task.describe(), 1)}
     if max(size for _, _, size in spans) > len(reader):
         rows["warning"] = (
             f"batch larger than the data set: each batch holds repeats; make batch_size at most {len(reader)}"
@@ -80,12 +78,7 @@ def plan_rows(
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
             rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps, config.batch_size)
-    placement = getattr(task, "placement", None)
-    if isinstance(placement, Placement):
-        rows["split"] = placement.text()
-    trained = getattr(task, "trained", None)
-    if isinstance(trained, FineTuning) and trained.describe():
-        rows["what trains"] = "; ".join(trained.describe())
+    rows |= task.describe()
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     saving = config.checkpoint
@@ -120,61 +113,64 @@ def table(rows: Mapping[str, str]) -> str:
     return indent(columns(rows.items(), "<"), "  ")
 
 
-def saved_bytes(network: nn.Module, inputs: tuple[Any, ...]) -> int:
-    """Bytes that autograd keeps for the backward pass of `network(*inputs)`, its parameters not counted; under
-    activation checkpointing the stages' inputs, and the stage that needs most when it is computed again.
+class PeakBytes(TorchDispatchMode):
+    """Inside the block, counts the bytes of the tensors that are made there: `live` now, `peak` at most. Tensors that
+    share a storage count once, those that share one of `known` not at all.
     """
-    parameters = {p.data_ptr() for p in network.parameters()}
-    if not (isinstance(network, Classifier) and network.config.activation_checkpointing):
-        return _kept_by(lambda: network(*inputs), parameters)
-    given, again = [0], [0]
 
-    def stage(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
-        found: list[Tensor] = []
-        again.append(_kept_by(lambda: found.append(in_turn(modules, x)), parameters))
-        if found[0].requires_grad:
-            given.append(x.numel() * x.element_size())
-        return found[0]
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._storages: WeakIdKeyDictionary = WeakIdKeyDictionary({tensor.untyped_storage(): 0 for tensor in known})
 
-    network._stage = stage  # type: ignore[method-assign]
-    head = _kept_by(lambda: network(*inputs), parameters)  # the stages' own tensors go to the inner count
-    return head + sum(given) + max(again)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._storages:
+                self._storages[storage] = size = storage.nbytes()
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._freed, size)
+        return result
 
-
-def _kept_by(forward: Callable[[], object], parameters: set[int]) -> int:
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = forward()
-    del output
-    return sum(kept.values())
+    def _freed(self, size: int) -> None:
+        self.live -= size
 
 
-def model_summary(
-    name: str, network: nn.Module, inputs: tuple[Any, ...], micro: int, *, task: Task | None = None
-) -> str:
-    """Layers with output shapes and parameters, and the memory of a training step at this micro-batch; of a task that
-    says what trains, also how.
+def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """Bytes that a forward and a backward pass hold at most besides the network, its gradients and the inputs.
+
+    Measured by doing both, so that activation checkpointing and what does not train count as they are.
     """
-    trained, updater = getattr(task, "trained", None), getattr(task, "updater", None)
-    clone = copy.deepcopy(network)  # a forward pass in training mode would change statistics
-    if isinstance(trained, FineTuning) and isinstance(updater, Updater):
-        layers = layer_table(network, inputs, trained, updater.config)
-        for key, parameter in clone.named_parameters():
-            parameter.requires_grad_(trained.begins[key] is not None)
-    else:
-        layers = _torchinfo(clone.requires_grad_(True), inputs)
-    activations = saved_bytes(clone, inputs) / inputs[0].shape[0] * micro
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    with PeakBytes([*network.parameters(), *network.buffers(), *inputs]) as bytes_:
+        outputs = [x for x in tree_leaves(network(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    return bytes_.peak
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def model_summary(task: Task, name: str, micro: int) -> str:
+    """Layers with output shapes and parameters of one of the task's networks, and the memory of a training step at this
+    micro-batch.
+    """
+    network, inputs = task.networks()[name]
+    layers = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
+    clone = copy.deepcopy(network).train()  # a forward pass changes statistics
+    for key, parameter in clone.named_parameters():
+        parameter.requires_grad_(task.trains(name, key))
+    inputs = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)  # BatchNorm refuses one sample
+    activations = activation_bytes(clone, inputs) / len(inputs[0]) * micro
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
     total = activations + 5 * weights
     memory = (
-        f"memory of its training step: about {total / GIB:.2f} GiB (kept for the backward pass {activations / MIB:.0f} "
-        f"MiB in fp32 at {micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
+        f"memory of its training step: about {total / GIB:.2f} GiB (activations {activations / MIB:.0f} MiB in fp32 at "
+        f"{micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
     )
     return f"{name}\n{layers}\n{memory}"
 
@@ -191,53 +187,3 @@ def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:
             row_settings=("var_names",),
         )
     return str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers
-
-
-HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
-
-
-def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: FineTuning, config: OptimizerConfig) -> str:
-    """Every layer in the order of the forward pass: output shape, parameters, rate at the peak, weight decay, and from
-    which update it trains. `network` is in evaluation mode, its parameters named as those of `trained`.
-    """
-    shapes: dict[str, str] = {}
-    modules = {prefix: module for prefix, module in network.named_modules() if not any(True for _ in module.children())}
-
-    def note(prefix: str, output: Tensor) -> None:
-        shapes.setdefault(prefix, " x ".join(map(str, output.shape)))
-
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output, prefix=prefix: note(prefix, output))
-        for prefix, module in modules.items()
-    ]
-    with torch.no_grad():
-        network(*inputs)
-    for hook in hooks:
-        hook.remove()
-    rows = [_layer_row(prefix, shapes[prefix], modules[prefix], trained, config) for prefix in shapes]
-    ever = sum(p.numel() for name, p in trained.parameters.items() if trained.begins[name] is not None)
-    total = sum(p.numel() for p in trained.parameters.values())
-    totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
-    layers = columns([HEADINGS, *rows], "<")
-    return "\n".join([layers, *(f"{label} params: {count:,}" for label, count in totals)])
-
-
-def _layer_row(
-    prefix: str, shape: str, module: nn.Module, trained: FineTuning, config: OptimizerConfig
-) -> tuple[str, ...]:
-    """Values that differ between a layer's parameters are told of each, in their order."""
-    names = {f"{prefix}.{name}": p for name, p in module.named_parameters(recurse=False)}
-    kind = type(module).__name__
-    if not names:
-        return plain(prefix), kind, shape, "", "", "", ""
-    begins = [trained.begins[name] for name in names]
-    rates = [f"{config.lr * trained.factors[name]:.3g}" if trained.begins[name] is not None else "-" for name in names]
-    decays = [
-        "-" if trained.begins[name] is None else f"{config.weight_decay if p.ndim > 1 else 0:g}"
-        for name, p in names.items()
-    ]
-    trains = ["no" if begin is None else f"from step {begin}" if begin else "yes" for begin in begins]
-    if trained.config.freeze_bn and isinstance(module, _BatchNorm):
-        trains = [f"{text}, statistics kept" for text in trains]
-    count = f"{sum(p.numel() for p in names.values()):,}"
-    return plain(prefix), kind, shape, count, *("/".join(dict.fromkeys(cells)) for cells in (rates, decays, trains))

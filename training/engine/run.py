@@ -46,16 +46,15 @@ def train(
     tree = read_yaml(config_file)
     config = build_run_config(of_today(tree) if _of_a_run(Path(config_file)) else tree, overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)
-    if rates is not None:
-        lr_find.check_task(config)
-    several = getattr(getattr(config, "model", None), "split", "off") != "off"  # devices for each process
-    torch_device = collectives.choose_device(device, several=several)
+    if rates is not None and (why_not := TASKS[config.task].task.no_rate_search):
+        raise UserError(f"--lr-find is not for task {config.task}: {why_not}")
+    torch_device = collectives.choose_device(device, several=config.several_devices)
     if torch_device.type == "cpu":
         keep_freed_memory()
     if config.deterministic:
         determinism.switch_on()
     inject.check()
-    collectives.start(torch_device, config.distributed.start_timeout, several=several)
+    collectives.start(torch_device, config.distributed.start_timeout, several=config.several_devices)
     folder = RunFolder(run_dir or default_folder(Path(config_file)))
     loop, lost = None, False
     try:
@@ -131,9 +130,8 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
 
 
 def _print_plan(loop: Loop) -> None:
-    for name, (network, inputs) in loop.task.networks().items():
-        micro = loop.config.micro(collectives.world_size())
-        print(preflight.model_summary(name, network, inputs, micro, task=loop.task))
+    for name in loop.task.networks():
+        print(preflight.model_summary(loop.task, name, loop.config.micro(collectives.world_size())))
     print("dry run: everything up to the first step is in order; nothing was written")
 
 

@@ -18,7 +18,7 @@ class Entry:
     """A task's configuration and the class that trains it."""
 
     config: Callable[..., type[RunConfig]]  # (architecture, where a recipe names one) -> its config class
-    task: Any  # (config, reader, val_reader, device) -> Task
+    task: type[Any]  # of training.base.task.Task
 
 
 TASKS = {

@@ -19,7 +19,7 @@ from training.base.config import RunConfig
 from training.optim.ema import EMA
 from training.optim.updater import Updater
 from utils import checkpoint as checkpoints
-from utils.config import Tree, to_tree
+from utils.config import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
@@ -107,7 +107,7 @@ def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, dict[str, A
             f"--init-from {path}: is a checkpoint of task {content['task']!r}, but this run trains a {config.task!r}; "
             f"give a checkpoint of a {config.task!r}"
         )
-    there, here = (_architecture(tree) for tree in (content["config"], to_tree(config)))
+    there, here = (tree.get("architecture", DEFAULT) for tree in (content["config"], to_tree(config)))
     if there != here:
         raise UserError(
             f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
@@ -115,11 +115,6 @@ def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, dict[str, A
         )
     donor = Donor(file=str(path), step=content["step"], sha256=checkpoints.file_sha256(path))
     return str(path), donor.state_dict()
-
-
-def _architecture(config: Tree) -> str | None:
-    """Of a GAN's networks; None for other tasks."""
-    return config.get("architecture", DEFAULT) if config.get("task") == "gan" else None
 
 
 def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:

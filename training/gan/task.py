@@ -20,6 +20,7 @@ from models.registry import architecture_of
 from models.restore import classifier_from
 from models.sampling import generate
 from training.base.data import check_same_classes, label_shares
+from training.base.task import Task
 from training.gan.ada.augment import Ada
 from training.gan.config import GanConfig
 from training.gan.context import Context, Images, Work
@@ -41,10 +42,15 @@ JUDGED = 512  # images of which the discriminator's mean logit is taken at an ev
 SEARCHED_PER_SAMPLE = 4  # training images among which an evaluation looks for copies
 
 
-class GanTask:
+class GanTask(Task):
     """Generator, discriminator, their optimizers, and one step of both."""
 
     best_is_lower, loss_metric = True, "loss/discriminator"
+    no_rate_search = (
+        "the losses of a GAN measure two networks against each other and do not fall where a rate is good; set "
+        "generator_optimizer.lr and discriminator_optimizer.lr (0.002 is usual) and compare short runs by their "
+        "Frechet distance"
+    )
 
     def __init__(self, config: GanConfig, reader: Dataset, val_reader: Dataset | None, device: torch.device) -> None:
         self.stages = config.stages(reader.resolution)
@@ -127,9 +133,9 @@ class GanTask:
         """Training images seen before update number `step`."""
         return self.stages.images_at(step)
 
-    def describe(self) -> list[str]:
+    def describe(self) -> dict[str, str]:
         """The stages of growth, a row each."""
-        return self.stages.describe()
+        return {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
 
     def provenance(self) -> dict[str, Any]:
         """What a checkpoint tells about this training besides its state."""

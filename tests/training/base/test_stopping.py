@@ -8,6 +8,7 @@ import torch
 from data.dataset import Dataset
 from training.base.data import make_loader
 from training.base.stopping import EarlyStopping, EarlyStoppingConfig
+from training.base.task import Task
 from training.classifier.task import ClassifierTask
 from training.engine.loop import Loop
 from training.engine.tasks import build_run_config
@@ -70,7 +71,7 @@ def test_it_needs_evaluations_and_images_for_them(packed: Path):
         ClassifierTask(config, reader, None, torch.device("cpu"))
 
 
-class Judged:
+class Judged(Task):
     """A task without networks whose evaluations are given."""
 
     best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/x"
@@ -97,23 +98,11 @@ class Judged:
         self.evaluations += 1
         return {"accuracy": self.figures[self.evaluations - 1]}
 
-    def sample_grid(self, step):
-        return None
-
     def networks(self):
         return {}
 
     def images_at(self, step):
         return 8 * step
-
-    def describe(self):
-        return []
-
-    def provenance(self):
-        return {}
-
-    def warnings(self, step, row):
-        return []
 
 
 def judged_loop(packed, folder, patience, figures=(0.5, 0.7, 0.6, 0.6, 0.6, 0.9)):

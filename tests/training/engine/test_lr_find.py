@@ -41,6 +41,8 @@ class Quadratic(nn.Module):
 
 
 class QuadraticTask:
+    loss_metric = "loss/quadratic"
+
     def __init__(self, curvature: float = 1.0) -> None:
         self.model, self.curvature = Quadratic(), curvature
         config = OptimizerConfig(name="sgd", lr=0.3, momentum=0.0, schedule="cosine", warmup_steps=5)
@@ -63,7 +65,7 @@ class QuadraticTask:
 
 def fake_loop(task) -> Any:
     loader = SimpleNamespace(device=CPU, wait_seconds=3.0)
-    config = SimpleNamespace(task="quadratic", optimizer=SimpleNamespace(lr=0.15))
+    config = SimpleNamespace(task="quadratic", optimizer=OptimizerConfig(lr=0.15))
     return SimpleNamespace(
         task=task, registry=task.registry, loader=loader, step=7, config=config, window=MetricWindow()
     )
@@ -296,7 +298,7 @@ def test_two_processes_find_one_curve_and_train_on_as_if_nothing_had_been(tmp_pa
 @pytest.mark.parametrize(
     ("task", "more", "told"),
     [
-        ("gan", ["--lr-find"], "--lr-find is for classifiers: the losses of a gan measure two networks"),
+        ("gan", ["--lr-find"], "--lr-find is not for task gan: the losses of a GAN measure two networks"),
         ("classifier", ["--lr-find", "--dry-run"], "leave --dry-run, --max-steps and --profile out"),
         ("classifier", ["--lr-find", "--max-steps", "3"], "leave --dry-run, --max-steps and --profile out"),
         ("classifier", ["--lr-find-to", "1"], "belong to --lr-find; add it"),

@@ -1,0 +1,60 @@
+"""A classifier's layers as a table: `train.py --dry-run`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from training.classifier.finetune import FineTuning, plain
+from training.optim.config import OptimizerConfig
+from utils.text import columns
+
+HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
+
+
+def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: FineTuning, config: OptimizerConfig) -> str:
+    """Every layer in the order of the forward pass: output shape, parameters, rate at the peak, weight decay, and from
+    which update it trains. `network` is in evaluation mode, its parameters named as those of `trained`.
+    """
+    shapes: dict[str, str] = {}
+    modules = {prefix: module for prefix, module in network.named_modules() if not any(True for _ in module.children())}
+
+    def note(prefix: str, output: Tensor) -> None:
+        shapes.setdefault(prefix, " x ".join(map(str, output.shape)))
+
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, prefix=prefix: note(prefix, output))
+        for prefix, module in modules.items()
+    ]
+    with torch.no_grad():
+        network(*inputs)
+    for hook in hooks:
+        hook.remove()
+    rows = [_layer_row(prefix, shapes[prefix], modules[prefix], trained, config) for prefix in shapes]
+    ever = sum(p.numel() for name, p in trained.parameters.items() if trained.begins[name] is not None)
+    total = sum(p.numel() for p in trained.parameters.values())
+    totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
+    layers = columns([HEADINGS, *rows], "<")
+    return "\n".join([layers, *(f"{label} params: {count:,}" for label, count in totals)])
+
+
+def _layer_row(
+    prefix: str, shape: str, module: nn.Module, trained: FineTuning, config: OptimizerConfig
+) -> tuple[str, ...]:
+    """Values that differ between a layer's parameters are told of each, in their order."""
+    names = {f"{prefix}.{name}": p for name, p in module.named_parameters(recurse=False)}
+    kind = type(module).__name__
+    if not names:
+        return plain(prefix), kind, shape, "", "", "", ""
+    begins = [trained.begins[name] for name in names]
+    rates = [f"{config.lr * trained.factors[name]:.3g}" if trained.begins[name] is not None else "-" for name in names]
+    decays = [
+        "-" if trained.begins[name] is None else f"{config.weight_decay if p.ndim > 1 else 0:g}"
+        for name, p in names.items()
+    ]
+    trains = ["no" if begin is None else f"from step {begin}" if begin else "yes" for begin in begins]
+    if trained.config.freeze_bn and isinstance(module, _BatchNorm):
+        trains = [f"{text}, statistics kept" for text in trains]
+    count = f"{sum(p.numel() for p in names.values()):,}"
+    return plain(prefix), kind, shape, count, *("/".join(dict.fromkeys(cells)) for cells in (rates, decays, trains))
