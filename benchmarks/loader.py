@@ -31,9 +31,9 @@ from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of,
 from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.lmdb.writer import pack_arrays
+from data.loader import choose_workers
 from data.pack import pack
 from data.sources import open_source
-from data.workers import choose_workers
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.memory import cores

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,25 +9,23 @@ from data.decode import Box, crop_into
 from utils.logging import say
 from utils.memory import available_bytes, local_processes
 
-if TYPE_CHECKING:
-    from data.dataset import Dataset
-
 SHARE = 0.6  # of the memory that is available at the start, for all processes of this machine together
 _promised: "weakref.WeakKeyDictionary[ImageCache, int]" = weakref.WeakKeyDictionary()  # bytes, for this process
 BoxOf = Callable[[int, int, np.random.Generator | None], Box]
 
 
 class ImageCache:
-    """Images by record: whole ones where the crop is random, else as they are handed out.
+    """Images by record: `whole` ones where the crop is random, else as they are handed out.
 
     It fills while the images are read for the first time. Where they do not fit into memory nothing is kept, and one
     line says so. A copy in another process starts empty.
     """
 
-    def __init__(self, dataset: "Dataset") -> None:
-        self.whole = dataset.crop is not None
+    def __init__(self, path: str, size: int, *, whole: bool) -> None:
+        """`size`: bytes of all images of the data set `path`."""
+        self.whole = whole
         self._images: dict[int, np.ndarray] = {}
-        needed = self._bytes(dataset) * local_processes()
+        needed = size * local_processes()
         available = available_bytes()
         # They fill together: what was promised to the caches before is not there any more.
         self.enabled = needed <= SHARE * available - sum(_promised.values())
@@ -36,14 +33,9 @@ class ImageCache:
             _promised[self] = needed
         else:
             say(
-                f"warning: {dataset.path}: its decoded images take {needed / 2**30:.1f} GiB, more than "
+                f"warning: {path}: its decoded images take {needed / 2**30:.1f} GiB, more than "
                 f"{SHARE:.0%} of the {available / 2**30:.1f} GiB available; data.cache: ram is left off"
             )
-
-    def _bytes(self, dataset: "Dataset") -> int:
-        if not self.whole:
-            return len(dataset) * dataset.meta.channels * dataset.resolution**2
-        return sum(shard.decoded_bytes() for shard in dataset.shards)
 
     def put(self, record: int, image: np.ndarray) -> None:
         """Keep an image: uint8 [H, W, C] if `whole`, else [C, R, R]."""

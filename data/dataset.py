@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -65,7 +64,12 @@ class Dataset:
         self._ends = np.cumsum([len(shard) for shard in self.shards])
         self._labels: np.ndarray | None = None
         self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
-        self.cache = ImageCache(self) if cache and self.meta.encoding != "raw" else None  # raw: nothing to decode
+        self.cache: ImageCache | None = None
+        if cache and self.meta.encoding != "raw":  # raw: nothing to decode
+            size = len(self) * self.meta.channels * self.resolution**2
+            if crop:
+                size = sum(shard.decoded_bytes() for shard in self.shards)
+            self.cache = ImageCache(self.path, size, whole=crop is not None)
 
     def __len__(self) -> int:
         return self.meta.count
@@ -257,9 +261,7 @@ class Dataset:
     def __enter__(self) -> "Dataset":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:

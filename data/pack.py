@@ -30,6 +30,7 @@ from utils.classes import require_same_classes
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
+from utils.text import columns
 
 LISTED = 10  # names in the summary
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
@@ -221,8 +222,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
             rows.append((title, f"{len(names):,}"))
             rows += [("", name) for name in itertools.islice(names, LISTED)]
             rows += [("", f"and {len(names) - LISTED:,} more")] if len(names) > LISTED else []
-    width = max(len(title) for title, _ in rows)
-    return [f"{title:<{width}}  {text}".rstrip() for title, text in rows]
+    return columns(rows, "<").splitlines()
 
 
 def _numbers(values: list[float]) -> str:
@@ -245,7 +245,7 @@ def make_parser() -> Parser:
     add("source", help=f"folder, .zip, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
     add("--size", type=int, metavar="N", help="side of the square images in px; default: theirs")
-    add("--pyramid", type=int, metavar="M", help="also store the images at N/2, N/4, ... down to M px")
+    add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
     add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
     add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: as the data set, files 3")
     add("--split", choices=tuple(dict.fromkeys([*SPLITS, "val"])), default="train", help="default: train")
@@ -255,7 +255,7 @@ def make_parser() -> Parser:
     add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
     add("--against", type=Path, metavar="OTHER.lmdb", help="its classes must be the same; its images are looked for")
     add("--similar", action="store_true", help="report images that look alike, besides equal ones")
-    add("--no-duplicates", action="store_true", help="do not report equal images")
+    add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")
     add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
@@ -270,24 +270,10 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
     check_target(args.dest, args.overwrite)
     keep_freed_memory(KEPT_BYTES)
+    options = {name: value for name, value in vars(args).items() if name not in ("source", "split", "root", "debug")}
     split = args.split if args.split in SPLITS else "test"
     with open_source(args.source, split=split, root=args.root, size=args.size) as source:
-        summary = pack(
-            source,
-            args.dest,
-            size=args.size,
-            encoding=args.encoding,
-            channels=args.channels,
-            resize=args.resize,
-            on_error=args.on_error,
-            overwrite=args.overwrite,
-            workers=args.workers,
-            smallest=args.pyramid,
-            max_skipped=args.max_skipped,
-            against=args.against,
-            duplicates=not args.no_duplicates,
-            similar=args.similar,
-        )
+        summary = pack(source, **options)
     print("\n".join(summary_lines(summary, args.dest)))
 
 

@@ -153,16 +153,10 @@ def _death(workers: list[BaseProcess]) -> UserError:
     """The error for the worker that has died, not those that the pool has ended because of it."""
     codes = sorted((worker.exitcode for worker in workers if worker.exitcode), key=lambda code: code == -signal.SIGTERM)
     code = codes[0] if codes else 0
-    how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    names = {member.value: member.name for member in signal.Signals}
+    how = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"ended with exit code {code}"
     memory = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""
     return UserError(f"a worker process of packing {how}{memory}: pass fewer --workers, or --workers 0")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _kill(pool: ProcessPoolExecutor, workers: list[BaseProcess]) -> None:

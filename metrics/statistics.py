@@ -9,7 +9,7 @@ from torch import Tensor
 class Moments:
     """Count, sum and sum of outer products of feature vectors, in float64 on the CPU.
 
-    Sums rather than means: accumulators of several processes merge by adding, so one `reduce` makes them all equal.
+    Sums rather than means: those of several processes add up, so one `reduce` makes them all equal.
     float64 leaves 10 digits of the covariance where the mean is a thousand times the spread, which features are not.
     """
 
@@ -31,14 +31,6 @@ class Moments:
         self.count += len(rows)
         self.total += rows.sum(0)
         self.outer += rows.T @ rows
-
-    def merge(self, other: "Moments") -> None:
-        """Add what another accumulator of the same dimension has seen."""
-        if other.dim != self.dim:
-            raise ValueError(f"cannot merge moments of {other.dim} features into moments of {self.dim}")
-        self.count += other.count
-        self.total += other.total
-        self.outer += other.outer
 
     def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Replace the sums by their sums over all processes; `sum_over_ranks` takes and returns a float64 vector."""

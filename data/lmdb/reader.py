@@ -5,7 +5,6 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import lmdb
 import numpy as np
@@ -205,9 +204,7 @@ class LMDBReader:
     def __enter__(self) -> "LMDBReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:

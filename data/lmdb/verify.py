@@ -2,6 +2,7 @@
 
 import hashlib
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class Damage:
 class Block:
     """What one block turned out to be."""
 
-    labels: np.ndarray  # int64 [n]; empty if its index is damaged
+    labels: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # empty if its index is damaged
     digest: bytes = b""  # SHA-256 of payloads and entries
     damaged: dict[int, str] = field(default_factory=dict)  # record -> reason
 
@@ -77,49 +78,45 @@ def _contradiction(reader: LMDBReader, labels: list[np.ndarray], content: Conten
 
 def check_block(reader: LMDBReader, block: int) -> Block:
     """Check one block at the reader's resolution."""
+    found = Block()
+    payloads_of = _raw_payloads if reader.meta.encoding == "raw" else _encoded_payloads
     with reader.handle().environment.begin(buffers=True) as transaction:
         try:
             head, entries = reader.index_record(transaction, block)
-        except DamageError as error:
-            return Block(np.empty(0, np.int64), damaged=dict.fromkeys(error.records, error.reason))
-        found = Block(entries["label"].astype(np.int64))
-        payloads = hashlib.sha256()
-        try:
-            if reader.meta.encoding == "raw":
-                _check_raw(reader, transaction, block, head, payloads, found)
-            else:
-                _check_encoded(reader, transaction, block, entries, payloads, found)
+            found.labels = entries["label"].astype(np.int64)
+            digest = hashlib.sha256()
+            for payload in payloads_of(reader, transaction, block, head, entries, found.damaged):
+                digest.update(payload)
+            digest.update(entries.tobytes())
+            found.digest = digest.digest()
         except DamageError as error:
             found.damaged |= dict.fromkeys(error.records, error.reason)
-        payloads.update(entries.tobytes())
-        found.digest = payloads.digest()
-        return found
+    return found
 
 
-def _check_raw(
+def _raw_payloads(
     reader: LMDBReader,
     transaction: lmdb.Transaction,
     block: int,
     head: np.void,
-    payloads: "hashlib._Hash",
-    found: Block,
-) -> None:
+    _entries: np.ndarray,
+    damaged: dict[int, str],  # is added to
+) -> Iterator[memoryview]:
     pixels = reader.raw_block(transaction, block)
-    bad = list(reader.damaged_in_raw_block(transaction, block))
-    found.damaged |= dict.fromkeys(bad, "its checksum does not match")
-    if not bad and zlib.crc32(pixels.data) != head["block_checksum"]:
+    damaged |= dict.fromkeys(reader.damaged_in_raw_block(transaction, block), "its checksum does not match")
+    if not damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
         raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
-    payloads.update(pixels.data)
+    yield pixels.data
 
 
-def _check_encoded(
+def _encoded_payloads(
     reader: LMDBReader,
     transaction: lmdb.Transaction,
     block: int,
+    _head: np.void,
     entries: np.ndarray,
-    payloads: "hashlib._Hash",
-    found: Block,
-) -> None:
+    damaged: dict[int, str],  # is added to
+) -> Iterator[memoryview]:
     for record, expected in zip(reader.block_range(block), entries, strict=True):
         try:
             entry, payload = reader.encoded_record(transaction, record)
@@ -128,8 +125,8 @@ def _check_encoded(
             shape = decode(payload, int(entry["codec"]), reader.meta.channels).shape
             if shape[:2] != (entry["height"], entry["width"]):
                 raise reader.damage(record, f"it is {shape[1]}x{shape[0]} px when decoded")
-            payloads.update(payload)
+            yield payload
         except DamageError as error:
-            found.damaged[record] = error.reason
+            damaged[record] = error.reason
         except ImageError as error:
-            found.damaged[record] = str(error)
+            damaged[record] = str(error)

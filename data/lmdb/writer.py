@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import lmdb
@@ -262,9 +261,7 @@ class LMDBWriter:
     def __enter__(self) -> "LMDBWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.abort()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from data.images import ImageError
 from data.sources.base import Item, PerProcess, Source
-from data.sources.listing import MANIFEST, Listing, arrange, arrange_by_manifest
+from data.sources.listing import Listing, arrange
 from utils.errors import UserError
 
 MAX_MEMBER = 1 << 30  # bytes of one unpacked zip member
@@ -69,11 +69,8 @@ class FolderSource(LocalSource):
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
 
     def __init__(self, folder: Path, *, split: str) -> None:
-        files, folders = _walk(folder)
-        if MANIFEST in files:
-            listing = arrange_by_manifest(str(folder), files, (folder / MANIFEST).read_bytes())
-        else:
-            listing = arrange(str(folder), files, folders, split)
+        self.folder = folder
+        listing = arrange(str(folder), *_walk(folder), split, self.read)
         super().__init__(folder, folder.name or str(folder), listing)
 
 
@@ -119,12 +116,7 @@ class ZipSource(ListedSource):
         name, times = Counter(files).most_common(1)[0] if files else ("", 0)
         if times > 1:
             raise UserError(f"{self.path} holds {name} {times} times: make the zip file again")
-        if MANIFEST in files:
-            try:
-                return arrange_by_manifest(str(self.path), files, self.read(MANIFEST))
-            except ImageError as error:
-                raise UserError(f"{self.path}: {MANIFEST} {error}; make the zip file again") from None
-        return arrange(str(self.path), files, folders, split)
+        return arrange(str(self.path), files, folders, split, self.read)
 
     def item_name(self, index: int) -> str:
         return f"{self.path}:{self.names[index]}"

@@ -12,11 +12,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from data.images import SUFFIXES
+from data.images import SUFFIXES, ImageError
 from data.sources.base import Problem
 from utils.errors import UserError
 
@@ -36,12 +36,23 @@ class Listing:
     ignored: list[str] = field(default_factory=list)
 
 
-def arrange(where: str, files: Iterable[str], folders: Iterable[str], split: str) -> Listing:
-    """Sort files (relative names with "/") into images and classes.
+def arrange(
+    where: str,  # the source, for errors
+    files: Collection[str],  # relative names with "/"
+    folders: Iterable[str],
+    split: str,
+    read: Callable[[str], bytes],  # a file's bytes; raises ImageError
+) -> Listing:
+    """Sort files into images and classes.
 
-    `where` names the source in errors. Raises UserError if there is no image, if images lie both at the top and in
-    sub-folders, or if the split's folder is missing.
+    Raises UserError if there is no image, if images lie both at the top and in sub-folders, or if the split's folder is
+    missing; and for a `dataset.json` that cannot be read or does not fit.
     """
+    if MANIFEST in files:
+        try:
+            return _by_manifest(where, files, read(MANIFEST))
+        except ImageError as error:
+            raise UserError(f"{where}: {MANIFEST} {error}; put it right") from None
     images, ignored = _images(where, files)
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     prefix = _enter(where, images, folders, split)
@@ -63,7 +74,7 @@ def arrange(where: str, files: Iterable[str], folders: Iterable[str], split: str
     return Listing(images, [labels[parts[name][0]] for name in images], classes, problems, ignored)
 
 
-def arrange_by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
+def _by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
     """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
 
     Raises UserError if it is no such document, names an image that is not there, leaves one out, or if its labels are

@@ -188,21 +188,23 @@ def _same(first: Path, schema: Any, path: Path, other: Any, columns: Sequence[st
 
 def _labels(where: Path, shards: Sequence[Path], schemas: Sequence[Any], column: str) -> tuple[np.ndarray, list[str]]:
     """Labels int64 of all rows, below 0 where a row has none, and the names of the classes."""
-    parts, text = [], _is_text(schemas[0].field(column).type)
-    names: list[str] = []
+    chunks, arrow = [], pyarrow()
+    text = _is_text(schemas[0].field(column).type)
+    kind = arrow.large_string() if text else arrow.int64()
     for shard in shards:
         with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
-            values = file.read(columns=[column], use_threads=False).column(0)
-            parts.append(_text_labels(values, names) if text else _number_labels(values))
-    labels = np.concatenate(parts)
+            chunks += file.read(columns=[column], use_threads=False).column(0).cast(kind).chunks
+    values = arrow.chunked_array(chunks, kind)
+    classes = sorted(filter(None, values.unique().to_pylist())) if text else []
+    if text:  # null and empty text are no labels
+        values = pyarrow("compute").index_in(values, value_set=arrow.array(classes, arrow.large_string()))
+    labels = values.fill_null(-1).to_numpy().astype(np.int64)
     if labels.max() < 0:
         raise UserError(
             f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
         )
     if text:
-        classes = sorted(names)
-        rank = {name: number for number, name in enumerate(classes)}
-        return np.array([*(rank[name] for name in names), -1])[labels], classes  # -1 takes the last one
+        return labels, classes
     classes = _class_names(shards[0], schemas[0], column)
     for shard, schema in zip(shards, schemas, strict=True):
         if _class_names(shard, schema, column) != classes:
@@ -212,20 +214,6 @@ def _labels(where: Path, shards: Sequence[Path], schemas: Sequence[Any], column:
         limit = f"{len(classes)} classes" if classes else f"{len(labels)} images"
         raise UserError(f"{where}: labels go up to {largest}, but there are only {limit}; get it again")
     return labels, classes or [str(number) for number in range(largest + 1)]
-
-
-def _text_labels(values: Any, names: list[str]) -> np.ndarray:
-    """Numbers in `names`, which grows; -1 for null and empty text."""
-    compute, arrow = pyarrow("compute"), pyarrow()
-    values = values.cast(arrow.large_string())
-    known = set(names)
-    names += [name for name in values.unique().to_pylist() if name and name not in known]
-    places = compute.index_in(values, value_set=arrow.array(names, arrow.large_string()))
-    return places.fill_null(-1).to_numpy().astype(np.int64)
-
-
-def _number_labels(values: Any) -> np.ndarray:
-    return values.cast(pyarrow().int64()).fill_null(-1).to_numpy()
 
 
 def _class_names(path: Path, schema: Any, column: str) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from data.images import ImageError
 from data.sources.base import PerProcess
 from data.sources.files import MAX_MEMBER, ListedSource
-from data.sources.listing import MANIFEST, Listing, arrange, arrange_by_manifest
+from data.sources.listing import Listing, arrange
 from utils.errors import UserError
 
 T = TypeVar("T")
@@ -53,12 +53,7 @@ class RemoteSource(ListedSource):
         if list(found) == [root] and found[root].get("type") != "directory":
             raise UserError(f"{self.url} is a single file: give the URL of a folder of images, or copy it here")
         files, folders = self._sort(found, root.rstrip("/") + "/" if root else "")
-        if MANIFEST in files:
-            try:
-                return arrange_by_manifest(self.url, files, self.read(MANIFEST))
-            except ImageError as error:
-                raise UserError(f"{self.url}/{MANIFEST} {error}; check it") from None
-        return arrange(self.url, files, folders, split)
+        return arrange(self.url, files, folders, split, self.read)
 
     def _sort(self, found: dict[str, dict[str, Any]], prefix: str) -> tuple[list[str], list[str]]:
         """Names of files and folders relative to the URL; also notes the files' sizes."""

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from data import cache as cache_module
-from data import workers as workers_module
+from data import loader as workers_module
 from data.cache import SHARE
 from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import pack_arrays
+from data.loader import candidates, choose_workers
 from data.sampler import SampleKeys
-from data.workers import candidates, choose_workers
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from utils import memory

@@ -25,21 +25,23 @@ def test_mean_and_covariance_are_torchs():
 
 @given(cuts=st.lists(st.integers(0, 40), max_size=4), parts=st.integers(1, 3))
 @settings(max_examples=25, deadline=None)
-def test_any_split_and_merge_gives_the_same(cuts, parts):
+def test_any_split_gives_the_same(cuts, parts):
     features = torch.randn(40, 5, generator=torch.Generator().manual_seed(1))
     accumulators = [Moments(5) for _ in range(parts)]
     edges = sorted({0, *cuts, 40})
     for number, (start, end) in enumerate(pairwise(edges)):
         accumulators[number % parts].update(features[start:end])
-    for other in accumulators[1:]:
-        accumulators[0].merge(other)
+    ranks = Ranks()
+    for accumulator in accumulators:
+        accumulator.reduce(ranks.keep)
+    accumulators[0].reduce(ranks.total)
     whole = moments_of(features)
     assert accumulators[0].count == 40
     torch.testing.assert_close(accumulators[0].mean, whole.mean, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(accumulators[0].covariance, whole.covariance, rtol=1e-12, atol=1e-12)
 
 
-def test_reduce_over_ranks_is_a_merge():
+def test_reduce_over_ranks():
     first, second = torch.randn(9, 4), torch.randn(5, 4)
     ranks, reduced = Ranks(), moments_of(first)
     for moments in (moments_of(second), reduced):
@@ -64,5 +66,3 @@ def test_too_few_vectors_and_wrong_shapes_are_refused():
         _ = moments_of(torch.zeros(1, 3)).covariance
     with pytest.raises(ValueError, match=r"\[n, 3\]"):
         Moments(3).update(torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="merge"):
-        Moments(3).merge(Moments(4))

@@ -9,11 +9,10 @@ import torch
 from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.lmdb.reader import DamageError
-from data.loader import InfiniteLoader
+from data.loader import InfiniteLoader, choose_workers
 from data.progressive_loader import ProgressiveLoader
 from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
 from data.shards import shard_paths
-from data.workers import choose_workers
 from training.base.config import DataConfig, RunConfig
 from utils.classes import require_same_classes
 from utils.distributed import collectives
