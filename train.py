@@ -2,7 +2,7 @@
 
 import os
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,6 +46,8 @@ def parser() -> Parser:
     parse.add_argument("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
     parse.add_argument("--lr-find-from", type=float, metavar="RATE", help="the first of them (default: 1e-6)")
     parse.add_argument("--lr-find-to", type=float, metavar="RATE", help="the last of them (default: 10)")
+    # `python -m torch.distributed.launch` adds it; the environment says the same
+    parse.add_argument("--local-rank", type=int, help=SUPPRESS)
     parse.add_argument("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
     return parse
 

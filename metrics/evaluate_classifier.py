@@ -28,7 +28,7 @@ def evaluate_classifier(
     rank: int = 0,
     world_size: int = 1,
     reduce: Callable[[Tensor], Tensor] | None = None,  # sums an int64 vector over the ranks
-    same_fate: Callable[[], AbstractContextManager[None]] = nullcontext,  # raises one rank's UserError on all
+    raising_together: Callable[[], AbstractContextManager[None]] = nullcontext,  # raises one rank's UserError on all
     progress: Progress | None = None,
     observe: Observer | None = None,
 ) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def evaluate_classifier(
     device = device_of(classifier)
     total = min(len(reader), len(reader) if limit is None else limit)
     done = 0
-    with evaluating(classifier), exact_float32(device), same_fate():
+    with evaluating(classifier), exact_float32(device), raising_together():
         for batch in evaluation_batches(reader, batch_size, rank=rank, world_size=world_size, limit=limit):
             logits = classifier(classifier_input(classifier, batch.images))
             probabilities = counts.update(logits, batch.labels)

@@ -50,6 +50,17 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
     assert (status(run)["state"], status(run)["step"], status(run)["exit_code"]) == ("finished", LAST, 0)
 
 
+def test_the_old_launcher_starts_too(tmp_path: Path, packed: Path) -> None:
+    """It gives every process its `--local-rank N`."""
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    code, out = ended(torchrun(config, tmp_path / "run", "--dry-run", module="torch.distributed.launch"))
+    assert code == 0, out
+    assert "dry run: everything up to the first step is in order" in out
+    assert "= 2 x 10" in out  # both take part
+    for option in ("--local-rank=1", "--local_rank=1"):
+        assert train.parser().parse_known([option, "--seed", "3"])[1] == ["--seed", "3"]
+
+
 def test_fault_03_killed_rank_all_restart_from_the_last_checkpoint(tmp_path: Path, packed: Path) -> None:
     check_restarted(tmp_path, packed, "gan", step=5)
 

@@ -18,13 +18,14 @@ def torchrun(
     options: Sequence[str] = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"),
     prefix: Sequence[str] = (),
     log: Path | None = None,
+    module: str = "torch.distributed.run",
     **environment: str,
 ) -> "subprocess.Popen[str]":
     """`torchrun OPTIONS train.py --config CONFIG --run-dir RUN --device cpu MORE`; both outputs go to `log`, or to one
     pipe.
     """
     output = subprocess.PIPE if log is None else log.open("w")
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "train.py", "--config", str(config)]
+    command = [sys.executable, "-m", module, *options, "train.py", "--config", str(config)]
     try:
         return subprocess.Popen(
             [*prefix, *command, "--run-dir", str(run), "--device", "cpu", *more],

@@ -150,7 +150,7 @@ class ClassifierTask(Task):
         with forked(config.seed, "init", "classifier"):
             model = Classifier(config.model, **self.shape)
         if config.model.weights is not None:
-            with collectives.same_fate():  # each node may have files of its own
+            with collectives.raising_together():  # each node may have files of its own
                 taken = load_pretrained(model)
             if collectives.is_main():
                 say(taken)
@@ -370,6 +370,6 @@ class ClassifierTask(Task):
             rank=collectives.rank(),
             world_size=collectives.world_size(),
             reduce=collectives.all_reduce_sum_,
-            same_fate=collectives.same_fate,
+            raising_together=collectives.raising_together,
         )
         return {"accuracy": found["accuracy"], "ece": found["ece"]}

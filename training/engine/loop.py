@@ -29,7 +29,7 @@ from training.profile.ranges import phase
 from utils import inject
 from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
-from utils.distributed.launch import under_nohup
+from utils.distributed.launch import hangup_is_ignored
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.images import save_png
 from utils.logging import Metrics, RunLog, say
@@ -140,7 +140,7 @@ class Loop:
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step)
-        obeyed = [signum for signum in STOP_SIGNALS if not under_nohup(signum)]
+        obeyed = [signum for signum in STOP_SIGNALS if not hangup_is_ignored(signum)]
         handlers = {signum: signal.signal(signum, self._on_signal) for signum in obeyed}
         try:
             self._show_start()

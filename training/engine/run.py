@@ -102,7 +102,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     Raises UserError with the remedy.
     """
     collectives.on_main(lambda: _accept_config(folder, config) and None)
-    with collectives.same_fate():  # each node may have files of its own
+    with collectives.raising_together():  # each node may have files of its own
         reader = data.open_training(config.data)
         val_reader = data.open_held_out(config.data, reader)
         data.check_data(config, reader, val_reader)
@@ -110,7 +110,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
     task: Task = TASKS[config.task].task(config, reader, val_reader, device)
     there = len(newest_first(folder.checkpoints))
-    with collectives.same_fate():
+    with collectives.raising_together():
         preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
     taken = None
     if donor is not None:
@@ -213,7 +213,7 @@ def _signs_of_life(loop: Loop) -> Iterator[None]:
     loop.heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
     loop.heartbeat.start()
     collectives.barrier()  # from here on everybody's file is there
-    collectives.on_wait(look)
+    collectives.watch_while_waiting(look)
     try:
         yield
     except StoppedBySignal:
@@ -221,12 +221,12 @@ def _signs_of_life(loop: Loop) -> Iterator[None]:
         raise
     except BaseException as error:
         told = f"{type(error).__name__}: {error}".split("\n")[0]
-        loop.heartbeat.stop(told, victim=collectives.is_peer_error(error))
+        loop.heartbeat.stop(told, lost_peer=collectives.is_peer_error(error))
         raise
     else:
         loop.heartbeat.stop()
     finally:
-        collectives.on_wait(None)
+        collectives.watch_while_waiting(None)
 
 
 def _check_profile(loop: Loop, count: int) -> None:

@@ -103,7 +103,7 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
         store=store,
         rank=rank_and_size[0],
         world_size=rank_and_size[1],
-        # NCCL refuses tensors of any other device than this one: a process with several names none
+        # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one
         device_id=None if device.type == "cpu" or several else device,
     )
     _patient = _gloo_group(PATIENCE)
@@ -132,8 +132,8 @@ def _set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> N
     setter(timeout, group)
 
 
-def on_wait(look: Callable[[], object] | None) -> None:
-    """While a rank waits for what rank 0 does alone, `look` is called now and then; it raises when that is in vain."""
+def watch_while_waiting(look: Callable[[], object] | None) -> None:
+    """Have `barrier` call `look` every LOOK_SECONDS; `look` raises PeerLost when a rank is gone. None: stop that."""
     global _look
     _look = look
 
@@ -153,7 +153,7 @@ def stop(*, lost: bool = False) -> None:
     if dist.is_initialized() and not lost:
         dist.destroy_process_group()
     _control = _patient = None
-    on_wait(None)
+    watch_while_waiting(None)
 
 
 def barrier() -> None:
@@ -223,9 +223,9 @@ def gather_objects(value: T) -> list[T]:
 
 
 @contextmanager
-def same_fate() -> Iterator[None]:
-    """What the ranks do here each for itself, without collective operations: if it is a UserError on some of them, the
-    lowest one's is raised on all.
+def raising_together() -> Iterator[None]:
+    """For work that each rank does by itself, without collective operations. If a rank raises UserError, all ranks
+    raise it; of several, the lowest rank's.
     """
     own: UserError | None = None
     try:

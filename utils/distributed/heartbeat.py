@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-KEYS = {"pid", "host", "step", "beats", "left", "victim"}
+KEYS = {"pid", "host", "step", "beats", "left", "lost_peer"}
 INTERVAL = 3.0  # seconds between two signs of life
 LOOK = 0.2  # seconds between two looks at them
 ORPHAN_EXIT_CODE = 4
@@ -41,7 +41,7 @@ class Heartbeat:
         self.step = 0
         self._beats = 0
         self._left: str | None = None  # why this process leaves
-        self._victim = False
+        self._lost_peer = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -50,9 +50,9 @@ class Heartbeat:
         self._beat()
         self._thread.start()
 
-    def stop(self, reason: str | None = None, *, victim: bool = False) -> None:
-        """End the thread: this process leaves. Its file is removed, or with a `reason` left behind for the others;
-        `victim`: because of another rank, so nobody shall look for the cause here.
+    def stop(self, reason: str | None = None, *, lost_peer: bool = False) -> None:
+        """End the thread. The file is removed, or with a `reason` kept for the other ranks to read. `lost_peer`: this
+        process leaves because it lost another rank, so it is not the cause.
         """
         self._stopped.set()
         if self._thread.is_alive():
@@ -62,7 +62,7 @@ class Heartbeat:
             with contextlib.suppress(OSError):  # the last one takes the folder along
                 self.path.parent.rmdir()
         else:
-            self._left, self._victim = reason, victim
+            self._left, self._lost_peer = reason, lost_peer
             self._beat()
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class Heartbeat:
         self._beats += 1
         sign = {"rank": self.rank, "pid": os.getpid(), "host": socket.gethostname(), "step": self.step}
         sign |= {"beats": self._beats, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        sign |= {"left": self._left, "victim": self._victim}
+        sign |= {"left": self._left, "lost_peer": self._lost_peer}
         temporary = self.path.with_suffix(".tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
     """What can be told at once: of a process that has said that it leaves, and of one on this machine."""
     if sign is None:
         return Silent(rank, True, f"rank {rank} has left")
-    if sign["victim"]:
+    if sign["lost_peer"]:
         return None
     where = f"process {sign['pid']}, last seen in step {sign['step']}"
     if sign["left"] is not None:
@@ -151,7 +151,7 @@ def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2
         if time.monotonic() > end:
             break
         time.sleep(min(LOOK, patience))
-    alive = {rank: sign for rank, sign in now.items() if sign is not None and not sign["victim"]}
+    alive = {rank: sign for rank, sign in now.items() if sign is not None and not sign["lost_peer"]}
     for rank, sign in alive.items():
         then = before[rank]
         if then is not None and (sign["beats"], sign["touched"]) == (then["beats"], then["touched"]):

@@ -58,9 +58,9 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def under_nohup(signum: int) -> bool:
-    """Whether it is a SIGHUP that whoever started the process wants to be ignored. (Others are obeyed all the same:
-    shells ignore SIGINT for what they start in the background, cluster/slurm.sh SIGUSR1 for torchrun.)
+def hangup_is_ignored(signum: int) -> bool:
+    """Whether `signum` is SIGHUP and was ignored before this process started, as nohup does. Other ignored signals are
+    obeyed: shells ignore SIGINT for background jobs, and cluster/slurm.sh ignores SIGUSR1 for torchrun.
     """
     return signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN
 
@@ -102,7 +102,7 @@ def launch(command: Sequence[str], processes: int) -> int:
             if child.poll() is None:
                 child.send_signal(signum)
 
-    heard = [signum for signum in FORWARDED if not under_nohup(signum)]
+    heard = [signum for signum in FORWARDED if not hangup_is_ignored(signum)]
     before = {signum: signal.signal(signum, forward) for signum in heard}
     try:
         return _wait(children, told)

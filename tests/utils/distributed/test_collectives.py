@@ -43,7 +43,7 @@ def test_who_leaves_after_the_barrier_is_not_missed(monkeypatch, completes):
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     monkeypatch.setattr(collectives, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(collectives.dist, "barrier", lambda **_: work)
-    collectives.on_wait(look)
+    collectives.watch_while_waiting(look)
     try:
         if completes:
             collectives.barrier()
@@ -51,14 +51,14 @@ def test_who_leaves_after_the_barrier_is_not_missed(monkeypatch, completes):
             with pytest.raises(collectives.PeerLost):
                 collectives.barrier()
     finally:
-        collectives.on_wait(None)
+        collectives.watch_while_waiting(None)
 
 
-def test_same_fate_alone():
+def test_raising_together_alone():
     assert collectives.gather_objects(3) == [3]
-    with pytest.raises(UserError, match="no such file"), collectives.same_fate():
+    with pytest.raises(UserError, match="no such file"), collectives.raising_together():
         raise UserError("no such file")
-    with collectives.same_fate():
+    with collectives.raising_together():
         pass
 
 

@@ -15,7 +15,7 @@ from utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 
 def write(folder: Path, rank: int, **more: Any) -> None:
     """A sign of life of a process on another machine."""
-    sign = {"pid": 1, "host": "elsewhere", "step": 7, "beats": 3, "left": None, "victim": False} | more
+    sign = {"pid": 1, "host": "elsewhere", "step": 7, "beats": 3, "left": None, "lost_peer": False} | more
     (folder / "heartbeat").mkdir(exist_ok=True)
     (folder / "heartbeat" / f"rank-{rank}.json").write_text(json.dumps(sign))
 
@@ -45,7 +45,7 @@ def test_why_it_left_is_left(tmp_path: Path) -> None:
     beat.step = 9
     beat.stop("MemoryError: no more")
     assert told(tmp_path, 2) == [(1, True, "rank 1 has left in step 9: MemoryError: no more")]
-    beat.stop("Connection closed", victim=True)
+    beat.stop("Connection closed", lost_peer=True)
     assert told(tmp_path, 2) == []  # no cause is looked for there
 
 
