@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from data.dataset import Dataset, dataset_for_model
 from metrics.copies import SEARCHED, neighbour_images
@@ -35,28 +34,10 @@ from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
 from utils.image_tables import save_captioned, save_rows
+from utils.progress import Bars
 
 GAN_IMAGES = 5000  # n of a distance unless the real sets are smaller
 GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
-
-
-class Bars:
-    """Progress bars on stderr, one for each thing that is done; none where stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm | None = None
-        self._what = ""
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._bar is None or what != self._what:
-            self.close()
-            self._what, self._bar = what, tqdm(total=total, desc=what, unit="image", file=sys.stderr, disable=None)
-        self._bar.update(done - self._bar.n)
-
-    def close(self) -> None:
-        """Leave the last bar as it stands."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 @dataclass(frozen=True)
@@ -105,11 +86,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
     evaluate, table = TASKS[checkpoint["task"]]
     check_writable(out)
-    progress = Bars()
     with images_for(checkpoint, data) as reader:
-        job = Job(checkpoint, reader, out, options, choose_device(options.device), progress)
+        job = Job(checkpoint, reader, out, options, choose_device(options.device), Bars())
         figures = evaluate(job)
-    progress.close()
     head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
     document = {**head, "seed": options.seed, **figures}
     text = json.dumps(document, indent=1, allow_nan=False)

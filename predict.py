@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from data.images import ImageError, decode_file, fit, trained_mode
+from data.images import ImageError
 from inference import gradcam
+from inference.image_files import read_image
 from metrics.evaluate_gan import judge_images
 from models.classifier import Classifier
 from models.restore import classifier_from
@@ -44,14 +44,13 @@ def main(argv: list[str]) -> int:
     checkpoint = load(resolve(options.checkpoint, options.which))
     classifier = classifier_from(checkpoint, choose_device(options.device))
     maps = gradcam_options(options, checkpoint["classes"], classifier.backbone.maps)
-    mode = options.resize or trained_mode(checkpoint)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     results: list[dict[str, Any]] = []
     for start in range(0, len(options.images), options.batch_size):
         files = options.images[start : start + options.batch_size]
         batch = range(start, start + len(files))
         here = None if maps is None else maps._replace(files=[maps.files[i] for i in batch])
-        results += predict(classifier, checkpoint["classes"], files, mode=mode, top=top, maps=here)
+        results += predict(classifier, checkpoint, files, resize=options.resize, top=top, maps=here)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
     unreadable = sum("error" in result for result in results)
     if unreadable:
@@ -85,25 +84,29 @@ def gradcam_options(options: argparse.Namespace, classes: list[str], layer: str)
 
 
 def predict(
-    classifier: Classifier, classes: list[str], files: list[str], *, mode: str, top: int, maps: Maps | None = None
+    classifier: Classifier,
+    checkpoint: dict[str, Any],
+    files: list[str],
+    *,
+    resize: str | None,
+    top: int,
+    maps: Maps | None = None,
 ) -> list[dict[str, Any]]:
     """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
 
     With `maps` also `gradcam`, the image that was written.
     """
     results: list[dict[str, Any]] = [{"file": file} for file in files]
+    classes: list[str] = checkpoint["classes"]
     fitted, found = [], []
     for file, result in zip(files, results, strict=True):
         try:
-            pixels = decode_file(Path(file).read_bytes(), classifier.channels)
-            fitted.append(fit(pixels, classifier.resolution, mode).transpose(2, 0, 1))
+            fitted.append(read_image(file, checkpoint, resize=resize))
             found.append(result)
-        except OSError as error:
-            result["error"] = f"cannot be read: {error.strerror}"
         except ImageError as error:
             result["error"] = str(error)
     if fitted:
-        images = torch.from_numpy(np.stack(fitted))
+        images = torch.stack(fitted)
         probabilities = judge_images(classifier, images)
         for result, row in zip(found, probabilities, strict=True):
             order = row.sort(descending=True, stable=True).indices.tolist()

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.dataset import Dataset, dataset_for_model
-from data.images import ImageError, decode_file, fit, trained_mode
+from data.images import ImageError
+from inference.image_files import read_image
 from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
 from metrics.evaluate_gan import judge_images
-from models.classifier import Classifier
 from models.restore import classifier_from
 from utils.arguments import positive
 from utils.checkpoint import load, newest_first, resolve
@@ -28,6 +27,7 @@ from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
 from utils.image_tables import save_captioned
+from utils.progress import Bars
 
 TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")
@@ -105,20 +105,6 @@ def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
         print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
 
 
-class _Bar:
-    """A progress bar on stderr; none where that is not a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm | None = None
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(total=total, desc=what, unit="image", file=sys.stderr, disable=None)
-        self._bar.update(done - self._bar.n)
-        if done == total:
-            self._bar.close()
-
-
 # --- one prediction
 
 
@@ -126,13 +112,16 @@ def _explain(
     options: argparse.Namespace, stages: list[Stage], reader: Dataset, checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
     classes, model = reader.classes, stages[-1].load()
-    image = _read(options.image, model, checkpoint)
+    try:
+        image = read_image(options.image, checkpoint)
+    except ImageError as error:
+        raise UserError(f"{options.image}: {error}; give an image file") from error
     probabilities = judge_images(model, image[None])[0]
     named = int(probabilities.argmax())
     if options.label is not None and options.label not in classes:
         raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
     label = named if options.label is None else classes.index(options.label)
-    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": _Bar()}
+    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
     scores = influence(stages, reader, image, label, **more)
     kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
     labels = reader.labels()
@@ -154,26 +143,13 @@ def _explain(
     return {**head_, "label": classes[label], **told}
 
 
-def _read(file: str, model: Classifier, checkpoint: dict[str, Any]) -> Tensor:
-    """An image file as the classifier takes it, uint8 [C, H, W]; brought to size as its training data was."""
-    mode = trained_mode(checkpoint)
-    try:
-        pixels = decode_file(Path(file).read_bytes(), model.channels)
-        pixels = fit(pixels, model.resolution, mode)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); give an image file") from error
-    except ImageError as error:
-        raise UserError(f"{file}: {error}; give an image file") from error
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
-
-
 # --- likely wrong labels
 
 
 def _mislabelled(
     options: argparse.Namespace, stages: list[Stage], reader: Dataset, _checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
-    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": _Bar()}
+    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
     found = suspicion(stages, reader, **more)
     measure = options.by or "probability"
     rows = found.order(measure)[: options.top].tolist()

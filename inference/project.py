@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
-from data.images import ImageError, decode_file, fit, trained_mode
+from data.images import ImageError
+from inference.image_files import read_image
 from inference.perceptual import Distance, build_features
 from inference.projection import Projection, ProjectionConfig, Projector, Space
 from inference.samples import Sampler, with_styles
@@ -30,15 +30,10 @@ def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop
 
     Raises UserError if it cannot be read.
     """
-    shape = checkpoint["shape"]
-    mode = resize or trained_mode(checkpoint)
     try:
-        pixels = fit(decode_file(path.read_bytes(), shape["channels"]), shape["resolution"], mode)
-    except OSError as error:
-        raise UserError(f"--image {path}: {error.strerror}; name an image file") from error
+        return read_image(path, checkpoint, resize=resize)[None]
     except ImageError as error:
         raise UserError(f"--image {path}: {error}; give another image") from error
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())[None]
 
 
 def project(

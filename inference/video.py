@@ -2,8 +2,6 @@
 
 import importlib
 import io
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from utils.errors import UserError
+from utils.files import building
 
 LEAST_SIDE = 256  # px that smaller images are enlarged to, or a little more
 FASTEST_GIF = 50  # frames a second: viewers show shorter delays than 2/100 s as 10/100 s
@@ -58,30 +57,6 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
     encoder = ENCODERS[path.suffix.lower()]
     with building(path) as temporary, encoder(temporary, fps=fps, scale=scale) as add:
         yield add
-
-
-@contextmanager
-def building(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its name when the context is left whole; makes missing folders.
-
-    Raises UserError for what the system says against it (no permission, disk full, ...).
-    """
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        os.close(handle)
-        temporary = Path(name)
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another place or make room") from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def _pyav() -> Any:

@@ -2,19 +2,25 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from utils.errors import UserError
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write `path` so that a crash leaves the old file or the new one, never a part. Raises OSError."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, flushed to the disk and renamed when the context is left whole.
+
+    A crash leaves the old file or the new one, never a part; an exception leaves the old one. Raises OSError.
+    """
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
@@ -22,18 +28,31 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomic(path: str | Path, content: bytes) -> None:
-    """`replace_file` for a result that the user asked for; makes missing folders.
+def replace_file(path: Path, content: bytes) -> None:
+    """Write `path` whole, see `replacing`. Raises OSError."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def building(path: Path) -> Iterator[Path]:
+    """`replacing` for a result that the user asked for; makes missing folders.
 
     Raises:
         UserError: the folder cannot be made or the file cannot be written (no permission, disk full, ...).
     """
-    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content)
+        with replacing(path) as temporary:
+            yield temporary
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place or make room") from error
+        raise UserError(f"cannot write {path}: {error.strerror or error}; choose another place or make room") from error
+
+
+def write_atomic(path: str | Path, content: bytes) -> None:
+    """Write a file whole, see `building`. Raises UserError."""
+    with building(Path(path)) as temporary:
+        temporary.write_bytes(content)
 
 
 def check_writable(folder: Path) -> None:

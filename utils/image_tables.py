@@ -1,5 +1,6 @@
 """Images in a PNG file with words beside, above or below them."""
 
+import io
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -10,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from utils.images import save_png
+from utils.files import write_atomic
 from utils.text import shorten
 
 if TYPE_CHECKING:
@@ -95,16 +96,18 @@ def save_table(
 
 def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int) -> None:
     """Write a white PNG of `size` (width, height) with images, of which each pixel becomes scale x scale, and words."""
-    canvas = np.full((size[1], size[0], 3), 255, dtype=np.uint8)
-    for x, y, image in places:
-        if image is not None:
-            pixels = image.numpy().transpose(1, 2, 0).repeat(scale, axis=0).repeat(scale, axis=1)
-            canvas[y : y + pixels.shape[0], x : x + pixels.shape[1]] = pixels
-    drawn = Image.fromarray(canvas)
+    shown = [(x, y, image.numpy().transpose(1, 2, 0)) for x, y, image in places if image is not None]
+    canvas = np.full((size[1], size[0], max(pixels.shape[2] for _, _, pixels in shown)), 255, dtype=np.uint8)
+    for x, y, pixels in shown:
+        height, width = (side * scale for side in pixels.shape[:2])
+        canvas[y : y + height, x : x + width] = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
+    drawn = Image.fromarray(canvas if canvas.shape[2] == 3 else canvas[:, :, 0])
     draw = ImageDraw.Draw(drawn)
     for left, top, text, anchor in words:
         draw.text((left, top), text, fill=0, font=_font(), anchor=anchor)
-    save_png(np.asarray(drawn), path)
+    buffer = io.BytesIO()
+    drawn.save(buffer, format="PNG")
+    write_atomic(path, buffer.getvalue())
 
 
 def _fitting(text: str, width: float) -> str:

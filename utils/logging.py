@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from utils.files import replace_file
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
@@ -234,6 +236,4 @@ def cut_back(path: Path, step: int) -> None:
     if path.read_bytes().startswith(content):
         os.truncate(path, len(content))  # which a full disk does not refuse
         return
-    temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    replace_file(path, content)

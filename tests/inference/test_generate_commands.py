@@ -228,7 +228,7 @@ def test_refusals(runs, sample_image, tmp_path, capsys, no_weights):
         (with_out("mix", "x.png", run="classifier"), "'gan' checkpoint is needed"),
         (with_out("project", "x.png"), "--image"),
         (with_out("project", "x.png", "--image", sample_image), "--features pixels"),
-        (with_out("project", "x.png", "--image", tmp_path / "absent.png"), "absent.png: No such file"),
+        (with_out("project", "x.png", "--image", tmp_path / "absent.png"), "absent.png: cannot be read: No such file"),
         (with_out("project", "x.png", "--image", runs["grey"]), "Is a directory"),
         (with_out("project", "x.png", "--image", runs["grey"] / "checkpoints/last.json"), "is not an image"),
         (with_out("project", "x.png", *project, "--save", out / "x.pt"), "--save"),

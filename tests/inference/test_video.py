@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inference.video import building, check_film, enlargement, film
+from inference.video import check_film, enlargement, film
 from utils.errors import UserError
+from utils.files import building
 
 COLOURS = np.array([[255, 0, 0], [0, 255, 0], [0, 0, 255], [200, 120, 40]], np.uint8)
 

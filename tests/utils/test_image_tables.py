@@ -21,7 +21,9 @@ def pixels(path):
 def test_captioned_images_are_drawn_as_they_are(tmp_path, channels, side):
     images = torch.randint(0, 256, (7, channels, side, side + 3), dtype=torch.uint8)
     save_captioned(list(images), ["a\nb"] * 7, tmp_path / "x.png")
-    found = np.asarray(Image.open(tmp_path / "x.png"))
+    with Image.open(tmp_path / "x.png") as written:
+        assert written.mode == ("RGB" if channels == 3 else "L")
+        found = np.asarray(written.convert("RGB"))
     scale = max(1, round(112 / side))
     height, width = side * scale, (side + 3) * scale
     cell = (height + 2 * 14 + 14, max(width, 112) + 12)
