@@ -3,7 +3,7 @@
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 
-# cuda: the registry's packages. cpu: the same, or small CPU-only ones where TORCH_INDEX_URL names an index that has them.
+# cuda: the registry's packages. cpu: the same, or small CPU-only ones if TORCH_INDEX_URL names an index with them.
 ARG VARIANT=cpu
 ARG TORCH_INDEX_URL=
 # For people behind mirrors; empty means pip's own defaults. PIP_CERT is a path inside the base image.

@@ -3,15 +3,15 @@
 #
 #     sbatch --nodes=4 --time=12:00:00 cluster/slurm.sh --config configs/stylegan2_256.yaml --run-dir runs/faces ...
 #
-# Two minutes before its time is up the run saves and leaves with exit code 3, and the job queues itself again; SLURM
-# does so after a lost node. Both go on from the last checkpoint, so one submission trains to the end. A run that fails
-# is not repeated: what happened stands in RUN_DIR/status.json. A warning waits for an evaluation that is under way: the
-# two minutes must be longer than one and a save (docs/scaling.md).
+# Two minutes before its time limit the run saves, exits with code 3, and the job requeues itself; after a lost node
+# SLURM requeues it. Either way it resumes from the last checkpoint, so one submission trains to the end. A run that
+# fails is not repeated; RUN_DIR/status.json has the reason. An evaluation in progress is finished first: the two
+# minutes must be longer than an evaluation and a save (docs/scaling.md).
 #
-# The repository, the data and the run folder lie where all nodes see them. Settings from outside, as variables:
+# All nodes must see the repository, the data and the run folder. Settings, as environment variables:
 #   DUET_PYTHON  the interpreter (default: .venv/bin/python of the repository)
-#   DUET_PROCS   processes a node (default: one per GPU; on CPUs give a number, and --device cpu to train.py); train.py's
-#                own --gpus and --procs are refused here
+#   DUET_PROCS   processes per node (default: one per GPU; on CPUs give a number, and --device cpu to train.py);
+#                train.py's own --gpus and --procs are refused here
 #   DUET_PORT    of the rendezvous on the first node (default: from the job's number)
 #SBATCH --job-name=duet
 #SBATCH --nodes=2
@@ -41,7 +41,7 @@ run_dir_of() { # the value of --run-dir among train.py's options; hyphens and un
 }
 
 # On every node: one torchrun. It would die of USR1 and leave its processes behind, so it ignores the signal, and this
-# shell hands it on to them. No restarts by torchrun: it would take a process that obeyed the signal for a failed one.
+# shell passes it on to them. No restarts by torchrun: it would take a process that obeyed the signal for a failed one.
 # shellcheck disable=SC2329 # what srun starts calls it
 node() {
     local launcher
@@ -63,7 +63,7 @@ node() {
 # shellcheck disable=SC2329
 hand_on() {
     local children
-    # a kernel without this file gives nothing to signal: then the signal must reach the processes by itself
+    # without this file (it depends on the kernel) there is nothing to signal: the processes must get it directly
     children=$(cat "/proc/$1/task/"*/children 2>/dev/null || true)
     # shellcheck disable=SC2086 # one word a process
     [ -z "$children" ] || kill -USR1 $children
@@ -77,7 +77,7 @@ status() { # a key of the run's status file, nothing where there is none
 cd "${SLURM_SUBMIT_DIR:-.}"
 [ -f train.py ] || fail "$PWD: no train.py here; call sbatch in the repository, or give it --chdir"
 run_dir=$(run_dir_of "$@" | tail -n 1)
-[ -n "$run_dir" ] || fail "--run-dir DIR is missing; its status.json tells whether the job has to go on"
+[ -n "$run_dir" ] || fail "--run-dir DIR is missing; its status.json says whether the job must be requeued"
 status_file=$run_dir/status.json
 
 export DUET_PYTHON=${DUET_PYTHON:-.venv/bin/python}
@@ -89,10 +89,10 @@ export MASTER_ADDR
 
 before=$(cat "$status_file" 2>/dev/null || true)
 code=0
-# a node whose processes have left must not take the others away while the first one is still writing its status
+# a node whose processes have ended must not end the others while the first one still writes its status
 srun --kill-on-bad-exit=0 --wait=120 bash -c "$(declare -f node hand_on); node \"\$@\"" node "$@" || code=$?
 
-[ "$(cat "$status_file" 2>/dev/null || true)" != "$before" ] || exit "$((code ? code : 1))" # it never began
+[ "$(cat "$status_file" 2>/dev/null || true)" != "$before" ] || exit "$((code ? code : 1))" # it never started
 case $(status state) in
 finished) exit 0 ;;
 stopped)
