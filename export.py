@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 from inference.export.check import document, table
 from inference.export.files import Job, export, failed
 from inference.export.formats import FORMATS
-from inference.export.weights_file import SUFFIX, read_weights
+from inference.export.weights_file import open_checkpoint
 from utils.arguments import positive
-from utils.checkpoint import load, resolve
 from utils.cli import Parser
 from utils.errors import run_cli
 
@@ -33,7 +33,7 @@ def parser() -> Parser:
     add("--overwrite", action="store_true", help="replace --out if it exists")
     add("--data", metavar="X.lmdb", help="images of the check (default: the run's held-out, else training images)")
     add("--calibration", metavar="X.lmdb", help="images for int8's ranges (default: the run's training images)")
-    add("--n", type=positive, default=Job.count, metavar="N", help=f"images of the check (default: {Job.count})")
+    add("--n", type=positive, default=Job.n, metavar="N", help=f"images of the check (default: {Job.n})")
     calibrated = f"images for int8's ranges (default: {Job.calibrated})"
     add("--calibrated", type=positive, default=Job.calibrated, metavar="N", help=calibrated)
     add("--batch-size", type=positive, default=Job.batch_size, metavar="N", help="the larger batch that is timed")
@@ -45,25 +45,19 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good as the original."""
     options = parser().parse_args(argv)
-    given = Path(options.checkpoint)
-    path = given if given.suffix == SUFFIX else resolve(given, options.which)
-    checkpoint = read_weights(path) if given.suffix == SUFFIX else load(path)
-    job = Job(
-        form=options.format,
-        out=options.out,
-        overwrite=options.overwrite,
-        data=options.data,
-        calibration=options.calibration,
-        count=options.n,
-        calibrated=options.calibrated,
-        batch_size=options.batch_size,
-        repeats=options.repeats,
-    )
+    path, checkpoint = open_checkpoint(options.checkpoint, options.which)
+    job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
     rows, subject, wrong = export(job, checkpoint, say=lambda text: print(text, file=sys.stderr))
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:
         head: dict[str, Any] = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"]}
-        head |= {"format": job.form, "file": str(job.out), "passed": wrong is None, "reason": wrong, "checked": checked}
+        head |= {
+            "format": job.format,
+            "file": str(job.out),
+            "passed": wrong is None,
+            "reason": wrong,
+            "checked": checked,
+        }
         head |= {"batch_size": job.batch_size, "threads": torch.get_num_threads()}
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:

@@ -72,34 +72,10 @@ def _ours(name: str) -> _types.ModuleType:
     return _importlib.import_module(f"{_NAME}.{name}")
 
 
-def _checkpoint(path: str, which: str) -> dict:
-    """The checkpoint that a run folder, a checkpoint file or a .safetensors file holds."""
-    weights = _ours("inference.export.weights_file")
-    if str(path).endswith(weights.SUFFIX):
-        return weights.read_weights(_pathlib.Path(path))
-    checkpoints = _ours("utils.checkpoint")
-    return checkpoints.load(checkpoints.resolve(path, which))
-
-
-def _refuse(given: dict) -> None:
-    """With a checkpoint, sizes are its own: raise UserError for any that were given."""
-    names = [name for name, value in given.items() if value is not None]
-    if names:
-        raise _ours("utils.errors").UserError(f"{names[0]}: the checkpoint has sizes of its own; leave it out")
-
-
 def resnet_classifier(
-    checkpoint: str | None = None,
-    *,
-    which: str = "last",
-    device: str = "cpu",
-    seed: int = 0,
-    classes: int | None = None,
-    channels: int | None = None,
-    resolution: int | None = None,
-    **sizes: _typing.Any,
+    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
 ) -> _typing.Any:
-    """A ResNet that names images: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
+    """A classifier of images: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
 
     Args:
         checkpoint: a run folder of train.py, a checkpoint file, or a .safetensors file of export.py; its average
@@ -107,10 +83,8 @@ def resnet_classifier(
         which: "last" or "best" checkpoint of a run folder.
         device: where the network goes: "cpu", "cuda", ...
         seed: of the random weights.
-        classes: outputs of a new network (default 10).
-        channels: of its images, 1 or 3 (default 3).
-        resolution: of its images, px (default 32).
-        sizes: of a new network, the keys of a config's `model` section, e.g. `name="resnet50"`, `stem="small"`.
+        sizes: of a new network: `classes` (default 10), `channels` and `resolution` of its images (default 3, 32 px),
+            and the keys of a config's `model` section, e.g. `name="convnext_tiny"`, `stem="small"`.
 
     Returns:
         The network in evaluation mode; a trained one has `class_names`, a list of str in the order of the logits.
@@ -119,67 +93,33 @@ def resnet_classifier(
         ValueError: the checkpoint is missing, damaged or another task's, or a size is unknown; one line with the
             remedy.
     """
-    shape = {"classes": classes, "channels": channels, "resolution": resolution}
     if checkpoint is not None:
-        _refuse(shape | sizes)
-        content = _checkpoint(checkpoint, which)
+        content = _content(checkpoint, which, sizes)
         model = _ours("models.restore").classifier_from(content, device)
         model.class_names = list(content["classes"])
         return model
-    resnet, default = _ours("models.classifier"), {"classes": 10, "channels": 3, "resolution": 32}
-    config = _ours("utils.config").build(resnet.ModelConfig, sizes, source="resnet_classifier")
-    return _new(resnet.Classifier, config, default, shape, device, seed)
+    networks = _ours("models.classifier")
+    return _new(networks.Classifier, networks.ModelConfig, {"classes": 10} | sizes, device, seed)
 
 
 def stylegan2(
-    checkpoint: str | None = None,
-    *,
-    which: str = "last",
-    device: str = "cpu",
-    seed: int = 0,
-    classes: int | None = None,
-    channels: int | None = None,
-    resolution: int | None = None,
-    **sizes: _typing.Any,
+    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
 ) -> _typing.Any:
     """A StyleGAN2 generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
     resolution] in about [-1, 1].
 
     Call it as `model(z, labels, truncation_psi=1.0, noise="const")`; `noise` may be a list of maps of
-    `model.noise_shapes()`, "const" or "none". `model.mapping` and `model.synthesis` are its two halves.
+    `model.noise_shapes()`, "const" or "none". `model.mapping` and `model.synthesis` are its two halves. A run that was
+    still growing gives its stage, with a smaller interface: `forward` only.
 
-    Args:
-        checkpoint: a run folder of train.py, a checkpoint file, or a .safetensors file of export.py; its average
-            (EMA) weights are loaded, nothing in the file is executed. None: a new network with random weights.
-        which: "last" or "best" checkpoint of a run folder.
-        device: where the network goes: "cpu", "cuda", ...
-        seed: of the random weights.
-        classes: of a new network; 0, the default, is unconditional.
-        channels: of its images, 1 or 3 (default 3).
-        resolution: of its images, px, a power of two from 8 (default 32).
-        sizes: of a new network, the keys of a config's `generator` section, e.g. `z_dim=128`, `channel_max=64`.
-
-    Returns:
-        The generator in evaluation mode; a trained one has `class_names`, a list of str in the order of the labels. A
-        run that was still growing gives its stage, with a smaller interface: `forward` only.
-
-    Raises:
-        ValueError: the checkpoint is missing, damaged, another task's or architecture's, or a size is unknown; one
-            line with the remedy.
+    Arguments, result and errors as of `resnet_classifier`; `classes` is 0 by default, unconditional, and the other
+    `sizes` are the keys of a config's `generator` section, e.g. `z_dim=128`, `channel_max=64`.
     """
-    return _generator("stylegan2", checkpoint, which, device, seed, (classes, channels, resolution), sizes)
+    return _generator("stylegan2", checkpoint, which, device, seed, sizes)
 
 
 def r3gan(
-    checkpoint: str | None = None,
-    *,
-    which: str = "last",
-    device: str = "cpu",
-    seed: int = 0,
-    classes: int | None = None,
-    channels: int | None = None,
-    resolution: int | None = None,
-    **sizes: _typing.Any,
+    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
 ) -> _typing.Any:
     """An R3GAN generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
     resolution] in about [-1, 1].
@@ -187,26 +127,15 @@ def r3gan(
     Call it as `model(z, labels)`. Arguments, result and errors as of `stylegan2`; `sizes` are R3GAN's, e.g.
     `z_dim=64`, `width=64`.
     """
-    return _generator("r3gan", checkpoint, which, device, seed, (classes, channels, resolution), sizes)
+    return _generator("r3gan", checkpoint, which, device, seed, sizes)
 
 
-def _generator(
-    name: str,
-    checkpoint: str | None,
-    which: str,
-    device: str,
-    seed: int,
-    given: tuple[int | None, int | None, int | None],
-    sizes: dict,
-) -> _typing.Any:
-    shape = dict(zip(("classes", "channels", "resolution"), given, strict=True))
+def _generator(name: str, checkpoint: str | None, which: str, device: str, seed: int, sizes: dict) -> _typing.Any:
     gan = _ours("models.registry")
     if checkpoint is None:
-        architecture, default = gan.ARCHITECTURES[name], {"classes": 0, "channels": 3, "resolution": 32}
-        config = _ours("utils.config").build(architecture.generator_config, sizes, source=name)
-        return _new(architecture.generator, config, default, shape, device, seed)
-    _refuse(shape | sizes)
-    content = _checkpoint(checkpoint, which)
+        architecture = gan.ARCHITECTURES[name]
+        return _new(architecture.generator, architecture.generator_config, {"classes": 0} | sizes, device, seed)
+    content = _content(checkpoint, which, sizes)
     found = content["config"].get("architecture", gan.DEFAULT)
     if content["task"] == "gan" and found != name:
         raise _ours("utils.errors").UserError(f"{checkpoint}: its generator is of architecture {found}; load {found!r}")
@@ -215,8 +144,17 @@ def _generator(
     return model
 
 
-def _new(network: _typing.Any, config: _typing.Any, default: dict, given: dict, device: str, seed: int) -> _typing.Any:
+def _content(checkpoint: str, which: str, sizes: dict) -> dict:
+    """What the checkpoint holds; with one, sizes are its own: raise UserError for any that were given."""
+    if sizes:
+        raise _ours("utils.errors").UserError(f"{next(iter(sizes))}: the checkpoint has sizes of its own; leave it out")
+    return _ours("inference.export.weights_file").open_checkpoint(checkpoint, which)[1]
+
+
+def _new(network: _typing.Any, config: _typing.Any, sizes: dict, device: str, seed: int) -> _typing.Any:
     """A network with random weights of that seed; torch's own generator is left as it was."""
-    shape = default | {name: value for name, value in given.items() if value is not None}
+    shape = {"channels": 3, "resolution": 32} | sizes
+    shape = {name: shape[name] for name in ("channels", "resolution", "classes")}
+    keys = {name: value for name, value in sizes.items() if name not in shape}
     with _ours("utils.seeding").forked(seed, "init", "hub"):
-        return network(config, **shape).to(device).eval()
+        return network(_ours("utils.config").build(config, keys, source="sizes"), **shape).to(device).eval()

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from inference.export.formats import Format, Runner
+from inference.export.formats import Format, Runner, as_runner
 from inference.export.subject import Inputs, Subject
 from utils.errors import TrainingHalted, UserError
+from utils.text import columns
 
 ACCURACY_LOSS = 0.01  # of int8, at most: one point
 SINGLE_CALLS = 10  # of batch 1 in a repeat
@@ -45,11 +46,6 @@ def outputs(run: Runner, batches: Sequence[Inputs]) -> Tensor:
     """All batches' outputs, float32 [n, ...]."""
     with torch.inference_mode():
         return torch.cat([run(batch) for batch in batches])
-
-
-def runner(network: nn.Module) -> Runner:
-    """A network as a function of its tuple of inputs."""
-    return lambda inputs: network(*inputs)
 
 
 def compare(name: str, size: int, found: Tensor, original: Tensor, labels: Tensor | None, *, classes: bool) -> Row:
@@ -90,34 +86,26 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
 def measure_speed(
     runs: Mapping[str, Runner], subject: Subject, rows: Mapping[str, Row], *, batch: int, repeats: int
 ) -> None:
-    """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate."""
-    one, many = subject.rows(1), subject.rows(batch)
-    single: dict[str, list[float]] = {name: [] for name in runs}
-    whole: dict[str, list[float]] = {name: [] for name in runs}
+    """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after one to prepare."""
+    calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
+    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in runs}
     with torch.inference_mode():
-        for name in runs:
-            runs[name](one), runs[name](many)  # what the first call prepares
-        for _ in range(repeats):
+        for turn in range(repeats + 1):
             for name, run in runs.items():
-                single[name] += [_seconds(run, one) for _ in range(SINGLE_CALLS)]
-                whole[name].append(_seconds(run, many))
-    first = next(iter(runs))
+                for found, (inputs, times) in zip(seconds[name], calls, strict=True):
+                    taken = [_seconds(run, inputs) for _ in range(times if turn else 1)]
+                    found += taken if turn else []
+    medians = {name: [statistics.median(found) for found in both] for name, both in seconds.items()}
+    single, whole = next(iter(medians.values()))
     for name, row in rows.items():
-        row.batch1_ms = 1000 * statistics.median(single[name])
-        row.images_per_second = batch / statistics.median(whole[name])
-        row.batch1_speedup = statistics.median(single[first]) / statistics.median(single[name])
-        row.batch_speedup = statistics.median(whole[first]) / statistics.median(whole[name])
+        row.batch1_ms, row.batch1_speedup = 1000 * medians[name][0], single / medians[name][0]
+        row.images_per_second, row.batch_speedup = batch / medians[name][1], whole / medians[name][1]
 
 
 def _seconds(run: Runner, inputs: Inputs) -> float:
     started = time.perf_counter()
     run(inputs)
     return time.perf_counter() - started
-
-
-def weight_bytes(network: nn.Module) -> int:
-    """Bytes of parameters and buffers."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in network.state_dict().values())
 
 
 def examine(
@@ -132,8 +120,9 @@ def examine(
     if not subject.is_classifier:
         del networks["folded"]  # there is nothing to fold
     name, size, run_exported = exported
-    runs = {what: runner(network) for what, network in networks.items()} | {name: run_exported}
-    sizes = {what: weight_bytes(network) for what, network in networks.items()} | {name: size}
+    runs = {what: as_runner(network) for what, network in networks.items()} | {name: run_exported}
+    sizes = {what: sum(t.nbytes for t in network.state_dict().values()) for what, network in networks.items()}
+    sizes[name] = size
     original = outputs(runs["fp32 eager"], subject.batches)
     if not bool(torch.isfinite(original).all()):
         raise UserError("the checkpoint's own outputs are not finite; export another one (--which, or an earlier file)")
@@ -151,25 +140,20 @@ def examine(
 
 def document(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows for JSON: what was not measured is null."""
-    return [{key: None if _missing(value) else value for key, value in asdict(row).items()} for row in rows]
-
-
-def _missing(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+    return [
+        {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        for row in map(asdict, rows)
+    ]
 
 
 def table(rows: Sequence[Row], *, batch: int) -> str:
     """The rows as text."""
-    lines = [
-        f"{'':14}{'MiB':>9}{'largest difference':>20}{'accuracy':>10}{'change':>9}{'batch 1':>12}{'':8}"
-        f"{f'batch {batch}':>14}"
-    ]
+    lines = [["", "MiB", "largest difference", "accuracy", "change", "batch 1", "", f"batch {batch}", ""]]
     for row in rows:
         accuracy = "" if row.accuracy is None else f"{row.accuracy:.4f}"
         change = "" if row.accuracy_change is None else f"{row.accuracy_change:+.4f}"
-        line = f"{row.name:14}{row.bytes / 2**20:9.2f}{row.largest_difference:20.3g}{accuracy:>10}{change:>9}"
-        if math.isfinite(row.batch1_ms):
-            line += f"{row.batch1_ms:9.2f} ms{row.batch1_speedup:7.2f}x"
-            line += f"{row.images_per_second:10,.0f}/s{row.batch_speedup:7.2f}x"
-        lines.append(line)
-    return "\n".join(lines)
+        speeds = [f"{row.batch1_ms:.2f} ms", f"{row.batch1_speedup:.2f}x"]
+        speeds += [f"{row.images_per_second:,.0f}/s", f"{row.batch_speedup:.2f}x"]
+        speeds = speeds if math.isfinite(row.batch1_ms) else [""] * 4
+        lines.append([row.name, f"{row.bytes / 2**20:.2f}", f"{row.largest_difference:.3g}", accuracy, change, *speeds])
+    return columns(lines)

@@ -2,7 +2,6 @@
 renamed.
 """
 
-import os
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,19 +13,19 @@ from inference.export.check import CheckFailed, Progress, Row, examine
 from inference.export.formats import FORMATS, import_extra
 from inference.export.subject import Subject, classifier_subject, generator_subject
 from utils.errors import UserError
-from utils.files import check_writable
+from utils.files import check_writable, replace_file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One export."""
 
-    form: str  # a key of FORMATS
+    format: str  # a key of FORMATS
     out: Path
     overwrite: bool = False
     data: str | None = None  # packed images of the check; None: as the config says
     calibration: str | None = None  # likewise, for int8's ranges
-    count: int = 1000  # images of the check, at most
+    n: int = 1000  # images of the check, at most
     calibrated: int = 256  # images of the calibration, at most
     batch_size: int = 64
     repeats: int = 5
@@ -37,14 +36,12 @@ def check_job(job: Job, checkpoint: dict[str, Any]) -> None:
     if job.out.exists() and (job.out.is_dir() or not job.overwrite):
         what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
         raise UserError(f"{job.out}: {what}")
-    if checkpoint["task"] not in ("classifier", "gan"):
-        raise UserError(f"its task {checkpoint['task']!r} cannot be exported by this version; update Duet")
-    if checkpoint["task"] == "gan" and job.form == "int8":
+    if checkpoint["task"] == "gan" and job.format == "int8":
         raise UserError(
             "--format int8 is for classifiers, whose accuracy can be checked; for a generator choose safetensors, "
             "torch-export or onnx"
         )
-    for package in FORMATS[job.form].needs:
+    for package in FORMATS[job.format].needs:
         import_extra(package)
     check_writable(job.out.parent)
 
@@ -57,17 +54,11 @@ def open_subject(job: Job, checkpoint: dict[str, Any]) -> Subject:
     with ExitStack() as stack:
         images = stack.enter_context(_readable(checkpoint, job.data, (config.get("val_path"), config.get("path"))))
         calibration = None
-        if job.form == "int8":
+        if job.format == "int8":
             own = (config.get("path"), job.data, config.get("val_path"))
             calibration = stack.enter_context(_readable(checkpoint, job.calibration, own, option="--calibration"))
-        return classifier_subject(
-            checkpoint,
-            images,
-            count=job.count,
-            batch_size=job.batch_size,
-            calibration=calibration,
-            calibrated=job.calibrated,
-        )
+        sizes = {"count": job.n, "batch_size": job.batch_size, "calibrated": job.calibrated}
+        return classifier_subject(checkpoint, images, calibration=calibration, **sizes)
 
 
 def _readable(
@@ -92,24 +83,18 @@ def export(job: Job, checkpoint: dict[str, Any], *, say: Progress) -> tuple[list
     Where something is wrong, no file is left behind and one that was there stays. Raises UserError.
     """
     check_job(job, checkpoint)
-    form = FORMATS[job.form]
+    form = FORMATS[job.format]
     subject = open_subject(job, checkpoint)
     try:
         job.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
             written = Path(folder) / job.out.name
-            say(f"writing {job.form}")
+            say(f"writing {job.format}")
             form.write(subject, written)
-            rows, wrong = examine(
-                subject,
-                (job.form, written.stat().st_size, form.open(subject, written)),
-                form,
-                batch=job.batch_size,
-                repeats=job.repeats,
-                say=say,
-            )
+            exported = (job.format, written.stat().st_size, form.open(subject, written))
+            rows, wrong = examine(subject, exported, form, batch=job.batch_size, repeats=job.repeats, say=say)
             if wrong is None:
-                _put(written, job.out)
+                replace_file(job.out, written.read_bytes())
     except OSError as error:
         raise UserError(
             f"cannot write {job.out}: {error.strerror or error}; choose another place or make room"
@@ -117,16 +102,8 @@ def export(job: Job, checkpoint: dict[str, Any], *, say: Progress) -> tuple[list
     return rows, subject, wrong
 
 
-def _put(written: Path, out: Path) -> None:
-    """Flush to the disk, then rename: a crash leaves the old file or the new one."""
-    with open(written, "rb+") as file:
-        os.fsync(file.fileno())
-    written.chmod(0o644)
-    os.replace(written, out)
-
-
 def failed(job: Job, wrong: str) -> CheckFailed:
     """The error that a failed check ends with."""
     kept = "; the one that was there is as it was" if job.out.exists() else ""
-    remedy = ", or calibrate with more or other images (--calibration)" if job.form == "int8" else ""
+    remedy = ", or calibrate with more or other images (--calibration)" if job.format == "int8" else ""
     return CheckFailed(f"{job.out}: not written, {wrong}{kept}; choose another --format{remedy}")

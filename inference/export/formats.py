@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference.export.subject import Drawing, Inputs, Subject
 from inference.export.weights_file import ENTRY, contents, read_weights, write_weights
@@ -56,19 +56,15 @@ def import_extra(name: str) -> ModuleType:
         ) from error
 
 
-# --- safetensors
-
-
-def write_safetensors(subject: Subject, path: Path) -> None:
-    """The weights and what they are."""
-    write_weights(path, subject.checkpoint)
+def as_runner(network: nn.Module) -> Runner:
+    """A network as a function of its tuple of inputs."""
+    return lambda inputs: network(*inputs)
 
 
 def open_safetensors(subject: Subject, path: Path) -> Runner:
     """The network built from the file alone."""
     checkpoint = read_weights(path)
-    network = classifier_from(checkpoint) if subject.is_classifier else Drawing(generator_from(checkpoint))
-    return lambda inputs: network(*inputs)
+    return as_runner(classifier_from(checkpoint) if subject.is_classifier else Drawing(generator_from(checkpoint)))
 
 
 # --- torch.export
@@ -92,8 +88,7 @@ def write_torch_export(subject: Subject, path: Path) -> None:
 def open_torch_export(_subject: Subject, path: Path) -> Runner:
     """The program as a module."""
     with _quiet(), open(path, "rb") as file:
-        network = torch.export.load(file).module()
-    return lambda inputs: network(*inputs)
+        return as_runner(torch.export.load(file).module())
 
 
 # --- ONNX
@@ -101,8 +96,6 @@ def open_torch_export(_subject: Subject, path: Path) -> Runner:
 
 def write_onnx(subject: Subject, path: Path) -> None:
     """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`."""
-    for name in ONNX_PACKAGES:
-        import_extra(name)
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             _program(subject),
@@ -125,25 +118,16 @@ def open_onnx(subject: Subject, path: Path) -> Runner:
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
     def run(inputs: Inputs) -> Tensor:
-        arrays = {name: x.contiguous().numpy() for name, x in zip(subject.names, inputs, strict=True)}
-        return torch.from_numpy(session.run([subject.output], arrays)[0])
+        return torch.from_numpy(session.run([subject.output], _arrays(subject, inputs))[0])
 
     return run
 
 
+def _arrays(subject: Subject, inputs: Inputs) -> dict[str, np.ndarray]:
+    return {name: x.contiguous().numpy() for name, x in zip(subject.names, inputs, strict=True)}
+
+
 # --- int8
-
-
-class _Reader:
-    """Calibration images as onnxruntime asks for them."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._batches = iter(subject.calibration)
-        self._name = subject.names[0]
-
-    def get_next(self) -> dict[str, Any] | None:
-        batch = next(self._batches, None)
-        return None if batch is None else {self._name: batch[0].contiguous().numpy()}
 
 
 def write_int8(subject: Subject, path: Path) -> None:
@@ -153,6 +137,7 @@ def write_int8(subject: Subject, path: Path) -> None:
     assert subject.is_classifier  # a generator was refused before
     quantization = import_extra("onnxruntime.quantization")
     prepare = import_extra("onnxruntime.quantization.shape_inference").quant_pre_process
+    images = iter([_arrays(subject, batch) for batch in subject.calibration])
     exact, prepared = path.with_name("fp32.onnx"), path.with_name("prepared.onnx")
     write_onnx(subject, exact)
     with _quiet():
@@ -160,7 +145,7 @@ def write_int8(subject: Subject, path: Path) -> None:
         quantization.quantize_static(
             str(prepared),
             str(path),
-            _Reader(subject),
+            SimpleNamespace(get_next=lambda: next(images, None)),  # onnxruntime's CalibrationDataReader
             quant_format=quantization.QuantFormat.QDQ,
             activation_type=quantization.QuantType.QUInt8,
             weight_type=quantization.QuantType.QInt8,
@@ -170,7 +155,9 @@ def write_int8(subject: Subject, path: Path) -> None:
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 FORMATS = {
-    "safetensors": Format(write=write_safetensors, open=open_safetensors, limit=0.0),
+    "safetensors": Format(
+        write=lambda subject, path: write_weights(path, subject.checkpoint), open=open_safetensors, limit=0.0
+    ),
     "torch-export": Format(write=write_torch_export, open=open_torch_export, limit=1e-4),
     "onnx": Format(write=write_onnx, open=open_onnx, limit=1e-4, needs=ONNX_PACKAGES),
     "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX_PACKAGES),

@@ -11,11 +11,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from utils.checkpoint import SCHEMA
+from utils import checkpoint as checkpoints
 from utils.errors import UserError
 
 ENTRY = "duet"
-SUFFIX = ".safetensors"
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}  # the part of a checkpoint's state that is used
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
 MORE = ("stage", "teachers")  # keys that not every checkpoint has
@@ -44,6 +43,15 @@ def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
         raise OSError(f"{path}: {error}") from error
 
 
+def open_checkpoint(given: str | Path, which: str) -> tuple[Path, dict[str, Any]]:
+    """The file that a run folder, a checkpoint file or a file of `write_weights` means, and the checkpoint in it."""
+    path = Path(given)
+    if path.suffix == ".safetensors":
+        return path, read_weights(path)
+    path = checkpoints.resolve(given, which)
+    return path, checkpoints.load(path)
+
+
 def read_weights(path: Path) -> dict[str, Any]:
     """The checkpoint in a file of `write_weights`, its tensors on the CPU. Nothing in the file is executed.
 
@@ -59,6 +67,8 @@ def read_weights(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
     if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in NETWORKS:
         raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
-    if told["schema"] > SCHEMA:
-        raise UserError(f"{path}: schema {told['schema']} is newer than this program's {SCHEMA}; update Duet")
+    if told["schema"] > checkpoints.SCHEMA:
+        raise UserError(
+            f"{path}: schema {told['schema']} is newer than this program's {checkpoints.SCHEMA}; update Duet"
+        )
     return told | {"state": {NETWORKS[told["task"]]: tensors}}

@@ -117,8 +117,8 @@ def test_speeds_are_medians_of_alternating_turns(monkeypatch):
     large = [name for name, size in order if size == 20]
     assert large == ["a", "b"] * 4
     text = table(list(rows.values()), batch=20)
-    assert "10.00 ms   1.00x" in text
-    assert "200/s   4.00x" in text
+    assert "10.00 ms  1.00x" in text
+    assert "200/s  4.00x" in text
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch-export"])
