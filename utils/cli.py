@@ -2,7 +2,7 @@
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from utils.errors import UserError
@@ -21,10 +21,11 @@ def normalise(argv: Sequence[str]) -> list[str]:
     return normal
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """`" (did you mean 'x'?)"` when a known name is near, else an empty string."""
+def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
+    """`" (did you mean 'x'?)"` when a known name is near, else an empty string. A mapping: what is shown for a name."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    shown = [known[key] if isinstance(known, Mapping) else key for key in near]
+    return f" (did you mean {shown[0]!r}?)" if near else ""
 
 
 class Parser(argparse.ArgumentParser):

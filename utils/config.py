@@ -5,7 +5,6 @@ the near match is named.
 """
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -15,14 +14,13 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
-from utils.cli import normalise
+from utils.cli import did_you_mean, normalise
 from utils.errors import UserError
 from utils.files import replace_file
 from utils.ranges import check_ranges
 
 T = TypeVar("T")
 Tree = dict[str, Any]
-
 
 # keys and sections by the names that they had: refused with today's in a recipe, taken in the config of an older run
 RENAMED = {
@@ -54,14 +52,21 @@ def of_today(tree: Tree, prefix: str = "") -> Tree:
 
 
 class UnknownKey(UserError):
-    """A key that the config does not have; made by `_unknown`, which says what was near."""
+    """A key that the config does not have. Says what it is called today, or which known key or option is near."""
 
-    source = name = ""
-    known: Sequence[str] = ()
+    def __init__(self, source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> None:
+        self.source, self.name, self.known = source, name, known
+        if renamed(name) in known:
+            super().__init__(f"{source}: {name} is now {renamed(name)}")
+            return
+        typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
+        leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}  # the key may lack its section
+        near = did_you_mean(name, typed | dict(zip(known, known, strict=True)))
+        super().__init__(f"{source}: unknown key {name!r}{near or did_you_mean(name.rsplit('.', 1)[-1], leaves)}")
 
     def among(self, options: Sequence[str]) -> "UnknownKey":
         """The same, where the script has `options` (`--max-steps`) of its own that may have been meant."""
-        return _unknown(self.source, self.name, self.known, options)
+        return UnknownKey(self.source, self.name, self.known, options)
 
 
 def read_yaml(path: str | Path) -> Tree:
@@ -92,9 +97,7 @@ def read_yaml(path: str | Path) -> Tree:
 
 def near_file(path: Path, pattern: str = "*") -> str:
     """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string."""
-    names = sorted(p.name for p in path.parent.glob(pattern)) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    return f" (did you mean {str(path.parent / near[0])!r}?)" if near else ""
+    return did_you_mean(path.name, {near.name: str(near) for near in sorted(path.parent.glob(pattern))})
 
 
 def keys_of(config_class: type, prefix: str = "") -> Iterator[str]:
@@ -106,40 +109,6 @@ def keys_of(config_class: type, prefix: str = "") -> Iterator[str]:
             yield from keys_of(hints[field.name], prefix + field.name + ".")
 
 
-def _flatten(tree: Tree, prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
-
-
-def _refuse_unknown(names: Sequence[str], config_class: type, source: str) -> None:
-    known = list(keys_of(config_class))
-    for name in names:
-        if name not in known:
-            raise _unknown(source, name, known)
-
-
-def _unknown(source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> UnknownKey:
-    if renamed(name) in known:
-        error = UnknownKey(f"{source}: {name} is now {renamed(name)}")
-    else:
-        error = UnknownKey(f"{source}: unknown key {name!r}{_suggestion(name, known, options)}")
-    error.source, error.name, error.known = source, name, known
-    return error
-
-
-def _suggestion(name: str, known: Sequence[str], options: Sequence[str]) -> str:
-    """The near option or known key; a key that was given without its section is looked for in all of them."""
-    typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
-    whole = difflib.get_close_matches(name, [*typed, *known], n=1, cutoff=0.6)
-    if whole:
-        return f" (did you mean {typed.get(whole[0], whole[0])!r}?)"
-    leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], list(leaves), n=1, cutoff=0.6)
-    return f" (did you mean {leaves[near[0]]!r}?)" if near else ""
-
-
 def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, source: str = "configuration") -> T:
     """An instance of `config_class` from a nested mapping and command-line tokens (`--section.key value`).
 
@@ -149,8 +118,11 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
     for position, token in enumerate(tokens):
         if not token.startswith("--") and (position == 0 or not tokens[position - 1].startswith("--")):
             raise UserError(f"command line: {token!r} belongs to no option; overrides are written --section.key value")
-    _refuse_unknown(list(_flatten(_sections_only(tree, config_class, source))), config_class, source)
-    _refuse_unknown([t[2:].partition("=")[0] for t in tokens if t.startswith("--")], config_class, "command line")
+    known = list(keys_of(config_class))
+    _check_tree(tree, config_class, source, known)
+    for name in (token[2:].partition("=")[0] for token in tokens if token.startswith("--")):
+        if name not in known:
+            raise UnknownKey("command line", name, known)
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(config_class)
     where = source
@@ -168,24 +140,19 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
         raise UserError(f"{where}: {message}") from error
 
 
-def _sections_only(tree: Tree, config_class: type, source: str, prefix: str = "") -> Tree:
-    """`tree` without the inner keys of values that are plain mappings rather than sections.
-
-    Raises UserError for a section without keys, and for null where a value is needed.
-    """
+def _check_tree(tree: Tree, config_class: Any, source: str, known: Sequence[str], prefix: str = "") -> None:
+    """Raise UserError for an unknown key, a section that is none, and null where a value is needed."""
     hints = typing.get_type_hints(config_class)
-    kept: Tree = {}
     for key, value in tree.items():
-        hint = hints.get(key)
+        name, hint = f"{prefix}{key}", hints.get(key)
+        if name not in known:
+            raise UnknownKey(source, name, known)
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise UserError(f"{source}: {prefix + key!r} is a section with keys of its own, but holds {value!r}")
-            kept[key] = _sections_only(value, hint, source, f"{prefix}{key}.")  # type: ignore[arg-type]
-        else:
-            if value is None and hint is not None and type(None) not in typing.get_args(hint):
-                raise UserError(f"{source}: {prefix + key!r} needs a value, but holds null")
-            kept[key] = None
-    return kept
+                raise UserError(f"{source}: {name!r} is a section with keys of its own, but holds {value!r}")
+            _check_tree(value, hint, source, known, f"{name}.")
+        elif value is None and type(None) not in typing.get_args(hint):
+            raise UserError(f"{source}: {name!r} needs a value, but holds null")
 
 
 def to_tree(config: object) -> Tree:

@@ -5,7 +5,7 @@ YAML and checkpoints can hold. Whatever its rule, a number of a config is finite
 """
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
@@ -68,7 +68,8 @@ def _check(key: str, value: Any, hint: Any) -> None:
         plain, *bounds = get_args(arm) if get_origin(arm) is Annotated else (arm,)
         kind, inside = get_origin(plain) or plain, get_args(plain)
         if plain in (int, float) and isinstance(value, (int, float)):
-            _check_number(key, value, bounds, "".join(f", or {word}" for word in _others(arms)))
+            words = [word for other in arms for word in _words(other)]
+            _check_number(key, value, bounds, "".join(f", or {word}" for word in words))
         elif kind is dict and isinstance(value, dict):
             for name, item in value.items():
                 _check(key, name, inside[0])
@@ -80,16 +81,13 @@ def _check(key: str, value: Any, hint: Any) -> None:
             check_ranges(kind, vars(value), f"{key}.")
 
 
-def _others(arms: tuple[Any, ...]) -> Iterator[str]:
+def _words(arm: Any) -> Sequence[str]:
     """What may stand in the place of a number."""
-    for arm in arms:
-        if arm is type(None):
-            yield "null"
-        elif get_origin(arm) is Literal:
-            yield from map(str, get_args(arm))
+    return get_args(arm) if get_origin(arm) is Literal else ["null"] if arm is type(None) else []
 
 
 def _check_number(key: str, value: float, bounds: list[Any], otherwise: str) -> None:
+    rule = "" if abs(value) < 2**63 else "a finite number below 2^63"  # nan is none either
     try:
         for bound in bounds:
             bound(value)
@@ -97,6 +95,5 @@ def _check_number(key: str, value: float, bounds: list[Any], otherwise: str) -> 
         rule = str(error).rpartition("restriction ")[2]
         for sign, words in WORDS.items():
             rule = rule.replace(sign, words)
-        raise UserError(f"{key} {str(value)[:40]}: must be {rule}{otherwise}") from None
-    if not abs(value) < 2**63:  # nan, too
-        raise UserError(f"{key} {str(value)[:40]}: must be a finite number below 2^63{otherwise}")
+    if rule:
+        raise UserError(f"{key} {str(value)[:40]}: must be {rule}{otherwise}")
