@@ -23,7 +23,6 @@ from metrics.images import MistakeBoard, SampleBoard, save_confusion
 from metrics.resnet50 import find_weights
 from metrics.tables import classifier_table, gan_table
 from models.classifier import Classifier
-from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
 from reporting.report import write_report
 from utils.arguments import add_model_options, positive
@@ -161,7 +160,11 @@ def evaluate_gan_run(job: Job) -> dict[str, Any]:
             progress=job.progress,
             observe=board.observe,
         )
-        neighbours = save_neighbours(job, generator, train, figures["memorisation"])
+        images = [*board.save(job.out), "real.png"]
+        if train is not None and figures["memorisation"] is not None:
+            pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
+            save_captioned(*pairs, job.out / "neighbours.png")
+            images.append("neighbours.png")
     if why:
         figures["notes"] |= {"floor": why, "memorisation": why}
     teachers = job.checkpoint.get("teachers", [])
@@ -170,7 +173,7 @@ def evaluate_gan_run(job: Job) -> dict[str, Any]:
             note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
             figures["notes"][extractor.name] = note
     save_real(job.reader, names, board.columns, job.out / "real.png")
-    return {**figures, "images": [*board.save(job.out), "real.png", *neighbours]}
+    return {**figures, "images": images}
 
 
 TASKS: dict[str, tuple[Callable[[Job], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
@@ -181,17 +184,16 @@ TASKS: dict[str, tuple[Callable[[Job], dict[str, Any]], Callable[[dict[str, Any]
 
 def build_extractors(job: Job, judge: Classifier | None) -> list[Extractor]:
     """The named extractors; the judge is not loaded a second time."""
+    given = job.options.classifier
 
     def load_classifier(run: str) -> Classifier:
-        if judge is not None and run == job.options.classifier:
-            return judge
-        return classifier_from(load(resolve(run)), job.device)
+        return judge if judge is not None and run == given else classifier_from(load(resolve(run)), job.device)
 
     options = Options(
         device=job.device,
         channels=job.reader.meta.channels,
         weights=job.options.weights,
-        classifier=job.options.classifier,
+        classifier=given,
         load_classifier=load_classifier,
     )
     return build(named_extractors(job.options), options)
@@ -217,14 +219,12 @@ def load_judge(run: str, checkpoint: dict[str, Any], names: list[str], device: t
 
     A teacher is known by the path in the config and by its weights' fingerprint, wherever the file lies now.
     """
-    loss = checkpoint["config"].get("loss") or {}
-    helper = loss.get("classifier")
+    helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     file = resolve(run)
-    if helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve()):
-        raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
+    taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     judge = load(file)
     classifier = classifier_from(judge, device)
-    if fingerprint(classifier) in checkpoint.get("teachers", []):
+    if taught or fingerprint(classifier) in checkpoint.get("teachers", []):
         raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
@@ -257,16 +257,6 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
         images, _ = reader.read(np.flatnonzero(labels == label)[:most])
         rows.append(list(torch.from_numpy(images)))
     save_rows(rows, path, columns=columns, captions=names)
-
-
-def save_neighbours(
-    job: Job, generator: ImageGenerator, train: Dataset | None, found: dict[str, Any] | None
-) -> list[str]:
-    """Write neighbours.png, samples beside their nearest training images; returns the names written."""
-    if train is None or found is None:
-        return []
-    save_captioned(*neighbour_images(generator, train, found, seed=job.options.seed), job.out / "neighbours.png")
-    return ["neighbours.png"]
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from inference.dataset import ENCODINGS, check_dataset, provenance, write_datase
 from inference.dataset import PER_CLASS as DATASET_PER_CLASS
 from inference.dataset import UNCONDITIONAL as DATASET_UNCONDITIONAL
 from inference.interpolate import FilmConfig, draw_film
-from inference.project import FEATURES, SAVED, SPACES, project, read_target
+from inference.perceptual import FEATURES
+from inference.project import SAVED, SPACES, project, read_target
 from inference.projection import ProjectionConfig
 from inference.samples import Sampler, chosen_classes, with_styles
 from inference.tables import (

@@ -123,24 +123,28 @@ def _explain(
     label = named if options.label is None else classes.index(options.label)
     more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
     scores = influence(stages, reader, image, label, **more)
-    kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
-    labels = reader.labels()
     blank = torch.full_like(image, 255)
+    kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
+    names = [classes[number] for number in reader.labels()]
     images, captions = [], []
     for kind, rows in kinds.items():
-        head = f"named {classes[named]} {probabilities[named]:.2f}" if kind == "helped" else ""
-        images.append(image if kind == "helped" else blank)
-        captions.append(f"{head}\n{kind} {classes[label]}:")
-        images += _images(reader, rows) + [blank] * (options.top - len(rows))
-        captions += [f"{row}: {classes[labels[row]]}\n{scores[row]:+.3g}" for row in rows]
-        captions += [""] * (options.top - len(rows))
+        empty = options.top - len(rows)
+        first = kind == "helped"
+        images += [image if first else blank, *_images(reader, rows), *[blank] * empty]
+        head = f"named {classes[named]} {probabilities[named]:.2f}" if first else ""
+        captions += [f"{head}\n{kind} {classes[label]}:", *(f"{row}: {names[row]}\n{scores[row]:+.3g}" for row in rows)]
+        captions += [""] * empty
     save_captioned(images, captions, options.out, columns=options.top + 1)
-    told = {
-        kind: [{"record": row, "label": classes[labels[row]], "score": float(scores[row])} for row in rows]
-        for kind, rows in kinds.items()
+    return {
+        "image": options.image,
+        "named": classes[named],
+        "probability": float(probabilities[named]),
+        "label": classes[label],
+        **{
+            kind: [{"record": row, "label": names[row], "score": float(scores[row])} for row in rows]
+            for kind, rows in kinds.items()
+        },
     }
-    head_ = {"image": options.image, "named": classes[named], "probability": float(probabilities[named])}
-    return {**head_, "label": classes[label], **told}
 
 
 # --- likely wrong labels

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms.functional import normalize
 
-from metrics.resnet50 import FILE_NAME, MEAN, STD, find_weights, load_resnet50
+from metrics.resnet50 import MEAN, STD, load_resnet50, needed_weights
 from utils.errors import UserError
 
 SMALLEST, LARGEST = 64, 256  # px that images are scaled up or down to before the network sees them
@@ -24,15 +25,12 @@ class ResNetFeatures:
     def __init__(self, network: nn.Module) -> None:
         """Args: `network` a torchvision ResNet in evaluation mode whose parameters want no gradient."""
         self._network = network
-        like = next(network.parameters())
-        self._mean = torch.tensor(MEAN, dtype=like.dtype, device=like.device).view(1, 3, 1, 1)
-        self._std = torch.tensor(STD, dtype=like.dtype, device=like.device).view(1, 3, 1, 1)
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         """Maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
         net: Any = self._network
-        x = resize(images.to(self._mean.dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
-        x = ((x + 1) / 2 - self._mean) / self._std  # broadcasts grey to three channels
+        x = resize(images.to(net.conv1.weight.dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
+        x = normalize(((x + 1) / 2).expand(-1, 3, -1, -1), MEAN, STD)
         x = net.relu(net.bn1(net.conv1(x)))
         features = [x]
         x = net.maxpool(x)
@@ -110,10 +108,6 @@ def build_features(name: str, weights: str | Path | None, device: torch.device) 
         if weights:
             raise UserError("--weights is for --features resnet50; leave it out")
         return None
-    path = find_weights(weights)
-    if path is None:
-        raise UserError(
-            f"project compares features of an ImageNet ResNet-50: put {FILE_NAME} into weights/ or give it with "
-            "--weights, or do without by --features pixels"
-        )
+    why = "project compares features of an ImageNet ResNet-50"
+    path = needed_weights(weights, why, ", or do without by --features pixels")
     return ResNetFeatures(load_resnet50(path).to(device, memory_format=torch.channels_last))  # type: ignore[call-overload]

@@ -20,7 +20,6 @@ from utils.files import write_atomic
 from utils.image_tables import save_table
 
 SPACES: dict[str, tuple[Space, ...]] = {"w": ("w",), "w+": ("w+",), "both": ("w", "w+")}
-FEATURES = ("resnet50", "pixels")
 SAVED = ".safetensors"
 CELL = 192  # px that smaller images are enlarged to
 

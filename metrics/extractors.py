@@ -23,21 +23,10 @@ from utils.errors import UserError
 class Extractor(Protocol):
     """A deterministic function of images: uint8 [n, C, H, W] on any device -> float32 [n, dim]."""
 
-    @property
-    def name(self) -> str:
-        """The name that figures carry, e.g. `resnet50`."""
-
-    @property
-    def dim(self) -> int:
-        """Number of features."""
-
-    @property
-    def source(self) -> str:
-        """Where its weights come from; empty if it has none."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
+    name: str  # which figures carry, e.g. `resnet50`
+    dim: int  # number of features
+    source: str  # where its weights come from; empty if it has none
+    device: torch.device  # where it computes
 
     def __call__(self, images: Tensor) -> Tensor: ...
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.transforms.functional import normalize
 
 from models.backbones.base import MEAN, STD
 from models.backbones.resnet import RESNET
@@ -32,6 +33,14 @@ def find_weights(given: str | Path | None = None) -> Path | None:
     return next((place for place in PLACES if place.is_file()), None)
 
 
+def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Path:
+    """`find_weights`, or UserError that says why they are needed and what to do."""
+    path = find_weights(given)
+    if path is None:
+        raise UserError(f"{why}: put {FILE_NAME} into weights/, or give one with --weights{instead}")
+    return path
+
+
 class ResNet50Features:
     """2048 pooled features of an ImageNet ResNet-50, float32. Calling it: uint8 [n, C, H, W] -> float32 [n, 2048].
 
@@ -42,16 +51,10 @@ class ResNet50Features:
     dim = 2048
 
     def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
-        path = find_weights(weights)
-        if path is None:
-            raise UserError(
-                f"extractor resnet50 needs a weights file: put {FILE_NAME} into weights/, or give one with --weights"
-            )
+        path = needed_weights(weights, "extractor resnet50 needs a weights file")
         self.device = torch.device(device)
         self.source = f"{path.name} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
         self._network = load_resnet50(path).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._mean = torch.tensor(MEAN, dtype=torch.float32, device=self.device).view(1, 3, 1, 1)
-        self._std = torch.tensor(STD, dtype=torch.float32, device=self.device).view(1, 3, 1, 1)
 
     def __call__(self, images: Tensor) -> Tensor:
         inputs = images.to(self.device, torch.float32) / 255  # [n, C, H, W] in [0, 1]
@@ -59,7 +62,7 @@ class ResNet50Features:
         if inputs.shape[-2:] != (side, side):
             # antialias matters only when shrinking; without it a large image would lose detail by aliasing
             inputs = F.interpolate(inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-        inputs = (inputs.expand(-1, 3, -1, -1) - self._mean) / self._std
+        inputs = normalize(inputs.expand(-1, 3, -1, -1), MEAN, STD)
         with torch.no_grad():
             return self._network(inputs.contiguous(memory_format=torch.channels_last))
 
