@@ -22,7 +22,7 @@ from utils.checkpoint_writer import Snapshot
 from utils.config import near_file, of_today
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.files import replace_file
+from utils.files import replace_file, sync_folder
 
 SCHEMA = 1
 NAME = re.compile(r"step-(\d{8,})\.pt$")
@@ -62,20 +62,12 @@ def save(folder: Path, checkpoint: Checkpoint | Snapshot) -> Path:
         replace_file(_checksum_file(path), f"{sha256}  {path.name}\n".encode())
     finally:
         temporary.unlink(missing_ok=True)
-    _fsync_folder(folder)
+    sync_folder(folder)
     return path
 
 
 def _checksum_file(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
@@ -86,7 +78,7 @@ def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
     sha256 = checksum.read_text().split()[0]
     entry = {"file": path.name, "step": step_of(path), "sha256": sha256, **more}
     replace_file(folder / f"{which}.json", f"{json.dumps(entry, indent=1)}\n".encode())
-    _fsync_folder(folder)
+    sync_folder(folder)
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:

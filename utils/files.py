@@ -34,6 +34,15 @@ def replace_file(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk: a rename lasts only then. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def building(path: Path) -> Iterator[Path]:
     """`replacing` for a result that the user asked for; makes missing folders.

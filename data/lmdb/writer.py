@@ -1,5 +1,6 @@
 """Write a packed data set: `LMDBWriter` builds the file beside its target and renames it when it is complete."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -7,7 +8,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import lmdb
 import numpy as np
@@ -31,6 +31,7 @@ from data.lmdb.format import (
 )
 from data.lmdb.record import Layout, PixelStatistics, Record, halvings, make_record
 from utils.errors import UserError
+from utils.files import sync_folder
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
@@ -82,11 +83,12 @@ class LMDBWriter:
         self.histogram = np.zeros(len(self.classes), np.int64)  # images so far by label
         self._statistics = PixelStatistics(layout.channels)
         self._signatures: list[np.ndarray] = []  # since the last record of them
-        self._new_folders = _make_folders(self.path, overwrite)
         self._partial = partial_path(self.path)
-        self._lock: IO[bytes] | None = None
         self._environment: lmdb.Environment | None = None
+        self._undo = contextlib.ExitStack()  # what `abort` does, the last of it first
         try:
+            for folder in _make_folders(self.path, overwrite):
+                self._undo.callback(folder.rmdir)
             self._open(first_map)
         except BaseException:
             self.abort()
@@ -102,9 +104,11 @@ class LMDBWriter:
         except BlockingIOError:
             lock.close()
             raise UserError(f"{self.path} is being written by another process: wait or choose another name") from None
-        self._lock = lock
+        self._lock = self._undo.enter_context(lock)
+        self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
         self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=first_map)
+        self._undo.callback(self._environment.close)
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
         self._commit()
 
@@ -226,37 +230,21 @@ class LMDBWriter:
                     file.truncate(needed)
                 os.fsync(file.fileno())
             os.replace(self._partial, self.path)
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self.path.parent)
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}; free some space or choose another folder") from None
-        self._new_folders = []
-        self._unlock()
+        self._undo.pop_all()
+        self._lock.close()
 
     def _opened(self) -> lmdb.Environment:
         if self._environment is None:
             raise ValueError(f"{self.path}: the writer is closed")
         return self._environment
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-
     def abort(self) -> None:
         """Remove what was written. Does nothing after `finish`."""
-        if self._environment is not None:
-            self._environment.close()
-            self._environment = None
-        if self._lock is not None:  # the partial file is ours
-            self._partial.unlink(missing_ok=True)
-            self._unlock()
-        for folder in self._new_folders:
-            folder.rmdir()
-        self._new_folders = []
+        self._environment = None
+        self._undo.close()
 
     def __enter__(self) -> "LMDBWriter":
         return self
@@ -274,14 +262,14 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 
 def _make_folders(path: Path, overwrite: bool) -> list[Path]:
-    """Make the folders above `path`; returns the new ones, innermost first."""
+    """Make the folders above `path`; returns the new ones, outermost first."""
     check_target(path, overwrite)
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path.parent}: {error.strerror}; choose a folder that can be written") from None
-    return missing
+    return missing[::-1]
 
 
 def pack_arrays(
