@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ import numpy as np
 from data.images import ImageError
 from utils.errors import UserError
 
-CACHED_GROUPS = 2
-CACHED_BYTES = 64 << 20  # a larger row group is read in pieces, from its start to the row that is asked for
 PIECE_ROWS = 16
 BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 
@@ -44,40 +41,42 @@ def reason(error: Exception) -> str:
 class CellReader:
     """The cells of one column of several files.
 
-    Small row groups are read whole and the last ones kept. A large one is read in pieces, forward; a step back begins
-    it anew. So at most about CACHED_GROUPS * CACHED_BYTES are held, or two pages of the file if that is more: pyarrow
-    writes at least 1,024 rows into a page unless told otherwise. One file is open at a time.
+    A row group is read in pieces, forward, as packing goes; a step back begins it anew. So no more than a piece is
+    held, or two pages of the file if that is more: pyarrow writes at least 1,024 rows into a page unless told
+    otherwise. One file is open at a time.
     """
 
     def __init__(self, paths: Sequence[Path], column: str) -> None:
         self._paths, self._column = paths, column
-        self._shard = -1
+        self._shard = self._group = -1  # of `_pieces`
         self._file: Any = None
         self._ends = np.empty(0, np.int64)  # the row after each row group of the open file
-        self._groups: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._pieces: Iterator[Any] = iter(())
-        self._streamed = (-1, -1)  # shard and row group of `_pieces`
         self._piece: Any = None
         self._piece_start = 0  # its first row in the row group
 
     def cell(self, shard: int, row: int) -> bytes | dict[str, Any] | None:
         """A cell, by the file's place in `paths` and the row in it. Raises ImageError if it cannot be read."""
-        with reading(self._paths[shard]):
-            self._open(shard)
+        if shard != self._shard:
+            with reading(self._paths[shard]):
+                self._open(shard)
         group = int(np.searchsorted(self._ends, row, side="right"))
         offset = row - (int(self._ends[group - 1]) if group else 0)
         try:
-            if self._file.metadata.row_group(group).total_byte_size > CACHED_BYTES:
-                return self._from_piece(group, offset)
-            return self._group(group)[offset].as_py()
+            if group != self._group or offset < self._piece_start:
+                columns = [self._leaf()]
+                self._pieces = self._file.iter_batches(PIECE_ROWS, [group], columns=columns, use_threads=False)
+                self._group, self._piece, self._piece_start = group, next(self._pieces), 0
+            while offset >= self._piece_start + len(self._piece):
+                self._piece_start += len(self._piece)
+                self._piece = next(self._pieces)
+            return self._piece.column(0)[offset - self._piece_start].as_py()
         except (OSError, MemoryError, IndexError, StopIteration, pyarrow().ArrowException) as error:
-            self._streamed = (-1, -1)
+            self._group = -1
             raise ImageError(f"cannot be read ({reason(error)})") from None
 
     def _open(self, shard: int) -> None:
-        if shard == self._shard:
-            return
-        self._shard, self._streamed = -1, (-1, -1)
+        self._shard = self._group = -1
         self._file = pyarrow("parquet").ParquetFile(
             self._paths[shard], buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True
         )
@@ -89,23 +88,3 @@ class CellReader:
         """The column, or of a struct only its bytes."""
         struct = pyarrow("types").is_struct(self._file.schema_arrow.field(self._column).type)
         return f"{self._column}.bytes" if struct else self._column
-
-    def _group(self, group: int) -> Any:
-        key = (self._shard, group)
-        if key not in self._groups:
-            while len(self._groups) >= CACHED_GROUPS:
-                self._groups.popitem(last=False)
-            table = self._file.read_row_group(group, columns=[self._leaf()], use_threads=False)
-            self._groups[key] = table.column(0)
-        self._groups.move_to_end(key)
-        return self._groups[key]
-
-    def _from_piece(self, group: int, offset: int) -> Any:
-        key = (self._shard, group)
-        if self._streamed != key or offset < self._piece_start:
-            self._pieces = self._file.iter_batches(PIECE_ROWS, [group], columns=[self._leaf()], use_threads=False)
-            self._streamed, self._piece, self._piece_start = key, next(self._pieces), 0
-        while offset >= self._piece_start + len(self._piece):
-            self._piece_start += len(self._piece)
-            self._piece = next(self._pieces)
-        return self._piece.column(0)[offset - self._piece_start].as_py()

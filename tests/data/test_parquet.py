@@ -15,9 +15,7 @@ from tests.data.source_files import cells, content_of, contents, parquet, pickle
 from utils.errors import UserError
 
 
-@pytest.mark.parametrize("cached_bytes", [1 << 20, 0])  # 0: every row group is read in pieces
-def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_bytes: int) -> None:
-    monkeypatch.setattr(parquet_reader, "CACHED_BYTES", cached_bytes)
+def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_reader, "PIECE_ROWS", 2)
     path = parquet(
         tmp_path / "x.parquet", {"image": cells(*range(9)), "label": [0, 1, 1] * 3}, names=["b", "a"], rows=5
@@ -118,9 +116,7 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
     assert source.item_name(2).endswith("row 4")
 
 
-@pytest.mark.parametrize("cached_bytes", [1 << 20, 0])
-def test_damaged_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_bytes: int) -> None:
-    monkeypatch.setattr(parquet_reader, "CACHED_BYTES", cached_bytes)
+def test_damaged_parquet(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     path = tmp_path / "x.parquet"
     table = arrow.table({"image": [content_of(shade) for shade in range(4)]})
@@ -141,7 +137,6 @@ def test_damaged_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached
 
 
 def test_damage_between_pieces_of_a_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_reader, "CACHED_BYTES", 0)
     monkeypatch.setattr(parquet_reader, "PIECE_ROWS", 1)
     path = tmp_path / "x.parquet"
     table = pytest.importorskip("pyarrow").table({"image": [content_of(shade) for shade in range(4)]})
@@ -159,9 +154,8 @@ def test_damage_between_pieces_of_a_row_group(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("rows", [1000, 10])
-def test_parquet_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_parquet_memory_is_flat(tmp_path: Path, rows: int) -> None:
     arrow = pytest.importorskip("pyarrow")
-    monkeypatch.setattr(parquet_reader, "CACHED_BYTES", 1 << 20)
     noise = np.random.default_rng(0).integers(0, 256, (1000, 20_000), dtype=np.uint8)
     path, table = tmp_path / "x.parquet", arrow.table({"image": [row.tobytes() for row in noise]})
     # Small pages: a page is the least that can be read.
