@@ -4,7 +4,6 @@ Exact duplicates have the same digest (data/lmdb/format.py). Similar images are 
 data/near_duplicates.py.
 """
 
-import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, confirm, near
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
-from utils.files import write_atomic
+from utils.files import building
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
@@ -240,9 +239,8 @@ def main(argv: list[str]) -> None:
         report = find(reader, other if args.other else None, similar=args.similar)
         print(json.dumps(report.document(), indent=2) if args.json else "\n".join(lines(report)))
         if args.out and (report.exact or report.near):
-            content = io.BytesIO()
-            sheet(report, reader, other).save(content, format="PNG")
-            write_atomic(args.out, content.getvalue())
+            with building(args.out) as temporary:
+                sheet(report, reader, other).save(temporary, format="PNG")
             print(f"pairs: {args.out}", file=sys.stderr if args.json else sys.stdout)
         elif args.out:
             print(f"no pairs, so {args.out} was not written", file=sys.stderr)

@@ -17,6 +17,7 @@ from data.lmdb.reader import LMDBReader, Meta
 from data.lmdb.verify import Damage, verify
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
+from utils.files import building
 
 COLUMNS = 10
 MAX_ROWS = 20
@@ -121,15 +122,9 @@ def main(argv: list[str]) -> None:
             report(damage, reader)
         if args.out or not (args.json or args.verify):
             out = args.out or args.path.with_name(f"{args.path.stem}.grid.png")
-            _save(grid(reader), out)
+            with building(out) as temporary:
+                grid(reader).save(temporary, format="PNG")
             print(f"image grid: {out}", file=sys.stderr if args.json else sys.stdout)
-
-
-def _save(image: Image.Image, path: Path) -> None:
-    try:
-        image.save(path, format="PNG")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; choose another place with --out") from None
 
 
 if __name__ == "__main__":
