@@ -57,8 +57,10 @@ def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert image.size[0] > 640
     with pytest.raises(UserError, match=r"end in \.png"):
         main([str(packed), "--out", str(tmp_path / "g.txt")])
+    main([str(packed), "--out", str(tmp_path / "new" / "g.png")])
+    assert (tmp_path / "new" / "g.png").is_file()
     with pytest.raises(UserError, match="choose another place"):
-        main([str(packed), "--out", str(tmp_path / "no" / "g.png")])
+        main([str(packed), "--out", str(packed / "g.png")])
 
 
 def test_grid_of_unlabelled_and_of_own_sizes(tmp_path: Path, photos: Path) -> None:
