@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def add_interpolate(command: argparse.ArgumentParser) -> None:
     add_look(command)
     add = command.add_argument
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
-    add("--n", type=positive, metavar="N", help="samples to go through (default: 8, or one a class up to 16)")
+    through = "samples to go through (default: 8, or one a class up to 16)"
+    add("--n", type=positive, dest="keyframes", metavar="N", help=through)
     add("--frames", type=positive, default=FILM.frames, help=f"from one to the next (default: {FILM.frames})")
     add("--fps", type=positive, default=FILM.fps, help=f"frames a second (default: {FILM.fps})")
     add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
@@ -146,9 +148,7 @@ def run_mix(options: argparse.Namespace) -> str:
 
 def run_interpolate(options: argparse.Namespace) -> str:
     """A film."""
-    config = FilmConfig(
-        space=options.space, keyframes=options.n, frames=options.frames, fps=options.fps, scale=options.scale
-    )
+    config = FilmConfig(**chosen(options, FilmConfig))
     check_film(options.out, fps=options.fps)
     sampler, *_ = open_sampler(options)
     count = draw_film(sampler, options.out, config)
@@ -160,13 +160,7 @@ def run_project(options: argparse.Namespace) -> str:
     check_png(options.out)
     if options.save is not None and options.save.suffix.lower() != SAVED:
         raise UserError(f"--save {options.save}: latents are kept in a {SAVED} file; let the name end so")
-    config = ProjectionConfig(
-        steps=options.steps,
-        lr=options.lr,
-        noise_mode=options.noise_mode,
-        noise_weight=options.noise_weight,
-        pixel_weight=options.pixel_weight,
-    )
+    config = ProjectionConfig(**chosen(options, ProjectionConfig))
     sampler, checkpoint, _ = open_sampler(options)
     lines = project(
         sampler,
@@ -187,16 +181,15 @@ def run_dataset(options: argparse.Namespace) -> str:
     check_dataset(options.out, overwrite=options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
     source = provenance(path, checkpoint, sampler)
-    meta = write_dataset(
-        sampler,
-        checkpoint,
-        options.out,
-        source=source,
-        count=options.n,
-        encoding=options.encoding,
-        overwrite=options.overwrite,
-    )
+    how = {"source": source, "count": options.n, "encoding": options.encoding, "overwrite": options.overwrite}
+    meta = write_dataset(sampler, checkpoint, options.out, **how)
     return f"wrote {meta.count} images to {options.out}: {source}"
+
+
+def chosen(options: argparse.Namespace, config: type) -> dict[str, Any]:
+    """What the options say of a config's fields; they have the same names."""
+    names = {field.name for field in fields(config)}
+    return {name: value for name, value in vars(options).items() if name in names}
 
 
 def check_png(path: Path) -> None:

@@ -1,6 +1,5 @@
 """A packed data set of generated images, which `train.py` reads like one of real images."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +61,12 @@ def write_dataset(
         for start in range(0, count, sampler.batch_size):
             numbers = range(start, min(start + sampler.batch_size, count))
             labels = sampler.labels(numbers)
+            classes = [0] * len(numbers) if labels is None else labels.tolist()
             images = sampler.images(numbers).numpy().transpose(0, 2, 3, 1)
-            for image, label in zip(images, _labels(labels, len(numbers)), strict=True):
+            for image, label in zip(images, classes, strict=True):
                 writer.add(np.ascontiguousarray(image), label)
             bar.update(len(numbers))
         return writer.finish()
-
-
-def _labels(labels: Any, count: int) -> Sequence[int]:
-    return [0] * count if labels is None else labels.tolist()
 
 
 def provenance(path: Path, checkpoint: dict[str, Any], sampler: Sampler) -> str:

@@ -21,11 +21,11 @@ class ClassificationCounts:
     def __init__(self, classes: int, *, k: int = 5, bins: int = BINS) -> None:
         self.classes = classes
         self.k = k
-        self.confusion = torch.zeros(classes, classes, dtype=torch.int64)  # [true, predicted]
-        self.top_k_hits = torch.zeros((), dtype=torch.int64)
-        self.bin_counts = torch.zeros(bins, dtype=torch.int64)
-        self.bin_hits = torch.zeros(bins, dtype=torch.int64)
-        self.bin_confidence = torch.zeros(bins, dtype=torch.int64)  # in units of CONFIDENCE_UNIT
+        # all counts in one vector, which the ranks add up; the others are views of it
+        self._packed = torch.zeros(classes**2 + 1 + 3 * bins, dtype=torch.int64)
+        confusion, self.top_k_hits, *per_bin = self._packed.split([classes**2, 1, bins, bins, bins])
+        self.confusion = confusion.view(classes, classes)  # [true, predicted]
+        self.bin_counts, self.bin_hits, self.bin_confidence = per_bin  # the last in units of CONFIDENCE_UNIT
 
     def update(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Add a batch: logits [n, K] and labels int64 [n]; returns the probabilities [n, K], float64 on the CPU.
@@ -58,14 +58,9 @@ class ClassificationCounts:
         self.bin_hits.index_add_(0, index, hits.long())
         self.bin_confidence.index_add_(0, index, units)
 
-    def _parts(self) -> list[Tensor]:
-        return [self.confusion, self.top_k_hits, self.bin_counts, self.bin_hits, self.bin_confidence]
-
     def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Replace the counts by their sums over all processes; `sum_over_ranks` takes and returns an int64 vector."""
-        packed = sum_over_ranks(torch.cat([part.flatten() for part in self._parts()])).cpu()
-        for part, total in zip(self._parts(), packed.split([part.numel() for part in self._parts()]), strict=True):
-            part.copy_(total.view(part.shape))
+        self._packed.copy_(sum_over_ranks(self._packed.clone()))
 
     @property
     def count(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from metrics.copies import SEARCHED, TrainingSets, search_copies, search_place, training_selection
-from metrics.diversity import IMAGES, diversity_by_class, recognised_share
+from metrics.diversity import IMAGES, Diversity, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feature_sets, select
 from metrics.frechet import frechet_distance
@@ -73,18 +73,21 @@ def evaluate_generator(
     samples = Samples(generator, side, seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
     with evaluating(generator):
         fakes = feature_sets(samples, spaces, n=side.n, total=len(side.indices), what="samples", progress=progress)
-    rows = []
-    for extractor, fake, test in zip(extractors, fakes, real_sets, strict=False):  # not the added space
-        row = _distances(extractor, fake, test, train.of(extractor) if train is not None and floor else None, seed)
-        rows.append(row | _diversity(generator, side, fake, test, reader.classes, per_class))
-    shown = ("extractor", "weights", "frechet", "kernel", "floor", "kernel_floor", "n", "diversity_ratio")
-    diversity = ("diversity_ratio", "diversity_by_class", "diversity_images")
+    measured = list(zip(extractors, fakes, real_sets, strict=False))  # without the added space
+    rows = [
+        _distances(extractor, fake, test, train.of(extractor) if train is not None and floor else None, seed)
+        for extractor, fake, test in measured
+    ]
+    varied = [_diversity(generator, side, fake, test, per_class) for _, fake, test in measured]
+    ratios = dict(zip(reader.classes, varied[0].by_class, strict=True)) if generator.classes else None
     return {
         "n": side.n,
         "seed": seed,
-        "distances": [{key: row[key] for key in shown} for row in rows],
+        "distances": [row | {"diversity_ratio": each.smallest} for row, each in zip(rows, varied, strict=True)],
         **_recognised(generator, samples, reader.classes, notes),
-        **{key: rows[0][key] for key in diversity},
+        "diversity_ratio": varied[0].smallest,
+        "diversity_by_class": ratios,
+        "diversity_images": varied[0].images,
         "diversity_extractor": extractors[0].name,
         "memorisation": _memorisation(train, spaces, fakes, real_sets, reader, side, notes),
         "notes": notes,
@@ -155,8 +158,22 @@ def _test_side(
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
-    """The labels of a file's images, all 0 for an unconditional generator. UserError unless they fit it."""
-    _check_fit(generator, reader, role)
+    """The labels of a file's images, all 0 for an unconditional generator.
+
+    Raises UserError unless its images and classes are those of the generator.
+    """
+    channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
+    side = generator.resolution
+    if (channels, height, width) != (generator.channels, side, side):
+        raise UserError(
+            f"the {role} images are {width}x{height} with {channels} channels, the generator draws {side}x{side} "
+            f"with {generator.channels}; pack them with --size {side} --channels {generator.channels}"
+        )
+    if generator.classes and len(reader.classes) != generator.classes:
+        raise UserError(
+            f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
+            "give the data it was trained on with --data"
+        )
     return reader.labels() if generator.classes else np.zeros(len(reader), dtype=np.int64)
 
 
@@ -177,22 +194,6 @@ def _memorisation(
     return search_copies(train, fakes[index], tests[index], reader, side)
 
 
-def _check_fit(generator: ImageGenerator, reader: Dataset, role: str) -> None:
-    """Raise UserError unless a file's images and classes are those of the generator."""
-    channels, height, width = reader.read(np.zeros(1, dtype=np.int64))[0].shape[1:]
-    side = generator.resolution
-    if (channels, height, width) != (generator.channels, side, side):
-        raise UserError(
-            f"the {role} images are {width}x{height} with {channels} channels, the generator draws {side}x{side} "
-            f"with {generator.channels}; pack them with --size {side} --channels {generator.channels}"
-        )
-    if generator.classes and len(reader.classes) != generator.classes:
-        raise UserError(
-            f"the {role} images have {len(reader.classes)} classes, the generator {generator.classes}; "
-            "give the data it was trained on with --data"
-        )
-
-
 def _distances(
     extractor: Extractor, fake: FeatureSet, test: FeatureSet, train: FeatureSet | None, seed: int
 ) -> dict[str, Any]:
@@ -209,22 +210,11 @@ def _distances(
 
 
 def _diversity(
-    generator: ImageGenerator,
-    selection: Selection,
-    fake: FeatureSet,
-    test: FeatureSet,
-    names: list[str],
-    per_class: int,
-) -> dict[str, Any]:
-    """The smallest diversity ratio and that of each class; an unconditional generator is one class without a name."""
-    labels = torch.from_numpy(selection.labels)
-    classes = max(1, generator.classes)
-    found = diversity_by_class(fake.features, labels, test.features, labels, classes=classes, images=per_class)
-    return {
-        "diversity_ratio": found.smallest,
-        "diversity_by_class": dict(zip(names, found.by_class, strict=True)) if generator.classes else None,
-        "diversity_images": found.images,
-    }
+    generator: ImageGenerator, selection: Selection, fake: FeatureSet, test: FeatureSet, per_class: int
+) -> Diversity:
+    """The diversity ratio of each class; an unconditional generator is one class."""
+    labels, classes = torch.from_numpy(selection.labels), max(1, generator.classes)
+    return diversity_by_class(fake.features, labels, test.features, labels, classes=classes, images=per_class)
 
 
 def _recognised(generator: ImageGenerator, samples: Samples, names: list[str], notes: dict[str, str]) -> dict[str, Any]:
