@@ -51,14 +51,8 @@ def main(argv: list[str]) -> int:
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:
         head: dict[str, Any] = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"]}
-        head |= {
-            "format": job.format,
-            "file": str(job.out),
-            "passed": wrong is None,
-            "reason": wrong,
-            "checked": checked,
-        }
-        head |= {"batch_size": job.batch_size, "threads": torch.get_num_threads()}
+        head |= {"format": job.format, "file": str(job.out), "passed": wrong is None, "reason": wrong}
+        head |= {"checked": checked, "batch_size": job.batch_size, "threads": torch.get_num_threads()}
         print(json.dumps(head | {"rows": document(rows)}, indent=1, allow_nan=False))
     else:
         what = "images" if subject.is_classifier else "samples"

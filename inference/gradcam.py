@@ -1,5 +1,6 @@
 """Grad-CAM: which parts of an image speak for a class (Selvaraju et al., 1610.02391)."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,23 +90,15 @@ def output_files(folder: Path, files: Sequence[str]) -> list[Path]:
     taken = {_identity(Path(file)) for file in files}
     found = []
     for file in files:
-        stem = _shortened(Path(file).stem.replace("\0", "") or "image")
-        number = 1
-        while True:
-            path = folder / f"{stem}-gradcam{'' if number == 1 else f'-{number}'}.png"
-            if _identity(path) not in taken:
-                break
-            number += 1
-        taken.add(_identity(path))
-        found.append(path)
+        stem = Path(file).stem.replace("\0", "") or "image"
+        while len(os.fsencode(stem)) > LONGEST:
+            stem = stem[:-1]
+        numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        names = (folder / f"{stem}-gradcam{number}.png" for number in numbers)
+        found.append(next(path for path in names if _identity(path) not in taken))
+        taken.add(_identity(found[-1]))
     return found
 
 
 def _identity(path: Path) -> str:
     return os.path.realpath(path).casefold()
-
-
-def _shortened(stem: str) -> str:
-    while len(os.fsencode(stem)) > LONGEST:
-        stem = stem[:-1]
-    return stem

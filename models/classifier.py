@@ -95,15 +95,11 @@ class Classifier(nn.Module):
 
     def _check_side(self) -> None:
         """Raise UserError for images that the network cannot take."""
-        side, wanted = self.config.input_size or self.resolution, self.backbone.side
-        if wanted is None:
-            first = self.network.get_submodule(self.backbone.first)
-            wanted = self.backbone.smallest * first.stride[0] if self.backbone.smallest > 1 else 1
-            if side >= wanted:
-                return
-        elif side == wanted:
-            return
-        raise UserError(f"{self.config.name} cannot take images of {side} px: set model.input_size {wanted}")
+        side, backbone = self.config.input_size or self.resolution, self.backbone
+        least = backbone.smallest * self.network.get_submodule(backbone.first).stride[0] if backbone.smallest > 1 else 1
+        if side != (backbone.side or max(side, least)):
+            wanted = backbone.side or least
+            raise UserError(f"{self.config.name} cannot take images of {side} px: set model.input_size {wanted}")
 
     @property
     def head(self) -> Any:
@@ -133,7 +129,8 @@ class Classifier(nn.Module):
         """The stage's output; under activation checkpointing only `x` is kept for the backward pass."""
         if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
             return in_turn(modules, x)
-        function, contexts = partial(in_turn, modules), partial(_contexts, modules)
+        function = partial(in_turn, modules)
+        contexts = lambda: (contextlib.nullcontext(), statistics_kept(*modules))  # noqa: E731 - forward; once more
         return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
@@ -181,13 +178,6 @@ def _head(config: ModelConfig, features: int, classes: int) -> nn.Module:
         return nn.Linear(features, classes)
     hidden = config.head_width
     return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes))
-
-
-def _contexts(
-    modules: Sequence[nn.Module],
-) -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-    """For the first forward pass and for the one in the backward pass."""
-    return contextlib.nullcontext(), statistics_kept(*modules)
 
 
 @contextlib.contextmanager

@@ -124,5 +124,3 @@ def sizes_up_to(resolution: int) -> list[int]:
     """4, 8, ..., resolution: the sides at which networks work. Raises UserError as `check_resolution` does."""
     check_resolution(resolution)
     return [2**k for k in range(2, resolution.bit_length())]
-
-

@@ -140,7 +140,7 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
         ghost = Classifier(config, channels=classifier.channels, classes=classifier.classes, resolution=side).train()
         images = torch.empty(SAMPLES, classifier.channels, side, side)
     modules = modules_of(ghost)
-    weights = {name: sum(_bytes(p) for m in own for p in m.parameters()) for name, own in modules.items()}
+    weights = {name: sum(p.nbytes for m in own for p in m.parameters()) for name, own in modules.items()}
     entering, kept = _activations(ghost, images, modules)
 
     def scaled(count: int) -> int:
@@ -162,7 +162,7 @@ def _activations(
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             nonlocal current
             current = name
-            entering[name] = _bytes(inputs[0])
+            entering[name] = inputs[0].nbytes
 
         return hook
 
@@ -178,10 +178,6 @@ def _activations(
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         network(images)
     return entering, kept
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _cost(parts: Sequence[Part], *, checkpointing: bool) -> Callable[[int, int], int]:

@@ -1,6 +1,6 @@
 """What is exported: a network as a plain function of tensors, and the inputs that it is checked with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,8 @@ class Subject:
     names: tuple[str, ...]  # of the inputs
     output: str  # name of the output
     batches: list[Inputs]  # what it is checked with
-    labels: Tensor | None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
-    calibration: list[Inputs]  # a classifier's: other images, for the ranges of int8
+    labels: Tensor | None = None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
+    calibration: list[Inputs] = field(default_factory=list)  # a classifier's: other images, for the ranges of int8
 
     @property
     def is_classifier(self) -> bool:
@@ -96,8 +96,6 @@ def generator_subject(checkpoint: dict[str, Any], *, batch_size: int) -> Subject
         names=("z", "labels")[: len(columns)],
         output="images",
         batches=list(zip(*(column.split(batch_size) for column in columns), strict=True)),
-        labels=None,
-        calibration=[],
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from utils import checkpoint as checkpoints
+from utils.checkpoint import SCHEMA, load, resolve
 from utils.errors import UserError
 
 ENTRY = "duet"
@@ -48,8 +48,8 @@ def open_checkpoint(given: str | Path, which: str) -> tuple[Path, dict[str, Any]
     path = Path(given)
     if path.suffix == ".safetensors":
         return path, read_weights(path)
-    path = checkpoints.resolve(given, which)
-    return path, checkpoints.load(path)
+    path = resolve(given, which)
+    return path, load(path)
 
 
 def read_weights(path: Path) -> dict[str, Any]:
@@ -67,8 +67,6 @@ def read_weights(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
     if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in NETWORKS:
         raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
-    if told["schema"] > checkpoints.SCHEMA:
-        raise UserError(
-            f"{path}: schema {told['schema']} is newer than this program's {checkpoints.SCHEMA}; update Duet"
-        )
+    if told["schema"] > SCHEMA:
+        raise UserError(f"{path}: schema {told['schema']} is newer than this program's {SCHEMA}; update Duet")
     return told | {"state": {NETWORKS[told["task"]]: tensors}}

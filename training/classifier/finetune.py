@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.classifier import Classifier
@@ -72,7 +71,11 @@ class FineTuning:
             for name in self.parameters
         }
         self._check_something_trains()
-        self.norms = self._norms()
+        self.norms = [  # each BatchNorm and the names of its parameters
+            (module, [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)])
+            for prefix, module in model.named_modules()
+            if isinstance(module, _BatchNorm)
+        ]
 
     def matches(self, part: str, name: str) -> bool:
         """Whether a part (see FineTuneConfig) holds the parameter `name`."""
@@ -107,14 +110,6 @@ class FineTuning:
             raise UserError(
                 f"finetune.unfreeze: nothing trains before step {min(begins)}; let a part begin at 0, e.g. head: 0"
             )
-
-    def _norms(self) -> list[tuple[nn.Module, list[str]]]:
-        """Each BatchNorm and the names of its parameters."""
-        found: list[tuple[nn.Module, list[str]]] = []
-        for prefix, module in self.model.named_modules():
-            if isinstance(module, _BatchNorm):
-                found.append((module, [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)]))
-        return found
 
     def trains(self, name: str, step: int) -> bool:
         """Whether update number `step` (from 0) changes the parameter."""
