@@ -102,46 +102,39 @@ def resnet_classifier(
     return _new(networks.Classifier, networks.ModelConfig, {"classes": 10} | sizes, device, seed)
 
 
-def stylegan2(
-    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
-) -> _typing.Any:
-    """A StyleGAN2 generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
+_GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
     resolution] in about [-1, 1].
 
-    Call it as `model(z, labels, truncation_psi=1.0, noise="const")`; `noise` may be a list of maps of
-    `model.noise_shapes()`, "const" or "none". `model.mapping` and `model.synthesis` are its two halves. A run that was
-    still growing gives its stage, with a smaller interface: `forward` only.
+    Call it as `model(z, labels)`; with styles and noise (StyleGAN2) as `model(z, labels, truncation_psi=1.0,
+    noise="const")`: `noise` may be a list of maps of `model.noise_shapes()`, "const" or "none", and `model.mapping` and
+    `model.synthesis` are its two halves. A run that was still growing gives its stage: `forward` only.
 
-    Arguments, result and errors as of `resnet_classifier`; `classes` is 0 by default, unconditional, and the other
-    `sizes` are the keys of a config's `generator` section, e.g. `z_dim=128`, `channel_max=64`.
+    Arguments, result and errors as of `resnet_classifier` (`checkpoint`, ...); `classes` is 0 by default, unconditional,
+    and the other `sizes` are the keys of a config's `generator` section, e.g. `z_dim=128`.
     """
-    return _generator("stylegan2", checkpoint, which, device, seed, sizes)
 
 
-def r3gan(
-    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
-) -> _typing.Any:
-    """An R3GAN generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
-    resolution] in about [-1, 1].
-
-    Call it as `model(z, labels)`. Arguments, result and errors as of `stylegan2`; `sizes` are R3GAN's, e.g.
-    `z_dim=64`, `width=64`.
-    """
-    return _generator("r3gan", checkpoint, which, device, seed, sizes)
-
-
-def _generator(name: str, checkpoint: str | None, which: str, device: str, seed: int, sizes: dict) -> _typing.Any:
+def _generator(name: str) -> _typing.Any:
+    """The entry point of an architecture of models/registry.py."""
     gan = _ours("models.registry")
-    if checkpoint is None:
-        architecture = gan.ARCHITECTURES[name]
-        return _new(architecture.generator, architecture.generator_config, {"classes": 0} | sizes, device, seed)
-    content = _content(checkpoint, which, sizes)
-    found = content["config"].get("architecture", gan.DEFAULT)
-    if content["task"] == "gan" and found != name:
-        raise _ours("utils.errors").UserError(f"{checkpoint}: its generator is of architecture {found}; load {found!r}")
-    model = _ours("models.restore").generator_from(content, device)
-    model.class_names = list(content["classes"]) if model.classes else []
-    return model
+
+    def entry(
+        checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
+    ) -> _typing.Any:
+        if checkpoint is None:
+            architecture = gan.ARCHITECTURES[name]
+            return _new(architecture.generator, architecture.generator_config, {"classes": 0} | sizes, device, seed)
+        content = _content(checkpoint, which, sizes)
+        found = content["config"].get("architecture", gan.DEFAULT)
+        if content["task"] == "gan" and found != name:
+            wrong = f"{checkpoint}: its generator is of architecture {found}; load {found!r}"
+            raise _ours("utils.errors").UserError(wrong)
+        model = _ours("models.restore").generator_from(content, device)
+        model.class_names = list(content["classes"]) if model.classes else []
+        return model
+
+    entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)
+    return entry
 
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:
@@ -158,3 +151,7 @@ def _new(network: _typing.Any, config: _typing.Any, sizes: dict, device: str, se
     keys = {name: value for name, value in sizes.items() if name not in shape}
     with _ours("utils.seeding").forked(seed, "init", "hub"):
         return network(_ours("utils.config").build(config, keys, source="sizes"), **shape).to(device).eval()
+
+
+for _name in _ours("models.registry").ARCHITECTURES:
+    globals()[_name] = _generator(_name)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from models import r3gan, stylegan2
+from models import dcgan, r3gan, stylegan2
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -26,6 +26,9 @@ ARCHITECTURES = {
     ),
     "r3gan": Architecture(
         r3gan.R3GeneratorConfig, r3gan.R3Generator, r3gan.R3DiscriminatorConfig, r3gan.R3Discriminator, r3gan.RECIPE
+    ),
+    "dcgan": Architecture(
+        dcgan.DcganGeneratorConfig, dcgan.DcganGenerator, dcgan.DcganConfig, dcgan.DcganDiscriminator, dcgan.RECIPE
     ),
 }
 DEFAULT = "stylegan2"  # of checkpoints that were written before there was a choice

@@ -69,7 +69,7 @@ labels = torch.tensor([0, 2])
 torch.hub.set_dir("hub")  # as if fetched before: list and help know repositories on GitHub only
 os.mkdir("hub")
 os.symlink(REPO, "hub/someone_duet_main")
-assert torch.hub.list("someone/duet:main", trust_repo=True) == ["r3gan", "resnet_classifier", "stylegan2"]
+assert torch.hub.list("someone/duet:main", trust_repo=True) == ["dcgan", "r3gan", "resnet_classifier", "stylegan2"]
 assert "logits" in torch.hub.help("someone/duet:main", "resnet_classifier", trust_repo=True)
 assert torch.hub.load("someone/duet:main", "stylegan2", trust_repo=True, resolution=8).resolution == 8
 found = {{}}
@@ -133,8 +133,8 @@ def hub():
 
 def test_the_entry_points_and_nothing_else_are_listed_and_explained(monkeypatch):
     monkeypatch.setattr(torch.hub, "_get_cache_or_reload", lambda *_, **__: str(ROOT))  # instead of a download
-    assert torch.hub.list("someone/duet") == ["r3gan", "resnet_classifier", "stylegan2"]
-    for name in ("r3gan", "resnet_classifier", "stylegan2"):
+    assert torch.hub.list("someone/duet") == ["dcgan", "r3gan", "resnet_classifier", "stylegan2"]
+    for name in ("dcgan", "r3gan", "resnet_classifier", "stylegan2"):
         text = torch.hub.help("someone/duet", name)
         assert "->" in text
         assert "checkpoint" in text or "Arguments" in text
@@ -151,6 +151,7 @@ def test_a_new_network_has_the_sizes_asked_for_and_its_seeds_weights(hub):
     assert generator(torch.zeros(1, 8), torch.tensor([1])).shape == (1, 3, 16, 16)
     assert hub("stylegan2", **TINY).classes == 0
     assert hub("r3gan", resolution=8, channels=1, **R3)(torch.zeros(2, 4)).shape == (2, 1, 8, 8)
+    assert hub("dcgan", resolution=8, channels=1, width=2)(torch.zeros(2, 128)).shape == (2, 1, 8, 8)
     assert not generator.training
     assert torch.get_rng_state().equal(state)
 

@@ -18,11 +18,12 @@ from utils.seeding import forked
 TOLERANCE = 1e-9
 CLASSES = ["a", "b", "c"]
 KINDS = [  # see worker.TREES
-    *("gan", "gan-losses", "gan-apart", "gan-pairs", "gan-wasserstein", "gan-ada", "gan-r3gan", "gan-growing"),
+    *("gan", "gan-losses", "gan-apart", "gan-pairs", "gan-wasserstein", "gan-ada", "gan-r3gan"),
+    *("gan-dcgan", "gan-growing"),
 ]
 VARIANTS = {
     1: [f"{kind}:0" for kind in KINDS]
-    + ["gan:2", "gan-losses:2", "gan-wasserstein:2", "gan-r3gan:2", "gan-growing:2", "classifier:0"],
+    + ["gan:2", "gan-losses:2", "gan-wasserstein:2", "gan-r3gan:2", "gan-dcgan:2", "gan-growing:2", "classifier:0"],
     2: [f"{kind}:0" for kind in KINDS] + ["gan:2", "gan-losses:2", "classifier:0", "classifier-unsynced:0"],
     4: ["gan-losses:0", "gan-apart:0", "gan-growing:0", "classifier:0"],
 }

@@ -58,6 +58,14 @@ TREES: dict[str, dict[str, Any]] = {
         "generator": R3 | {"z_dim": 8},
         "discriminator": R3,
     },
+    "gan-dcgan": {key: GAN[key] for key in COMMON}
+    | {
+        "task": "gan",
+        "architecture": "dcgan",
+        "loss": {"r1_gamma": 1.0, "r1_interval": 2},
+        "generator": {"z_dim": 8, "width": 4},
+        "discriminator": {"width": 4},
+    },
     "gan-growing": GAN
     | {"progressive": {"start": 8, "fade_kimg": 0.032, "stable_kimg": 0.016, "batch_sizes": {8: 16}}, "loss": LOSSES},
     "classifier": COMMON

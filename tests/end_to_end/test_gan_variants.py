@@ -31,6 +31,14 @@ loss: {r1_gamma: 0.5, r2_gamma: 0.5, gamma_final: 0.05}
 ada: {mode: scheduled, p_final: 0.5, operations: {blit: 1, geometry: 1, colour: 0.5, cutout: 1}}
 ema: {ema_kimg: 1, ema_kimg_start: 0, ema_rampup: null}
 """,
+    "dcgan": """
+architecture: dcgan
+generator: {z_dim: 8, width: 4}
+discriminator: {width: 4}
+loss: {r1_gamma: 0.1, r1_interval: 2}
+ada: {mode: adaptive, p: 0.5, kimg: 0.1}
+micro_batch: 4
+""",
     "wasserstein": NETS
     + """
 loss: {objective: wasserstein, gradient_penalty_weight: 10, r1_gamma: 0.1, r1_interval: 2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.samples import Sampler
-from models.r3gan import R3Generator, R3GeneratorConfig
+from models.registry import architecture_of
 from models.restore import generator_from
 from models.stylegan2 import Generator, GeneratorConfig
 from tests.metrics.conftest import CLASSES, SIDE, TINY, classifier_run, make_run
@@ -14,6 +14,7 @@ from utils.checkpoint import load, resolve
 from utils.seeding import forked
 from utils.seeding import generator as keyed_generator
 
+DCGAN: dict[str, Any] = {"architecture": "dcgan", "sizes": {"z_dim": 4, "width": 2}}
 R3: dict[str, Any] = {"z_dim": 4, "width": 8, "cardinality": 2, "blocks": 1}
 
 
@@ -30,10 +31,12 @@ def styled(*, classes=3, channels=1, side=SIDE):
     return generator.eval().requires_grad_(False)
 
 
-def without_w(*, classes=3):
-    """An R3GAN generator."""
+def without_w(*, classes=3, architecture="r3gan", sizes=R3):
+    """A generator without styles."""
+    entry = architecture_of(architecture)
     with forked(0, "init", "r3"):
-        generator = R3Generator(R3GeneratorConfig(**R3), resolution=SIDE, channels=1, classes=classes)
+        config = entry.generator_config(**sizes)
+        generator = entry.generator(config, resolution=SIDE, channels=1, classes=classes)
     return generator.eval().requires_grad_(False)
 
 
@@ -58,12 +61,13 @@ def gan_run(folder, generator, *, architecture="stylegan2", sizes=TINY, resize_f
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """Run folders: grey with three classes, RGB without any, R3GAN, and a classifier."""
+    """Run folders: grey with three classes, RGB without any, R3GAN, DCGAN, and a classifier."""
     folder = tmp_path_factory.mktemp("runs")
     return {
         "grey": gan_run(folder / "grey", styled(), resize_filter="zero-pad"),
         "plain": gan_run(folder / "plain", styled(classes=0, channels=3)),
         "r3": gan_run(folder / "r3", without_w(), architecture="r3gan", sizes=R3),
+        "dcgan": gan_run(folder / "dcgan", without_w(**DCGAN), **DCGAN),
         "classifier": classifier_run(folder / "classifier"),
     }
 

@@ -27,7 +27,8 @@ def sample_images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def subjects(runs, sample_images, tmp_path_factory):
     """Networks by name; `growing` is at a smaller stage of its growth, half faded in."""
-    made = {name: generator_subject(load(resolve(runs[name])), batch_size=24) for name in ("grey", "plain", "r3")}
+    names = ("grey", "plain", "r3", "dcgan")
+    made = {name: generator_subject(load(resolve(runs[name])), batch_size=24) for name in names}
     grown = load(resolve(gan_run(tmp_path_factory.mktemp("runs") / "growing", styled(side=16))))
     made["growing"] = generator_subject(grown | {"stage": [8, 0.5]}, batch_size=24)
     with Dataset(sample_images) as reader:
@@ -56,9 +57,9 @@ def written(subjects, tmp_path_factory):
 
 # a program of StyleGAN2 takes seconds to make
 CASES = [
-    *(("safetensors", name) for name in ("classifier", "grey", "plain", "r3", "growing")),
-    *(("torch-export", name) for name in ("classifier", "plain", "r3", "growing")),
-    *(("onnx", name) for name in ("classifier", "grey", "r3")),
+    *(("safetensors", name) for name in ("classifier", "grey", "plain", "r3", "dcgan", "growing")),
+    *(("torch-export", name) for name in ("classifier", "plain", "r3", "dcgan", "growing")),
+    *(("onnx", name) for name in ("classifier", "grey", "r3", "dcgan")),
 ]
 
 

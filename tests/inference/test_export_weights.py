@@ -11,7 +11,7 @@ from utils.checkpoint import SCHEMA, load, resolve
 from utils.errors import UserError
 
 
-@pytest.mark.parametrize("name", ["grey", "plain", "r3", "classifier"])
+@pytest.mark.parametrize("name", ["grey", "plain", "r3", "dcgan", "classifier"])
 def test_a_network_comes_back_to_the_bit_from_the_file_alone(runs, tmp_path, name):
     checkpoint = load(resolve(runs[name]))
     write_weights(tmp_path / "x.safetensors", checkpoint)

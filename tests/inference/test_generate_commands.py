@@ -183,11 +183,12 @@ def test_a_image_is_brought_to_size_as_in_training(runs, tmp_path):
     assert (shown["pad"][0] == 0).all()
 
 
-def test_r3gan_does_what_needs_no_w(runs, tmp_path, capsys):
-    base = ["--checkpoint", runs["r3"], "--classes", "dark,light"]
+@pytest.mark.parametrize("name", ["r3", "dcgan"])
+def test_a_generator_without_w_does_what_needs_none(runs, tmp_path, capsys, name):
+    base = ["--checkpoint", runs[name], "--classes", "dark,light"]
     for command in ("grid", "interpolate", "dataset"):
-        name, options = QUICK[command]
-        assert call(command, *base, "--out", tmp_path / name, *options) == 0
+        file, options = QUICK[command]
+        assert call(command, *base, "--out", tmp_path / file, *options) == 0
     capsys.readouterr()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "p.png")
     for command, options in (

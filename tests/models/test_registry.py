@@ -6,9 +6,15 @@ from models.registry import ARCHITECTURES, DEFAULT, architecture_of
 from models.stylegan2 import Discriminator, Generator
 from utils.errors import UserError
 
+SMALL: dict[str, dict[str, int]] = {
+    "stylegan2": {"channel_base": 64, "channel_max": 4},
+    "r3gan": {"width": 8, "cardinality": 2},
+    "dcgan": {"width": 2},
+}
+
 
 def test_names():
-    assert set(ARCHITECTURES) == {"stylegan2", "r3gan"}
+    assert set(ARCHITECTURES) == {"stylegan2", "r3gan", "dcgan"}
     assert DEFAULT == "stylegan2"
     stylegan2, r3gan = architecture_of("stylegan2"), architecture_of("r3gan")
     assert (stylegan2.generator, stylegan2.discriminator) == (Generator, Discriminator)
@@ -45,8 +51,7 @@ def test_an_unknown_name_is_refused_with_the_near_one():
 def test_both_networks_can_be_traced_in_training(architecture, name):
     """TensorBoard's graph of a run is a trace of networks whose parameters train."""
     parts = ARCHITECTURES[architecture]
-    sizes = {"width": 8, "cardinality": 2} if architecture == "r3gan" else {"channel_base": 64, "channel_max": 4}
-    config = getattr(parts, f"{name}_config")(**sizes)
+    config = getattr(parts, f"{name}_config")(**SMALL[architecture])
     network = getattr(parts, name)(config, resolution=8, channels=1, classes=2)
     z = torch.zeros(4, network.z_dim) if name == "generator" else torch.zeros(4, 1, 8, 8)
     labels = torch.zeros(4, dtype=torch.int64)

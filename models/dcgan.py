@@ -1,0 +1,179 @@
+"""DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3): the discriminator's
+weights have spectral norm 1.
+
+Nothing looks at the batch, so that N ranks and micro-batches equal one process: where the papers' generators have
+BatchNorm, this one scales every pixel's channels to unit mean square (1710.10196, section 4.2), and the spectral norms
+move with the discriminator's updates instead of its forward passes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.gan import ImageDiscriminator, ImageGenerator, NoiseMode, one_hot, sizes_up_to
+from models.layers import normalize_second_moment
+from utils.errors import UserError
+
+SLOPE = 0.1  # of the discriminator's leaky ReLU
+FIRST_STEPS = 15  # of the power method, from a random vector; then one after each update
+
+_ADAM = {"lr": 2e-4, "betas": [0.5, 0.999]}
+RECIPE = {  # of a training, where it says nothing else
+    "loss": {"objective": "hinge", "r1_gamma": 0.0, "style_mixing": 0.0},
+    "generator_optimizer": _ADAM,
+    "discriminator_optimizer": _ADAM,
+}
+
+
+@dataclass(kw_only=True)
+class DcganConfig:
+    """Size of a network. Raises UserError for sizes below 1."""
+
+    group: ClassVar[int] = 1  # no statistic of the batch is looked at
+
+    width: int = 64  # channels at the full resolution; they double towards 4 px
+    width_max: int = 512
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.width_max) < 1:
+            raise UserError(f"width {self.width} and width_max {self.width_max} must be 1 or more")
+
+    def widths(self, resolution: int) -> list[int]:
+        """Channels from 4 px up to `resolution`. Raises UserError for one that is no power of two from 8."""
+        sizes = sizes_up_to(resolution)
+        return [min(self.width * resolution // size, self.width_max) for size in sizes]
+
+
+@dataclass(kw_only=True)
+class DcganGeneratorConfig(DcganConfig):
+    """Size of the generator."""
+
+    z_dim: int = 128  # latent dimensions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.z_dim < 1:
+            raise UserError(f"generator.z_dim {self.z_dim} must be 1 or more")
+
+
+class DcganGenerator(ImageGenerator):
+    """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
+
+    Conditional: the label's embedding, of z's size and variance, is appended to z. First and last layer run without
+    autocast.
+    """
+
+    def __init__(self, config: DcganGeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
+        super().__init__()
+        self.config, self.z_dim = config, config.z_dim
+        self.resolution, self.channels, self.classes = resolution, channels, classes
+        widths = config.widths(resolution)
+        self.embed = nn.Linear(classes, config.z_dim, bias=False) if classes else None
+        if self.embed is not None:
+            nn.init.normal_(self.embed.weight)
+        self.linear = nn.Linear(config.z_dim * (2 if classes else 1), 16 * widths[0])
+        self.blocks = nn.ModuleList(nn.ConvTranspose2d(a, b, 4, stride=2, padding=1) for a, b in pairwise(widths))
+        self.to_rgb = nn.Conv2d(widths[-1], channels, 3, padding=1)
+
+    def forward(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        noise: Sequence[Tensor] | NoiseMode = "none",  # whatever other generators take; this one takes none
+        truncation_psi: float = 1.0,
+        truncation_cutoff: int | None = None,
+    ) -> Tensor:
+        """Raises UserError for a `truncation_psi` other than 1."""
+        if truncation_psi != 1:
+            raise UserError(f"truncation_psi {truncation_psi}: DCGAN has no w to truncate; leave it at 1")
+        with torch.autocast(z.device.type, enabled=False):
+            x = z.to(self.linear.weight.dtype)
+            if self.embed is not None:
+                x = torch.cat([x, self.embed(one_hot(labels, self.classes, x.dtype))], dim=1)
+            x = self.linear(x).unflatten(1, (-1, 4, 4))
+        for block in self.blocks:
+            x = block(F.relu(normalize_second_moment(x)))
+        with torch.autocast(x.device.type, enabled=False):
+            x = F.relu(normalize_second_moment(x.to(self.to_rgb.weight.dtype)))
+            return self.to_rgb(x).tanh()
+
+
+class Spectral(nn.Module):
+    """A fully connected layer (size None) or a convolution whose weight W is divided by its spectral norm (1802.05957,
+    algorithm 1).
+
+    The norm is u^T W v, whose singular vectors `follow` the weight by a step of the power method; gradients see them as
+    constants. Forward passes leave them alone: all of a step's passes, penalties and players see one network.
+    """
+
+    u: Tensor
+    v: Tensor
+
+    def __init__(self, inputs: int, outputs: int, size: int | None = None, *, stride: int = 1) -> None:
+        super().__init__()
+        kernel = () if size is None else (size, size)
+        self.stride, self.padding = stride, (size or 1) // 2 - (stride - 1)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, *kernel))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+        nn.init.orthogonal_(self.weight)
+        self.register_buffer("u", torch.randn(outputs))
+        self.register_buffer("v", torch.empty(self.weight[0].numel()))
+        for _ in range(FIRST_STEPS):
+            self.follow()
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """One step of the power method."""
+        matrix = self.weight.flatten(1)
+        self.v.copy_(F.normalize(self.u @ matrix, dim=0))
+        self.u.copy_(F.normalize(matrix @ self.v, dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.weight / (self.u @ self.weight.flatten(1) @ self.v)
+        if weight.ndim == 2:
+            return F.linear(x, weight, self.bias)
+        return F.conv2d(x, weight, self.bias, stride=self.stride, padding=self.padding)
+
+
+class DcganDiscriminator(ImageDiscriminator):
+    """At each resolution a 3x3 convolution and one of 4x4 that halves the side; at 4 px a 3x3 one and the output.
+
+    Conditional: the features' first dimension, plus the product of the others with the label's embedding (1802.05637).
+    """
+
+    def __init__(self, config: DcganConfig, *, resolution: int, channels: int, classes: int) -> None:
+        super().__init__()
+        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        *widths, last = config.widths(resolution)[::-1]
+        layers: list[nn.Module] = []
+        for before, width in pairwise([channels, *widths]):
+            layers += [Spectral(before, width, 3), nn.LeakyReLU(SLOPE)]
+            layers += [Spectral(width, width, 4, stride=2), nn.LeakyReLU(SLOPE)]
+        self.layers = nn.Sequential(*layers, Spectral(widths[-1], last, 3), nn.LeakyReLU(SLOPE))
+        self.output = Spectral(16 * last, last + 1 if classes else 1)
+        self.embed = Spectral(classes, last) if classes else None
+
+    def hidden(self, images: Tensor) -> Tensor:
+        """The last hidden activations [N, 16 F], F the channels at 4 px, in the parameters' precision."""
+        if tuple(images.shape[1:]) != (self.channels, self.resolution, self.resolution):
+            raise ValueError(f"images {tuple(images.shape[1:])}, not {(self.channels, *[self.resolution] * 2)}")
+        return self.layers(images).flatten(1).to(self.output.bias.dtype)
+
+    def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
+        alone, others = features[:, 0], features[:, 1:]
+        if self.embed is None:
+            return alone
+        with torch.autocast(features.device.type, enabled=False):
+            return alone + (others * self.embed(one_hot(labels, self.classes, features.dtype))).sum(dim=1)
+
+    def after_update(self) -> None:
+        for layer in self.modules():
+            if isinstance(layer, Spectral):
+                layer.follow()

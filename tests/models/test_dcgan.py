@@ -1,0 +1,109 @@
+"""DCGAN with spectral norm: its layers' norms, what moves them, and its form."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.dcgan import DcganConfig, DcganDiscriminator, DcganGenerator, DcganGeneratorConfig, Spectral
+from training.gan.penalties import squared_gradient_norm
+from utils.errors import UserError
+from utils.seeding import forked
+
+SHAPE = {"resolution": 16, "channels": 1}
+
+
+def networks(classes=3, width=4):
+    with forked(0, "init", "dcgan"):
+        generator = DcganGenerator(DcganGeneratorConfig(z_dim=6, width=width), classes=classes, **SHAPE)
+        discriminator = DcganDiscriminator(DcganConfig(width=width), classes=classes, **SHAPE)
+    return generator.double(), discriminator.double()
+
+
+def spectral_norms(network):
+    layers = filter(is_spectral, network.modules())
+    return [float(torch.linalg.matrix_norm(one.weight.detach().flatten(1), 2)) for one in layers]
+
+
+def is_spectral(module):
+    return isinstance(module, Spectral)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_the_weight_is_divided_by_its_largest_singular_value(size):
+    with forked(0, "init", "spectral"):
+        layer = Spectral(5, 7, size).double()
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(layer.weight.shape))
+    for _ in range(300):
+        layer.follow()
+    sigma = torch.linalg.svdvals(layer.weight.detach().flatten(1))[0]
+    assert float(layer.u @ layer.weight.detach().flatten(1) @ layer.v) == pytest.approx(float(sigma), rel=1e-9)
+    x = torch.randn(2, 5, *([6, 6] if size else []), dtype=torch.float64)
+    weight = layer.weight.detach() / sigma
+    plain = torch.nn.functional.conv2d(x, weight, padding=1) if size else x @ weight.t()
+    torch.testing.assert_close(layer(x).detach(), plain)
+    layer(x).square().sum().backward()  # the norm is not a constant to the gradient: scaling W changes nothing
+    assert layer.weight.grad is not None
+    assert float((layer.weight.grad * layer.weight.detach()).sum()) == pytest.approx(0, abs=1e-9)
+
+
+def test_every_layer_starts_at_norm_one_and_follows_updates_not_passes():
+    discriminator = networks()[1]
+    assert spectral_norms(discriminator) == pytest.approx([1.0] * 7, abs=1e-5)
+    images, labels = torch.randn(2, 1, 16, 16, dtype=torch.float64), torch.tensor([0, 2])
+    before = {name: value.clone() for name, value in discriminator.state_dict().items()}
+    first = discriminator(images, labels)
+    assert discriminator(images, labels).equal(first)
+    assert all(value.equal(before[name]) for name, value in discriminator.state_dict().items())
+    with torch.no_grad():
+        for parameter in discriminator.parameters():
+            parameter.mul_(3).add_(torch.randn_like(parameter), alpha=0.05)
+    discriminator.after_update()
+    assert not any(
+        value.equal(before[name]) for name, value in discriminator.state_dict().items() if name.endswith((".u", ".v"))
+    )
+    for layer in filter(is_spectral, discriminator.modules()):
+        estimate = float((layer.u @ layer.weight.flatten(1) @ layer.v).detach())
+        assert estimate == pytest.approx(float(torch.linalg.matrix_norm(layer.weight.detach().flatten(1), 2)), rel=0.15)
+
+
+def test_the_slope_of_the_logits_is_bounded():
+    discriminator = networks(classes=0)[1]
+    images = torch.randn(8, 1, 16, 16, dtype=torch.float64, requires_grad=True)
+    slopes = squared_gradient_norm(discriminator(images), images).sqrt().detach()
+    # a kernel of norm 1 is a convolution of norm at most its side (1802.05957, section 2.1): 3 and, strided, 4 / 2
+    assert 0 < float(slopes.max()) <= 3.0**3 * 2.0**2
+
+
+@pytest.mark.parametrize("classes", [0, 3])
+def test_no_sample_depends_on_another(classes):
+    generator, discriminator = networks(classes)
+    z = torch.randn(4, 6, dtype=torch.float64)
+    labels: Any = torch.tensor([0, 1, 2, 1]) if classes else None
+    images = generator(z, labels)
+    assert images.shape == (4, 1, 16, 16)
+    assert float(images.detach().abs().max()) <= 1
+    logits = discriminator(images, labels)
+    assert logits.shape == (4,)
+    for index in range(4):
+        row = slice(index, index + 1)
+        alone = generator(z[row], None if labels is None else labels[row])
+        torch.testing.assert_close(alone, images[row])
+        torch.testing.assert_close(discriminator(alone, None if labels is None else labels[row]), logits[row])
+    if classes:
+        assert not generator(z, labels.flip(0)).allclose(images)
+        mixed = torch.nn.functional.one_hot(labels, 3).double()
+        torch.testing.assert_close(generator(z, mixed), images)
+
+
+def test_widths_double_towards_4_px():
+    assert DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
+    assert DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
+    for sizes in ({"width": 0}, {"width_max": 0}):
+        with pytest.raises(UserError, match="1 or more"):
+            DcganConfig(**sizes)
+    with pytest.raises(UserError, match="not a power of two"):
+        DcganConfig().widths(12)
+    with pytest.raises(UserError, match=r"truncation_psi 0\.5: DCGAN has no w"):
+        networks()[0](torch.zeros(1, 6), None, truncation_psi=0.5)
