@@ -1,11 +1,12 @@
 """DCGAN (Radford et al., 1511.06434) in the form of SNGAN (Miyato et al., 1802.05957, table 3): the discriminator's
-weights have spectral norm 1.
+weights have a fixed spectral norm.
 
 Nothing looks at the batch, so that N ranks and micro-batches equal one process: where the papers' generators have
 BatchNorm, this one scales every pixel's channels to unit mean square (1710.10196, section 4.2), and the spectral norms
 move with the discriminator's updates instead of its forward passes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from models.gan import ImageDiscriminator, ImageGenerator, NoiseMode, one_hot, sizes_up_to
 from models.layers import normalize_second_moment
 from utils.errors import UserError
+from utils.ranges import Checked, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
+GAIN = math.sqrt(2)  # of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly
 FIRST_STEPS = 15  # of the power method, from a random vector; then one after each update
 
 _ADAM = {"lr": 2e-4, "betas": [0.5, 0.999]}
@@ -31,17 +34,13 @@ RECIPE = {  # of a training, where it says nothing else
 
 
 @dataclass(kw_only=True)
-class DcganConfig:
-    """Size of a network. Raises UserError for sizes below 1."""
+class DcganConfig(Checked):
+    """Size of a network."""
 
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
-    width: int = 64  # channels at the full resolution; they double towards 4 px
-    width_max: int = 512
-
-    def __post_init__(self) -> None:
-        if min(self.width, self.width_max) < 1:
-            raise UserError(f"width {self.width} and width_max {self.width_max} must be 1 or more")
+    width: PositiveInt = 64  # channels at the full resolution; they double towards 4 px
+    width_max: PositiveInt = 512
 
     def widths(self, resolution: int) -> list[int]:
         """Channels from 4 px up to `resolution`. Raises UserError for one that is no power of two from 8."""
@@ -50,15 +49,15 @@ class DcganConfig:
 
 
 @dataclass(kw_only=True)
-class DcganGeneratorConfig(DcganConfig):
+class DcganGeneratorConfig(DcganConfig, section="generator"):
     """Size of the generator."""
 
-    z_dim: int = 128  # latent dimensions
+    z_dim: PositiveInt = 128  # latent dimensions
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.z_dim < 1:
-            raise UserError(f"generator.z_dim {self.z_dim} must be 1 or more")
+
+@dataclass(kw_only=True)
+class DcganDiscriminatorConfig(DcganConfig, section="discriminator"):
+    """Size of the discriminator."""
 
 
 class DcganGenerator(ImageGenerator):
@@ -106,7 +105,7 @@ class DcganGenerator(ImageGenerator):
 
 class Spectral(nn.Module):
     """A fully connected layer (size None) or a convolution whose weight W is divided by its spectral norm (1802.05957,
-    algorithm 1).
+    algorithm 1) and multiplied by `gain`.
 
     The norm is u^T W v, whose singular vectors `follow` the weight by a step of the power method; gradients see them as
     constants. Forward passes leave them alone: all of a step's passes, penalties and players see one network.
@@ -115,10 +114,12 @@ class Spectral(nn.Module):
     u: Tensor
     v: Tensor
 
-    def __init__(self, inputs: int, outputs: int, size: int | None = None, *, stride: int = 1) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, size: int | None = None, *, stride: int = 1, gain: float = 1.0
+    ) -> None:
         super().__init__()
         kernel = () if size is None else (size, size)
-        self.stride, self.padding = stride, (size or 1) // 2 - (stride - 1)
+        self.stride, self.padding, self.gain = stride, (size or 1) // 2 - (stride - 1), gain
         self.weight = nn.Parameter(torch.empty(outputs, inputs, *kernel))
         self.bias = nn.Parameter(torch.zeros(outputs))
         nn.init.orthogonal_(self.weight)
@@ -136,7 +137,7 @@ class Spectral(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            weight = self.weight / (self.u @ self.weight.flatten(1) @ self.v)
+            weight = self.weight * (self.gain / (self.u @ self.weight.flatten(1) @ self.v))
         if weight.ndim == 2:
             return F.linear(x, weight, self.bias)
         return F.conv2d(x, weight, self.bias, stride=self.stride, padding=self.padding)
@@ -148,15 +149,15 @@ class DcganDiscriminator(ImageDiscriminator):
     Conditional: the features' first dimension, plus the product of the others with the label's embedding (1802.05637).
     """
 
-    def __init__(self, config: DcganConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: DcganDiscriminatorConfig, *, resolution: int, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         *widths, last = config.widths(resolution)[::-1]
         layers: list[nn.Module] = []
         for before, width in pairwise([channels, *widths]):
-            layers += [Spectral(before, width, 3), nn.LeakyReLU(SLOPE)]
-            layers += [Spectral(width, width, 4, stride=2), nn.LeakyReLU(SLOPE)]
-        self.layers = nn.Sequential(*layers, Spectral(widths[-1], last, 3), nn.LeakyReLU(SLOPE))
+            layers += [Spectral(before, width, 3, gain=GAIN), nn.LeakyReLU(SLOPE)]
+            layers += [Spectral(width, width, 4, stride=2, gain=GAIN), nn.LeakyReLU(SLOPE)]
+        self.layers = nn.Sequential(*layers, Spectral(widths[-1], last, 3, gain=GAIN), nn.LeakyReLU(SLOPE))
         self.output = Spectral(16 * last, last + 1 if classes else 1)
         self.embed = Spectral(classes, last) if classes else None
 

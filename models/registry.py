@@ -28,7 +28,11 @@ ARCHITECTURES = {
         r3gan.R3GeneratorConfig, r3gan.R3Generator, r3gan.R3DiscriminatorConfig, r3gan.R3Discriminator, r3gan.RECIPE
     ),
     "dcgan": Architecture(
-        dcgan.DcganGeneratorConfig, dcgan.DcganGenerator, dcgan.DcganConfig, dcgan.DcganDiscriminator, dcgan.RECIPE
+        dcgan.DcganGeneratorConfig,
+        dcgan.DcganGenerator,
+        dcgan.DcganDiscriminatorConfig,
+        dcgan.DcganDiscriminator,
+        dcgan.RECIPE,
     ),
 }
 DEFAULT = "stylegan2"  # of checkpoints that were written before there was a choice
