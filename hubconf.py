@@ -109,8 +109,8 @@ _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None 
     noise="const")`: `noise` may be a list of maps of `model.noise_shapes()`, "const" or "none", and `model.mapping` and
     `model.synthesis` are its two halves. A run that was still growing gives its stage: `forward` only.
 
-    Arguments, result and errors as of `resnet_classifier` (`checkpoint`, ...); `classes` is 0 by default, unconditional,
-    and the other `sizes` are the keys of a config's `generator` section, e.g. `z_dim=128`.
+    Arguments (`checkpoint`, ...), result and errors as of `resnet_classifier`; `classes` is 0 by default, which is
+    unconditional, and the other `sizes` are the keys of a config's `generator` section, e.g. `z_dim=128`.
     """
 
 
