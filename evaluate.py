@@ -208,8 +208,8 @@ def named_extractors(options: argparse.Namespace) -> list[str]:
         names.append("resnet50")
     if not names:
         raise UserError(
-            "no feature extractor at hand; give --classifier RUN, or a ResNet-50 weights file with --weights, "
-            "or --extractor pixels for a rough look"
+            "no feature extractor is available; give --classifier RUN, or a ResNet-50 weights file with --weights, "
+            "or --extractor pixels for a rough figure"
         )
     return names
 

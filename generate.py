@@ -159,7 +159,7 @@ def run_project(options: argparse.Namespace) -> str:
     """An image's place in w and w+."""
     check_png(options.out)
     if options.save is not None and options.save.suffix.lower() != SAVED:
-        raise UserError(f"--save {options.save}: latents are kept in a {SAVED} file; let the name end so")
+        raise UserError(f"--save {options.save}: latents are kept in a {SAVED} file; its name must end so")
     config = ProjectionConfig(**chosen(options, ProjectionConfig))
     sampler, checkpoint, _ = open_sampler(options)
     lines = project(
@@ -195,7 +195,7 @@ def chosen(options: argparse.Namespace, config: type) -> dict[str, Any]:
 def check_png(path: Path) -> None:
     """Raise UserError unless the name is a PNG file's."""
     if path.suffix.lower() != ".png":
-        raise UserError(f"--out {path}: this is a PNG file; let the name end in .png")
+        raise UserError(f"--out {path}: this is a PNG file; its name must end in .png")
 
 
 def open_sampler(options: argparse.Namespace) -> tuple[Sampler, dict[str, Any], Path]:

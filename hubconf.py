@@ -140,7 +140,7 @@ def _generator(name: str) -> _typing.Any:
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:
     """What the checkpoint holds; with one, sizes are its own: raise UserError for any that were given."""
     if sizes:
-        raise _ours("utils.errors").UserError(f"{next(iter(sizes))}: the checkpoint has sizes of its own; leave it out")
+        raise _ours("utils.errors").UserError(f"{next(iter(sizes))}: the checkpoint sets it; leave it out")
     return _ours("inference.export.weights_file").open_checkpoint(checkpoint, which)[1]
 
 

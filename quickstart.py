@@ -1,6 +1,6 @@
 """The first minutes with Duet: pack the sample, train both models on this machine, evaluate them, write a report.
 
-Each step is one of Duet's own commands, printed before it runs. After an interruption the same command goes on.
+Each step is one of Duet's own commands, printed before it runs. After an interruption the same command resumes.
 """
 
 import json
@@ -58,7 +58,7 @@ class Quickstart:
                 continue
             code = self.timed(step)
             if code != 0:
-                told = f"error: {step.name} ended with exit code {code}; the same command goes on from here"
+                told = f"error: {step.name} ended with exit code {code}; the same command resumes from here"
                 print(told, file=sys.stderr)
                 return code
         self.finish()

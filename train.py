@@ -58,7 +58,7 @@ def check_names(overrides: Sequence[str], *, config: str | None) -> None:
     for name in names:
         if name in RESUME:
             raise UserError(
-                f"there is no {name.replace('_', '-')}: the same command goes on from the run folder's last checkpoint"
+                f"there is no {name.replace('_', '-')}: the same command resumes from the run folder's last checkpoint"
             )
         if config is None and (near := did_you_mean(name, ["--config"])):
             raise UserError(f"unknown option {name}{near}")

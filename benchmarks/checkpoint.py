@@ -1,7 +1,7 @@
 """What saving costs a training: the quickstart's GAN, a checkpoint every 500 steps, against the same without.
 
 `python benchmarks/checkpoint.py [--json] [--every N] [--repeats N]`. In one run, segments of some steps alternate:
-without a save, with one written by a thread, with one written before training goes on. A segment ends when its
+without a save, with one written by a thread, with one written before training continues. A segment ends when its
 checkpoint is on the disk, so what a save costs is by how much the segment is longer, however that came about. The cost
 ratio is the median of that over the time of `--every` steps. Checkpoints go to a folder of their own in `--folder`.
 """

@@ -246,7 +246,7 @@ class Dataset:
         if self.on_damage == "stop" or not new or len(self.damaged) + len(new) > allowed:
             raise error
         self.damaged |= dict.fromkeys(new, error.reason)
-        say(f"warning: {error}; skipped, the next whole record takes its place ({len(self.damaged)} so far)")
+        say(f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so far)")
 
     # --- life
 

@@ -68,11 +68,11 @@ class _Skipped:
         self.problems.append(problem)
         if self._stop:
             more = f" (and {known - 1} more)" if known > 1 else ""
-            raise UserError(f"{problem}{more}: put it right, or pass --on-error skip to leave it out")
+            raise UserError(f"{problem}{more}: fix it, or pass --on-error skip to leave it out")
         if max(known, len(self.problems)) > self.cap:
             raise UserError(
                 f"{self._source.name}: {max(known, len(self.problems)):,} images or folders cannot be used,"
-                f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: put them right or raise --max-skipped"
+                f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: fix them or raise --max-skipped"
             )
 
     def check_packed(self, histogram: np.ndarray, count: int) -> None:
@@ -95,7 +95,7 @@ def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
     if against is None:
         return
     if against.exists() and dest.exists() and against.samefile(dest):
-        raise UserError(f"--against {against} is the file that is to be written: name another one")
+        raise UserError(f"--against {against} is the file to be written: name another one")
     with LMDBReader(against) as reader:
         theirs = reader.classes
     if source.classes and theirs:  # unlabelled images contradict no classes

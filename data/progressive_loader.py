@@ -172,7 +172,7 @@ def level_of(reader: Dataset, resolution: int) -> Dataset:
         on_damage=reader.on_damage,
     )
     if level.meta.content_hash != reader.meta.content_hash:
-        raise UserError(f"{reader.path}: was changed while it is trained on; put it back, or use a new run folder")
+        raise UserError(f"{reader.path}: was changed during the training; put it back, or use a new run folder")
     if whole is not None:  # whole images serve every resolution
         level.cache = whole
     return level

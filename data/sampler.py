@@ -248,7 +248,7 @@ def _check_values(weights: np.ndarray, source: str, place: str, first: int = 0) 
         value = weights[bad[0]]
         raise UserError(f"{source}: {place} {bad[0] + first} is {value}; a weight is a finite number of at least 0")
     if not weights.any():
-        raise UserError(f"{source}: all weights are 0 and no image would be drawn; give some a weight above 0")
+        raise UserError(f"{source}: all weights are 0 so no image would be drawn; give some a weight above 0")
 
 
 def _expected_draws(weights: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
     if not Path(text).exists() and any(mark in text for mark in "*?["):
         found = sorted(glob.glob(text))
         if not found:
-            raise UserError(f"{text}: no file fits this pattern; check it")
+            raise UserError(f"{text}: no file matches this pattern; check it")
         return [Path(item) for item in found]
     return [Path(text)]
 

@@ -21,7 +21,7 @@ ENCODINGS = ("raw", "png", "jpeg")
 def check_dataset(out: Path, *, overwrite: bool) -> None:
     """Raise UserError unless a data set of this name can be written."""
     if out.suffix.lower() != ".lmdb":
-        raise UserError(f"--out {out}: a data set is one LMDB file; let the name end in .lmdb")
+        raise UserError(f"--out {out}: a data set is one LMDB file; its name must end in .lmdb")
     check_target(out, overwrite)
 
 

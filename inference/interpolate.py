@@ -33,7 +33,7 @@ class FilmConfig:
 
     def __post_init__(self) -> None:
         if self.keyframes is not None and self.keyframes < 2:
-            raise UserError(f"--n {self.keyframes}: a film goes from sample to sample; give 2 or more")
+            raise UserError(f"--n {self.keyframes}: a film needs at least two keyframes; give 2 or more")
         if self.frames < 1 or self.fps < 1 or (self.scale is not None and self.scale < 1):
             raise UserError("--frames, --fps and --scale must be 1 or more")
 

@@ -54,7 +54,7 @@ def project(
     """
     generator = with_styles(sampler.generator, "project")
     if features == "pixels" and config.pixel_weight == 0:
-        raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; give one of them up")
+        raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     network = build_features(features, weights, sampler.device)
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
     with exact_float32(sampler.device):

@@ -24,7 +24,7 @@ AddFrame = Callable[[np.ndarray], None]
 def check_film(path: Path, *, fps: int) -> None:
     """Raise UserError unless a film of this name and speed can be written here."""
     if path.suffix.lower() not in ENCODERS:
-        raise UserError(f"--out {path}: a film is an MP4 or a GIF; let the name end in .mp4 or .gif")
+        raise UserError(f"--out {path}: a film is an MP4 or a GIF; its name must end in .mp4 or .gif")
     if path.suffix.lower() == ".gif" and fps > FASTEST_GIF:
         raise UserError(f"--fps {fps}: a GIF shows at most {FASTEST_GIF} frames a second; write an .mp4 or go slower")
     if path.suffix.lower() == ".mp4":

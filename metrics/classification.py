@@ -38,7 +38,7 @@ class ClassificationCounts:
         if logits.shape != (len(labels), self.classes):
             raise ValueError(f"expected logits [{len(labels)}, {self.classes}], got {list(logits.shape)}")
         if not torch.isfinite(logits).all():
-            raise UserError("the classifier's outputs are not finite; take a checkpoint from before its training broke")
+            raise UserError("the classifier's outputs are not finite; take an earlier checkpoint")
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise UserError(f"a label of the data lies beyond the classifier's {self.classes} classes; give its data")
         probabilities = logits.softmax(1)

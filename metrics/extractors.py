@@ -102,7 +102,7 @@ class InceptionFeatures:
             network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
         except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), or not Inception's state dict
             raise UserError(
-                f"Inception's weights could not be had ({str(error).splitlines()[0]}); give torch-fidelity's "
+                f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); give torch-fidelity's "
                 "weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
             ) from error
         self._network = network.to(self.device)

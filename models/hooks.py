@@ -105,10 +105,10 @@ def output_gradient(model: nn.Module, name: str, inputs: Sequence[Any], objectiv
     finally:
         handle.remove()
     if not kept or not value.requires_grad:
-        raise UserError(f"layer {name!r} plays no part in this output; choose another layer")
+        raise UserError(f"layer {name!r} does not contribute to this output; choose another layer")
     (gradient,) = torch.autograd.grad(value, kept, allow_unused=True)
     if gradient is None:
-        raise UserError(f"layer {name!r} plays no part in this output; choose another layer")
+        raise UserError(f"layer {name!r} does not contribute to this output; choose another layer")
     return kept[0].detach(), gradient
 
 

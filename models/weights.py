@@ -52,7 +52,7 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
                 state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
                 return _plain_names(state), file.metadata() or {}
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is not a whole safetensors file ({error}); {remedy}") from error
+            raise UserError(f"{path} is not a complete safetensors file ({error}); {remedy}") from error
     try:
         # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
         # torchvision's own training writes one into its checkpoints
@@ -62,14 +62,14 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
         # torch's own message advises to read the file unsafely, so it is not passed on
         raise UserError(
-            f"{path} is damaged or no plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) "
+            f"{path} is damaged or not a plain state dict (names and tensors, as torch.save(model.state_dict(), FILE) "
             f"writes it); {remedy}"
         ) from error
     if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
         return _ours(path, content)
     found = _unwrapped(content)
     if found is None:
-        raise UserError(f"{path} is no plain state dict (name -> tensor); {remedy}")
+        raise UserError(f"{path} is not a plain state dict (name -> tensor); {remedy}")
     return _plain_names(found), {}
 
 
@@ -199,7 +199,7 @@ def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool,
         )
     given = about.get("normalise")
     if given in ("symmetric", "imagenet") and (given == "imagenet") != imagenet:
-        raise UserError(f"{path}: its network has seen images normalised {given}; set --model.normalise {given}")
+        raise UserError(f"{path}: its network was trained on images normalised {given}; set --model.normalise {given}")
 
 
 def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
@@ -221,7 +221,7 @@ def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
     cut = filters.shape[-1] - like.shape[-1]
     if cut > 0 and cut % 2:
         raise UserError(
-            f"model.stem: filters of {filters.shape[-1]}x{filters.shape[-1]} have no middle of {like.shape[-1]} px; "
+            f"model.stem: filters of {filters.shape[-1]}x{filters.shape[-1]} have no centre of {like.shape[-1]} px; "
             "set --model.stem imagenet, with --model.input-size for small images"
         )
     if cut > 0 and cut % 2 == 0:

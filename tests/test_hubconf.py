@@ -170,8 +170,8 @@ def test_an_r3gan_checkpoint_is_loaded_by_its_own_name(hub, runs):
         ("stylegan2", {"resolution": 12}, "resolution 12 is not a power of two"),
         ("stylegan2", {"checkpoint": "nowhere"}, "nowhere: no such run folder or checkpoint"),
         ("resnet_classifier", {"checkpoint": "no.safetensors"}, "no.safetensors: no such file"),
-        ("resnet_classifier", {"checkpoint": "x", "classes": 3}, "classes: the checkpoint has sizes of its own"),
-        ("stylegan2", {"checkpoint": "x", "z_dim": 3}, "z_dim: the checkpoint has sizes of its own"),
+        ("resnet_classifier", {"checkpoint": "x", "classes": 3}, "classes: the checkpoint sets it"),
+        ("stylegan2", {"checkpoint": "x", "z_dim": 3}, "z_dim: the checkpoint sets it"),
     ],
 )
 def test_bad_input_is_a_value_error_with_the_remedy(hub, name, options, message):

@@ -208,7 +208,7 @@ def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | No
         try:
             return path, load(path)
         except CorruptCheckpoint as error:
-            warn(f"warning: {error}; falling back to the one before")
+            warn(f"warning: {error}; falling back to the previous one")
     if paths:
         raise CorruptCheckpoint(
             f"{folder}: none of its {len(paths)} checkpoints can be read; start in another --run-dir"

@@ -1,5 +1,5 @@
 """How a checkpoint's bytes get to the disk: a copy of the state that training cannot change any more, a file that is
-hashed while it is written, and a thread that does it while training goes on.
+hashed while it is written, and a thread that does it while training continues.
 """
 
 import copy

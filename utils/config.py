@@ -117,7 +117,7 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
     tokens = normalise(overrides)
     for position, token in enumerate(tokens):
         if not token.startswith("--") and (position == 0 or not tokens[position - 1].startswith("--")):
-            raise UserError(f"command line: {token!r} belongs to no option; overrides are written --section.key value")
+            raise UserError(f"command line: {token!r} belongs to no option; write overrides as --section.key value")
     known = list(keys_of(config_class))
     _check_tree(tree, config_class, source, known)
     for name in (token[2:].partition("=")[0] for token in tokens if token.startswith("--")):

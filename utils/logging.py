@@ -34,7 +34,7 @@ def say(message: str) -> None:
 def say_refused(path: Path, error: Exception, without: str) -> None:
     """Warn that `path` cannot be written. `error`: an OSError, or what was raised from it."""
     reason = getattr(error.__cause__ or error, "strerror", None) or error
-    say(f"warning: {path}: cannot be written ({reason}); training goes on without {without}")
+    say(f"warning: {path}: cannot be written ({reason}); training continues without {without}")
 
 
 class Events:
@@ -176,7 +176,7 @@ class RunLog:
             self.refused(self._path, error, "its rows")
 
     def refused(self, path: Path, error: Exception, without: str) -> None:
-        """`say_refused`, once for each thing that training goes on `without`."""
+        """`say_refused`, once for each thing that training continues `without`."""
         if without not in self._refused:
             self._refused.add(without)
             say_refused(path, error, without)

@@ -65,7 +65,7 @@ class LMDBReader:
         self.meta = read_meta(self.path, self._handle.environment)
         if resolution not in (None, *self.meta.resolutions):
             held = ", ".join(map(str, self.meta.resolutions))
-            raise UserError(f"{self.path} holds no images of {resolution} px but of {held}: choose one of them")
+            raise UserError(f"{self.path} holds no images of {resolution} px, only of {held}: choose one of them")
         self.resolution: int = resolution or self.meta.resolutions[-1]
 
     @property

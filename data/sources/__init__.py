@@ -91,7 +91,7 @@ def _open_file(path: Path, split: str, size: int | None) -> Source:
         return ZipSource(path, split=split)
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
-    raise UserError(f"{path} is no source of images; give {KINDS}")
+    raise UserError(f"{path} is not a source of images; give {KINDS}")
 
 
 def _open_lmdb(path: Path, split: str, size: int | None) -> Source:

@@ -58,7 +58,7 @@ def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
 def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = None) -> ArraySource:
     """Images [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless given.
 
-    Raises UserError if a file is missing or damaged, or if they do not belong together.
+    Raises UserError if a file is missing or damaged, or if they do not match.
     """
     paths = find_idx(folder, split)
     if paths is None:
@@ -66,7 +66,7 @@ def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = 
         raise UserError(f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them")
     images, labels = read_idx(paths[0]), read_idx(paths[1])
     if images.ndim != 3 or labels.shape != images.shape[:1] or not len(images):
-        raise UserError(f"{paths[0]} has shape {images.shape}, {paths[1]} {labels.shape}: they do not belong together")
+        raise UserError(f"{paths[0]} has shape {images.shape}, {paths[1]} {labels.shape}: they do not match")
     if classes is None:
         classes = [str(label) for label in range(int(labels.max()) + 1)]
     if labels.max() >= len(classes):

@@ -52,7 +52,7 @@ def arrange(
         try:
             return _by_manifest(where, files, read(MANIFEST))
         except ImageError as error:
-            raise UserError(f"{where}: {MANIFEST} {error}; put it right") from None
+            raise UserError(f"{where}: {MANIFEST} {error}; fix it") from None
     images, ignored = _images(where, files)
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
     prefix = _enter(where, images, folders, split)

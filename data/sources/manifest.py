@@ -104,7 +104,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     except UnicodeDecodeError:
         raise UserError(f"{path}: a line from {line} on is not UTF-8; save it as UTF-8") from None
     except csv.Error as error:
-        raise UserError(f"{path} line {line} cannot be read ({error}); put it right") from None
+        raise UserError(f"{path} line {line} cannot be read ({error}); fix it") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
 
@@ -128,7 +128,7 @@ def _places(path: Path, names: list[str]) -> dict[str, int]:
     others = [name for name in names if name not in COLUMNS]
     for column in COLUMNS:
         if names.count(column) > 1:
-            raise UserError(f"{path} line 1: the column {column} stands there {names.count(column)} times; rename one")
+            raise UserError(f"{path} line 1: the column {column} appears {names.count(column)} times; rename one")
         hint = did_you_mean(column, others)
         if column not in names and (hint or column == "path"):
             found = ", ".join(names) or "none"

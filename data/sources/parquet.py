@@ -227,5 +227,5 @@ def _class_names(path: Path, schema: Any, column: str) -> list[str]:
     except (ValueError, AttributeError) as error:
         raise UserError(f"{path}: its metadata record huggingface is damaged ({error}); get it again") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise UserError(f"{path}: the names of the classes in its metadata are not different texts; get it again")
+        raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
     return names

@@ -49,7 +49,7 @@ class RemoteSource(ListedSource):
         except Exception as error:  # whatever the driver raises, see FINAL
             raise UserError(f"{self.url} cannot be listed ({_reason(error)}); check it and its credentials") from None
         if not found:
-            raise UserError(f"{self.url}: there is nothing; check the URL")
+            raise UserError(f"{self.url}: nothing is there; check the URL")
         if list(found) == [root] and found[root].get("type") != "directory":
             raise UserError(f"{self.url} is a single file: give the URL of a folder of images, or copy it here")
         files, folders = self._sort(found, root.rstrip("/") + "/" if root else "")

@@ -60,7 +60,7 @@ def timm_backbone(name: str) -> TimmBackbone:
     first, head, maps = about.get("first_conv"), about.get("classifier"), getattr(network, "feature_info", [{}])[-1]
     known = isinstance(first, str) and isinstance(head, str) and hasattr(network, "group_matcher")
     if not (known and isinstance(network.get_submodule(head), nn.Linear) and "module" in maps):
-        raise UserError(f"model {name}: timm does not say how it is cut, or it has no linear head; choose another")
+        raise UserError(f"model {name}: timm does not describe its stages, or it has no linear head; choose another")
     return TimmBackbone(
         names=(name,),
         stages={},

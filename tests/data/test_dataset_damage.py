@@ -101,7 +101,7 @@ def test_the_next_whole_record_takes_the_place(
         check_read(dataset, order, [0, 4, 6, 6, 11, 11, 6])  # 9 and 10 are neighbours, 13 is the last
     assert sorted(dataset.damaged) == [5, 9, 10, 13]
     lines = capsys.readouterr().err.splitlines()
-    assert all(line.startswith("warning: ") and "the next whole record takes its place" in line for line in lines)
+    assert all(line.startswith("warning: ") and "the next intact record replaces it" in line for line in lines)
     assert "(4 so far)" in lines[-1]
     named = sorted(line.partition("x.lmdb: ")[2].partition(" is damaged")[0] for line in lines)
     if encoding == "raw":  # those of a block together

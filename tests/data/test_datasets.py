@@ -48,7 +48,7 @@ def test_idx_files(tmp_path: Path, suffix: str) -> None:
 
 def test_wrong_idx_files(tmp_path: Path) -> None:
     write_idx(tmp_path, "train", IMAGES, LABELS[:5])
-    with pytest.raises(UserError, match="do not belong together"):
+    with pytest.raises(UserError, match="do not match"):
         open_source(str(tmp_path))
     with pytest.raises(UserError, match="lacks t10k"):
         open_source(str(tmp_path), split="test")

@@ -66,7 +66,7 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
     source = open_source(manifest(tmp_path, f"path,label\na.png,x\n{rows}\n"))
     assert len(source) == 1
     assert re.search(problem, str(source.problems[-1]))
-    with pytest.raises(UserError, match="put it right, or pass --on-error skip"):
+    with pytest.raises(UserError, match="fix it, or pass --on-error skip"):
         pack(source, tmp_path / "x.lmdb")
     assert pack(source, tmp_path / "x.lmdb", on_error="skip").meta.count == 1
 
@@ -78,7 +78,7 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
         ("path,label\n", "has no rows below its header"),
         ("paht,label\na.png,x\n", r"line 1: no column path .did you mean 'paht'"),
         ("path,lable\na.png,x\n", r"line 1: no column label .did you mean 'lable'"),
-        ("path,path\na.png,x\n", "column path stands there 2 times"),
+        ("path,path\na.png,x\n", "column path appears 2 times"),
         ("path,label\na.png,-1\nb.png,0\n", "line 2: label -1"),
         ("path,label\na.png,7\n", "labels go up to 7, but there are only 1"),
         ("path,label\na.png,x\na.png,y\n", "line 3: a.png has label y, in line 2 x"),

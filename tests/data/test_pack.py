@@ -226,7 +226,7 @@ def test_problems_of_the_listing_count_too(photos: Path) -> None:
         "--max-skipped",
         "2",
     )
-    refused(photos, r"photos/emu is a class folder without images \(it is empty\) \(and 1 more\): put it right")
+    refused(photos, r"photos/emu is a class folder without images \(it is empty\) \(and 1 more\): fix it")
 
 
 def test_nothing_left_after_skipping(photos: Path) -> None:
@@ -277,7 +277,7 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     save(tmp_path / "flat" / "a.png")
     assert packed(tmp_path / "flat", *against).classes == []
     refused(photos, "nowhere.lmdb: no such file", "--against", str(tmp_path / "nowhere.lmdb"))
-    with pytest.raises(UserError, match="is the file that is to be written"):
+    with pytest.raises(UserError, match="is the file to be written"):
         main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
     assert LMDBReader(tmp_path / "train.lmdb").classes == ["cat", "dog"]
 

@@ -214,7 +214,7 @@ class Refusing(Numbers):
         (Killed, UserError, "killed by SIGKILL, as the system does when memory runs out: pass fewer --workers, or"),
         (KilledSending, UserError, "killed by SIGKILL, as the system does when memory runs out: pass fewer"),
         (Left, UserError, "a worker process of packing ended with exit code 3: .*--workers 0"),
-        (Unreadable, UserError, "^record 20 is torn: put it right, or pass --on-error skip"),
+        (Unreadable, UserError, "^record 20 is torn: fix it, or pass --on-error skip"),
         (Faulty, RuntimeError, "(?s)Traceback.*ZeroDivisionError: a fault of ours"),
         (Refusing, UserError, "^the source is gone; look for it$"),
     ],

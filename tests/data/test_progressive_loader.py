@@ -367,7 +367,7 @@ def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> No
     for _ in range(3):
         next(loader)
     pack_arrays(path, sample_images(COUNT, side=SIDE, seed=5), smallest=8, overwrite=True)
-    with pytest.raises(UserError, match="was changed while it is trained on"):
+    with pytest.raises(UserError, match="was changed during the training"):
         next(loader)
 
 

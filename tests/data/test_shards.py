@@ -86,7 +86,7 @@ def test_shards_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_patterns_and_lists_without_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train-\*\.lmdb: no file fits this pattern"):
+    with pytest.raises(UserError, match=r"train-\*\.lmdb: no file matches this pattern"):
         Dataset(tmp_path / "train-*.lmdb")
     with pytest.raises(UserError, match="name at least one"):
         Dataset([])

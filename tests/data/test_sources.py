@@ -116,7 +116,7 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     (empty / "b.txt").write_text("text")
     with pytest.raises(UserError, match=r"holds no images \(only 2 \.txt\); supported are .*\.jpg"):
         open_source(str(empty))
-    with pytest.raises(UserError, match=r"a.txt is no source of images; give a folder, a .zip, .csv, .parquet"):
+    with pytest.raises(UserError, match=r"a.txt is not a source of images; give a folder, a .zip, .csv, .parquet"):
         open_source(str(empty / "a.txt"))
     for name in ("a.tar", "a.TAR.GZ", "a.7z", "a.rar"):
         (empty / name).write_bytes(b"archive")

@@ -67,7 +67,7 @@ def test_typo_on_the_command_line(recipe: Path, tmp_path: Path, capsys: pytest.C
         (["--debugg"], "did you mean '--debug'"),
         (["--step", "5"], "did you mean 'steps'"),
         (["--lr", "1"], "did you mean 'optimizer.lr'"),
-        (["--resume"], "there is no --resume: the same command goes on from the run folder's last checkpoint"),
+        (["--resume"], "there is no --resume: the same command resumes from the run folder's last checkpoint"),
         (["--resume-from=x"], "there is no --resume-from"),
     ],
 )

@@ -69,7 +69,7 @@ def test_to_another_data_set_resolution_and_classes(
 
     assert train_in_process(config, run, "--init-from", "nowhere", "--max-steps", "4") == 0  # it trains on
     lines = capsys.readouterr().err.splitlines()
-    assert f"--init-from nowhere is ignored: {run} goes on from its own checkpoint" in lines
+    assert f"--init-from nowhere is ignored: {run} resumes from its own checkpoint" in lines
     assert not any("init_from was" in line or "weights from" in line for line in lines)
     later = torch.load(run / "checkpoints" / "step-00000004.pt", weights_only=True)
     assert later["origin"] == saved["origin"]

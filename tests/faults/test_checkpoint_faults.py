@@ -120,7 +120,7 @@ def test_fault_10_disk_full(
     more = ["--checkpoint.keep", "1", "--checkpoint.on-disk-full", setting, "--log.every", "1"]
     outcome = refused([*recipe, *more], run)
     why = "File too large" if refused is refused_by_a_limit else "No space left on device"
-    assert f"warning: checkpoint of step 6 was not written ({why}); the one before is kept" in outcome.err
+    assert f"warning: checkpoint of step 6 was not written ({why}); the previous one is kept" in outcome.err
     assert {path: path.read_bytes() for path in newest_first(run / "checkpoints")} == before
     assert (checkpoints(run), last(run), strangers(run)) == ([4, 2], 4, [])
     rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -130,7 +130,7 @@ def test_fault_10_disk_full(
         assert (rows[-1], status(run)["state"]) == (8, "finished")
     else:
         assert outcome.code == 4
-        outcome.error("checkpoint of step 6 was not written", why, "make room, then the same command goes on")
+        outcome.error("checkpoint of step 6 was not written", why, "make room, then the same command resumes")
         assert (rows[-1] <= 8, status(run)["state"], status(run)["exit_code"]) == (True, "failed", 4)
     again = command(*recipe, *more).success()
     assert ("resumed at step 4 of 8" in again.err, checkpoints(run), strangers(run)) == (True, [8], [])
@@ -153,7 +153,7 @@ def test_fault_10_no_room_for_images_and_events(gan_recipe: list[str], run: Path
         run / "tensorboard" / "generator": "TensorBoard",
         run / "tensorboard" / "layers": "TensorBoard",
     }
-    why = "cannot be written (No space left on device); training goes on without"
+    why = "cannot be written (No space left on device); training continues without"
     warnings = [line for line in outcome.err.splitlines() if "warning" in line]
     assert warnings == [f"warning: {path}: {why} {what}" for path, what in refused.items()]
     assert (checkpoints(run), status(run)["state"]) == ([8, 6], "finished")
@@ -192,7 +192,8 @@ def check_falls_back(command: Command, recipe: list[str], run: Path, told: str) 
     assert sorted(path.name for path in run.parent.iterdir()) == ["recipe.yaml", "run"]
     again = command(*recipe, *QUIET, "--max-steps", "4").success()
     warnings = [line for line in again.err.splitlines() if line.startswith("warning: ")]
-    assert [line for line in warnings if str(damaged) in line and "falling back to the one before" in line] == warnings
+    fallback = "falling back to the previous one"
+    assert [line for line in warnings if str(damaged) in line and fallback in line] == warnings
     assert len(warnings) == 1
     assert "resumed at step 2 of 8" in again.err
     assert load(damaged)["step"] == 4  # written again

@@ -104,7 +104,7 @@ def test_fault_15_flipped_byte_stops_and_names_the_record(
     assert json.loads(outcome.out)["damaged"] == [DRAWN]
     if encoding == "jpeg":
         return
-    # the same command goes on once the file is whole
+    # the same command resumes once the file is whole
     command(*recipe, "--data.path", repacked(packed / "train.lmdb", tmp_path / "whole.lmdb", encoding)).success()
     assert status(tmp_path / "run") == ("finished", 0)
 
@@ -119,7 +119,7 @@ def test_fault_15_flipped_byte_is_skipped_and_counted(
     outcome = run(*recipe, "--data.path", path, *options).success()
     assert outcome.err.count("warning: ") == 1
     assert f"x.lmdb: record {DRAWN} is damaged" in outcome.err
-    assert "the next whole record takes its place (1 so far)" in outcome.err
+    assert "the next intact record replaces it (1 so far)" in outcome.err
     assert [row["damaged_records"] for row in rows(tmp_path / "run")] == [0, 1, 1]
     assert status(tmp_path / "run") == ("stopped", 0)
     options[options.index("--max-steps") + 1] = "4"  # it is not met again

@@ -100,7 +100,7 @@ def test_fault_04_a_killed_rank_ends_the_run(start: Start, run: Path, rank: int)
     """One line tells which; the others leave by themselves, the file of the run's state tells it too."""
     found = outcome(start("--procs", "2", fail_at=f"{rank}:6:kill"))
     assert found.code == 4
-    found.error(f"rank {rank} was ended by SIGKILL", "the same command goes on")
+    found.error(f"rank {rank} was ended by SIGKILL", "the same command resumes")
     assert found.err.strip().splitlines()[-1].startswith("error: ")
     told = status(run)
     assert (told["state"], told["exit_code"]) == ("failed", 4)
@@ -112,7 +112,7 @@ def test_fault_04_a_killed_rank_ends_the_run(start: Start, run: Path, rank: int)
 def test_fault_05_a_stopped_rank_is_named(start: Start, run: Path) -> None:
     process = start("--procs", "2", "--distributed.timeout", "5", fail_at="1:6:stop")
     found = outcome(process)
-    found.error("rank 1 is stopped", "the same command goes on")
+    found.error("rank 1 is stopped", "the same command resumes")
     assert found.code == 4
     assert "rank 1 is stopped" in status(run)["reason"]
 
@@ -128,7 +128,7 @@ def test_fault_05_rank_0_stopped(start: Start, run: Path) -> None:
 
 @pytest.mark.parametrize(("name", "processes"), [("SIGTERM", 2), ("SIGINT", 1), ("SIGUSR1", 2)])
 def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: str, processes: int) -> None:
-    """All ranks finish the same step and save once; nobody is left; the same command goes on."""
+    """All ranks finish the same step and save once; nobody is left; the same command resumes."""
     process = start("--procs", str(processes))
     until(lambda: saved(run), process)
     pids = [sign(run, rank)["pid"] for rank in range(processes)]
@@ -138,7 +138,7 @@ def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: st
     lines = [line for line in found.err.splitlines() if line.startswith("stopped: ")]
     assert len(lines) == 1
     assert name in lines[0]
-    assert "The same command goes on" in lines[0]
+    assert "The same command resumes" in lines[0]
     told = status(run)
     assert (told["state"], told["reason"], told["exit_code"], told["step"]) == ("stopped", name, 3, last(run))
     assert not any(alive(pid) for pid in pids)
@@ -202,7 +202,7 @@ def test_a_signal_before_the_first_step(start: Start, run: Path, processes: int)
     assert (done.code, saved(run)) == (3, False)
     (line,) = [line for line in done.err.splitlines() if line.startswith(("stopped", "error"))]
     assert line.startswith("stopped: SIGTERM")
-    assert line.endswith("nothing was lost, the same command goes on")
+    assert line.endswith("nothing was lost, the same command resumes")
 
 
 def test_a_killed_run_goes_on_by_its_own_config_before_its_first_checkpoint(start: Start, run: Path) -> None:

@@ -114,7 +114,7 @@ def test_fault_28_out_of_memory(
         "--micro-batch",
         "--precision bf16",
         "activation_checkpointing",
-        "the same command goes on from the last checkpoint",
+        "the same command resumes from the last checkpoint",
     )
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 4, 5)
@@ -141,7 +141,7 @@ def test_ranks_that_drift_apart_are_found(tmp_path: Path, packed: Path, fail_at:
     options = ["--procs", "2", "--distributed.check-every", "2", *SHORT]
     found = own_process("train.py", "--config", config, "--run-dir", tmp_path / "run", "--device", "cpu", *options)
     assert found.code == 4
-    found.error("do not hold the same numbers any more after step 4", "generator on rank 1")
+    found.error("no longer hold the same numbers after step 4", "generator on rank 1")
 
 
 def test_what_is_compared(tmp_path: Path) -> None:

@@ -149,12 +149,12 @@ def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
 
 
 def test_inceptions_weights_that_cannot_be_had_are_told(fake_library, tmp_path):
-    with pytest.raises(UserError, match=r"could not be had \(<urlopen error no network>\)"):
+    with pytest.raises(UserError, match=r"could not be downloaded \(<urlopen error no network>\)"):
         InceptionFeatures()
     with pytest.raises(UserError, match="no such file"):
         InceptionFeatures(tmp_path / "absent.pth")
     (tmp_path / "text.pth").write_text("not weights")
-    with pytest.raises(UserError, match="no plain state dict"):
+    with pytest.raises(UserError, match="not a plain state dict"):
         InceptionFeatures(tmp_path / "text.pth")
 
 

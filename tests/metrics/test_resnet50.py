@@ -111,7 +111,7 @@ def test_a_damaged_file_is_told(he_file, tmp_path, name):
 
 def test_a_file_of_other_things_is_told(tmp_path):
     torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(UserError, match="is no plain state dict"):
+    with pytest.raises(UserError, match="is not a plain state dict"):
         load_resnet50(tmp_path / "list.pth")
 
 

@@ -204,7 +204,7 @@ def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
 
 def test_patches_have_no_middle(tmp_path):
     torch.save(torchvision.models.convnext_tiny().state_dict(), tmp_path / "w.pth")
-    with pytest.raises(UserError, match=r"4x4 have no middle of 3 px; set --model\.stem imagenet"):
+    with pytest.raises(UserError, match=r"4x4 have no centre of 3 px; set --model\.stem imagenet"):
         load_pretrained(build("convnext_tiny", stem="small", weights=str(tmp_path / "w.pth")))
 
 
@@ -223,7 +223,7 @@ def test_patches_have_no_middle(tmp_path):
         ("timm:test_resnet", {"split": "auto"}, r"model\.split are not for timm:test_resnet: leave them out"),
         ("timm:test_resnet", {"activation_checkpointing": True}, r"model\.activation_checkpointing and"),
         ("timm:resnet5o", {}, r"timm has no such network \(did you mean 'resnet\w+'\?\)"),
-        ("timm:crossvit_tiny_240", {}, r"timm does not say how it is cut, or it has no linear head"),
+        ("timm:crossvit_tiny_240", {}, r"timm does not describe its stages, or it has no linear head"),
     ],
 )
 def test_refused(name, config, told):

@@ -136,7 +136,7 @@ class Trap:
 def test_nothing_in_a_file_is_run(donor, tmp_path):
     torch.save({"state_dict": donor.state_dict(), "args": Trap(tmp_path / "sprung")}, tmp_path / "trap.pth")
     with pytest.raises(
-        UserError, match=r"trap\.pth is damaged or no plain state dict .*give another with --model\.weights"
+        UserError, match=r"trap\.pth is damaged or not a plain state dict .*give another with --model\.weights"
     ):
         load_pretrained(build(tmp_path / "trap.pth"))
     assert not (tmp_path / "sprung").exists()
@@ -145,7 +145,7 @@ def test_nothing_in_a_file_is_run(donor, tmp_path):
 @pytest.mark.parametrize("content", [[1, 2], {}, {"epoch": 3}, {"state_dict": {"a": 1}}, torch.ones(2)])
 def test_files_of_other_things(content, tmp_path):
     torch.save(content, tmp_path / "x.pth")
-    with pytest.raises(UserError, match=r"x\.pth is no plain state dict"):
+    with pytest.raises(UserError, match=r"x\.pth is not a plain state dict"):
         read_state_dict(tmp_path / "x.pth")
 
 
@@ -183,7 +183,7 @@ def test_our_own_runs_give_their_average(tmp_path):
 
 def test_our_own_runs_must_have_seen_the_same_images(tmp_path):
     path, _ = own_checkpoint(tmp_path / "run")
-    with pytest.raises(UserError, match=r"has seen images normalised symmetric; set --model\.normalise symmetric"):
+    with pytest.raises(UserError, match=r"was trained on images normalised symmetric; set --model\.normalise"):
         loaded(path)
     path, _ = own_checkpoint(tmp_path / "other", normalise="auto", weights="x.pth")
     loaded(path)

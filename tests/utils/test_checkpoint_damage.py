@@ -102,7 +102,7 @@ def test_the_latest_falls_back_loudly(tmp_path, kind):
     assert (path, found["step"]) == (first, 5)
     assert len(warnings) == 1
     assert str(second) in warnings[0]
-    assert "falling back to the one before" in warnings[0]
+    assert "falling back to the previous one" in warnings[0]
     with pytest.raises(CorruptCheckpoint):
         load(second)  # named explicitly it is an error
 

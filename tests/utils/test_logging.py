@@ -79,7 +79,7 @@ def test_a_refused_row_costs_no_other(tmp_path, capsys):
     run_log.close()
     whole = [{"step": 1, "x": 1.0}, {"step": 3, "x": 3.0}, {"step": 5, "x": 5.0}]
     assert rows(tmp_path) == whole
-    warning = f"warning: {path}: cannot be written (File too large); training goes on without its rows"
+    warning = f"warning: {path}: cannot be written (File too large); training continues without its rows"
     assert [line for line in capsys.readouterr().err.splitlines() if "warning" in line] == [warning]
     log(tmp_path).open(5)
     assert rows(tmp_path) == whole
@@ -108,7 +108,7 @@ def check_told_once(folder, error):
     assert "Traceback" not in error
     (warning,) = [line for line in error.splitlines() if "warning" in line]
     assert warning.startswith(f"warning: {folder}: cannot be written (File ")
-    assert warning.endswith("); training goes on without TensorBoard")
+    assert warning.endswith("); training continues without TensorBoard")
 
 
 @pytest.mark.usefixtures("no_thread_left")

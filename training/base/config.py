@@ -59,7 +59,7 @@ class CheckpointConfig(Checked, section="checkpoint"):
     every: PositiveInt = 500  # steps
     keep: PositiveInt = 2  # newest checkpoints kept; the best one is kept besides
     keep_every: PositiveInt | None = None  # steps; checkpoints at its multiples are kept as long as this stands
-    asynchronous: bool = True  # written by a thread while training goes on; the files are the same
+    asynchronous: bool = True  # written by a thread while training continues; the files are the same
     on_disk_full: Literal["warn", "stop"] = "warn"  # stop: a checkpoint that cannot be written ends the run, exit 4
 
     def __post_init__(self) -> None:

@@ -140,7 +140,7 @@ def check_open_files(shards: int) -> None:
     if hard != unlimited and hard < needed:
         raise UserError(
             f"a process may open {hard} files here (ulimit -n), training needs {needed}; run `ulimit -n {needed}` or "
-            "more, or ask whoever runs the machine"
+            "more, or ask the administrator"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

@@ -94,7 +94,7 @@ class FineTuning:
             if not any(self.matches(part, name) for name in self.parameters):
                 near = did_you_mean(part, known) or did_you_mean(part, [plain(name) for name in self.parameters])
                 raise UserError(
-                    f"{key}: {part!r} is no stage and fits no parameter's name{near}; stages are {', '.join(known)}"
+                    f"{key}: {part!r} is neither a stage nor a parameter's name{near}; stages are {', '.join(known)}"
                 )
 
     def _begin(self, name: str, starts: Mapping[str, int]) -> int | None:

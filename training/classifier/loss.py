@@ -58,7 +58,7 @@ def class_weight_list(
         weights = _named(config.class_weights, classes)
     mean = sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(shares)
     if not mean > 0:
-        raise UserError("loss.class_weights: all classes that are seen have weight 0; give one of them more")
+        raise UserError("loss.class_weights: all classes in the data have weight 0; give one of them more")
     return [weight / mean for weight in weights]
 
 

@@ -74,8 +74,8 @@ class ClassifierConfig(RunConfig):
         super().__post_init__()
         if self.model.split != "off" and self.compile == "on":
             raise UserError(
-                "compile on does not go with model.split: a compiled network lies on one device; set compile auto or "
-                "off, or leave model.split out"
+                "compile on cannot be combined with model.split: a compiled network is on one device; set compile auto "
+                "or off, or leave model.split out"
             )
 
     @property

@@ -84,7 +84,7 @@ class CheckpointManager:
             written = self.saved_step == step
             told = "was written, but not all that follows" if written else "was not written"
             self._failure = f"checkpoint of step {step} {told} ({error.strerror})"
-            say(f"warning: {self._failure}" + ("" if written else "; the one before is kept, training goes on"))
+            say(f"warning: {self._failure}" + ("" if written else "; the previous one is kept, training continues"))
 
     def wait(self) -> None:
         """Return when everything that was saved is on the disk, or a warning has told why not."""
@@ -98,7 +98,7 @@ class CheckpointManager:
             return ""
         collectives.barrier()  # rank 0 may have waited for the disk
         reason = collectives.broadcast_object(self._failure)
-        return reason and f"{reason} and checkpoint.on_disk_full is stop; make room, then the same command goes on"
+        return reason and f"{reason} and checkpoint.on_disk_full is stop; make room, then the same command resumes"
 
     def restore(self, registry: Registry, *, up_to: int | None = None) -> checkpoints.Checkpoint | None:
         """Load the newest checkpoint of the run folder that can be read into the registry; returns the checkpoint, or
@@ -152,7 +152,7 @@ class CheckpointManager:
                 ((metric, value),) = best.items()
                 checkpoints.point(folder, "best", path, metric=metric, value=value)
         except OSError as error:  # the next checkpoint will say more
-            say(f"warning: {folder}: what points at the last checkpoint could not be renewed ({error.strerror})")
+            say(f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})")
 
     def _find_latest(self, up_to: int | None) -> str | None:
         if up_to is not None and not checkpoints.forget_after(self.folder.checkpoints, up_to):

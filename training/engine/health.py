@@ -58,7 +58,7 @@ def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) ->
     if different:
         told = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())
         raise TrainingHalted(
-            f"the processes do not hold the same numbers any more after step {step} ({told} differ from the others'); "
+            f"the processes no longer hold the same numbers after step {step} ({told} differ from the others'); "
             "a fault of memory, of the network or of this program: start again from the last checkpoint, without that "
             "machine if it happens again"
         )

@@ -305,7 +305,7 @@ class Loop:
         elif self.roll_backs >= self.config.spikes.limit:
             self._halt(
                 f"{told}, after {self.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip gradients, "
-                "or look at the data"
+                "or check the data"
             )
         else:
             self._pause(lambda: self._roll_back(spike, told))
@@ -408,7 +408,7 @@ class Loop:
         saved = collectives.broadcast_object(self.manager.saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)
         raise StoppedBySignal(
-            f"{name} at step {self.step}; saved at step {saved}. The same command goes on from there."
+            f"{name} at step {self.step}; saved at step {saved}. The same command resumes from there."
         )
 
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Transfer: a fresh run that starts from another run's weights (`--init-from FILE|RUN`).
 
 What fits by name and shape is taken, network by network, and the rest is listed. Optimizers, schedules, counters and
-augmentation are not taken. A resume goes on from its own checkpoint and takes nothing.
+augmentation are not taken. A resume resumes from its own checkpoint and takes nothing.
 """
 
 import re
@@ -96,7 +96,7 @@ def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, dict[str, A
     asked = config.init_from
     if checkpoints.newest_first(folder.checkpoints):
         if asked is not None:
-            say(f"--init-from {asked} is ignored: {folder.path} goes on from its own checkpoint")
+            say(f"--init-from {asked} is ignored: {folder.path} resumes from its own checkpoint")
         return (folder.saved_config() or {}).get("init_from"), None
     if asked is None:
         return None, None

@@ -53,7 +53,7 @@ class GanLossConfig(Checked, section="loss"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.game.paired and self.mismatch_weight:
-            raise UserError(f"loss.mismatch_weight: the {self.objective} objective knows pairs alone; set it to 0")
+            raise UserError(f"loss.mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
         if not self.game.bounded and not (self.gradient_penalty_weight and self.r1_interval):
             raise UserError(
                 f"loss.objective {self.objective} needs a bound of the discriminator's slope: set "

@@ -254,13 +254,12 @@ def _resolutions(start: int | None, full: int) -> list[int]:
         sides.append(2 * sides[-1])
     if sides[-1] != full:
         raise UserError(
-            f"progressive.start {start}: doubling does not lead to the images' {full} px; choose a start that does, "
+            f"progressive.start {start}: doubling it never gives the images' {full} px; choose a start that does, "
             "or another data.resolution"
         )
     if len(sides) == 1:
         raise UserError(
-            f"progressive.start {start}: the images have no more px than that, so nothing grows; lower it, or set it "
-            "to null"
+            f"progressive.start {start}: the images are not larger, so nothing grows; lower it, or set it to null"
         )
     return sides
 

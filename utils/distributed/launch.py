@@ -22,8 +22,8 @@ from utils.processes import die_with_parent
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
-REMEDY = "the same command goes on from the last checkpoint"
-SAME = "nothing was lost, the same command goes on"
+REMEDY = "the same command resumes from the last checkpoint"
+SAME = "nothing was lost, the same command resumes"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 

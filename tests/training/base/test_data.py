@@ -93,7 +93,7 @@ def test_missing_files_are_named(folder: Path) -> None:
         opened(config_of(folder, name="trian.lmdb"))
     with pytest.raises(UserError, match=r"tset\.lmdb: no such file.*did you mean 'test\.lmdb'"):
         opened(config_of(folder, val_path=str(folder / "tset.lmdb")))
-    with pytest.raises(UserError, match=r"shard-\*\.lmdb: no file fits"):
+    with pytest.raises(UserError, match=r"shard-\*\.lmdb: no file matches"):
         opened(config_of(folder, name="shard-*.lmdb"))
 
 

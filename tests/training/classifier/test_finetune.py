@@ -94,7 +94,7 @@ def test_parts(part, name, fits, network):
     [
         (
             {"freeze": ["layer5"]},
-            r"finetune\.freeze: 'layer5' is no stage and fits no .*\(did you mean 'layer\d'\?\); stages are stem",
+            r"finetune\.freeze: 'layer5' is neither a stage nor .*\(did you mean 'layer\d'\?\); stages are stem",
         ),
         ({"unfreeze": {"head": 0, "haed": 3}}, r"finetune\.unfreeze: 'haed' .*did you mean 'head'"),
         ({"stage_lr": {"fc.wieght": 0.1}}, r"finetune\.stage_lr: 'fc\.wieght' .*did you mean 'fc\.weight'"),

@@ -117,7 +117,7 @@ def test_named_weights_are_relative_and_their_mean_over_the_images_is_one():
     ("weights", "told"),
     [
         ({"shirts": 2.0}, r"no class 'shirts' in the data \(did you mean 'shirt'\?\)"),
-        ({"shirt": 0.0, "coat": 0.0}, "all classes that are seen have weight 0"),
+        ({"shirt": 0.0, "coat": 0.0}, "all classes in the data have weight 0"),
     ],
 )
 def test_weights_that_do_not_fit(weights, told):

@@ -245,7 +245,7 @@ def test_one_device_is_not_enough(
 def test_what_does_not_go_with_it() -> None:
     tree = {"task": "classifier", "data": {"path": "x.lmdb"}, "compile": "on"}
     build_run_config(tree | {"model": {"split": "off"}}, [], "recipe")
-    with pytest.raises(UserError, match="compile on does not go with"):
+    with pytest.raises(UserError, match="compile on cannot be combined with"):
         build_run_config(tree | {"model": {"split": "auto"}}, [], "recipe")
 
 

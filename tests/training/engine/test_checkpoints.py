@@ -233,10 +233,10 @@ def test_a_disk_that_refuses(tmp_path, monkeypatch, capsys, asynchronous, settin
         save(manager, 2)
         manager.wait()
     told = capsys.readouterr().err
-    assert "checkpoint of step 2 was not written (No space left on device); the one before is kept" in told
+    assert "checkpoint of step 2 was not written (No space left on device); the previous one is kept" in told
     assert (steps(manager), manager.saved_step, pointed(manager)) == ([1], 1, 1)
     reason = manager.failure()
-    assert reason == "" if setting == "warn" else "make room, then the same command goes on" in reason
+    assert reason == "" if setting == "warn" else "make room, then the same command resumes" in reason
     save(manager, 2)  # there is room again: the last step of a run is tried once more
     manager.wait()
     assert (steps(manager), manager.saved_step) == ([2, 1], 2)

@@ -66,7 +66,7 @@ def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys)
     layers.close()
     folder = tmp_path / "tensorboard" / "layers"
     assert capsys.readouterr().err == (
-        f"warning: {folder}: cannot be written (File too large); training goes on without TensorBoard\n"
+        f"warning: {folder}: cannot be written (File too large); training continues without TensorBoard\n"
     )
     assert len(list(folder.iterdir())) == 1
 

@@ -331,7 +331,7 @@ def test_a_resume_keeps_what_the_run_began_with(tmp_path, capsys, at_the_start):
     assert find_donor(config, folder) is None
     assert config.init_from == at_the_start
     lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"--init-from nowhere is ignored: {folder.path} goes on from its own checkpoint"]
+    assert lines == [f"--init-from nowhere is ignored: {folder.path} resumes from its own checkpoint"]
     config = GanConfig()
     assert find_donor(config, folder) is None
     assert config.init_from == at_the_start

@@ -220,9 +220,9 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "resolution", "message"),
     [
-        ({}, 8, r"progressive\.start 8: the images have no more px than that"),
-        ({}, 4, r"progressive\.start 8: doubling does not lead to the images' 4 px"),
-        ({}, 48, r"doubling does not lead to the images' 48 px; choose a start that does"),
+        ({}, 8, r"progressive\.start 8: the images are not larger"),
+        ({}, 4, r"progressive\.start 8: doubling it never gives the images' 4 px"),
+        ({}, 48, r"doubling it never gives the images' 48 px; choose a start that does"),
         (
             {"batch_sizes": {64: 4}},
             32,
