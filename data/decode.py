@@ -59,7 +59,10 @@ def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray
         return _decode_jpeg(payload, channels)
     if codec == CODEC_PNG:
         return _decode_png(payload, channels)
-    return decode_by_rules(payload, channels)
+    try:
+        return decode_by_rules(payload, channels)
+    except (OSError, SyntaxError) as error:
+        raise ImageError(f"cannot be decoded ({error})") from None
 
 
 def decode_crop(

@@ -40,7 +40,7 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
             warnings.simplefilter("ignore", UserWarning)  # Pillow's remarks about odd EXIF data
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             _check_chunks(content)
-            return decode(content, channels)
+            return decode_by_rules(content, channels)
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
@@ -53,7 +53,7 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
         raise ImageError(f"is truncated or damaged ({error})") from None
 
 
-def decode(content: bytes | memoryview, channels: int) -> np.ndarray:
+def decode_by_rules(content: bytes | memoryview, channels: int) -> np.ndarray:
     """Decode a file: uint8 [H, W, channels]. Raises ImageError for what is refused, else whatever Pillow raises."""
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         frames = getattr(image, "n_frames", 1)
@@ -165,20 +165,9 @@ def encode(pixels: np.ndarray, encoding: str) -> bytes:
     return content.tobytes()
 
 
-def decode_by_rules(payload: bytes | memoryview, channels: int) -> np.ndarray:
-    """Decode a file that was kept as it came, by the rules it was packed by: uint8 [H, W, channels].
-
-    Raises ImageError if that fails.
-    """
-    try:
-        return decode(payload, channels)
-    except (OSError, SyntaxError) as error:
-        raise ImageError(f"cannot be decoded: {error}") from None
-
-
 def plain_codec(content: bytes, channels: int) -> int:
-    """The decoder that reads this file as `decode` does: CODEC_JPEG or CODEC_PNG where no rule applies to it (8 bits,
-    no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
+    """The decoder that reads this file as `decode_by_rules` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
+    (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         if image.mode not in ("L", "RGB") or (image.mode == "RGB" and channels == 1):

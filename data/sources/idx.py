@@ -1,11 +1,10 @@
-"""Idx files (MNIST's format): read, write, and as a source.
+"""Idx files (MNIST's format): read, and as a source.
 
 A file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian 32-bit number,
 then the values in C order.
 """
 
 import gzip
-import io
 import math
 import struct
 import zlib
@@ -33,15 +32,6 @@ def read_idx(path: Path) -> np.ndarray:
     if not shape or len(content) != start + math.prod(shape):
         raise UserError(f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it again")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-
-
-def idx_gz(array: np.ndarray) -> bytes:
-    """A uint8 array as a gzipped idx file; the same array gives the same bytes (no name, no time)."""
-    head = b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-    buffer = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=buffer, mtime=0) as file:
-        file.write(head + np.ascontiguousarray(array, np.uint8).tobytes())
-    return buffer.getvalue()
 
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:

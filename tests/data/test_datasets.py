@@ -19,7 +19,8 @@ from data.lmdb.reader import LMDBReader
 from data.pack import pack
 from data.sources import cifar10, fashion_mnist, open_source
 from data.sources.download import cache_folder
-from data.sources.idx import find_idx, idx_gz, read_idx
+from data.sources.idx import find_idx, read_idx
+from tests.data.make_sample import idx_gz
 from utils.errors import UserError
 
 

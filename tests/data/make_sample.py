@@ -1,9 +1,12 @@
 """Make data/sample/ from the full Fashion-MNIST: the first images of every class, in the order of the full set.
 
-`python -m data.make_sample [--root DIR] [--out DIR]` writes the four idx files bit for bit as they are in the
+`python -m tests.data.make_sample [--root DIR] [--out DIR]` writes the four idx files bit for bit as they are in the
 repository (with zlib's own deflate; another implementation may compress the same content to other bytes).
 """
 
+import gzip
+import io
+import struct
 import sys
 from pathlib import Path
 
@@ -11,11 +14,20 @@ import numpy as np
 
 from data.sources.base import ArraySource
 from data.sources.fashion_mnist import SAMPLE, open_fashion_mnist
-from data.sources.idx import PREFIX, idx_gz
+from data.sources.idx import PREFIX
 from utils.cli import Parser
 from utils.errors import run_cli
 
 PER_CLASS = {"train": 1000, "test": 200}
+
+
+def idx_gz(array: np.ndarray) -> bytes:
+    """A uint8 array as a gzipped idx file; the same array gives the same bytes (no name, no time)."""
+    head = b"\0\0\x08" + bytes([array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", compresslevel=9, fileobj=buffer, mtime=0) as file:
+        file.write(head + np.ascontiguousarray(array, np.uint8).tobytes())
+    return buffer.getvalue()
 
 
 def choose(labels: np.ndarray, per_class: int) -> np.ndarray:
@@ -36,7 +48,7 @@ def sample_files(root: Path | None) -> dict[str, bytes]:
 
 def main(argv: list[str]) -> None:
     """The command line."""
-    parser = Parser(prog="python -m data.make_sample", description="Make data/sample/ from the full Fashion-MNIST.")
+    parser = Parser(prog="python -m tests.data.make_sample", description="Make data/sample/ from the full set.")
     parser.add_argument("--root", type=Path, help="folder of the four idx files of the full set")
     parser.add_argument("--out", type=Path, default=SAMPLE, help="folder to write to")
     args = parser.parse_args(argv)
