@@ -150,15 +150,10 @@ def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
 def encode(pixels: np.ndarray, encoding: str) -> bytes:
     """A "png" (lossless) or "jpeg" (quality JPEG_QUALITY, 4:4:4) file of an image uint8 [H, W, 1 or 3]."""
     ordered = np.ascontiguousarray(pixels[:, :, ::-1]) if pixels.shape[2] == 3 else pixels
-    options = {
-        "png": [cv2.IMWRITE_PNG_COMPRESSION, 6],
-        "jpeg": [
-            cv2.IMWRITE_JPEG_QUALITY,
-            JPEG_QUALITY,
-            cv2.IMWRITE_JPEG_SAMPLING_FACTOR,
-            cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
-        ],
-    }[encoding]
+    options = [cv2.IMWRITE_PNG_COMPRESSION, 6]
+    if encoding == "jpeg":
+        sampling = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444]
+        options = [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY, *sampling]
     done, content = cv2.imencode(".jpg" if encoding == "jpeg" else ".png", ordered, options)
     if not done:
         raise ImageError(f"cannot be encoded as {encoding}")

@@ -36,17 +36,7 @@ BINS = 31  # strengths of an operation
 
 def _strengths() -> np.ndarray:
     """Table 1 of the paper, column "wide", as torchvision has it: float64 [kinds, BINS]."""
-    rising = {
-        "shear_x": 0.99,
-        "shear_y": 0.99,
-        "translate_x": 32.0,
-        "translate_y": 32.0,
-        "rotate": 135.0,
-        "brightness": 0.99,
-        "color": 0.99,
-        "contrast": 0.99,
-        "sharpness": 0.99,
-    }
+    rising = dict.fromkeys(SIGNED, 0.99) | {"translate_x": 32.0, "translate_y": 32.0, "rotate": 135.0}
     table = torch.zeros(len(KINDS), BINS)
     for row, kind in enumerate(KINDS):
         if kind in rising:

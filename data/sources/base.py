@@ -49,8 +49,8 @@ class Source(ABC):
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.labels())
 
     @abstractmethod
     def item(self, index: int) -> Item:
@@ -58,7 +58,7 @@ class Source(ABC):
 
     @abstractmethod
     def labels(self) -> np.ndarray:
-        """int64 [len]; zeros if the source is unlabelled."""
+        """A label for each image, int64 [n]; zeros if the source is unlabelled."""
 
     def item_name(self, index: int) -> str:
         """Name of an image, also where it cannot be read."""
@@ -108,9 +108,6 @@ class ArraySource(Source):
     ) -> None:
         super().__init__(name, list(classes), images.shape[1:3], images.shape[3])
         self.images, self._labels = images, labels.astype(np.int64)
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def item(self, index: int) -> Item:
         return Item(self.item_name(index), int(self._labels[index]), self.images[index])

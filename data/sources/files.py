@@ -20,7 +20,6 @@ MAX_MEMBER = 1 << 30  # bytes of one unpacked zip member
 # A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
 # LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-PIECE = 1 << 16  # bytes unpacked at a time
 UNPACKING_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, RuntimeError)
 
 
@@ -30,9 +29,6 @@ class ListedSource(Source):
     def __init__(self, name: str, listing: Listing) -> None:
         super().__init__(name, listing.classes, problems=listing.problems, ignored=listing.ignored)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
     def item(self, index: int) -> Item:
         return Item(self.item_name(index), int(self._labels[index]), self.read(self.names[index]))
@@ -157,11 +153,8 @@ def _open_zip(path: Path) -> zipfile.ZipFile:
 
 def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
     """A member's bytes, at most as many as it declares; the checksum is compared at their end."""
-    pieces = []
     with archive.open(member) as file:
-        while piece := file.read(PIECE):
-            pieces.append(piece)
-    content = b"".join(pieces)
+        content = file.read(member.file_size + 1)
     if len(content) != member.file_size:
         raise ImageError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
     return content

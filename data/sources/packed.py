@@ -49,9 +49,6 @@ class PackedSource(Source):
         side = reader.resolution
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
 
-    def __len__(self) -> int:
-        return len(self.reader)
-
     def item(self, index: int) -> Item:
         try:
             pixels, label = self.reader.image(index)

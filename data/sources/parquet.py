@@ -67,9 +67,6 @@ class ParquetSource(Source):
         self._labels = labels[self._rows]
         self._reader = PerProcess(functools.partial(CellReader, self.shards, image))
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def item(self, index: int) -> Item:
         shard, row = self._place(int(self._rows[index]))
         value = self._reader.get().cell(shard, row)

@@ -48,13 +48,11 @@ class RosinalitySource(Source):
                 found, length = resolutions(transaction), transaction.get(LENGTH_KEY)
         except lmdb.Error as error:
             raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
-        self._count = _count(path, length, environment.stat()["entries"])
+        count = _count(path, length, environment.stat()["entries"])
         if not found:
             raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
+        self._labels = np.zeros(count, np.int64)
         self.resolution = size if size is not None and size in found else found[-1]
-
-    def __len__(self) -> int:
-        return self._count
 
     def item(self, index: int) -> Item:
         try:
@@ -70,7 +68,7 @@ class RosinalitySource(Source):
         return f"{self.path}: record {self._key(index)}"
 
     def labels(self) -> np.ndarray:
-        return np.zeros(self._count, np.int64)
+        return self._labels
 
     def _key(self, index: int) -> str:
         return f"{self.resolution}-{index:05d}"
