@@ -1,6 +1,6 @@
 """Checkpoints: one file a step, written atomically with a checksum beside it, loaded with restricted unpickling.
 
-Folder: `step-00001234.pt`, `step-00001234.pt.sha256`, `last.json`, `best.json`. The format is described in
+Folder: for each step a file (`file_name`) and its `.sha256`, `last.json`, `best.json`. The format is described in
 docs/checkpoints.md. Everything in a checkpoint is a tensor, number, string, list or dict.
 """
 
@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import zipfile
 from collections.abc import Container
 from pathlib import Path
@@ -25,10 +24,29 @@ from utils.errors import UserError
 from utils.files import replace_file, sync_folder
 
 SCHEMA = 1
-NAME = re.compile(r"step-(\d{8,})\.pt$")
+BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
 Checkpoint = dict[str, Any]
+
+
+def file_name(step: int) -> str:
+    """The name of a step's checkpoint; nothing else knows what it looks like, but `find_step`, which reads it."""
+    return f"{BEFORE}{step:08d}{AFTER}"
+
+
+def find_step(name: str) -> int | None:
+    """The step of a checkpoint's file name, None for another name."""
+    digits = name.removeprefix(BEFORE).removesuffix(AFTER)
+    return int(digits) if digits.isdecimal() and file_name(int(digits)) == name else None
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint."""
+    step = find_step(path.name)
+    if step is None:
+        raise ValueError(f"{path.name} is not a checkpoint's name")
+    return step
 
 
 class CorruptCheckpoint(UserError):
@@ -42,15 +60,14 @@ def file_sha256(path: Path) -> str:
 
 
 def save(folder: Path, checkpoint: Checkpoint | Snapshot) -> Path:
-    """Write `checkpoint` as `folder/step-XXXXXXXX.pt`: temporary file, flush, fsync, rename, checksum, fsync of the
-    folder.
+    """Write `checkpoint` into `folder`: temporary file, flush, fsync, rename, checksum, fsync of the folder.
 
     A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
     (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
     """
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"step-{taken.step:08d}.pt"
+    path = folder / file_name(taken.step)
     temporary = folder / f".{path.name}.tmp"
     try:
         inject.kill_at("kill-before-write", taken.step, rank=collectives.rank())
@@ -85,22 +102,14 @@ def pointer(folder: Path, which: str) -> dict[str, Any] | None:
     """What `point` wrote, or None when there is none or it cannot be read."""
     try:
         entry = json.loads((folder / f"{which}.json").read_text())
-        return entry if isinstance(entry, dict) and NAME.fullmatch(str(entry.get("file"))) else None
+        return entry if isinstance(entry, dict) and find_step(str(entry.get("file"))) is not None else None
     except (OSError, ValueError):
         return None
 
 
-def step_of(path: Path) -> int:
-    """The step in a checkpoint's file name."""
-    match = NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path.name} is not a checkpoint's name")
-    return int(match[1])
-
-
 def newest_first(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, newest first."""
-    return sorted((p for p in folder.glob("step-*.pt") if NAME.fullmatch(p.name)), key=step_of, reverse=True)
+    return sorted((p for p in folder.glob("*") if find_step(p.name) is not None), key=step_of, reverse=True)
 
 
 def rotate(
@@ -124,8 +133,9 @@ def rotate(
 
 def sweep(folder: Path) -> None:
     """Delete what killed writes have left: temporary files, and checksums of files that are not there."""
-    for leftover in [*folder.glob(".*.tmp"), *folder.glob("step-*.pt.sha256")]:
-        if leftover.suffix == ".tmp" or not leftover.with_suffix("").exists():
+    for leftover in [*folder.glob(".*.tmp"), *folder.glob("*.sha256")]:
+        checkpoint = leftover.with_suffix("")
+        if leftover.suffix == ".tmp" or (find_step(checkpoint.name) is not None and not checkpoint.exists()):
             leftover.unlink(missing_ok=True)
 
 
@@ -238,5 +248,5 @@ def resolve(run_or_file: str | Path, which: str = "last") -> Path:
         raise UserError(f"{folder}: has no best.json (no evaluation has run yet); use --which last")
     paths = newest_first(folder)
     if not paths:
-        raise UserError(f"{path}: holds no checkpoints/step-*.pt; name a run folder of train.py or a checkpoint file")
+        raise UserError(f"{path}: holds no checkpoint; name a run folder of train.py or a checkpoint file")
     return paths[0]

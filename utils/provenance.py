@@ -1,9 +1,10 @@
-"""Where a result comes from: versions, hardware and commit, as text for reports and summaries."""
+"""Where a result comes from: versions, hardware and commit."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -18,10 +19,31 @@ def environment() -> dict[str, str]:
     found |= {"platform": platform.platform(), "processor": _processor(), "cores": str(os.cpu_count())}
     if torch.cuda.is_available():
         found["accelerator"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    commit = _git("rev-parse", "--short=12", "HEAD")
-    if commit:
-        found["commit"] = commit + (" with local changes" if _git("status", "--porcelain") else "")
-    return found
+    git = commit(ROOT)
+    return found | ({"commit": git.replace("-dirty", " with local changes")} if git else {})
+
+
+def versions() -> dict[str, str | None]:
+    """What the numbers of a run may depend on, for its checkpoints."""
+    import torchvision  # here: the version with its build, as torch's, but the report needs no torchvision
+
+    packages = {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
+    return {"python": platform.python_version(), **packages, "git": commit(ROOT)}
+
+
+@cache
+def commit(checkout: Path) -> str | None:
+    """The commit of a checkout, "-dirty" behind it where tracked files differ from it: `0123456789ab-dirty`. None
+    without git or where `checkout` is none; never waits for long.
+    """
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set in git's hooks
+    clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}  # none of a folder above
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip() or None
 
 
 def _processor() -> str:
@@ -29,12 +51,3 @@ def _processor() -> str:
     lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _git(*arguments: str) -> str:
-    """The output of a git command on this checkout; empty where there is no git or no repository."""
-    try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

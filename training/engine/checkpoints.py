@@ -1,15 +1,8 @@
 """Writing a run's checkpoints and taking the newest again. What a checkpoint holds is the loop's business."""
 
-import os
-import platform
-import subprocess
-from functools import cache
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
-
-import torch
-import torchvision
 
 from data.loader import InfiniteLoader
 from data.progressive_loader import ProgressiveLoader
@@ -20,10 +13,10 @@ from utils.config import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
+from utils.provenance import versions
 from utils.run_folder import RunFolder
 
 Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class CheckpointManager:
@@ -159,28 +152,3 @@ class CheckpointManager:
             return None
         found = checkpoints.load_latest(self.folder.checkpoints, warn=say)
         return None if found is None else str(found[0])
-
-
-def versions() -> dict[str, str | None]:
-    """What the numbers of a run may depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torchvision": str(torchvision.__version__),
-        "git": commit(ROOT),
-    }
-
-
-@cache
-def commit(checkout: Path) -> str | None:
-    """The commit of a checkout, "-dirty" behind it where files differ from it: `0123456789ab-dirty`. None without git
-    or where `checkout` is none; never waits for long.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set in git's hooks
-    clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}  # none of a folder above
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return None
-    return done.stdout.strip() or None

@@ -1,7 +1,6 @@
 """The keeper of checkpoints: a thread writes what `save` saw, nothing is lost, and what goes wrong is told."""
 
 import json
-import subprocess
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,9 @@ import torch
 
 from tests.utils.checkpoint_files import damage, names
 from training.base.config import CheckpointConfig, RunConfig
-from training.engine import checkpoints as saving
-from training.engine.checkpoints import CheckpointManager, commit
+from training.engine.checkpoints import CheckpointManager
 from utils import checkpoint as checkpoints
+from utils import provenance
 from utils.checkpoint import load, newest_first
 from utils.errors import UserError
 from utils.run_folder import RunFolder
@@ -321,59 +320,8 @@ def test_how_many_there_are_at_most(tmp_path):
 # --- versions
 
 
-def git(folder, *arguments):
-    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    (folder / "a.py").write_text("a = 1\n")
-    git(folder, "add", "a.py")
-    git(folder, "commit", "-q", "-m", "first")
-    commit.cache_clear()
-    return folder
-
-
-def test_the_commit_and_whether_files_differ_from_it(checkout, monkeypatch):
-    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a hook of another repository
-    with monkeypatch.context() as patch:
-        patch.delenv("GIT_DIR")
-        head = git(checkout, "rev-parse", "--short=12", "HEAD")
-        git(checkout, "tag", "v1.0")
-    assert commit(checkout) == head
-    assert len(head) == 12
-    (checkout / "notes.txt").write_text("not tracked")
-    commit.cache_clear()
-    assert commit(checkout) == head
-    (checkout / "a.py").write_text("a = 2\n")
-    commit.cache_clear()
-    assert commit(checkout) == f"{head}-dirty"
-
-
-def test_no_commit_where_there_is_none(checkout, tmp_path, monkeypatch):
-    below = checkout / "site-packages"  # installed inside somebody else's repository
-    below.mkdir()
-    assert commit(below) is None
-    commit.cache_clear()
-    monkeypatch.setenv("PATH", str(tmp_path))  # no git
-    assert commit(checkout) is None
-
-
-def test_a_git_that_hangs_is_not_waited_for(checkout, monkeypatch):
-    def hang(command, timeout, **_):
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    assert commit(checkout) is None
-
-
 def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(saving, "commit", lambda _: "0123456789ab-dirty")
+    monkeypatch.setattr(provenance, "commit", lambda _: "0123456789ab-dirty")
     manager = keeper_of(tmp_path)
     save(manager, 1)
     manager.wait()

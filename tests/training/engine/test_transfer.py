@@ -372,5 +372,5 @@ def test_damage_and_absence_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such run folder or checkpoint"):
         find_donor(GanConfig(init_from=str(tmp_path / "nowhere")), RunFolder(tmp_path / "run"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no checkpoints"):
+    with pytest.raises(UserError, match="holds no checkpoint;"):
         find_donor(GanConfig(init_from=str(tmp_path / "empty")), RunFolder(tmp_path / "run"))

@@ -1,0 +1,63 @@
+"""The commit that a result comes from."""
+
+import subprocess
+
+import pytest
+
+from utils.provenance import ROOT, commit, environment
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "a.py").write_text("a = 1\n")
+    git(folder, "add", "a.py")
+    git(folder, "commit", "-q", "-m", "first")
+    commit.cache_clear()
+    return folder
+
+
+def test_the_commit_and_whether_files_differ_from_it(checkout, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a hook of another repository
+    with monkeypatch.context() as patch:
+        patch.delenv("GIT_DIR")
+        head = git(checkout, "rev-parse", "--short=12", "HEAD")
+        git(checkout, "tag", "v1.0")
+    assert commit(checkout) == head
+    assert len(head) == 12
+    (checkout / "notes.txt").write_text("not tracked")
+    commit.cache_clear()
+    assert commit(checkout) == head
+    (checkout / "a.py").write_text("a = 2\n")
+    commit.cache_clear()
+    assert commit(checkout) == f"{head}-dirty"
+
+
+def test_no_commit_where_there_is_none(checkout, tmp_path, monkeypatch):
+    below = checkout / "site-packages"  # installed inside somebody else's repository
+    below.mkdir()
+    assert commit(below) is None
+    commit.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git
+    assert commit(checkout) is None
+
+
+def test_a_git_that_hangs_is_not_waited_for(checkout, monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert commit(checkout) is None
+
+
+def test_for_people_a_dirty_commit_has_local_changes(monkeypatch):
+    monkeypatch.setattr("utils.provenance.commit", lambda checkout: "0123456789ab-dirty" if checkout == ROOT else None)
+    assert environment()["commit"] == "0123456789ab with local changes"
