@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from utils.distributed import collectives
 from utils.files import replace_file
 
 if TYPE_CHECKING:
@@ -29,6 +30,12 @@ def say(message: str) -> None:
     """One line for a person, on stderr, that does not tear the progress bar. Stdout is left to results."""
     tqdm.write(message, file=sys.stderr)
     sys.stderr.flush()
+
+
+def say_main(message: str) -> None:
+    """`say` on rank 0 only."""
+    if collectives.is_main():
+        say(message)
 
 
 def say_refused(path: Path, error: Exception, without: str) -> None:

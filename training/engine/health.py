@@ -97,9 +97,9 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
 
 
 def lost_rank(folder: Path, error: BaseException) -> TrainingHalted:
-    """The end of a rank whose collective operation failed: who is missing, told by the lowest rank that is left.
+    """What to raise where a collective operation failed with `error`: it names the ranks that are missing.
 
-    Our own launcher tells of processes that were killed, and whoever left has told why.
+    Only the lowest rank that is left says so, and none does where the launcher reports the killed processes itself.
     """
     rank, world = collectives.rank(), collectives.world_size()
     found = silent_ranks(folder, world, own=rank)

@@ -3,11 +3,9 @@
 A task owns its networks, optimizers, losses and evaluation; see `training.base.task`.
 """
 
-import os
 import signal
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -23,19 +21,17 @@ from training.base.task import Task
 from training.engine import health
 from training.engine.checkpoints import CheckpointManager
 from training.engine.layer_log import LayerLog
+from training.engine.signals import StopSignals
 from training.engine.window import MetricWindow
 from training.profile import measure as profiling
 from training.profile.ranges import phase
 from utils import inject
 from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
-from utils.distributed.launch import hangup_is_ignored
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.images import save_png
-from utils.logging import Metrics, RunLog, say
+from utils.logging import Metrics, RunLog, say, say_main
 from utils.run_folder import RunFolder
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Loop:
@@ -64,7 +60,7 @@ class Loop:
         self.manager = CheckpointManager(config, folder, loader)
         self.layers = LayerLog(config.log, task.registry(), folder.path)
         self._fresh = True  # no step has been done by this process
-        self._signal: int | None = None
+        self.signals = StopSignals(lambda: self.manager.saved_step)
         self._tick_started, self._tick_step = 0.0, 0
         self._pauses = 0.0  # seconds since the last log tick that were not training
 
@@ -140,26 +136,23 @@ class Loop:
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step)
-        obeyed = [signum for signum in STOP_SIGNALS if not hangup_is_ignored(signum)]
-        handlers = {signum: signal.signal(signum, self._on_signal) for signum in obeyed}
-        try:
-            self._show_start()
-            self._tick_started, self._tick_step = time.perf_counter(), self.step
-            if profile is not None:
-                target = self.step + profiling.WARM_UP + profile
-                self._run_until(target - profile)
-                self._pause(lambda: self._profile(profile))
-            self._run_until(target)
-            self._pause(self.save)
-            self._pause(self.manager.wait)
-            self._check_saving()
-        finally:
-            self.manager.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
-            self.log.close()
-            self.layers.close()
-            self.loader.close()
+        with self.signals:
+            try:
+                self._show_start()
+                self._tick_started, self._tick_step = time.perf_counter(), self.step
+                if profile is not None:
+                    target = self.step + profiling.WARM_UP + profile
+                    self._run_until(target - profile)
+                    self._pause(lambda: self._profile(profile))
+                self._run_until(target)
+                self._pause(self.save)
+                self._pause(self.manager.wait)
+                self._check_saving()
+            finally:
+                self.manager.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
+                self.log.close()
+                self.layers.close()
+                self.loader.close()
 
     def _show_start(self) -> None:
         if self.step == 0:
@@ -215,7 +208,9 @@ class Loop:
             self._halt(reason, rank_specific=True)
 
     def _watch_metrics(self, metrics: dict[str, Tensor]) -> None:
-        """Add a step's metrics to the window; after the first step of this process, look at what it was."""
+        """Add a step's metrics to the window. After this process's first step the time-outs become the usual ones, and
+        parameters that got no gradient are named.
+        """
         watched = self.window.watched
         if watched is not None and watched not in metrics:
             names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
@@ -238,7 +233,7 @@ class Loop:
         def step() -> bool:
             self.window.add(self.task.step(batches, self.step))
             self.step += 1
-            return not collectives.agree(self._signal or 0)
+            return not self.signals.agreed()
 
         folder = self.folder.path / "profile" if collectives.is_main() else None
         profiling.measure(step, count, registry, self.loader.device, folder, self._profile_heading(count))
@@ -369,37 +364,20 @@ class Loop:
             self._warn(row)
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         value = figures.get(self.task.best_metric)
-        previous = self.best.get(self.task.best_metric)
-        better = False
+        best: dict[str, float | str] | None = None
         if value is not None:
-            better = previous is None or (value < previous if self.task.best_is_lower else value > previous)
-        if better and value is not None:
-            self.best = {self.task.best_metric: value, "step": self.step}
-        if value is not None:
+            before = self.best.get(self.task.best_metric)
+            if before is None or (value < before if self.task.best_is_lower else value > before):
+                self.best = {self.task.best_metric: value, "step": self.step}
+                best = {"metric": self.task.best_metric, "value": value}
             self.stopping.see(value)
             if self.stopping.reached and self.step < self.config.steps:
                 say_main(f"step {self.step}: {self.stopping.reason}")
-        self.save({"metric": self.task.best_metric, "value": value} if better and value is not None else None)
-
-    # --- signals
-
-    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
-        # asked twice: leave at once. SIGUSR1 is a warning, which SLURM may give to all processes and to their launcher
-        if self._signal is not None and signum != signal.SIGUSR1:
-            self._tell(signum, f"left without saving; the last checkpoint is of step {self.manager.saved_step}")
-            os._exit(128 + signum)
-        if self._signal is None:
-            self._tell(signum, "saving after this step, and what is under way; a second signal leaves at once")
-        self._signal = self._signal or signum
-
-    def _tell(self, signum: int, what: str) -> None:
-        """A line on stderr, from within a signal handler (rank 0)."""
-        if collectives.is_main():
-            os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())
+        self.save(best)
 
     def _obey_signal(self) -> None:
         """If any rank was told to stop, all of them save after this same step and leave."""
-        signum = collectives.agree(self._signal or 0)
+        signum = self.signals.agreed()
         if not signum:
             return
         self.save()
@@ -418,9 +396,3 @@ class Loop:
                 self.folder.write_status(state, self.step, reason, exit_code)
             except OSError as error:
                 say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")
-
-
-def say_main(message: str) -> None:
-    """`say` on rank 0 only."""
-    if collectives.is_main():
-        say(message)

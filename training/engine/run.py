@@ -25,7 +25,7 @@ from utils.distributed.heartbeat import Heartbeat, silent_ranks
 from utils.distributed.launch import under_launcher
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.heap import keep_freed_memory
-from utils.logging import say, say_refused
+from utils.logging import say, say_main, say_refused
 from utils.run_folder import RunFolder
 
 
@@ -120,10 +120,9 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     rows = preflight.plan_rows(config, task, reader, val_reader, reading, device)
-    if collectives.is_main():
-        say(preflight.table(rows | {"run folder": str(folder.path)}))
-        if taken is not None:
-            say(taken)
+    say_main(preflight.table(rows | {"run folder": str(folder.path)}))
+    if taken is not None:
+        say_main(taken)
     loop = Loop(config, task, loader, folder)
     loop.origin = None if donor is None else donor.state_dict()
     return loop
@@ -152,8 +151,8 @@ def _open_folder(loop: Loop) -> None:
 def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
     """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
     collectives.on_main(lambda: _open_folder(loop))
-    if loop.resume() and collectives.is_main():
-        say(f"searching from step {loop.step} of {loop.config.steps} on")
+    if loop.resume():
+        say_main(f"searching from step {loop.step} of {loop.config.steps} on")
     try:
         found = lr_find.search(loop, sweep)
     finally:
@@ -167,8 +166,8 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     collectives.on_main(lambda: _open_folder(loop))
-    if loop.resume() and collectives.is_main():  # refused here, the folder is left as it was
-        say(f"resumed at step {loop.step} of {loop.config.steps}")
+    if loop.resume():  # refused here, the folder is left as it was
+        say_main(f"resumed at step {loop.step} of {loop.config.steps}")
     if loop.step > loop.config.steps:
         raise UserError(f"--steps {loop.config.steps}: the run has done {loop.step} already; give as many or more")
     if profile_steps is not None:
