@@ -136,8 +136,25 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
     except UserError:
         raise
     except (jsonargparse.ArgumentError, ValueError, TypeError, OverflowError) as error:
-        message = " ".join(str(error).replace("Parser key", "key").split())
-        raise UserError(f"{where}: {message}") from error
+        raise UserError(f"{where}: {_plain(str(error))}") from error
+
+
+PLAIN = {  # what jsonargparse says -> what a user can read
+    r"Parser key": "key",
+    r"Does not validate .* Subtypes: \[(.*)\] Errors: .* Given value: ": r"Expected \1. Got value: ",
+    r"typing\.Annotated\[(\w+), <class '[\w.]+'>\]": r"\1",
+    r"<class '(?:types\.)?(\w+)'>": r"\1",
+    r"typing\.Literal\[(.*?)\]": r"\1",
+    r"Expected a ": "Expected ",
+    r"NoneType": "null",
+}
+
+
+def _plain(message: str) -> str:
+    message = " ".join(message.split())
+    for theirs, ours in PLAIN.items():
+        message = re.sub(theirs, ours, message)
+    return message
 
 
 def _check_tree(tree: Tree, config_class: Any, source: str, known: Sequence[str], prefix: str = "") -> None:
