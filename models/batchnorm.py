@@ -1,28 +1,13 @@
 """BatchNorm over the batches of all processes, also on CPUs, where torch's own SyncBatchNorm does not train."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 
 Network = TypeVar("Network", bound=nn.Module)
-
-
-class _AllReduceSum(torch.autograd.Function):
-    """Sum over the ranks; the gradient of a sum over ranks is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total)
-        return total
 
 
 class CPUSyncBatchNorm2d(nn.BatchNorm2d):
@@ -39,7 +24,7 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
         # float64 for float64 inputs, else float32: the sums of squares must not be taken in half precision
         x = input if input.dtype == torch.float64 else input.float()
         count = x.new_full([1], x.numel() // x.shape[1])
-        totals = _AllReduceSum.apply(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))
+        totals = all_reduce(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))  # differentiable
         channels = x.shape[1]
         n = totals[-1]
         mean = totals[:channels] / n
@@ -62,19 +47,10 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
 
 
 def synchronise_batchnorm(model: Network, device: torch.device) -> Network:
-    """Replace every BatchNorm of `model` by one that synchronises: torch's on accelerators, ours on CPUs."""
+    """Have every BatchNorm of `model` synchronise: torch's in its place on accelerators, ours on CPUs."""
     if device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    for name, child in model.named_children():
-        if type(child) is nn.BatchNorm2d:
-            synced = CPUSyncBatchNorm2d(
-                child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
-            )
-            synced.load_state_dict(child.state_dict())
-            synced.to(dtype=child.weight.dtype if child.affine else None).train(child.training)
-            for mine, theirs in zip(synced.parameters(), child.parameters(), strict=True):
-                mine.requires_grad_(theirs.requires_grad)
-            setattr(model, name, synced)
-        else:
-            synchronise_batchnorm(child, device)
+    for module in model.modules():
+        if type(module) is nn.BatchNorm2d:
+            module.__class__ = CPUSyncBatchNorm2d  # the same state, another forward pass
     return model

@@ -1,9 +1,10 @@
-"""How child processes end: with the one that started them."""
+"""Processes: whether one lives, and how those that are started here end."""
 
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -17,3 +18,11 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def process_state(pid: int) -> str | None:
+    """The letter of /proc/PID/stat ("T": stopped, "Z": ended); None: no such process, or no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None

@@ -30,7 +30,7 @@ from utils.distributed.launch import launch
 BF16 = {"distributed": {"compress": "bf16"}}
 worker.TREES["classifier-bf16"] = classifiers.SMALL | BF16
 worker.TREES["classifier-plain"] = classifiers.SMALL
-worker.TREES["classifier-thaw"] = classifiers.SMALL | {"train": {"unfreeze": {"head": 0, "layer4": 1, "layer2": 3}}}
+worker.TREES["classifier-thaw"] = classifiers.SMALL | {"finetune": {"unfreeze": {"head": 0, "layer4": 1, "layer2": 3}}}
 worker.TREES["gan-bf16"] = worker.GAN | BF16
 worker.TREES["gan-plain"] = worker.GAN
 STEPS = 5
@@ -149,7 +149,7 @@ def sizes_found(data: str) -> dict[str, Any]:
     for setting in ("auto", 2):
         tree = worker.TREES["classifier-plain"] | {"sync_bn": "off", "micro_batch": setting, "data": {"path": data}}
         reader = Dataset(data)
-        config: Any = build_run_config(tree | {"train": {"unfreeze": {"head": 0, "layer4": 3}}}, [], "test")
+        config: Any = build_run_config(tree | {"finetune": {"unfreeze": {"head": 0, "layer4": 3}}}, [], "test")
         task = ClassifierTask(config, reader, None, torch.device("cpu"))
         loader = make_loader(config, reader, torch.device("cpu"))
         tried: list[int] = []
@@ -159,7 +159,7 @@ def sizes_found(data: str) -> dict[str, Any]:
             if len(inputs[0]) > FITS and collectives.rank() == 1:
                 raise torch.OutOfMemoryError("out of memory")
 
-        task.model.network.layer3.register_forward_pre_hook(hook)
+        task.model.get_submodule("network.layer3").register_forward_pre_hook(hook)
         for step in range(STEPS):
             task.step(loader, step)
         weights = torch.cat([p.detach().reshape(-1) for p in task.model.parameters()])

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from utils.processes import process_state
+
 KEYS = {"pid", "host", "step", "beats", "left", "lost_peer"}
 INTERVAL = 3.0  # seconds between two signs of life
 LOOK = 0.2  # seconds between two looks at them
@@ -108,14 +110,6 @@ def _read(folder: Path, rank: int) -> dict[str, Any] | None:
         return None
 
 
-def _process_state(pid: int) -> str | None:
-    """The letter of /proc/PID/stat ("T": stopped, "Z": ended); None: no such process, or no /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
-
-
 def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
     """What can be told at once: of a process that has said that it leaves, and of one on this machine."""
     if sign is None:
@@ -127,7 +121,7 @@ def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
         return Silent(rank, True, f"rank {rank} has left in step {sign['step']}: {sign['left']}")
     if sign["host"] != socket.gethostname() or not Path("/proc/self/stat").exists():
         return None
-    state = _process_state(sign["pid"])
+    state = process_state(sign["pid"])
     if state in (None, "Z", "X"):
         return Silent(rank, True, f"rank {rank} is gone ({where})")
     if state in ("T", "t"):

@@ -13,12 +13,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from utils.errors import StoppedBySignal, UserError
-from utils.processes import die_with_parent
+from utils.processes import die_with_parent, process_state
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
@@ -111,14 +110,6 @@ def launch(command: Sequence[str], processes: int) -> int:
             signal.signal(signum, handler)
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process was sent SIGSTOP (as far as /proc can tell)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
-
-
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
     """The first failing child's exit code (4 for one that was killed, which is told when all have ended), else 0. One
     that a `forwarded` signal has ended had not begun to train: 3.
@@ -139,7 +130,7 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
         if failed_at is not None:
             late = time.monotonic() - failed_at > GRACE_SECONDS
             for child in children:
-                if late or _is_stopped(child.pid):  # who is stopped cannot leave by itself
+                if late or process_state(child.pid) in ("T", "t"):  # who is stopped cannot leave by itself
                     child.kill()
         time.sleep(0.05)
     if killed:
