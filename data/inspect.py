@@ -18,6 +18,7 @@ from data.lmdb.verify import Damage, verify
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import building
+from utils.text import columns
 
 COLUMNS = 10
 MAX_ROWS = 20
@@ -33,17 +34,14 @@ def description(reader: LMDBReader) -> dict[str, object]:
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """The description for people, with a bar per class."""
     skipped = ("classes", "histogram")
-    rows = [(key, value) for key, value in document.items() if key not in skipped]
-    width = max(len(key) for key, _ in rows)
-    text = [f"{key:<{width}}  {_text(value)}" for key, value in rows]
-    if not meta.classes:
-        return [*text, f"{'classes':<{width}}  none, unlabelled"]
-    text.append(f"{'classes':<{width}}  {len(meta.classes)}")
-    names = max(len(name) for name in meta.classes)
-    largest = max(1, *meta.histogram)
-    for label, (name, count) in enumerate(zip(meta.classes, meta.histogram, strict=True)):
-        text.append(f"  {label:>3} {name:<{names}} {count:>9,} {'#' * round(BAR * count / largest)}".rstrip())
-    return text
+    rows = [(key, _text(value)) for key, value in document.items() if key not in skipped]
+    text = columns([*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<").splitlines()
+    largest = max([1, *meta.histogram])
+    bars = [
+        (f"  {label}", name, f"{count:,}", "#" * round(BAR * count / largest))
+        for label, (name, count) in enumerate(zip(meta.classes, meta.histogram, strict=True))
+    ]
+    return text + columns(bars, "><><").splitlines()
 
 
 def _text(value: object) -> str:

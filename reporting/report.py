@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 
 from reporting.charts import Chart, line_chart, number
@@ -77,6 +76,8 @@ def _headline(run: Run) -> list[Figure]:
 def _write(
     path: Path, title: str, runs: Mapping[str, Run], commands: Sequence[str], headline: Sequence[Figure] = ()
 ) -> Path:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not at the start of a training
+
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     text = page.get_template("report.html.j2").render(
@@ -216,15 +217,16 @@ def _samples(run: Run) -> list[dict[str, str]]:
 
 def _charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
     """The charts that are shown at once and the others; words in the place of curves that cannot be drawn."""
+    series = run.series
     groups: dict[str, list[str]] = {}
-    for key in run.series:
+    for key in series:
         groups.setdefault(chart_of(key), []).append(key)
     shown: list[Chart | str] = []
     folded: list[Chart | str] = []
     for title, keys in groups.items():
         chart: Chart | str = f"{', '.join(keys)}: not one finite value."
-        if any(math.isfinite(y) for key in keys for _, y in run.series[key]):
-            chart = line_chart({key: run.series[key] for key in keys}, title=title)
+        if any(math.isfinite(y) for key in keys for _, y in series[key]):
+            chart = line_chart({key: series[key] for key in keys}, title=title)
         # by charts, not by keys: a chart that is shown at once keeps all its curves
         (shown if any(key.split("/")[0] in SHOWN_AT_ONCE for key in keys) else folded).append(chart)
     return (shown, folded) if shown else (folded, [])
