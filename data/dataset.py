@@ -1,9 +1,8 @@
 """What training and evaluation read from: one packed file or several, at one resolution, decoded by threads."""
 
-import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -62,6 +61,8 @@ class Dataset:
         self.crop, self.workers, self.on_damage = crop, workers, on_damage
         self.damaged: dict[int, str] = {}  # records that were replaced, and why
         self._ends = np.cumsum([len(shard) for shard in self.shards])
+        for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
+            shard.first = end - len(shard)
         self._labels: np.ndarray | None = None
         self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
         self.cache: ImageCache | None = None
@@ -88,21 +89,20 @@ class Dataset:
     def labels(self) -> np.ndarray:
         """All labels, int64 [count], read-only. Raises DamageError."""
         if self._labels is None:
-            self._labels = np.concatenate(self._of_shards(LMDBReader.labels))
+            self._labels = np.concatenate([shard.labels() for shard in self.shards])
             self._labels.setflags(write=False)
         return self._labels
 
     def signatures(self) -> np.ndarray:
         """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
-        return np.concatenate(self._of_shards(LMDBReader.signatures))
+        return np.concatenate([shard.signatures() for shard in self.shards])
 
     def image(self, index: int) -> tuple[np.ndarray, int]:
         """One image as it is stored, uint8 [H, W, C], and its label. Raises IndexError, DamageError."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        shard, first = self._shard(index)
-        with _counting_from(first):
-            return shard.image(index - first)
+        shard = self._shard(index)
+        return shard.image(index - shard.first)
 
     def read(
         self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
@@ -136,17 +136,9 @@ class Dataset:
         images, labels = self.read(indices)
         return list(zip(images, labels.tolist(), strict=True))
 
-    def _of_shards(self, what: Callable[[LMDBReader], np.ndarray]) -> list[np.ndarray]:
-        parts = []
-        for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
-            with _counting_from(end - len(shard)):
-                parts.append(what(shard))
-        return parts
-
-    def _shard(self, index: int) -> tuple[LMDBReader, int]:
-        """The file that holds a record, and its first record."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        return self.shards[number], int(self._ends[number]) - len(self.shards[number])
+    def _shard(self, index: int) -> LMDBReader:
+        """The file that holds a record."""
+        return self.shards[int(np.searchsorted(self._ends, index, side="right"))]
 
     def _fill(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
         if not self.gathers:
@@ -157,9 +149,8 @@ class Dataset:
             numbers = np.searchsorted(self._ends, chosen, side="right")
             for number in np.unique(numbers).tolist():
                 places = np.flatnonzero(numbers == number)
-                shard, first = self.shards[number], int(self._ends[number]) - len(self.shards[number])
-                with _counting_from(first):
-                    shard.gather(chosen[places] - first, images, places)
+                shard = self.shards[number]
+                shard.gather(chosen[places] - shard.first, images, places)
 
     # --- images that must be decoded or scaled
 
@@ -187,27 +178,27 @@ class Dataset:
         """Decode, crop and scale an image into `out`, uint8 [C, R, R]."""
         if self.cache is not None and self.cache.copy(record, out, self._box, draws):
             return
-        shard, first = self._shard(record)
-        with _counting_from(first):
-            if shard.meta.encoding == "raw":
-                pixels = shard.raw_image(record - first)
-                crop_into(pixels, self._box(pixels.shape[0], pixels.shape[1], draws), out)
-                return
-            handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
-            with handle.environment.begin(buffers=True) as transaction:
-                entry, payload = shard.encoded_record(transaction, record - first)
-                height, codec = int(entry["height"]), int(entry["codec"])
-                try:
-                    box = self._box(height, int(entry["width"]), draws)
-                    if self.cache is not None and self.cache.whole:
-                        # Also where nothing is kept: the images must not depend on the memory that is free.
-                        image = decode(payload, codec, self.meta.channels)
-                        self.cache.put(record, image)
-                        crop_into(image, box, out)
-                        return
-                    decode_crop(payload, codec, box, height, out)
-                except ImageError as error:
-                    raise shard.damage(record - first, str(error)) from None
+        shard = self._shard(record)
+        place = record - shard.first
+        if shard.meta.encoding == "raw":
+            pixels = shard.raw_image(place)
+            crop_into(pixels, self._box(pixels.shape[0], pixels.shape[1], draws), out)
+            return
+        handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
+        with handle.environment.begin(buffers=True) as transaction:
+            entry, payload = shard.encoded_record(transaction, place)
+            height, codec = int(entry["height"]), int(entry["codec"])
+            try:
+                box = self._box(height, int(entry["width"]), draws)
+                if self.cache is not None and self.cache.whole:
+                    # Also where nothing is kept: the images must not depend on the memory that is free.
+                    image = decode(payload, codec, self.meta.channels)
+                    self.cache.put(record, image)
+                    crop_into(image, box, out)
+                    return
+                decode_crop(payload, codec, box, height, out)
+            except ImageError as error:
+                raise shard.damage(place, str(error)) from None
         if self.cache is not None:
             self.cache.put(record, out.copy())
 
@@ -230,12 +221,12 @@ class Dataset:
             return wanted
         chosen = wanted.copy()
         for place in np.flatnonzero(np.isin(wanted, list(self.damaged))).tolist():
-            shard, first = self._shard(int(wanted[place]))
-            others = itertools.chain(range(int(wanted[place]), first + len(shard)), range(first, int(wanted[place])))
+            record = int(wanted[place])
+            shard = self._shard(record)
+            others = itertools.chain(range(record, shard.first + len(shard)), range(shard.first, record))
             whole = next((record for record in others if record not in self.damaged), None)
             if whole is None:
-                with _counting_from(first):
-                    raise shard.damage(range(len(shard)), "no record of this file is whole")
+                raise shard.damage(range(len(shard)), "no record of this file is whole")
             chosen[place] = whole
         return chosen
 
@@ -266,16 +257,6 @@ class Dataset:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_labels": None, "_threads": None}
-
-
-@contextlib.contextmanager
-def _counting_from(first: int) -> Iterator[None]:
-    """Inside, the records that a DamageError holds become those of the whole data set; its text names the file's."""
-    try:
-        yield
-    except DamageError as error:
-        error.records = [record + first for record in error.records]
-        raise
 
 
 def dataset_for_model(path: str | Path, trained: int | None, resolution: int) -> Dataset:

@@ -30,21 +30,25 @@ __all__ = ["DamageError", "LMDBReader", "Meta"]
 
 
 class DamageError(UserError):
-    """Records whose bytes are not those that were written."""
+    """Records whose bytes are not those that were written.
 
-    def __init__(self, path: Path, records: Sequence[int], reason: str) -> None:
-        self.records, self.reason = records, reason
+    The text names the records of the file; `records` counts from `first`, the number of the file's first record in a
+    data set of several files.
+    """
+
+    def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
+        self.records, self.reason = [record + first for record in records], reason
+        self._arguments = (path, records, reason, first)
         name = f"record {records[0]}"
         if len(records) > 1:
             whole = records[-1] - records[0] == len(records) - 1
             name += f" to {records[-1]}" if whole else f" and {len(records) - 1} more"
         # Other ranks may not meet the same record: every rank says it.
         super().__init__(f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True)
-        self.path = path
 
-    def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str]]:
+    def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
         """So that it travels between processes."""
-        return type(self), (self.path, self.records, self.reason)
+        return type(self), self._arguments
 
 
 class LMDBReader:
@@ -60,6 +64,7 @@ class LMDBReader:
 
     def __init__(self, path: str | Path, *, resolution: int | None = None, tolerant: bool = False) -> None:
         self.path, self.tolerant = Path(path), tolerant
+        self.first = 0  # number of the first record in a data set of several files, for DamageError
         self._handle: Handle | None = acquire(self.path)
         self._labels: np.ndarray | None = None
         self.meta = read_meta(self.path, self._handle.environment)
@@ -195,7 +200,7 @@ class LMDBReader:
 
     def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
         """The error for a damaged record or block."""
-        return DamageError(self.path, [record] if isinstance(record, int) else record, reason)
+        return DamageError(self.path, [record] if isinstance(record, int) else record, reason, self.first)
 
     def close(self) -> None:
         """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""
@@ -208,7 +213,7 @@ class LMDBReader:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        names = ("path", "meta", "resolution", "tolerant")
+        names = ("path", "meta", "resolution", "tolerant", "first")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, object]) -> None:
