@@ -64,21 +64,14 @@ def evaluate_generator(
     place = search_place(extractors, generator.channels) if train_reader is not None and searched else None
     spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
     real_sets = real.get(reader, side, spaces)
-    train = None
-    if train_reader is not None:
-        labels = _fitting_labels(generator, train_reader, "train")
-        train = TrainingSets(
-            train_reader, training_selection(labels, n=side.n, searched=searched, seed=seed), real, place
-        )
+    train = _training_sets(generator, train_reader, real, place, n=side.n, searched=searched, seed=seed)
     samples = Samples(generator, side, seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
     with evaluating(generator):
         fakes = feature_sets(samples, spaces, n=side.n, total=len(side.indices), what="samples", progress=progress)
-    measured = list(zip(extractors, fakes, real_sets, strict=False))  # without the added space
-    rows = [
-        _distances(extractor, fake, test, train.of(extractor) if train is not None and floor else None, seed)
-        for extractor, fake, test in measured
-    ]
-    varied = [_diversity(generator, side, fake, test, per_class) for _, fake, test in measured]
+    floors = [train.of(extractor) if train is not None and floor else None for extractor in extractors]
+    measured = list(zip(extractors, fakes, real_sets, floors, strict=False))  # without the added space
+    rows = [_distances(*each, seed) for each in measured]
+    varied = [_diversity(generator, side, fake, test, per_class) for _, fake, test, _ in measured]
     ratios = dict(zip(reader.classes, varied[0].by_class, strict=True)) if generator.classes else None
     return {
         "n": side.n,
@@ -155,6 +148,23 @@ def _test_side(
     if n < 2:
         raise UserError(f"an evaluation needs at least 2 images on each side, not {n}; raise --n or give more data")
     return select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
+
+
+def _training_sets(
+    generator: ImageGenerator,
+    train: Dataset | None,
+    real: RealFeatures,
+    place: Extractor | None,
+    *,
+    n: int,
+    searched: int,
+    seed: int,
+) -> TrainingSets | None:
+    """What the floors and the search for copies need of the training images, if there are any."""
+    if train is None:
+        return None
+    labels = _fitting_labels(generator, train, "train")
+    return TrainingSets(train, training_selection(labels, n=n, searched=searched, seed=seed), real, place)
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
