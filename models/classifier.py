@@ -129,9 +129,10 @@ class Classifier(nn.Module):
         """The stage's output; under activation checkpointing only `x` is kept for the backward pass."""
         if not (self.config.activation_checkpointing and self.training and torch.is_grad_enabled()):
             return in_turn(modules, x)
-        function = partial(in_turn, modules)
-        contexts = lambda: (contextlib.nullcontext(), statistics_kept(*modules))  # noqa: E731 - forward; once more
-        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        more: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if not torch.compiler.is_compiling():  # a compiled graph moves the statistics once, whatever it computes again
+            more["context_fn"] = lambda: (contextlib.nullcontext(), statistics_kept(*modules))
+        return checkpoint(partial(in_turn, modules), x, **more)
 
 
 def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) -> tuple[Tensor, Tensor]:

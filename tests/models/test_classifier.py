@@ -266,6 +266,21 @@ def test_checkpointing_changes_no_gradient_and_no_statistic(frozen):
     assert {norm.momentum for norm in norms} == {0.1}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_compiled_checkpointed_network_has_the_same_gradients_and_statistics():
+    torch._dynamo.reset()
+    found = []
+    for backend in (None, "aot_eager"):
+        model = build(activation_checkpointing=True).train()
+        network = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+        network(draw(4, 3, 32, 32).float()).square().sum().backward()
+        found.append([p.grad for p in model.parameters()] + list(model.buffers()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+
+
 def test_checkpointing_keeps_less():
     kept = {}
     for checkpointing in (False, True):
