@@ -80,13 +80,13 @@ class Quickstart:
             yield Step(f"evaluate {task}", command + judge, done=False)
 
     def training(self, task: str, train: Path, test: Path) -> list[str]:
-        """The command that trains a task, or goes on training it."""
+        """The command that trains a task or resumes it."""
         command = ["train.py", "--config", f"configs/quickstart_{task}.yaml", "--run-dir", shown(self.folder / task)]
         command += ["--data.path", shown(train), "--data.val-path", shown(test)]
         return command + (["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)] if self.quick else [])
 
     def timed(self, step: Step) -> int:
-        """Run a step and note its time; an interrupted step's time is added to when it goes on."""
+        """Run a step and note its time; the time of an interrupted step accumulates."""
         before = self.timings.get(step.name, {"seconds": 0.0, "done": False})
         spent = 0.0 if before["done"] else before["seconds"]
         start = time.monotonic()

@@ -137,7 +137,7 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
 
 
 def _frame_header(payload: bytes | memoryview) -> int | None:
-    """Where the height stands in a baseline JPEG, or None: a progressive one has scans of the whole image."""
+    """Offset of the height in a baseline JPEG, or None: a progressive one has scans of the whole image."""
     at, end = 2, len(payload) - 9
     while at < end and payload[at] == 0xFF:
         marker = payload[at + 1]

@@ -18,7 +18,7 @@ FRACTION_BITS = 40  # a draw is counted in units of 2**-40
 
 
 class SampleKeys(NamedTuple):
-    """What the CPU augmentation of a batch's samples is keyed by, besides their indices."""
+    """The keys of a batch's CPU augmentation, besides the sample indices."""
 
     seed: int
     epochs: np.ndarray  # int64 [n]

@@ -30,7 +30,7 @@ def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
 
 
 def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
-    """The draw of training images: the first n of it, which make the floor, are the same whatever is `searched`."""
+    """The draw of training images: the first n of it, which make the floor, are the same for any `searched`."""
     count = max(n, min(searched, len(labels)))
     return replace(select(labels, n=count, seed=seed, role="train"), n=n, key=f"train {seed} {n} of {count}")
 

@@ -1,4 +1,4 @@
-"""Named feature extractors: images in, feature vectors out. The name stands beside every figure made with one."""
+"""Named feature extractors: images in, feature vectors out. The name is given with every figure."""
 
 import hashlib
 import importlib

@@ -23,7 +23,7 @@ def exact_float32(device: torch.device | str) -> Iterator[None]:
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """The modules in evaluation mode, without a graph; each is put back into the mode it came in."""
+    """The modules in evaluation mode, without a graph; each returns to the mode it was in."""
     modes = [module.training for module in modules]
     for module in modules:
         module.eval()

@@ -24,7 +24,7 @@ def classifier_table(document: dict[str, Any]) -> str:
 
 
 def gan_table(document: dict[str, Any]) -> str:
-    """A generator's figures: distances beside their floors, what was recognised, how varied the samples are."""
+    """A generator's figures: distances with their floors, what was recognised, how varied the samples are."""
     digits = {"frechet": 3, "floor": 3, "kernel": 6, "kernel_floor": 6, "diversity_ratio": 3}
     distances = [
         [row["extractor"], *(decimal(row[key], count) for key, count in digits.items()), str(row["n"])]

@@ -26,7 +26,7 @@ LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a
 
 @dataclass(kw_only=True)
 class R3Config(Checked):
-    """What both networks are told. Raises UserError for sizes that do not fit together."""
+    """Configuration of both networks. Raises UserError for sizes that do not fit together."""
 
     width: PositiveInt = 768  # channels up to 32 px
     cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to 32 px

@@ -74,7 +74,7 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
 
 
 def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
-    """The averaged classifier of our own checkpoint, whose checksum is held against the file beside it."""
+    """The averaged classifier of our own checkpoint, whose checksum is verified."""
     if content["task"] != "classifier":
         raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
     checkpoints.load(path)

@@ -167,7 +167,7 @@ def _distance_table(run: Run) -> Table:
 
 
 def _class_table(run: Run) -> Table:
-    """A row a class: precision and recall, or recognised and diversity, whatever the evaluation holds."""
+    """A row per class: precision and recall, or recognised and diversity, whatever the evaluation holds."""
     columns: dict[str, dict[str, str]] = {}
     per_class = run.evaluation.get("per_class")
     for name, figures in per_class.items() if isinstance(per_class, dict) else ():

@@ -209,7 +209,7 @@ def _verify(path: Path) -> None:
 
 
 def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | None:
-    """The newest checkpoint that loads; `warn` is told of every one that does not. None when the folder has none.
+    """The newest checkpoint that loads; `warn` is called for every one that does not. None when the folder has none.
 
     Raises CorruptCheckpoint when there are checkpoints but none of them loads.
     """

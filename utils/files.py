@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside the target, flushed to the disk, renamed."""
+"""Files that are complete or absent: written beside the target, flushed to the disk, renamed."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from utils.errors import UserError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, flushed to the disk and renamed when the context is left whole.
+    """A file beside `path` to write to, flushed to the disk and renamed when the context ends without an error.
 
     A crash leaves the old file or the new one, never a part; an exception leaves the old one. Raises OSError.
     """

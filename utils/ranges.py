@@ -82,7 +82,7 @@ def _check(key: str, value: Any, hint: Any) -> None:
 
 
 def _words(arm: Any) -> Sequence[str]:
-    """What may stand in the place of a number."""
+    """What may be given instead of a number."""
     return get_args(arm) if get_origin(arm) is Literal else ["null"] if arm is type(None) else []
 
 

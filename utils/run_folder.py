@@ -33,8 +33,7 @@ class RunFolder:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Create the folder where it is missing and take its lock; a lock left by a killed process is not in the way.
-        """
+        """Create the folder where it is missing and take its lock; a lock left by a killed process does not block."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

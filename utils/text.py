@@ -18,7 +18,7 @@ def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
 
 
 def decimal(value: float | None, digits: int = 4) -> str:
-    """A figure with so many digits after the point; a dash where there is none."""
+    """A figure with the given digits after the point; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 

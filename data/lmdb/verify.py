@@ -19,7 +19,7 @@ from utils.memory import cores
 
 @dataclass
 class Damage:
-    """Damaged records and why; `content` says what does not fit the metadata although every record is whole."""
+    """Damaged records and why; `content` says what contradicts the metadata although every record is intact."""
 
     records: dict[int, str] = field(default_factory=dict)
     content: str = ""

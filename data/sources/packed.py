@@ -1,4 +1,4 @@
-"""LMDB files as sources: our own packed files, to pack them anew, and the way to tell them from others."""
+"""LMDB files as sources: our own packed files, to pack them anew, and how to recognise them."""
 
 from pathlib import Path
 

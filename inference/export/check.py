@@ -28,7 +28,7 @@ class CheckFailed(TrainingHalted):
 
 @dataclass(kw_only=True)
 class Row:
-    """One way to run the network, beside the original."""
+    """One way to run the network, compared with the original."""
 
     name: str
     bytes: int  # of its weights, or of its file

@@ -32,7 +32,7 @@ class Job:
 
 
 def check_job(job: Job, checkpoint: dict[str, Any]) -> None:
-    """Raise UserError for what can be told before any work."""
+    """Raise UserError for what can be checked before any work."""
     if job.out.exists() and (job.out.is_dir() or not job.overwrite):
         what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
         raise UserError(f"{job.out}: {what}")

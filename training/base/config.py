@@ -38,7 +38,7 @@ class DataConfig(Checked, section="data"):
 
 @dataclass(kw_only=True)
 class LogConfig(Checked, section="log"):
-    """What is written while training, and how often (in steps)."""
+    """What is logged during training, and how often (in steps)."""
 
     every: PositiveInt = 50  # rows of metrics.jsonl
     samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
@@ -88,7 +88,7 @@ class EvaluationConfig(Checked, section="evaluation"):
 
 @dataclass(kw_only=True)
 class DistributedConfig(Checked, section="distributed"):
-    """Several processes: what they may wait for each other, and how often it is checked that they agree."""
+    """Several processes: how long they wait for each other, and how often their numbers are compared."""
 
     # seconds an operation may take until the first step is done (compiling, first reads)
     start_timeout: PositiveFloat = 600.0
@@ -132,7 +132,7 @@ class RunConfig(Checked):
 
     @property
     def several_devices(self) -> bool:
-        """Whether each process uses all the devices that are its own, and not one."""
+        """Whether each process uses all of its devices instead of one."""
         return False
 
     def spans(self, resolution: int) -> list[tuple[int, int, int]]:

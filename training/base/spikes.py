@@ -1,4 +1,4 @@
-"""Spikes: a step whose loss is far outside of what the last steps had, and what is done about it."""
+"""Spikes: steps whose loss is far from that of the last steps, and what is done about them."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ GAUSS = 1.4826  # standard deviations of a normal distribution in a median absol
 
 @dataclass(kw_only=True)
 class SpikesConfig(Checked, section="spikes"):
-    """What counts as a spike of the loss, and what to do then. Looked for at every row of the log."""
+    """What counts as a spike of the loss, and what to do then. Checked at every log tick."""
 
     # roll-back: go back to the last checkpoint before the spike and leave out the batches since
     action: Literal["off", "warn", "roll-back"] = "warn"
@@ -26,7 +26,7 @@ class SpikesConfig(Checked, section="spikes"):
 
 
 class SpikeDetector:
-    """Compares every step's value with the median of those before; values that are not finite are for others."""
+    """Compares every step's value with the median of those before; non-finite values are ignored."""
 
     def __init__(self, config: SpikesConfig) -> None:
         self.config = config

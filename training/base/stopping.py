@@ -1,4 +1,4 @@
-"""Early stopping: the training ends when evaluations have not shown anything better for a while."""
+"""Early stopping: training ends when evaluations have not improved for a while."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class EarlyStopping:
         self.waited = 0  # evaluations since
 
     def see(self, value: float) -> None:
-        """Take note of an evaluation's figure; one that is not a number is no better than any."""
+        """Record an evaluation's figure; NaN never counts as better."""
         gain = math.inf if self.best is None else self.best - value if self.lower_is_better else value - self.best
         if not math.isnan(value) and gain > self.config.min_delta:
             self.best, self.waited = value, 0
@@ -33,7 +33,7 @@ class EarlyStopping:
 
     @property
     def reached(self) -> bool:
-        """Whether training is to end here."""
+        """Whether training must end here."""
         return self.config.patience is not None and self.waited >= self.config.patience
 
     @property

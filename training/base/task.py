@@ -41,9 +41,7 @@ class Task(ABC):
 
     @abstractmethod
     def images_at(self, step: int) -> int:
-        """Training images seen before update number `step`; a step counts its batch once, whatever it does with
-        it.
-        """
+        """Training images seen before update number `step`; a step counts its batch once."""
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """A uint8 image to save, if there is something to show."""
@@ -62,7 +60,7 @@ class Task(ABC):
         return True
 
     def provenance(self) -> dict[str, Any]:
-        """What a checkpoint tells about this training besides its state: plain data."""
+        """What a checkpoint records besides the state: plain data."""
         return {}
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:

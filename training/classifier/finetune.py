@@ -1,4 +1,4 @@
-"""What of a classifier trains, from when on, and how fast: freezing, gradual unfreezing, rates by stage and by layer.
+"""Which parts of a classifier train, when, and how fast: freezing, gradual unfreezing, rates by stage and by layer.
 
 Everything here is a function of the config and the step, so there is nothing to save.
 """

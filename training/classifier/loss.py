@@ -15,7 +15,7 @@ from utils.ranges import Checked, Decay, NonNegativeFloat
 
 @dataclass(kw_only=True)
 class ClassifierLossConfig(Checked, section="loss"):
-    """What is minimised."""
+    """Settings of the loss."""
 
     # squared-error: of the outputs against one-hot targets (2006.07322); its outputs are no log-probabilities
     kind: Literal["cross-entropy", "squared-error"] = "cross-entropy"
@@ -32,7 +32,7 @@ class Targets(NamedTuple):
     own: Tensor | None = None  # float [n]: the share of `labels`, 0 to 1
 
     def correct(self, logits: Tensor) -> Tensor:
-        """How many are named rightly, 0-d; a mixed one counts by the share of the class that was named."""
+        """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class."""
         named = logits.argmax(1)
         if self.others is None or self.own is None:
             return (named == self.labels).sum()

@@ -42,7 +42,7 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: FineTuning
 def _layer_row(
     prefix: str, shape: str, module: nn.Module, trained: FineTuning, config: OptimizerConfig
 ) -> tuple[str, ...]:
-    """Values that differ between a layer's parameters are told of each, in their order."""
+    """Values that differ between a layer's parameters, one for each, in their order."""
     names = {f"{prefix}.{name}": p for name, p in module.named_parameters(recurse=False)}
     kind = type(module).__name__
     if not names:

@@ -56,7 +56,7 @@ def _sgd() -> OptimizerConfig:
 
 @dataclass(kw_only=True)
 class ClassifierConfig(RunConfig):
-    """Everything a classifier's training can be told."""
+    """All settings of a classifier's training."""
 
     can_halve: ClassVar[bool] = True
 
@@ -228,7 +228,7 @@ class ClassifierTask(Task):
         self.forward = Compiled(self.replica or self.model, "classifier", setting=setting, device=self.device)
 
     def _gradients(self, batch: Batch, step: int, before: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Gradients of the global batch, where memory runs out and the config allows it in smaller parts. `before` are
+        """Gradients of the global batch, in smaller parts if memory runs out and the config allows it. `before` are
         the statistics to begin with. Returns the loss and how many were right, of this process's share.
 
         Several processes must agree on the parts before one of them sends anything: they try without sending.

@@ -1,4 +1,4 @@
-"""Writing a run's checkpoints and taking the newest again. What a checkpoint holds is the loop's business."""
+"""Writing a run's checkpoints and taking the newest again. The loop decides what a checkpoint holds."""
 
 from pathlib import Path
 from textwrap import shorten

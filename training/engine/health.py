@@ -1,4 +1,4 @@
-"""What is watched over while a run trains: that all processes hold the same numbers, that nobody is missing, and why a
+"""What is checked while a run trains: that all processes hold the same numbers, that no rank is missing, and why a
 step failed, in words.
 """
 

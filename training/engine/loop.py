@@ -376,7 +376,7 @@ class Loop:
         self.save(best)
 
     def _obey_signal(self) -> None:
-        """If any rank was told to stop, all of them save after this same step and leave."""
+        """If any rank got a signal, all of them save after this same step and exit."""
         signum = self.signals.agreed()
         if not signum:
             return

@@ -1,4 +1,4 @@
-"""Everything a GAN's training can be told."""
+"""All settings of a GAN's training."""
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache, partial

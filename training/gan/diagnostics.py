@@ -22,7 +22,7 @@ CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
 
 @dataclass(kw_only=True)
 class WatchConfig(Checked, section="watch"):
-    """When training is told to go wrong. Thresholds come in pairs: said at the first, forgotten at the second."""
+    """When a warning is given. Thresholds come in pairs: it appears at the first and is cleared at the second."""
 
     on: bool = True
     warmup_kimg: NonNegativeFloat = 20.0  # thousand images before the first word: both networks' beginnings are wild

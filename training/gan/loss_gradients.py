@@ -1,4 +1,4 @@
-"""Several losses of one network, told apart: one backward pass for their sum, or one for each over the same graph.
+"""Gradients of several losses of one network: one backward pass for their sum, or one for each over the same graph.
 
 `retain_graph=True` keeps the graph for all but the last of them. Gradients are taken outside any hooks of DDP and added
 up over the ranks afterwards, which is right for every combination (docs/distributed.md).

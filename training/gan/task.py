@@ -138,7 +138,7 @@ class GanTask(Task):
         return {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
 
     def provenance(self) -> dict[str, Any]:
-        """What a checkpoint tells about this training besides its state."""
+        """What a checkpoint records besides the state."""
         return {"teachers": list(self.teachers), "stage": [self._stage.resolution, self._stage.alpha]}
 
     def registry(self) -> dict[str, Any]:

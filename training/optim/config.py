@@ -1,4 +1,4 @@
-"""What an optimizer and its rates can be told; the rates are functions of the step."""
+"""Settings of an optimizer and its learning rate, which is a function of the step."""
 
 import math
 from bisect import bisect_right

@@ -23,7 +23,7 @@ ORPHAN_EXIT_CODE = 4
 
 
 class Silent(NamedTuple):
-    """A rank that others wait for in vain."""
+    """A rank that does not answer."""
 
     rank: int
     gone: bool  # its process has ended
@@ -31,7 +31,7 @@ class Silent(NamedTuple):
 
 
 class Heartbeat:
-    """A daemon thread that writes this process's file; `step` is set by whoever trains.
+    """A daemon thread that writes this process's file; `step` is set by the training loop.
 
     With `parent` (a process id) it ends this process, at once and without saving, when that is no longer its parent: a
     launcher that was killed must not leave processes that train on (kill -9 of torchrun does). Whatever is being
@@ -111,7 +111,7 @@ def _read(folder: Path, rank: int) -> dict[str, Any] | None:
 
 
 def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
-    """What can be told at once: of a process that has said that it leaves, and of one on this machine."""
+    """What is known at once: of a process that has announced its end, and of one on this machine."""
     if sign is None:
         return Silent(rank, True, f"rank {rank} has left")
     if sign["lost_peer"]:
@@ -131,7 +131,7 @@ def _seen(rank: int, sign: dict[str, Any] | None) -> Silent | None:
 
 def silent_ranks(folder: Path, world_size: int, *, own: int, patience: float = 2.5 * INTERVAL) -> list[Silent]:
     """The other ranks that are gone or stopped, or give no sign of life for `patience` seconds; if all are alive and
-    one is steps behind the others, that one. Empty: nobody in particular.
+    one is steps behind the others, that one. Empty: no rank in particular.
 
     Looks at once, and again until something is seen or that time is over.
     """

@@ -111,7 +111,7 @@ def launch(command: Sequence[str], processes: int) -> int:
 
 
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
-    """The first failing child's exit code (4 for one that was killed, which is told when all have ended), else 0. One
+    """The first failing child's exit code (4 for a killed one, which is reported when all have ended), else 0. A child
     that a `forwarded` signal has ended had not begun to train: 3.
     """
     failed_at: float | None = None
