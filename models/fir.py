@@ -18,27 +18,20 @@ TAPS = (1.0, 3.0, 3.0, 1.0)
 Kind = Literal["blur", "down", "up"]
 
 
-_kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}  # made anew, they would be copied from the host
+_kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would be copied from the host, and waited for
 
 
-def _taps(gain: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, 4, 4], kept: making it in each call would wait for the device in every step."""
-    key = (gain, dtype, device)
+def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...] = TAPS) -> Tensor:
+    """Depthwise kernel [channels, 1, k, k]: the outer product of k taps, sum `gain`, in `like`'s dtype and device."""
+    key = (gain, taps, like.dtype, like.device)
     kernel = _kept.get(key)
     if kernel is None:
-        taps = torch.tensor(TAPS, dtype=dtype, device=device)
-        kernel = (torch.outer(taps, taps) * (gain / sum(TAPS) ** 2))[None, None]
+        with torch.inference_mode(False):
+            line = torch.tensor(taps, dtype=like.dtype, device=like.device)
+            kernel = (torch.outer(line, line) * (gain / sum(taps) ** 2))[None, None]
         if type(kernel) is Tensor:  # and not what torch.export puts in its place
             _kept[key] = kernel
-    return kernel
-
-
-def fir_kernel(channels: int, gain: float, like: Tensor) -> Tensor:
-    """Depthwise kernel [channels, 1, 4, 4]: the outer product of [1, 3, 3, 1], sum `gain`, in `like`'s dtype and
-    device.
-    """
-    with torch.inference_mode(False):
-        return _taps(gain, like.dtype, like.device).expand(channels, 1, 4, 4)
+    return kernel.expand(channels, 1, -1, -1)
 
 
 def _run(x: Tensor, kind: Kind, gain: float, padding: int) -> Tensor:

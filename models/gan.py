@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from utils.errors import UserError
 
@@ -110,6 +111,16 @@ def one_hot(labels: Tensor | None, classes: int, dtype: torch.dtype) -> Tensor:
     if labels is None:
         raise ValueError("a conditional network needs labels")
     return (labels if labels.is_floating_point() else F.one_hot(labels, classes)).to(dtype)
+
+
+def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
+    """`function(*arguments)`; with `recompute` its activations are not kept but computed again when they are needed.
+
+    Nothing inside draws (noise is an argument), so there is no random state to put back.
+    """
+    if not (recompute and torch.is_grad_enabled()):
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def check_resolution(resolution: int) -> None:

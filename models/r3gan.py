@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from models.gan import ImageDiscriminator, ImageGenerator, one_hot, sizes_up_to
+from models.fir import fir_kernel
+from models.gan import ImageDiscriminator, ImageGenerator, one_hot, run, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
 from utils.errors import UserError
 from utils.ranges import Checked, PositiveInt
@@ -107,15 +107,6 @@ def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) ->
     return F.conv2d(x, weight, bias, padding=weight.shape[-1] // 2, groups=groups)
 
 
-def _convolution_gradient(grad: Tensor, x: Tensor, weight: Tensor, groups: int, *, of_input: bool) -> Tensor:
-    """d<grad, convolution>/dx, or /dweight; of the one asked for only the shape and the layout matter."""
-    padding, mask = [weight.shape[-1] // 2] * 2, [of_input, not of_input, False]
-    gradients = torch.ops.aten.convolution_backward(
-        grad, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], groups, mask
-    )
-    return gradients[0] if of_input else gradients[1]
-
-
 class _InputPath(torch.autograd.Function):
     """The convolution [N, O, H, W], whose gradient goes to x alone."""
 
@@ -130,7 +121,7 @@ class _InputPath(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         x, weight = ctx.saved_tensors
-        return _InputGradient.apply(grad, weight, x.detach(), ctx.groups), None, None, None
+        return _Gradient.apply(grad, weight, x.detach(), ctx.groups, True), None, None, None
 
 
 class _WeightPath(torch.autograd.Function):
@@ -150,43 +141,36 @@ class _WeightPath(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        to_weight = _WeightGradient.apply(grad, x, weight.detach(), ctx.groups) if ctx.needs_input_grad[1] else None
+        wanted = ctx.needs_input_grad[1]
+        to_weight = _Gradient.apply(grad, x, weight.detach(), ctx.groups, False) if wanted else None
         return None, to_weight, grad.sum(dim=(0, 2, 3)) if ctx.needs_input_grad[2] else None, None
 
 
-class _InputGradient(torch.autograd.Function):
-    """d<grad, convolution>/dx: bilinear in grad and weight."""
+class _Gradient(torch.autograd.Function):
+    """d<grad, convolution>/dx, bilinear in grad and weight, or /dweight, bilinear in grad and x.
+
+    `other` is weight or x; of `like`, the one that the gradient is for, only the shape and the layout matter.
+    """
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, weight: Tensor, x: Tensor, groups: int) -> Tensor:
-        ctx.save_for_backward(grad, weight)
-        ctx.groups = groups
-        return _convolution_gradient(grad, x, weight, groups, of_input=True)
+    def forward(ctx: Any, grad: Tensor, other: Tensor, like: Tensor, groups: int, of_input: bool) -> Tensor:
+        ctx.save_for_backward(grad, other)
+        ctx.settings = groups, of_input
+        x, weight = (like, other) if of_input else (other, like)
+        padding, mask = [weight.shape[-1] // 2] * 2, [of_input, not of_input, False]
+        gradients = torch.ops.aten.convolution_backward(
+            grad, x, weight, None, [1, 1], padding, [1, 1], False, [0, 0], groups, mask
+        )
+        return gradients[0] if of_input else gradients[1]
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> Any:
-        grad, weight = ctx.saved_tensors
-        to_grad = convolve_twice(outer, weight, None, ctx.groups) if ctx.needs_input_grad[0] else None
+        (grad, other), (groups, of_input) = ctx.saved_tensors, ctx.settings
+        x, weight = (outer, other) if of_input else (other, outer)
+        to_grad = convolve_twice(x, weight, None, groups) if ctx.needs_input_grad[0] else None
         wanted = ctx.needs_input_grad[1]
-        to_weight = _WeightGradient.apply(grad, outer, weight.detach(), ctx.groups) if wanted else None
-        return to_grad, to_weight, None, None
-
-
-class _WeightGradient(torch.autograd.Function):
-    """d<grad, convolution>/dweight: bilinear in grad and x."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor, groups: int) -> Tensor:
-        ctx.save_for_backward(grad, x)
-        ctx.groups = groups
-        return _convolution_gradient(grad, x, weight, groups, of_input=False)
-
-    @staticmethod
-    def backward(ctx: Any, outer: Tensor) -> Any:
-        grad, x = ctx.saved_tensors
-        to_grad = convolve_twice(x, outer, None, ctx.groups) if ctx.needs_input_grad[0] else None
-        to_x = _InputGradient.apply(grad, outer, x.detach(), ctx.groups) if ctx.needs_input_grad[1] else None
-        return to_grad, to_x, None, None
+        to_other = _Gradient.apply(grad, outer, other.detach(), groups, not of_input) if wanted else None
+        return to_grad, to_other, None, None, None
 
 
 def convolve_twice(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
@@ -201,23 +185,11 @@ def convolve_twice(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) 
     return _InputPath.apply(x, weight, bias, groups)
 
 
-_taps: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # made anew, they would be copied from the host every step
-
-
 def _low_pass(channels: int, like: Tensor) -> Tensor:
-    """Depthwise kernel [channels, 1, 3, 3]: the outer product of [1, 2, 1], sum 1, in `like`'s dtype and device.
-
-    For convolutions of stride 1: strided and transposed depthwise ones in bf16 were 16 times slower on the CPU.
+    """Depthwise kernel [channels, 1, 3, 3] of [1, 2, 1], sum 1, for convolutions of stride 1: strided and transposed
+    depthwise ones in bf16 were 16 times slower on the CPU.
     """
-    key = (like.dtype, like.device)
-    kernel = _taps.get(key)
-    if kernel is None:
-        with torch.inference_mode(False):
-            taps = torch.tensor([1.0, 2.0, 1.0], dtype=like.dtype, device=like.device)
-            kernel = (torch.outer(taps, taps) / 16)[None, None]
-        if type(kernel) is Tensor:  # and not what torch.export puts in its place
-            _taps[key] = kernel
-    return kernel.expand(channels, 1, 3, 3)
+    return fir_kernel(channels, 1.0, like, (1.0, 2.0, 1.0))
 
 
 def downsample(x: Tensor) -> Tensor:
@@ -344,10 +316,7 @@ class _Stages(nn.ModuleList):
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
         for stage in self:
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(stage, x, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn inside
-            else:
-                x = stage(x)
+            x = run(stage, x, recompute=self.recompute)
         return x
 
 

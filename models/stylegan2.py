@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, one_hot, sizes_up_to
+from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, one_hot, run, sizes_up_to
 from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
 from models.stylegan2_layers import (
     DiscriminatorBlock,
@@ -25,7 +25,6 @@ from models.stylegan2_layers import (
     clamped,
     is_one,
     minibatch_std,
-    run,
 )
 from utils.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from models.fir import blur_fir, upsample_fir
 from models.gan import Alpha, one_hot
@@ -58,16 +57,6 @@ class Fp16Plan:
             with torch.autocast(x.device.type, enabled=False):
                 return function(x.float() if x.dtype == torch.float16 else x, *arguments)
         return function(x, *arguments)
-
-
-def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
-    """`function(*arguments)`; with `recompute` its activations are not kept but computed again when they are needed.
-
-    Nothing inside draws (noise is an argument), so there is no random state to put back.
-    """
-    if not (recompute and torch.is_grad_enabled()):
-        return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 class MappingNetwork(nn.Module):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from models import r3gan
+from models import fir, r3gan
 from models.fir import downsample_fir, upsample_fir
 from models.r3gan import Block, Convolution, Linear, Stage, convolve_twice, downsample, upsample
 from tests.models import reference_r3gan as reference
@@ -104,12 +104,12 @@ def nodes(tensor):
 def test_a_penalty_takes_no_slow_second_derivative_and_its_inner_gradient_none_for_weights(monkeypatch):
     asked = []
 
-    def count(*arguments, of_input):
-        asked.append("input" if of_input else "weight")
-        return original(*arguments, of_input=of_input)
+    def count(*arguments):
+        asked.append("input" if arguments[-1] else "weight")
+        return original(*arguments)
 
-    original = r3gan._convolution_gradient
-    monkeypatch.setattr(r3gan, "_convolution_gradient", count)
+    original = r3gan._Gradient.forward
+    monkeypatch.setattr(r3gan._Gradient, "forward", staticmethod(count))
     with forked(0, "init", "penalty"):
         stage = Stage(4, 6, [Block(6, 12, 3, gain=1.0, twice=True)], "down")
     stage = randomised(stage)
@@ -145,14 +145,14 @@ def test_resampling_can_be_differentiated_twice(resample):
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_low_pass_first_used_in_another_mode_can_be_trained_with(mode):
-    r3gan._taps.clear()
+    fir._kept.clear()
     with mode():
         upsample(torch.zeros(1, 1, 2, 2))
     x = torch.ones(1, 1, 2, 2, requires_grad=True)
     upsample(x).sum().backward()
     assert x.grad is not None
     assert type(x.grad) is torch.Tensor
-    assert len(r3gan._taps) == 1
+    assert len(fir._kept) == 1
 
 
 @pytest.mark.parametrize(("size", "groups", "gain"), [(1, 1, 1.0), (3, 4, 1.3), (3, 1, 0.7)])
