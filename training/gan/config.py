@@ -145,11 +145,11 @@ class GanConfig(RunConfig):
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError unless every stage's batch can be shared out in whole groups."""
         loss = self.loss
-        passes = {"discriminator.minibatch_std_group": self.discriminator.group}
+        per_pass = {"discriminator.minibatch_std_group": self.discriminator.group}
         if loss.feature_matching_weight:
-            passes["loss.feature_matching_group"] = loss.feature_matching_group
-        shares = {"loss.path_length_weight (half a batch)": 2} if loss.path_length_weight else {}
-        stages.check_batches(world_size, micro_batch=self.micro_limit, passes=passes, shares=shares)
+            per_pass["loss.feature_matching_group"] = loss.feature_matching_group
+        halves = {"loss.path_length_weight (half a batch)": 2} if loss.path_length_weight else {}
+        stages.check_batches(world_size, micro_batch=self.micro_limit, per_pass=per_pass, per_process=halves)
 
 
 @cache

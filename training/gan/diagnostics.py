@@ -1,5 +1,6 @@
 """Watches a GAN's metrics for the failures that everyone meets, and says in words what it sees and what to try."""
 
+import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ NORMS = {  # whose sudden growth or loss is told
     "path_length/mean": "the mean path length",
 }
 MEANS = ("logits/real", "logits/fake", "logits/margin", "logits/real_sign", "loss/discriminator", "ada/p")
+STATE = ("images", "said", "means", "norms", "figures", "streaks")
 ADA = "set ada.mode to adaptive"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
 CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
@@ -74,19 +76,11 @@ class Watch:
         self.streaks: dict[str, int] = {}  # evaluations in a row
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "images": self.images,
-            "said": list(self.said),
-            "means": dict(self.means),
-            "norms": dict(self.norms),
-            "figures": dict(self.figures),
-            "streaks": dict(self.streaks),
-        }
+        return copy.deepcopy({name: getattr(self, name) for name in STATE})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.images, self.said = state["images"], list(state["said"])
-        self.means, self.norms = dict(state["means"]), dict(state["norms"])
-        self.figures, self.streaks = dict(state["figures"]), dict(state["streaks"])
+        for name in STATE:
+            setattr(self, name, copy.deepcopy(state[name]))
 
     def observe(self, step: int, row: Mapping[str, float]) -> list[str]:
         """Take a row of the log (it has `images`) or of an evaluation (keys `val/...`); returns what there is to say.
@@ -175,11 +169,7 @@ class Watch:
         return lines
 
     def _findings(self) -> Iterator[Finding]:
-        yield self._overfits()
-        yield self._runs_away()
-        yield self._is_blind()
-        yield self._collapses()
-        yield self._augments_in_vain()
+        yield from (self._overfits(), self._runs_away(), self._is_blind(), self._collapses(), self._augments_in_vain())
         for key, what in NORMS.items():
             yield from self._norm_jumps(key, what)
         yield self._memorises()
@@ -220,7 +210,8 @@ class Watch:
     def _is_blind(self) -> Finding:
         """The discriminator tells nothing apart: gamma is too large."""
         margin = self.means.get("logits/margin")
-        shows = None if margin is None or not self.game.bounded else _below(margin, self.config.margin_low)
+        said, forgotten = self.config.margin_low
+        shows = None if margin is None or not self.game.bounded else _above(-margin, (-said, -forgotten))
         loss, chance = self.means.get("loss/discriminator", math.nan), self.game.guessing
         seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is guessing)"
         cure = (
@@ -284,11 +275,6 @@ class Watch:
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
     """Whether a value lies above the first limit; False below the second, None between."""
     return True if value > limits[0] else False if value < limits[1] else None
-
-
-def _below(value: float, limits: tuple[float, float]) -> bool | None:
-    """Whether a value lies below the first limit; False above the second, None between."""
-    return _above(-value, (-limits[0], -limits[1]))
 
 
 def _first(row: Mapping[str, float], prefix: str) -> float | None:

@@ -8,7 +8,7 @@ function of the step number, so there is nothing to save; without growth there i
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -79,7 +79,7 @@ class Stages:
         self.steps = steps
         self.resolutions = _resolutions(self.config.start, resolution)
         sizes = self.config.batch_sizes if self.growing else {}
-        _check_named("batch_sizes", sizes, self.resolutions, every=False)
+        _check_named("batch_sizes", sizes, self.resolutions)
         self._stages = self._lay_out(sizes, batch_size)
         self._first_steps = [stage.first_step for stage in self._stages]
 
@@ -100,17 +100,8 @@ class Stages:
         step = image = 0
         for index, side in enumerate(sides):
             own, fade = sizes.get(side, batch_size), fades.get(side, 0)
-            stages.append(
-                Stage(
-                    resolution=side,
-                    alpha=1.0,
-                    batch_size=own,
-                    index=index,
-                    first_step=step,
-                    first_image=image,
-                    fade_images=fade,
-                )
-            )
+            places = {"index": index, "first_step": step, "first_image": image, "fade_images": fade}
+            stages.append(Stage(resolution=side, alpha=1.0, batch_size=own, **places))
             length = fade + stables.get(side, 0)
             if not length and side != sides[-1]:
                 raise UserError(
@@ -170,8 +161,8 @@ class Stages:
         world_size: int,
         *,
         micro_batch: int | None = None,
-        passes: Mapping[str, int] | None = None,  # key of the config -> what a forward pass must be a multiple of
-        shares: Mapping[str, int] | None = None,  # key of the config -> what a process's share must be a multiple of
+        per_pass: Mapping[str, int] | None = None,  # key of the config -> of what a forward pass holds a multiple
+        per_process: Mapping[str, int] | None = None,  # key of the config -> of what a process holds a multiple
     ) -> None:
         """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""
         for stage in self._stages:
@@ -185,13 +176,13 @@ class Stages:
                     f"micro_batch {micro} does not divide the {share} samples a process holds ({name}); make it a "
                     f"divisor of {share}"
                 )
-            for key, multiple in (shares or {}).items():
+            for key, multiple in (per_process or {}).items():
                 if share % multiple:
                     raise UserError(
                         f"{key}: a process must hold a multiple of {multiple} samples, but holds {share} ({name}); "
                         f"make it a multiple of {multiple * world_size}"
                     )
-            for key, multiple in (passes or {}).items():
+            for key, multiple in (per_pass or {}).items():
                 if micro % multiple:
                     raise UserError(
                         f"{key} {multiple} does not divide the {micro} samples of a forward pass ({name}); make the "
@@ -249,35 +240,34 @@ def _resolutions(start: int | None, full: int) -> list[int]:
     """The stages' resolutions, doubling from `start` to `full`."""
     if start is None:
         return [full]
-    sides = [start]
-    while sides[-1] < full:
-        sides.append(2 * sides[-1])
+    if full == start:
+        raise UserError(
+            f"progressive.start {start}: the images are not larger, so nothing grows; lower it, or set it to null"
+        )
+    sides = [start << doublings for doublings in range(max(1, (full // start).bit_length()))]
     if sides[-1] != full:
         raise UserError(
             f"progressive.start {start}: doubling it never gives the images' {full} px; choose a start that does, "
             "or another data.resolution"
-        )
-    if len(sides) == 1:
-        raise UserError(
-            f"progressive.start {start}: the images are not larger, so nothing grows; lower it, or set it to null"
         )
     return sides
 
 
 def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
     """Images by resolution, for the stages that have such a length."""
-    if isinstance(lengths, dict):
-        _check_named(name, lengths, sides, every=True)
-        return {side: round(lengths[side] * KIMG) for side in sides}
-    return {side: round(lengths * KIMG) for side in sides}
+    if not isinstance(lengths, dict):
+        lengths = dict.fromkeys(sides, lengths)
+    _check_named(name, lengths, sides)
+    for side in sides:
+        if side not in lengths:
+            known = ", ".join(map(str, sides))
+            raise UserError(f"progressive.{name}: no value for {side} px; give one for each of {known}, or one number")
+    return {side: round(lengths[side] * KIMG) for side in sides}
 
 
-def _check_named(name: str, given: Mapping[int, float], sides: list[int], *, every: bool) -> None:
-    """Raise UserError for a resolution that is none of `sides` or, if `every` one is needed, for one that lacks."""
-    known = ", ".join(map(str, sides)) or "no stage"
+def _check_named(name: str, given: Iterable[int], sides: list[int]) -> None:
+    """Raise UserError for a resolution that is none of `sides`."""
     for side in given:
         if side not in sides:
-            raise UserError(f"progressive.{name}: {side} px is no stage that has one; name only {known}")
-    for side in sides if every else ():
-        if side not in given:
-            raise UserError(f"progressive.{name}: {side} px has none; name all of {known}, or give one number")
+            known = ", ".join(map(str, sides)) or "no stage"
+            raise UserError(f"progressive.{name}: no stage of {side} px takes a value; give values for {known} only")

@@ -226,12 +226,12 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
         (
             {"batch_sizes": {64: 4}},
             32,
-            r"progressive\.batch_sizes: 64 px is no stage that has one; name only 8, 16, 32",
+            r"progressive\.batch_sizes: no stage of 64 px takes a value; give values for 8, 16, 32 only",
         ),
-        ({"fade_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"progressive\.fade_kimg: 8 px is no stage .* only 16, 32"),
-        ({"stable_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"progressive\.stable_kimg: 32 px is no stage .* only 8, 16"),
-        ({"fade_kimg": {16: 1}}, 32, r"progressive\.fade_kimg: 32 px has none; name all of 16, 32, or give one number"),
-        ({"stable_kimg": {16: 1}}, 32, r"progressive\.stable_kimg: 8 px has none"),
+        ({"fade_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"progressive\.fade_kimg: no stage of 8 px .* 16, 32 only"),
+        ({"stable_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"progressive\.stable_kimg: no stage of 32 px .* 8, 16 only"),
+        ({"fade_kimg": {16: 1}}, 32, r"progressive\.fade_kimg: no value for 32 px; give one for each of 16, 32"),
+        ({"stable_kimg": {16: 1}}, 32, r"progressive\.stable_kimg: no value for 8 px"),
         ({"stable_kimg": {8: 0, 16: 1}}, 32, r"the stage of 8 px sees no images; .* progressive\.stable_kimg"),
         ({"stable_kimg": {8: 1, 16: 0}, "fade_kimg": 0}, 32, r"the stage of 16 px sees no images"),
     ],
@@ -258,18 +258,18 @@ def test_negative_steps_are_a_fault() -> None:
         ),
         (
             1,
-            {"passes": {"x.group": 16}},
+            {"per_pass": {"x.group": 16}},
             r"x\.group 16 does not divide the 24 samples of a forward pass \(batch_size 24",
         ),
         (
             1,
-            {"passes": {"x.group": 8}, "micro_batch": 4},
+            {"per_pass": {"x.group": 8}, "micro_batch": 4},
             r"x\.group 8 does not divide the 4 .*progressive\.batch_sizes 8",
         ),
-        (1, {"passes": {"x.a": 4, "x.b": 3}}, r"x\.b 3 does not divide the 64"),
+        (1, {"per_pass": {"x.a": 4, "x.b": 3}}, r"x\.b 3 does not divide the 64"),
         (
             8,
-            {"shares": {"path": 2}},
+            {"per_process": {"path": 2}},
             r"path: a process must hold a multiple of 2 .* 3 \(batch_size 24 .* multiple of 16$",
         ),
     ],
@@ -284,8 +284,8 @@ def test_batches_that_fit() -> None:
     stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
     stages.check_batches(1)
     stages.check_batches(8)
-    stages.check_batches(2, micro_batch=4, passes={"group": 2}, shares={"path": 2})
-    stages.check_batches(4, micro_batch=16, passes={"group": 2}, shares={"path": 2})  # 6 samples in one pass
+    stages.check_batches(2, micro_batch=4, per_pass={"group": 2}, per_process={"path": 2})
+    stages.check_batches(4, micro_batch=16, per_pass={"group": 2}, per_process={"path": 2})  # 6 samples in one pass
     with pytest.raises(UserError, match=r"^batch_size 24 cannot be shared by 5 processes; make it a multiple of 5$"):
         Stages(None, 16, 10, 24).check_batches(5)
     stage = stages.at(0)
