@@ -86,7 +86,7 @@ def find(
     similar: bool = False,
     item_name: Name = str,  # of `reader`'s records: the file itself knows numbers only
 ) -> Report:
-    """Duplicates within a packed file, or images that it and another one share, for example training and validation
+    """Duplicates within a packed file, or images that it and another one share, for example training and held-out
     data. Raises DamageError.
     """
     second = other or reader

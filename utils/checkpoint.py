@@ -180,7 +180,8 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
         reason = str(error).split("\n")[0][:200]
         raise CorruptCheckpoint(f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one") from error
-    if not isinstance(checkpoint, dict) or any(key not in checkpoint for key in KEYS):
+    whole = isinstance(checkpoint, dict) and all(key in checkpoint for key in KEYS)
+    if not whole or not isinstance(checkpoint["config"], dict):
         raise CorruptCheckpoint(f"{path}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})")
     if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
         raise CorruptCheckpoint(

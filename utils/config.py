@@ -173,15 +173,12 @@ def _check_tree(tree: Tree, config_class: Any, source: str, known: Sequence[str]
 
 
 def to_tree(config: object) -> Tree:
-    """The nested mapping of a config dataclass: primitives, lists and dicts only."""
-    return _with_lists(dataclasses.asdict(config))  # type: ignore[call-overload]
+    """The nested mapping of a config dataclass. Tuples are lists, which is what YAML and checkpoints give back."""
 
+    def plain(items: list[tuple[str, Any]]) -> Tree:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
 
-def _with_lists(value: Any) -> Any:
-    """Tuples become lists, which is what YAML and checkpoints give back."""
-    if isinstance(value, dict):
-        return {key: _with_lists(item) for key, item in value.items()}
-    return [_with_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return dataclasses.asdict(config, dict_factory=plain)  # type: ignore[call-overload]
 
 
 def save_yaml(tree: Tree, path: Path) -> None:

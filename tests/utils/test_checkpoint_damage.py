@@ -172,6 +172,13 @@ def test_files_of_others_are_refused(tmp_path, other):
         load(path)
 
 
+def test_a_config_that_is_no_mapping_is_refused(tmp_path):
+    path = save(tmp_path, content() | {"config": None})
+    with pytest.raises(CorruptCheckpoint, match="not a checkpoint of Duet"):
+        load(path)
+
+
+
 def test_a_text_file_is_refused(tmp_path):
     path = tmp_path / "x.pt"
     path.write_text("this is not a checkpoint\n" * 10)
