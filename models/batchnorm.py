@@ -1,13 +1,28 @@
 """BatchNorm over the batches of all processes, also on CPUs, where torch's own SyncBatchNorm does not train."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 Network = TypeVar("Network", bound=nn.Module)
+
+
+class _AllReduceSum(torch.autograd.Function):
+    """Sum over the ranks; the gradient of a sum over ranks is the sum of the ranks' gradients. (torch's own gives a
+    warning that it is deprecated.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return _AllReduceSum.forward(ctx, gradients[0])
 
 
 class CPUSyncBatchNorm2d(nn.BatchNorm2d):
@@ -24,7 +39,7 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
         # float64 for float64 inputs, else float32: the sums of squares must not be taken in half precision
         x = input if input.dtype == torch.float64 else input.float()
         count = x.new_full([1], x.numel() // x.shape[1])
-        totals = all_reduce(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))  # differentiable
+        totals = _AllReduceSum.apply(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))
         channels = x.shape[1]
         n = totals[-1]
         mean = totals[:channels] / n

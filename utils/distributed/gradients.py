@@ -36,7 +36,8 @@ class GradientExchange:
         self.missing, self.compress = missing, compress
         self.buckets = buckets_of(parameters) if collectives.world_size() > 1 else []
         self._waiting: list[int] | None = None  # gradients that each bucket still waits for; None: nothing goes early
-        self._sent: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []  # of the first buckets
+        self._next = 0  # bucket
+        self._sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []  # of the buckets before it
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
@@ -50,34 +51,32 @@ class GradientExchange:
             return
         self._waiting[number] -= 1
         # in order, so that all ranks send the same
-        while len(self._sent) < len(self.buckets) and not self._waiting[len(self._sent)]:
+        while self._next < len(self.buckets) and not self._waiting[self._next]:
             self._send()
 
     def _send(self) -> None:
         """Send the next bucket."""
         gradients = []
-        for parameter in self.buckets[len(self._sent)]:
+        for parameter in self.buckets[self._next]:
             if parameter.grad is None and self.missing == "zeros":
                 parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
-        if not gradients:
-            self._sent.append((None, torch.empty(0), []))
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        flat = flat.bfloat16() if self.compress == "bf16" else flat
-        self._sent.append((dist.all_reduce(flat, async_op=True), flat, gradients))
+        self._next += 1
+        if gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            flat = flat.bfloat16() if self.compress == "bf16" else flat
+            self._sent.append((dist.all_reduce(flat, async_op=True), flat, gradients))
 
     def finish(self) -> None:
         """Send what has not been sent, and wait until every gradient is the sum over the ranks."""
         self._waiting = None
-        while len(self._sent) < len(self.buckets):
+        while self._next < len(self.buckets):
             self._send()
         for work, flat, gradients in self._sent:
-            if work is not None:
-                work.wait()
-                collectives.put_back(flat, gradients)
-        self._sent = []
+            work.wait()
+            collectives.put_back(flat, gradients)
+        self._next, self._sent = 0, []
 
 
 def buckets_of(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
