@@ -67,7 +67,7 @@ def parser() -> Parser:
     add("--extractor", action="append", metavar="NAME", help=extractors + default)
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {IMAGES})")
-    searched = f"GAN: training images among which copies are looked for; 0: none (default: at most {SEARCHED:,})"
+    searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
     add("--searched", type=not_negative, metavar="N", help=searched)
     return options
 

@@ -115,7 +115,7 @@ def pack(
     workers: int | None = None,  # processes besides this one; None: measured
     smallest: int | None = None,  # px: also store the images at half their side, a quarter ... down to this
     max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
-    against: Path | None = None,  # a packed file whose classes must be the same and whose images are looked for
+    against: Path | None = None,  # a packed file whose classes must be the same and whose images are searched here
     duplicates: bool = True,  # report equal images
     similar: bool = False,  # and those that look alike
 ) -> Summary:
@@ -253,8 +253,8 @@ def make_parser() -> Parser:
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for what cannot be read")
     add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
-    add("--against", type=Path, metavar="OTHER.lmdb", help="its classes must be the same; its images are looked for")
-    add("--similar", action="store_true", help="report images that look alike, besides equal ones")
+    add("--against", type=Path, metavar="OTHER.lmdb", help="refuse other classes than its; report images in both")
+    add("--similar", action="store_true", help="also report images that look alike")
     add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")
     add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")

@@ -16,12 +16,12 @@ from metrics.precision import exact_float32
 from models.gan import ImageGenerator
 from models.sampling import generate
 
-SEARCHED = 20_000  # training images among which copies are looked for
+SEARCHED = 20_000  # training images that are searched for copies
 PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
 
 
 def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
-    """The extractor in whose space copies are looked for: the first that was not trained on the training images.
+    """The extractor in whose space copies are searched: the first that was not trained on the training images.
 
     To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
     without being copies. Where there is no other extractor, pixels serve.
@@ -37,12 +37,12 @@ def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) 
 
 @dataclass(frozen=True)
 class TrainingSets:
-    """Features of training images: n for the floors, more of them where copies are looked for."""
+    """Features of training images: n for the floors, more of them if copies are searched."""
 
     reader: Dataset
     side: Selection  # of all that are searched
     real: RealFeatures
-    place: Extractor | None  # where copies are looked for
+    place: Extractor | None  # the space in which copies are searched
 
     def of(self, space: Extractor) -> FeatureSet:
         """The features under one extractor; the moments are of the first n."""

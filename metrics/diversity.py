@@ -66,7 +66,7 @@ def recognised_share(
     *,
     classes: int,
 ) -> tuple[float, list[float | None]]:
-    """Share of samples that a classifier names as asked: over all, and of each class (None: none was asked for)."""
+    """Share of samples whose class a classifier predicts: over all, and of each class (None: none was asked for)."""
     hits = predictions == labels
     if len(hits) == 0:
         raise ValueError("the recognised share of no samples is undefined")

@@ -37,7 +37,7 @@ def evaluate_generator(
     real: RealFeatures | None = None,  # keeps real features between calls
     per_class: int = IMAGES,  # images of a class for the diversity
     floor: bool = True,  # whether floors are computed
-    searched: int = SEARCHED,  # training images among which copies are looked for; 0: no search
+    searched: int = SEARCHED,  # training images that are searched for copies; 0: no search
     batch_size: int = 64,
     progress: Progress | None = None,
     observe: Observer | None = None,
@@ -228,7 +228,7 @@ def _diversity(
 
 
 def _recognised(generator: ImageGenerator, samples: Samples, names: list[str], notes: dict[str, str]) -> dict[str, Any]:
-    """Share of the samples that the judge names as asked, over all and by class."""
+    """Share of the samples whose class the judge predicts, over all and by class."""
     if not generator.classes:
         notes["recognised"] = "the generator is unconditional: nothing was asked for that could be recognised"
     elif samples.judge is None:

@@ -44,7 +44,7 @@ def plain(value: object) -> str:
 
 Show = Callable[[object], str]
 RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is, how it is written
-    "accuracy": ("of the test images named right", percent),
+    "accuracy": ("of the test images predicted correctly", percent),
     "top5_accuracy": ("top-5 accuracy", percent),
     "ece": ("expected calibration error", percent),
     "recognised": ("samples recognised as asked", percent),

@@ -2,7 +2,7 @@
 
 `python benchmarks/judges/small_cnn.py --data TRAIN.lmdb --test TEST.lmdb --checkpoint RUN...`. It shares no code with
 our classifier, has never seen a sample, and prints its accuracy on real test images, then for each generator the
-share of samples that it names as asked and the least diverse class in its own features (docs/evaluation.md).
+share of samples whose class it predicts and the least diverse class in its own features (docs/evaluation.md).
 """
 
 import argparse
@@ -87,7 +87,7 @@ def spread(features: Tensor) -> float:
 
 
 def judge_generator(network: SmallCNN, run: Path, test: Dataset, n: int) -> dict[str, object]:
-    """Share of n samples named as asked, and the smallest ratio of a class's spread to the real images'."""
+    """Share of n samples whose class is predicted, and the smallest ratio of a class's spread to the real images'."""
     path = resolve(run)
     generator = generator_from(load(path))
     classes = len(test.classes)

@@ -312,7 +312,7 @@ class Loop:
         if content is None:
             say_main(
                 f"warning: {told}; there is no checkpoint from before it to go back to: lower log.every, at which "
-                "spikes are looked for, or raise checkpoint.keep"
+                "spikes are checked, or raise checkpoint.keep"
             )
             return
         then = content["state"]["loader"]  # its step counts where stages of growth have loaders of their own
