@@ -16,7 +16,7 @@ from torch import Tensor
 from data.dataset import Dataset, dataset_for_model
 from data.images import ImageError
 from inference.image_files import read_image
-from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion
+from inference.influence_scores import Snapshot, Suspicion, influence, most, rate_of, suspicion
 from metrics.evaluate_gan import judge_images
 from models.restore import classifier_from
 from utils.arguments import positive
@@ -58,11 +58,11 @@ def main(argv: list[str]) -> int:
     _check_options(options)
     files = _checkpoint_files(options.checkpoint)
     last = load(files[-1])
-    stages = [_stage(file, choose_device(options.device)) for file in files]
+    snapshots = [_snapshot(file, choose_device(options.device)) for file in files]
     trained = (last["config"].get("data") or {}).get("resolution")
     with dataset_for_model(options.data, trained, last["shape"]["resolution"]) as reader:
         _check_data(reader, last, options.data)
-        found = (_mislabelled if options.mislabelled else _explain)(options, stages, reader, last)
+        found = (_mislabelled if options.mislabelled else _explain)(options, snapshots, reader, last)
     document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **found}
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
     print(f"wrote {options.out}", file=sys.stderr)
@@ -87,12 +87,12 @@ def _checkpoint_files(run_or_file: str) -> list[Path]:
     return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
 
 
-def _stage(file: Path, device: torch.device) -> Stage:
+def _snapshot(file: Path, device: torch.device) -> Snapshot:
     checkpoint = load(file, verify=False)
     if checkpoint["task"] != "classifier":
         raise UserError(f"{file}: is a checkpoint of task {checkpoint['task']!r}; give one of a classifier")
     # read again when its turn comes: all of a run's networks at once may not fit into memory
-    return Stage(checkpoint["step"], rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
+    return Snapshot(rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
 
 
 def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
@@ -109,9 +109,9 @@ def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
 
 
 def _explain(
-    options: argparse.Namespace, stages: list[Stage], reader: Dataset, checkpoint: dict[str, Any]
+    options: argparse.Namespace, snapshots: list[Snapshot], reader: Dataset, checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
-    classes, model = reader.classes, stages[-1].load()
+    classes, model = reader.classes, snapshots[-1].load()
     try:
         image = read_image(options.image, checkpoint)
     except ImageError as error:
@@ -122,7 +122,7 @@ def _explain(
         raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
     label = named if options.label is None else classes.index(options.label)
     more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
-    scores = influence(stages, reader, image, label, **more)
+    scores = influence(snapshots, reader, image, label, **more)
     blank = torch.full_like(image, 255)
     kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
     names = [classes[number] for number in reader.labels()]
@@ -151,10 +151,10 @@ def _explain(
 
 
 def _mislabelled(
-    options: argparse.Namespace, stages: list[Stage], reader: Dataset, _checkpoint: dict[str, Any]
+    options: argparse.Namespace, snapshots: list[Snapshot], reader: Dataset, _checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
     more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
-    found = suspicion(stages, reader, **more)
+    found = suspicion(snapshots, reader, **more)
     measure = options.by or "probability"
     rows = found.order(measure)[: options.top].tolist()
     listed = [_suspect(found, row, reader.classes) for row in rows]

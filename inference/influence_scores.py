@@ -23,10 +23,9 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Stage:
+class Snapshot:
     """A checkpoint of the run and the learning rate that it was trained on with."""
 
-    step: int
     rate: float
     load: Callable[[], Classifier]  # in evaluation mode on its device
 
@@ -37,10 +36,10 @@ def rate_of(checkpoint: dict[str, Any]) -> float:
     return max((float(group["lr"]) for group in groups), default=1.0)
 
 
-def weights_of(stages: Sequence[Stage]) -> list[float]:
+def weights_of(snapshots: Sequence[Snapshot]) -> list[float]:
     """The checkpoints' shares in a score: their rates, scaled to a sum of 1; equal where all rates are 0."""
-    total = sum(stage.rate for stage in stages)
-    return [stage.rate / total if total else 1 / len(stages) for stage in stages]
+    total = sum(snapshot.rate for snapshot in snapshots)
+    return [snapshot.rate / total if total else 1 / len(snapshots) for snapshot in snapshots]
 
 
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor, layers: Sequence[str]) -> tuple[Gradients, Tensor]:
@@ -59,7 +58,7 @@ def gradients_of(model: Classifier, images: Tensor, labels: Tensor, layers: Sequ
 
 
 def influence(
-    stages: Sequence[Stage],
+    snapshots: Sequence[Snapshot],
     reader: Dataset,  # training images
     image: Tensor,  # uint8 [C, H, W]: the image whose prediction is to be explained
     label: int,  # the class that the prediction is explained for
@@ -75,7 +74,7 @@ def influence(
     the average model, for whole images without augmentation. Raises UserError for layers that do not exist.
     """
     scores = torch.zeros(len(reader), dtype=torch.float64)
-    for share, model, batches in _passes(stages, reader, batch_size, progress):
+    for share, model, batches in _passes(snapshots, reader, batch_size, progress):
         own, _ = gradients_of(model, image[None], torch.tensor([label]), layers)
         for rows, images, labels in batches:
             found, _ = gradients_of(model, images, labels, layers)
@@ -120,7 +119,7 @@ class Suspicion:
 
 
 def suspicion(
-    stages: Sequence[Stage],
+    snapshots: Sequence[Snapshot],
     reader: Dataset,
     *,
     layers: Sequence[str] = (),
@@ -132,7 +131,7 @@ def suspicion(
     """
     own = torch.zeros(len(reader), dtype=torch.float64)
     probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
-    for share, model, batches in _passes(stages, reader, batch_size, progress):
+    for share, model, batches in _passes(snapshots, reader, batch_size, progress):
         for rows, images, labels in batches:
             found, logits = gradients_of(model, images, labels, layers)
             own[rows] += share * found.squared_norms().double().cpu()
@@ -144,16 +143,16 @@ Batches = Iterable[tuple[slice, Tensor, Tensor]]
 
 
 def _passes(
-    stages: Sequence[Stage], reader: Dataset, batch_size: int, progress: Progress | None
+    snapshots: Sequence[Snapshot], reader: Dataset, batch_size: int, progress: Progress | None
 ) -> Iterator[tuple[float, Classifier, Batches]]:
     """For each checkpoint its share, the model, and all images in batches with their places."""
-    for number, (stage, share) in enumerate(zip(stages, weights_of(stages), strict=True)):
-        model = stage.load()
+    for number, (snapshot, share) in enumerate(zip(snapshots, weights_of(snapshots), strict=True)):
+        model = snapshot.load()
         if model.classes != len(reader.classes):
             raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")
 
         def batches(number: int = number) -> Batches:
-            start, total = 0, len(reader) * len(stages)
+            start, total = 0, len(reader) * len(snapshots)
             for batch in evaluation_batches(reader, batch_size):
                 yield slice(start, start + len(batch)), batch.images, batch.labels
                 start += len(batch)

@@ -12,7 +12,7 @@ from torch import nn
 from data.dataset import Dataset
 from data.lmdb.writer import pack_arrays
 from inference import influence as command
-from inference.influence_scores import Stage, Suspicion, influence, most, rate_of, suspicion, weights_of
+from inference.influence_scores import Snapshot, Suspicion, influence, most, rate_of, suspicion, weights_of
 from inference.sample_gradients import head_gradients, matching_parameters, sample_gradients
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
@@ -159,10 +159,9 @@ evaluation: {{every: 0}}
     return folder / "run", folder / "train.lmdb", wrong
 
 
-def stages_of(run) -> list[Stage]:
+def snapshots_of(run) -> list[Snapshot]:
     return [
-        Stage(c["step"], rate_of(c), partial(classifier_from, c))
-        for c in map(load, newest_first(run / "checkpoints")[::-1])
+        Snapshot(rate_of(c), partial(classifier_from, c)) for c in map(load, newest_first(run / "checkpoints")[::-1])
     ]
 
 
@@ -172,7 +171,7 @@ def stages_of(run) -> list[Stage]:
 def test_wrong_labels_are_found(flipped, by, layers):
     run, data, wrong = flipped
     with Dataset(data) as reader:
-        found = suspicion(stages_of(run), reader, layers=layers)
+        found = suspicion(snapshots_of(run), reader, layers=layers)
     order = found.order(by).numpy()
     share = np.isin(order[: len(wrong)], wrong).mean()
     place = np.median(np.flatnonzero(np.isin(order, wrong))) / len(order)  # 0: the first, by chance 0.5
@@ -184,8 +183,8 @@ def test_wrong_labels_are_found(flipped, by, layers):
 def test_influence_is_its_definition(flipped):
     """Checkpoint by checkpoint, rate times the product of gradients, the rates scaled to a sum of 1."""
     run, data, _ = flipped
-    stages = stages_of(run)
-    assert len(stages) == 3
+    snapshots = snapshots_of(run)
+    assert len(snapshots) == 3
     rates = [load(path)["state"]["optimizer"]["param_groups"][0]["lr"] for path in newest_first(run / "checkpoints")]
     assert len(set(rates)) == 3
     with Dataset(data) as reader:
@@ -194,10 +193,10 @@ def test_influence_is_its_definition(flipped):
             ([], ["fc.weight", "fc.bias"]),
             (["layer4.1.bn2"], ["layer4.1.bn2.weight", "layer4.1.bn2.bias"]),
         ):
-            scores = influence(stages, reader, images[1], 2, layers=layers, batch_size=100)
+            scores = influence(snapshots, reader, images[1], 2, layers=layers, batch_size=100)
             expected = torch.zeros(3, dtype=torch.float64)
-            for stage, rate in zip(stages, rates[::-1], strict=True):
-                model = stage.load().double().requires_grad_()
+            for snapshot, rate in zip(snapshots, rates[::-1], strict=True):
+                model = snapshot.load().double().requires_grad_()
                 inputs = images.double() / 127.5 - 1
                 names = [f"network.{n.removeprefix('network.')}" for n in names]
                 own = loop_of_backwards(model, inputs[1:2], torch.tensor([2]), names)[0]
@@ -224,11 +223,11 @@ def test_a_step_on_a_helpful_image_lowers_the_loss():
 
 
 def test_weights_of_checkpoints():
-    def stages(*rates):
-        return [Stage(i, rate, lambda: None) for i, rate in enumerate(rates)]  # type: ignore[arg-type, return-value]
+    def snapshots(*rates):
+        return [Snapshot(rate, lambda: None) for rate in rates]  # type: ignore[arg-type, return-value]
 
-    assert weights_of(stages(0.3, 0.1)) == pytest.approx([0.75, 0.25])
-    assert weights_of(stages(0.0, 0.0)) == [0.5, 0.5]
+    assert weights_of(snapshots(0.3, 0.1)) == pytest.approx([0.75, 0.25])
+    assert weights_of(snapshots(0.0, 0.0)) == [0.5, 0.5]
     assert rate_of({"state": {}}) == 1
     assert most(torch.tensor([0.5, -1, 2, 0]), 3) == [2, 0]
 

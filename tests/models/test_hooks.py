@@ -185,7 +185,7 @@ def test_a_frozen_model_has_output_gradients_without_a_graph_before_the_layer():
 
 
 def test_a_layer_without_a_part_in_the_output_is_refused():
-    with pytest.raises(UserError, match="'unused' plays no part"):
+    with pytest.raises(UserError, match="'unused' does not contribute"):
         output_gradient(net(), "unused", (images(),), objective)
 
 
