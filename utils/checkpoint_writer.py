@@ -7,9 +7,9 @@ import errno
 import hashlib
 import os
 import shutil
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -152,26 +152,16 @@ class Background:
     """Does one job at a time in a thread of its own; the process does not end before the job has."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._job: Future[None] | None = None
 
     def start(self, job: Callable[[], None]) -> None:
         """Begin `job` when the one before is done. Raises what that one raised."""
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=False)
-        self._thread.start()
+        self._job = self._thread.submit(job)
 
     def wait(self) -> None:
         """Return when nothing is in flight. Raises what the job raised, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:
-            self._error = error
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 class Rewind:
@@ -12,8 +13,8 @@ class Rewind:
 
     def __init__(self, registry: Mapping[str, Any]) -> None:
         self._registry = registry
-        self.bytes = 0  # of its tensors
-        self._state = {name: self._kept(part.state_dict()) for name, part in registry.items()}
+        self._state = tree_map(_kept, {name: part.state_dict() for name, part in registry.items()})
+        self.bytes = sum(leaf.nbytes for leaf in tree_leaves(self._state) if isinstance(leaf, torch.Tensor))
 
     def rewind(self) -> None:
         """Go back. A copy is loaded: what is loaded may be kept, and trained on."""
@@ -22,10 +23,6 @@ class Rewind:
             if isinstance(part, torch.nn.Module):
                 part.zero_grad(set_to_none=True)
 
-    def _kept(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            self.bytes += value.numel() * value.element_size()
-            return value.detach().to("cpu", copy=True)
-        if isinstance(value, Mapping):
-            return {key: self._kept(item) for key, item in value.items()}
-        return type(value)(map(self._kept, value)) if isinstance(value, (list, tuple)) else value
+
+def _kept(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -4,13 +4,14 @@ step failed, in words.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from training.base.config import RunConfig
 from training.optim.ema import EMA
@@ -29,24 +30,14 @@ def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     found = {}
     for name, part in registry.items():
         network = part.model if isinstance(part, EMA) else part
-        whole = isinstance(network, nn.Module)
-        tensors = [*network.parameters(), *network.buffers()] if whole else list(_of_state(part.state_dict()))
+        if isinstance(network, nn.Module):
+            tensors = [*network.parameters(), *network.buffers()]
+        else:
+            leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]
+            tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
         if tensors:
             found[name] = tensors
     return found
-
-
-def _of_state(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _of_state(value)
-    elif isinstance(state, (list, tuple)):
-        for value in state:
-            yield from _of_state(value)
-    elif isinstance(state, float):
-        yield torch.tensor(state, dtype=torch.float64)
 
 
 def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:

@@ -4,15 +4,16 @@ The range test of Smith (1506.01186, section 3.3) with exponential steps: while 
 then it falls, then training diverges. A good rate lies where it falls.
 """
 
+import copy
 import io
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,19 +101,19 @@ def search(loop: Loop, sweep: Sweep) -> Found:
     given = (section for section in vars(loop.config).values() if isinstance(section, OptimizerConfig))
     scale = next(given, updater.config).lr / updater.config.lr
     state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
-    with _random_states(device), _rate_of(updater) as fixed:
+    with _random_states(device), _rate_of(updater) as set_rate:
         try:
-            return replace(_sweep(loop, sweep, fixed), scale=scale)
+            return replace(_sweep(loop, sweep, set_rate), scale=scale)
         finally:
             state.rewind()
             loop.loader.wait_seconds = waited
 
 
-def _sweep(loop: Loop, sweep: Sweep, fixed: "_FixedRate") -> Found:
+def _sweep(loop: Loop, sweep: Sweep, set_rate: Callable[[float], None]) -> Found:
     """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
     found, mean, lowest = Found(stopped="all rates were tried"), SmoothedMean(SMOOTHING), math.inf
     for number in range(sweep.steps + 1):
-        fixed.rate = sweep.rate(min(number, sweep.steps - 1))
+        set_rate(sweep.rate(min(number, sweep.steps - 1)))
         metrics = loop.task.step(loop.loader, loop.step + number)
         loss = collectives.all_reduce_sum_(metrics[loop.task.loss_metric].double()).item()  # the same on all ranks
         if not math.isfinite(loss):
@@ -167,28 +168,13 @@ def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
     return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
 
 
-class _FixedRate:
-    """Stands in for an optimizer's config; `lr_at` gives the sweep's rate, everything else is the config's own."""
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.rate = 0.0
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
-
-    def lr_at(self, *_: object) -> float:
-        return self.rate
-
-
 @contextmanager
-def _rate_of(updater: Updater) -> Iterator[_FixedRate]:
-    """The updater takes the rate of what is yielded; afterwards its config's again."""
+def _rate_of(updater: Updater) -> Iterator[Callable[[float], None]]:
+    """What is yielded sets the rate of the next updates; everything else, and afterwards the rate, is the config's."""
     config = updater.config
-    fixed = _FixedRate(config)
-    updater.config = cast(OptimizerConfig, fixed)
+    updater.config = swept = copy.copy(config)
     try:
-        yield fixed
+        yield lambda rate: setattr(swept, "lr_at", lambda *_: rate)
     finally:
         updater.config = config
 

@@ -73,16 +73,20 @@ def train(
             lost = not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
             raise
         lost = True
-        if under_launcher():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has told why
-        halted = health.lost_rank(folder.path, error)
-        if halted.rank_specific and (folder.path / "config.yaml").is_file():
-            step = 0 if loop is None else loop.step
-            folder.write_status("failed", step, str(halted), halted.exit_code)  # rank 0 may be the one that is missing
-        raise halted from error
+        raise _lost_rank(folder, 0 if loop is None else loop.step, error) from error
     finally:
         folder.close()
         collectives.stop(lost=lost)
+
+
+def _lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
+    """What to raise where another rank is missing; status.json says so, for rank 0 may be the one that is."""
+    if under_launcher():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has told why
+    halted = health.lost_rank(folder.path, error)
+    if halted.rank_specific and (folder.path / "config.yaml").is_file():
+        folder.write_status("failed", step, str(halted), halted.exit_code)
+    return halted
 
 
 def default_folder(config_file: Path) -> Path:
