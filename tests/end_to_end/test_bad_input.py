@@ -221,7 +221,7 @@ def test_labels_beyond_the_classes_are_refused_before_the_first_step(
         "--data.val-path",
         tmp_path / "three.lmdb",
     )
-    assert "classes differ" in line
+    assert "three.lmdb: its classes are not those of" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -131,6 +131,8 @@ def test_compile_is_asked_for_the_network(packed: Path, monkeypatch: pytest.Monk
     with Dataset(packed / "train.lmdb") as reader:
         for setting, expected in (("auto", 0), ("off", 0), ("on", 1)):
             task = ClassifierTask(config_of(packed, compile=setting), reader, None, CPU)
+            loader = make_loader(task.config, reader, CPU)
+            task.step(loader, 0)
             assert len(compiled) == expected
         assert compiled == [task.model]
         calls: list[int] = []
@@ -140,7 +142,7 @@ def test_compile_is_asked_for_the_network(packed: Path, monkeypatch: pytest.Monk
             return task.model(x)
 
         monkeypatch.setattr(task, "forward", forward)
-        task.step(make_loader(task.config, reader, CPU), 0)
+        task.step(loader, 1)
     assert calls == [48]
 
 
