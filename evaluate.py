@@ -61,7 +61,7 @@ def parser() -> Parser:
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
     add("--seed", type=int, default=0, help="of samples and draws (default: 0)")
     add("--json", action="store_true", help="print metrics.json instead of a table; logs go to stderr")
-    add("--classifier", metavar="RUN_OR_FILE", help="GAN: independent judge of what the samples show")
+    add("--classifier", metavar="RUN_OR_FILE", help="GAN: independent classifier that judges the samples")
     extractors = "GAN: classifier, classifier:RUN_OR_FILE, resnet50, inception or pixels; repeat it or use commas "
     default = "(default: classifier if one is given, resnet50 if its weights are there)"
     add("--extractor", action="append", metavar="NAME", help=extractors + default)

@@ -97,8 +97,8 @@ def add_interpolate(command: argparse.ArgumentParser) -> None:
 def add_project(command: argparse.ArgumentParser) -> None:
     """Options of `project`."""
     add = command.add_argument
-    add("--image", required=True, type=Path, metavar="FILE", help="the image to look for")
-    add("--resize", choices=("crop", "pad"), help="how it is brought to size (default: as in training)")
+    add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
+    add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
     add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each (default: both)")
     add("--features", choices=FEATURES, default="resnet50", help="what is compared (default: resnet50)")
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")

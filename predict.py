@@ -29,11 +29,11 @@ def parser() -> Parser:
     add = options.add_argument
     add("images", nargs="+", metavar="IMAGE", help="image files")
     add_model_options(options)
-    add("--top", type=positive, metavar="K", help=f"only the K likeliest classes (default: all; in the table {SHOWN})")
-    add("--resize", choices=("crop", "pad"), help="how images are brought to size (default: as in training)")
+    add("--top", type=positive, metavar="K", help=f"the K most likely classes (default: all; in the table {SHOWN})")
+    add("--resize", choices=("crop", "pad"), help="how images are resized (default: as in training)")
     add("--json", action="store_true", help="print a JSON array instead of a table")
-    add("--gradcam", type=Path, metavar="DIR", help="write each image with the parts that speak for its class")
-    add("--gradcam-class", metavar="NAME", help="which class they are to speak for (default: the one it is named)")
+    add("--gradcam", type=Path, metavar="DIR", help="write each image with the evidence for its class")
+    add("--gradcam-class", metavar="NAME", help="the class to explain (default: the predicted one)")
     add("--gradcam-layer", metavar="NAME", help="whose maps are used (default: of a ResNet layer4; layer3 is finer)")
     return options
 
@@ -129,7 +129,7 @@ def save_maps(
     heats = gradcam.image_heat(classifier, images, asked, maps.layer)
     for image, heat, row, label, place in zip(images, heats, probabilities, asked.tolist(), maps.files, strict=True):
         best = int(row.argmax())
-        what = f"speaks for {classes[label]} {row[label]:.3f}" if heat.any() else f"nothing speaks for {classes[label]}"
+        what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
         gradcam.save_overlay(image, heat, [f"named {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"], place)
 
 

@@ -176,7 +176,7 @@ def main(argv: list[str]) -> int:
     """Parse the options and run the steps."""
     parser = Parser(prog="quickstart.py", description=__doc__)
     parser.add_argument("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_quick)")
-    parser.add_argument("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, to see that all works")
+    parser.add_argument("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
     options = parser.parse_args(argv)
     default = ROOT / "runs" / ("quickstart_quick" if options.quick else "quickstart")
     folder = Path(options.dir).resolve() if options.dir else default

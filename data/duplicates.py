@@ -227,7 +227,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("path", type=Path, metavar="A.lmdb")
     parser.add_argument("other", type=Path, metavar="B.lmdb", nargs="?")
-    parser.add_argument("--similar", action="store_true", help="search for images that look alike, too")
+    parser.add_argument("--similar", action="store_true", help="also search for images that look alike")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--out", type=Path, metavar="PNG", help=f"draw up to {SHOWN} pairs side by side")
     args = parser.parse_args(argv)

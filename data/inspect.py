@@ -101,7 +101,7 @@ def make_parser() -> Parser:
     parser.add_argument("path", type=Path, metavar="X.lmdb")
     parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="where the image grid goes; default: X.grid.png")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="the grid of images to write; default: X.grid.png")
     return parser
 
 

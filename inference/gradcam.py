@@ -1,4 +1,4 @@
-"""Grad-CAM: which parts of an image speak for a class (Selvaraju et al., 1610.02391)."""
+"""Grad-CAM: which parts of an image are evidence for a class (Selvaraju et al., 1610.02391)."""
 
 import itertools
 import os
@@ -46,7 +46,7 @@ def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: s
     """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest value of 1. Without a
     layer it is the one that the backbone names.
 
-    An image in which nothing speaks for its class has no heat at all: zeros. In full float32. Raises UserError as
+    An image without evidence for its class has no heat at all: zeros. In full float32. Raises UserError as
     `grad_cam` does.
     """
     device = device_of(classifier)

@@ -40,7 +40,7 @@ def parser() -> Parser:
     add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder (all its checkpoints) or one file")
     add("--data", required=True, metavar="X.lmdb", help="the training images")
     add("--image", metavar="FILE", help="show the training images that helped and hurt its prediction most")
-    add("--label", metavar="NAME", help="class that is explained (default: the one the image is named)")
+    add("--label", metavar="NAME", help="the class to explain (default: the predicted one)")
     add("--mislabelled", action="store_true", help="show the training images whose labels are likely wrong")
     add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
     add("--layers", nargs="+", default=[], metavar="NAME", help="layers whose gradients count (default: the head's)")
@@ -164,7 +164,7 @@ def _mislabelled(
 
 
 def _suspect(found: Suspicion, row: int, classes: list[str]) -> dict[str, Any]:
-    """What is said of one image: its label and what the classifier would rather name it."""
+    """One image in words: its label and the classifier's prediction."""
     others = found.probabilities[row].clone()
     others[found.labels[row]] = -1
     named = int(others.argmax())

@@ -281,6 +281,24 @@ def test_imports_within_training_point_one_way(part):
     assert wrong == {}
 
 
+def product_files() -> list[Path]:
+    """The program's own Python files: neither tests nor benchmarks."""
+    outside = {"tests", "benchmarks"}
+    return [p for p in project_files() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] not in outside]
+
+
+def test_no_file_is_longer_than_400_lines_and_no_function_than_60():
+    long = []
+    for path in product_files():
+        source, name = path.read_text(), path.relative_to(ROOT)
+        long += [f"{name}: {length} lines"] if (length := len(source.splitlines())) > 400 else []
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                long += [f"{name}, {node.name}: {length} lines"] if length > 60 else []
+    assert long == []
+
+
 def test_no_folder_of_training_has_more_than_14_files():
     folders = {path for path in (ROOT / "training").rglob("*") if path.is_dir() and path.name != "__pycache__"}
     assert {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 14} == set()
