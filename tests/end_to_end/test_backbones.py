@@ -29,9 +29,9 @@ MODELS = {
 def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base, "make", lambda name, **options: SLIM[name]())
     config = write_config(tmp_path / "c.yaml", "classifier", packed)
-    options = ["--model.name", name, *MODELS[name], "--train.layer_decay", "0.8", "--optimizer.name", "adamw"]
-    options += ["--train.unfreeze", "{backbone: 2, head: 0}"]
-    options += ["--train.freeze", "[stem]", "--device", "cpu"]
+    options = ["--model.name", name, *MODELS[name], "--finetune.layer_decay", "0.8", "--optimizer.name", "adamw"]
+    options += ["--finetune.unfreeze", "{backbone: 2, head: 0}"]
+    options += ["--finetune.freeze", "[stem]", "--device", "cpu"]
     straight, parted = tmp_path / "straight", tmp_path / "parted"
     assert train_in_process(config, straight, *options, "--max-steps", "4") == 0
     for last in ("2", "4"):
