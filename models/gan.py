@@ -87,9 +87,9 @@ class ImageDiscriminator(nn.Module):
     channels: int
     resolution: int
 
-    def features(self, images: Tensor, **stage: Any) -> Tensor:
-        """What the logits are made from, [N, F]: the label is not looked at yet."""
-        hidden = self.hidden(images, **stage)
+    def features(self, images: Tensor, *stage: Any, **named: Any) -> Tensor:
+        """What the logits are made from, [N, F]: the label is not looked at yet. `stage` goes to `hidden`."""
+        hidden = self.hidden(images, *stage, **named)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.output(hidden)
 
@@ -99,8 +99,8 @@ class ImageDiscriminator(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, **stage: Any) -> Tensor:
-        return self.project(self.features(images, **stage), labels)
+    def forward(self, images: Tensor, labels: Tensor | None = None, *stage: Any, **named: Any) -> Tensor:
+        return self.project(self.features(images, *stage, **named), labels)
 
     def after_update(self) -> None:
         """Called once after each update of the parameters, on every rank, with the same parameters."""

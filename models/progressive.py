@@ -1,12 +1,11 @@
 """A growing generator as it is at one stage, to sample from and to evaluate like any other."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.gan import Alpha, ImageGenerator, NoiseMode
+from models.gan import Alpha, ImageGenerator
 
 
 class StageGenerator(ImageGenerator):
@@ -35,23 +34,8 @@ class StageGenerator(ImageGenerator):
         """(1, H, W) of each noise map of the stage."""
         return self.generator.noise_shapes(resolution or self.stage)
 
-    def forward(
-        self,
-        z: Tensor,
-        labels: Tensor | None = None,
-        *,
-        noise: Sequence[Tensor] | NoiseMode = "const",
-        truncation_psi: float = 1.0,
-        truncation_cutoff: int | None = None,
-    ) -> Tensor:
-        images = self.generator(
-            z,
-            labels,
-            noise=noise,
-            truncation_psi=truncation_psi,
-            truncation_cutoff=truncation_cutoff,
-            resolution=self.stage,
-            alpha=self.alpha,
-        )
+    def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """`options`: noise and truncation, as the generator has them."""
+        images = self.generator(z, labels, resolution=self.stage, alpha=self.alpha, **options)
         factor = self.resolution // self.stage
         return images if factor == 1 else F.interpolate(images, scale_factor=factor)
