@@ -48,13 +48,7 @@ def train(
     rates = None if sweep is None else lr_find.Sweep(**sweep)
     if rates is not None and (why_not := TASKS[config.task].task.no_rate_search):
         raise UserError(f"--lr-find is not for task {config.task}: {why_not}")
-    torch_device = collectives.choose_device(device, several=config.several_devices)
-    if torch_device.type == "cpu":
-        keep_freed_memory()
-    if config.deterministic:
-        determinism.switch_on()
-    inject.check()
-    collectives.start(torch_device, config.distributed.start_timeout, several=config.several_devices)
+    torch_device = _start_process(config, device)
     folder = RunFolder(run_dir or default_folder(Path(config_file)))
     loop, lost = None, False
     try:
@@ -77,6 +71,18 @@ def train(
     finally:
         folder.close()
         collectives.stop(lost=lost)
+
+
+def _start_process(config: RunConfig, device: str | None) -> torch.device:
+    """Settings of this process, and its place in the group; returns its device."""
+    torch_device = collectives.choose_device(device, several=config.several_devices)
+    if torch_device.type == "cpu":
+        keep_freed_memory()
+    if config.deterministic:
+        determinism.switch_on()
+    inject.check()
+    collectives.start(torch_device, config.distributed.start_timeout, several=config.several_devices)
+    return torch_device
 
 
 def _lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
