@@ -110,6 +110,12 @@ def test_paths_in_code_exist(current):
     assert missing == []
 
 
+def test_names_in_files_exist(current):
+    """`path.py: name`: the file has the name."""
+    named = [re.fullmatch(r"([\w/]+\.py): (\w+)", text) for text in code(current)]
+    assert [each[0] for each in named if each and each[2] not in (ROOT / each[1]).read_text()] == []
+
+
 class Reached(Exception):
     """A script has come to the parsing of its options."""
 
