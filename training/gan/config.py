@@ -125,6 +125,9 @@ class GanConfig(RunConfig):
         if not generator.can_grow and self.progressive.start is not None:
             raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.architecture, vars(self))  # its class may be one that `config_of` has made
+
     def stages(self, resolution: int) -> Stages:
         """The run's stages at the images' `resolution`: one, unless it grows."""
         return Stages(self.progressive, resolution, self.steps, self.batch_size)
@@ -150,6 +153,12 @@ class GanConfig(RunConfig):
             per_pass["loss.feature_matching_group"] = loss.feature_matching_group
         halves = {"loss.path_length_weight (half a batch)": 2} if loss.path_length_weight else {}
         stages.check_batches(world_size, micro_batch=self.micro_limit, per_pass=per_pass, per_process=halves)
+
+
+def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:
+    config = object.__new__(config_of(architecture))
+    vars(config).update(values)
+    return config
 
 
 @cache
