@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.dataset import Dataset
 from data.lmdb.writer import pack_arrays
+from models.hooks import LayerStatistics
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
 from tests.slim import slim_down
 from training.base.data import make_loader
 from training.classifier.task import ClassifierTask
+from training.engine.layer_log import over_ranks
 from training.engine.tasks import build_run_config
 from utils.distributed import collectives
 from utils.distributed.gradients import GradientExchange
@@ -95,6 +97,26 @@ def test_two_synchronised_backwards_leave_different_gradients_without_an_error(
     assert (first - second).abs().max() > 1e-2
     first, second = found[2]["two losses"]["their sum"]
     assert torch.equal(first, second)
+
+
+# --- what layers are logged to receive
+
+
+def logged(data: str) -> dict[str, float]:
+    """Statistics of the head in one step, over all ranks."""
+    tree = worker.TREES["classifier-plain"] | {"data": {"path": data}}
+    config: Any = build_run_config(tree, [], "test")
+    task = ClassifierTask(config, Dataset(data), None, torch.device("cpu"))
+    statistics = LayerStatistics({"head": task.model.head})
+    with statistics.watching():
+        task.step(make_loader(config, task.reader, torch.device("cpu")), 0)
+    return statistics.collect(over_ranks(statistics.packed()))
+
+
+def test_layers_receive_the_same_gradients_on_any_number_of_ranks(found: dict[int, dict[str, Any]]) -> None:
+    whole, ranks = found[1]["logged"], found[2]["logged"]
+    assert whole["head/gradient_std"] > 1e-3
+    assert ranks == pytest.approx(whole, rel=1e-9, abs=1e-12)
 
 
 # --- compression
@@ -181,7 +203,7 @@ def main(out: str, data: str) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     collectives.start(torch.device("cpu"))
-    found: dict[str, Any] = {"classifier-thaw": worker.train("classifier-thaw", 0, data, STEPS)}
+    found: dict[str, Any] = {"classifier-thaw": worker.train("classifier-thaw", 0, data, STEPS), "logged": logged(data)}
     if collectives.world_size() > 1:
         for name in ("classifier-bf16", "classifier-plain", "gan-bf16", "gan-plain"):
             found[name] = worker.train(name, 2, data, STEPS)

@@ -39,6 +39,7 @@ from utils.logging import say
 from utils.memory import ran_out
 from utils.ranges import Checked, Decay
 from utils.seeding import forked
+from utils.tensors import by_device
 
 
 @dataclass(kw_only=True)
@@ -272,8 +273,7 @@ class ClassifierTask(Task):
     def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
         """Forward and backward passes of this process's share; DDP sends the gradients in the last of them."""
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        # DDP averages over the processes
-        weight = collectives.world_size() * (float("nan") if inject.due("nan", step, rank=collectives.rank()) else 1.0)
+        weight = float("nan") if inject.due("nan", step, rank=collectives.rank()) else 1.0
         with phase("augment"):
             prepared = self._prepared(batch.images, batch.labels, step, self.first)
         parts = self.micro.parts()
@@ -292,7 +292,17 @@ class ClassifierTask(Task):
                     self.mixed.backward(loss * weight)
             loss_sum += loss.detach()
             correct += targets.correct(logits.detach())
+        if send:
+            self._sum_gradients()
         return loss_sum, correct
+
+    def _sum_gradients(self) -> None:
+        """Make sums over the processes of DDP's means. Not by weights of the losses: what layers are logged to receive,
+        and what fp16 can hold, would depend on the number of processes.
+        """
+        if self.replica is not None:
+            for (gradients,) in by_device(p.grad for p in self.updater.parameters if p.grad is not None).values():
+                torch._foreach_mul_(gradients, collectives.world_size())
 
     def _prepared(self, images: Tensor, labels: Tensor, step: int, start: int) -> Prepared:
         """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
