@@ -89,7 +89,12 @@ def _convert(image: Image.Image, channels: int) -> Image.Image:
 
 
 def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
-    """Grey to RGB or RGB to grey (ITU-R 601 luma): uint8 [H, W, 1 or 3] -> uint8 [H, W, channels]."""
+    """Grey to RGB or RGB to grey (ITU-R 601 luma): uint8 [H, W, 1 or 3] -> uint8 [H, W, channels].
+
+    Raises ImageError for other numbers of channels.
+    """
+    if pixels.shape[2] not in (1, 3):
+        raise ImageError(f"has {pixels.shape[2]} channels; images have 1 (grey) or 3 (RGB)")
     if pixels.shape[2] == channels:
         return pixels
     if channels == 3:

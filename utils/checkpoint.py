@@ -99,12 +99,24 @@ def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
-    """What `point` wrote, or None when there is none or it cannot be read."""
+    """What `point` wrote, or None when there is none or it cannot be read.
+
+    Raises UserError where it names a file of the folder that `file_name` would call otherwise: such a run is not empty.
+    """
     try:
         entry = json.loads((folder / f"{which}.json").read_text())
-        return entry if isinstance(entry, dict) and find_step(str(entry.get("file"))) is not None else None
     except (OSError, ValueError):
         return None
+    name = str(entry.get("file")) if isinstance(entry, dict) else ""
+    if find_step(name) is not None:
+        return entry
+    if Path(name).name == name != "" and (folder / name).is_file():
+        raise UserError(
+            f"{folder / which}.json names {name}, but this version's checkpoints are called like {file_name(1)}: "
+            "rename the run's files and their .sha256, and the names in last.json and best.json, or give another "
+            "--run-dir"
+        )
+    return None
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -212,7 +224,7 @@ def _verify(path: Path) -> None:
 def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | None:
     """The newest checkpoint that loads; `warn` is called for every one that does not. None when the folder has none.
 
-    Raises CorruptCheckpoint when there are checkpoints but none of them loads.
+    Raises CorruptCheckpoint when there are checkpoints but none of them loads, UserError where they have other names.
     """
     paths = newest_first(folder)
     for path in paths:
@@ -224,6 +236,7 @@ def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | No
         raise CorruptCheckpoint(
             f"{folder}: none of its {len(paths)} checkpoints can be read; start in another --run-dir"
         )
+    pointer(folder, "last")  # UserError where there is one by another name
     return None
 
 

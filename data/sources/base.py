@@ -17,7 +17,7 @@ class Item:
 
     name: str  # file or record, for messages
     label: int  # 0 if the source is unlabelled
-    content: bytes | np.ndarray  # a file's bytes, or pixels uint8 [H, W, C]
+    content: bytes | np.ndarray  # a file's bytes, or pixels uint8 [H, W, 1 or 3]
 
 
 @dataclass(frozen=True)

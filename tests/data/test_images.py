@@ -214,3 +214,9 @@ def test_exact_takes_no_other_size() -> None:
     assert fit(GRADIENT, 16, "exact") is GRADIENT
     with pytest.raises(ImageError, match="is 12x16 px where 16x16 was expected; pass --size"):
         fit(GRADIENT[:, :12], 16, "exact")
+
+
+@pytest.mark.parametrize("count", [2, 4, 7])
+def test_other_numbers_of_channels_are_refused(count: int) -> None:
+    with pytest.raises(ImageError, match=f"has {count} channels"):
+        to_channels(np.zeros((4, 4, count), np.uint8), 3)

@@ -1,4 +1,4 @@
-"""The registry of loss games: another one is one line at the end of this file, with its formulas.
+"""The registry of loss games: another one is one entry in `OBJECTIVES`, with its formulas.
 
 A game is what each player makes smaller: functions of logits that return one value a sample [N] and know nothing of
 networks. Penalties are in penalties.py; any game may be played with any of them.
