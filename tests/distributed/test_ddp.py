@@ -28,6 +28,7 @@ from training.engine.tasks import build_run_config
 from utils.distributed import collectives
 from utils.distributed.gradients import GradientExchange
 from utils.distributed.launch import launch
+from utils.errors import UserError
 
 BF16 = {"distributed": {"compress": "bf16"}}
 worker.TREES["classifier-bf16"] = classifiers.SMALL | BF16
@@ -99,17 +100,20 @@ def test_two_synchronised_backwards_leave_different_gradients_without_an_error(
     assert torch.equal(first, second)
 
 
-# --- what layers are logged to receive
+# --- what layers are logged to receive, and what receives nothing
+
+
+def small_task(data: str) -> ClassifierTask:
+    config: Any = build_run_config(worker.TREES["classifier-plain"] | {"data": {"path": data}}, [], "test")
+    return ClassifierTask(config, Dataset(data), None, torch.device("cpu"))
 
 
 def logged(data: str) -> dict[str, float]:
     """Statistics of the head in one step, over all ranks."""
-    tree = worker.TREES["classifier-plain"] | {"data": {"path": data}}
-    config: Any = build_run_config(tree, [], "test")
-    task = ClassifierTask(config, Dataset(data), None, torch.device("cpu"))
+    task = small_task(data)
     statistics = LayerStatistics({"head": task.model.head})
     with statistics.watching():
-        task.step(make_loader(config, task.reader, torch.device("cpu")), 0)
+        task.step(make_loader(task.config, task.reader, task.device), 0)
     return statistics.collect(over_ranks(statistics.packed()))
 
 
@@ -117,6 +121,21 @@ def test_layers_receive_the_same_gradients_on_any_number_of_ranks(found: dict[in
     whole, ranks = found[1]["logged"], found[2]["logged"]
     assert whole["head/gradient_std"] > 1e-3
     assert ranks == pytest.approx(whole, rel=1e-9, abs=1e-12)
+
+
+def unused(data: str) -> str:
+    """What is said of a layer that no gradient reaches."""
+    task = small_task(data)
+    task.model.network.extra = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError) as refused:
+        task.step(make_loader(task.config, task.reader, task.device), 0)
+    return str(refused.value)
+
+
+def test_parameters_without_a_gradient_are_named_in_the_first_step(found: dict[int, dict[str, Any]]) -> None:
+    told = found[2]["unused"]
+    assert told.startswith("no gradient reaches extra.weight, extra.bias:")
+    assert "finetune.freeze" in told
 
 
 # --- compression
@@ -210,7 +229,7 @@ def main(out: str, data: str) -> None:
         ways = ("one forward, two backwards", "two forwards, two backwards", "their sum")
         found["two losses"] = {way: two_losses(way) for way in ways}
         found |= {f"exchanged {compress}": exchanged(compress) for compress in ("off", "bf16")}
-        found["sizes"] = sizes_found(data)
+        found |= {"sizes": sizes_found(data), "unused": unused(data)}
     if collectives.is_main():
         torch.save(found, Path(out))
     collectives.stop()

@@ -24,7 +24,7 @@ from training.base.compiled import Compiled, CompileSetting
 from training.base.config import RunConfig
 from training.base.data import check_same_classes, label_shares
 from training.base.task import Task
-from training.classifier.finetune import FineTuneConfig, FineTuning
+from training.classifier.finetune import FineTuneConfig, FineTuning, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
 from training.classifier.micro_batch import MicroBatch
 from training.classifier.summary import layer_table
@@ -300,9 +300,17 @@ class ClassifierTask(Task):
         """Make sums over the processes of DDP's means. Not by weights of the losses: what layers are logged to receive,
         and what fp16 can hold, would depend on the number of processes.
         """
-        if self.replica is not None:
-            for (gradients,) in by_device(p.grad for p in self.updater.parameters if p.grad is not None).values():
-                torch._foreach_mul_(gradients, collectives.world_size())
+        if self.replica is None:
+            return
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        unused = [plain(name) for name, p in trained.items() if p.grad is None]
+        if unused:  # DDP has waited for them in vain, and has not sent all
+            raise UserError(
+                f"no gradient reaches {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}: several processes cannot "
+                "train such parameters; name them in finetune.freeze"
+            )
+        for (gradients,) in by_device(p.grad for p in trained.values() if p.grad is not None).values():
+            torch._foreach_mul_(gradients, collectives.world_size())
 
     def _prepared(self, images: Tensor, labels: Tensor, step: int, start: int) -> Prepared:
         """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""

@@ -209,7 +209,7 @@ class Updater:
         here = self.optimizer.state_dict()
         if _members(state["param_groups"]) != _members(here["param_groups"]):
             raise UserError(
-                "the checkpoint's optimizer has other groups of parameters: the train section was changed since; "
+                "the checkpoint's optimizer has other groups of parameters: the finetune section was changed since; "
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
         self.optimizer.load_state_dict(state)

@@ -341,7 +341,7 @@ def test_a_state_of_other_groups_is_refused():
     _, other = build(scaled(model, [0.5, 2.0]), model, name="adamw")
     _, swapped = build(scaled(model, [0.5, 2.0])[::-1], model, name="adamw")
     for one, two in ((usual, other), (other, usual), (other, swapped)):
-        with pytest.raises(UserError, match=r"other groups of parameters: the train section was changed"):
+        with pytest.raises(UserError, match=r"other groups of parameters: the finetune section was changed"):
             one.load_state_dict(two.state_dict())
     other.load_state_dict(other.state_dict())
     usual.load_state_dict(usual.state_dict())
