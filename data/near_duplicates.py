@@ -99,9 +99,12 @@ def _close(a: np.ndarray, b: np.ndarray, *, within: bool) -> Iterator[tuple[tupl
         i, j = i[later], j[later]
         return (i + start, j + skipped), distances[i, j]
 
-    with ThreadPoolExecutor(cores()) as pool:
-        starts = range(0, len(a), step)
-        yield from tqdm(pool.map(tile, starts), "comparing hashes", len(starts), disable=None, delay=1)
+    starts, several = range(0, len(a), step), cores()
+    with ThreadPoolExecutor(several) as pool, tqdm(starts, "comparing hashes", disable=None, delay=1) as bar:
+        for first in range(0, len(starts), several):  # no more at a time: where all look alike a tile has TILE pairs
+            for found in pool.map(tile, starts[first : first + several]):
+                yield found
+                bar.update()
 
 
 def _nearest(parts: list[tuple[np.ndarray, np.ndarray]], limit: int) -> tuple[np.ndarray, np.ndarray]:

@@ -416,3 +416,23 @@ def test_bad_input(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert run_cli(main, [str(tmp_path / "none.lmdb")]) == EXIT_USER
     assert run_cli(main, [str(planted), str(tmp_path / "none.lmdb")]) == EXIT_USER
     assert capsys.readouterr().err.count("no such file") == 2
+
+
+def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
+    """Where all images look alike every comparison is a pair: all tiles at once would not fit into memory."""
+    compared = []
+
+    class Pool(near_duplicates.ThreadPoolExecutor):
+        def submit(self, function, *arguments):
+            compared.append(arguments)
+            return super().submit(function, *arguments)
+
+    monkeypatch.setattr(near_duplicates, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(near_duplicates, "cores", lambda: 3)
+    monkeypatch.setattr(near_duplicates, "TILE", 20)
+    alike = np.full(20, 0b1111, np.uint64)
+    tiles = near_duplicates._close(alike, alike, within=True)
+    next(tiles)
+    assert len(compared) == 3
+    assert sum(len(distances) for _, distances in tiles) == 20 * 19 // 2 - 19
+    assert len(compared) == 20
