@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
-from models.hooks import output_gradient
+from models.hooks import find_layer, output_gradient
 from utils.errors import UserError
 from utils.files import check_writable
 from utils.image_tables import save_captioned
@@ -38,6 +38,9 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
     if maps.ndim != 4:
         shape = list(maps.shape)
         raise UserError(f"layer {layer!r} gives no maps (its output is {shape}); choose a stage or a convolution")
+    channels_last = getattr(getattr(model, "network", model), "output_fmt", "") == "NHWC"  # timm's word: Swin's maps
+    if channels_last and not isinstance(find_layer(model, layer), nn.Conv2d):
+        maps, gradients = (x.permute(0, 3, 1, 2) for x in (maps, gradients))
     alphas = gradients.mean((2, 3), keepdim=True)
     return (alphas * maps).sum(1).relu()
 

@@ -124,6 +124,30 @@ def test_the_map_peaks_at_the_object_of_the_class_that_is_asked_for():
             assert left - 1 <= column <= left + 6
 
 
+class ChannelsLast(nn.Module):
+    """What timm says of a Swin: the maps of its stages are [N, h, w, C]."""
+
+    output_fmt = "NHWC"
+
+    def __init__(self, head: nn.Module, convolution: nn.Module) -> None:
+        super().__init__()
+        self.first, self.stage, self.head = convolution, nn.Tanh(), head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stage(self.first(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).mean((2, 3)))
+
+
+@pytest.mark.parametrize("layer", ["stage", "first"])
+def test_maps_whose_channels_come_last_give_the_same_heat(layer):
+    with forked(0, "test"):
+        convolution, head = nn.Conv2d(3, 5, 3), nn.Linear(5, 2)
+    plain = nn.Sequential(convolution, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    inputs, targets = torch.rand(2, 3, 12, 9, generator=generator("test", "nhwc")), torch.tensor([0, 1])
+    found = grad_cam(ChannelsLast(head, convolution), inputs, targets, layer)
+    assert found.shape == (2, 10, 7)
+    torch.testing.assert_close(found, grad_cam(plain, inputs, targets, {"first": "0", "stage": "1"}[layer]))
+
+
 def test_layers_without_maps_and_unknown_ones_are_refused():
     with pytest.raises(UserError, match=r"layer 'fc' gives no maps \(its output is \[2, 3\]\); choose a stage"):
         grad_cam(classifier(), images(), torch.tensor([0, 1]), "fc")
