@@ -423,9 +423,9 @@ def test_the_search_does_not_run_ahead_of_what_takes_its_pairs(monkeypatch):
     compared = []
 
     class Pool(near_duplicates.ThreadPoolExecutor):
-        def submit(self, function, *arguments):
+        def submit(self, function, /, *arguments, **more):
             compared.append(arguments)
-            return super().submit(function, *arguments)
+            return super().submit(function, *arguments, **more)
 
     monkeypatch.setattr(near_duplicates, "ThreadPoolExecutor", Pool)
     monkeypatch.setattr(near_duplicates, "cores", lambda: 3)
