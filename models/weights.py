@@ -87,10 +87,15 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
 def _unwrapped(content: Any) -> State | None:
     """The innermost state dict, or None where there is none."""
     while isinstance(content, dict) and content:
-        if all(isinstance(key, str) and isinstance(value, Tensor) for key, value in content.items()):
+        if all(isinstance(key, str) and _is_plain(value) for key, value in content.items()):
             return content
         content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
     return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with numbers in it: neither sparse nor of the meta device."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _plain_names(state: Mapping[str, Tensor]) -> State:
@@ -173,7 +178,7 @@ def load_pretrained(model: Classifier) -> str:
     expected = model.network.state_dict()
     notes = []
     first = f"{model.backbone.first}.weight"
-    if first in state and state[first].ndim == 4:
+    if first in state and state[first].ndim == 4 and state[first].numel() and state[first].is_floating_point():
         state[first], told = fit_first(state[first], expected[first])
         notes += [told] if told else []
     head, theirs = (

@@ -142,7 +142,10 @@ def test_nothing_in_a_file_is_run(donor, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("content", [[1, 2], {}, {"epoch": 3}, {"state_dict": {"a": 1}}, torch.ones(2)])
+OTHER = [[1, 2], {}, {"epoch": 3}, {"state_dict": {"a": 1}}, torch.ones(2), {"a": torch.ones(2, device="meta")}]
+
+
+@pytest.mark.parametrize("content", OTHER)
 def test_files_of_other_things(content, tmp_path):
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(UserError, match=r"x\.pth is not a plain state dict"):
@@ -308,6 +311,10 @@ def changed(donor, tmp_path, change):
         (
             lambda s: s.update({"conv1.weight": torch.zeros(64, 3, 5, 5)}),
             r"conv1\.weight is \[64, 3, 5, 5\], .*\[64, 3, 7, 7\]",
+        ),
+        (
+            lambda s: s.update({"conv1.weight": torch.zeros(64, 0, 7, 7)}),
+            r"conv1\.weight is \[64, 0, 7, 7\], .*\[64, 3, 7, 7\]",
         ),
         (
             lambda s: s.update({"bn1.bias": torch.full((64,), torch.nan)}),
