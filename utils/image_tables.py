@@ -111,7 +111,8 @@ def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], word
 
 
 def _fitting(text: str, width: float) -> str:
-    return shorten(text, width, _font().getlength)
+    """One line of at most so many px; what cannot be drawn, such as a line's end inside a class name, is a space."""
+    return shorten("".join(c if c.isprintable() else " " for c in text), width, _font().getlength)
 
 
 @cache

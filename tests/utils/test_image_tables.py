@@ -116,3 +116,12 @@ def test_large_and_coloured_images_and_long_heads(tmp_path):
     assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
     assert found.shape[1] < 150 + 128 + 4 * PADDING
     assert (found[:, -PADDING:] == 255).all()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2029", "\0"])
+def test_what_cannot_be_drawn_in_a_class_name_is_a_space(tmp_path, end):
+    rows = [[shade(0)], [shade(100)]]
+    for name, head in (("odd", f"a{end}b"), ("plain", "a b")):
+        save_rows(rows, tmp_path / f"{name}.png", columns=1, captions=[head, "c"])
+    np.testing.assert_array_equal(pixels(tmp_path / "odd.png"), pixels(tmp_path / "plain.png"))
+    save_table([[shade(0)]], tmp_path / "x.png", column_heads=[f"a{end}b"])
