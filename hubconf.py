@@ -99,7 +99,7 @@ def resnet_classifier(
         model.class_names = list(content["classes"])
         return model
     networks = _ours("models.classifier")
-    return _new(networks.Classifier, networks.ModelConfig, {"classes": 10} | sizes, device, seed)
+    return _new(networks.Classifier, networks.ModelConfig, 10, sizes, device, seed)
 
 
 _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None -> images [N, channels, resolution,
@@ -123,7 +123,7 @@ def _generator(name: str) -> _typing.Any:
     ) -> _typing.Any:
         if checkpoint is None:
             architecture = gan.ARCHITECTURES[name]
-            return _new(architecture.generator, architecture.generator_config, {"classes": 0} | sizes, device, seed)
+            return _new(architecture.generator, architecture.generator_config, 0, sizes, device, seed)
         content = _content(checkpoint, which, sizes)
         found = content["config"].get("architecture", gan.DEFAULT)
         if content["task"] == "gan" and found != name:
@@ -139,15 +139,16 @@ def _generator(name: str) -> _typing.Any:
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:
     """What the checkpoint holds; with one, sizes are its own: raise UserError for any that were given."""
-    if sizes:
-        raise _ours("utils.errors").UserError(f"{next(iter(sizes))}: the checkpoint sets it; leave it out")
+    given = [name for name, value in sizes.items() if value is not None]
+    if given:
+        raise _ours("utils.errors").UserError(f"{given[0]}: the checkpoint sets it; leave it out")
     return _ours("inference.export.weights_file").open_checkpoint(checkpoint, which)[1]
 
 
-def _new(network: _typing.Any, config: _typing.Any, sizes: dict, device: str, seed: int) -> _typing.Any:
+def _new(network: _typing.Any, config: _typing.Any, classes: int, sizes: dict, device: str, seed: int) -> _typing.Any:
     """A network with random weights of that seed; torch's own generator is left as it was."""
-    shape = {"channels": 3, "resolution": 32} | sizes
-    shape = {name: shape[name] for name in ("channels", "resolution", "classes")}
+    shape = {"classes": classes, "channels": 3, "resolution": 32}
+    shape |= {name: sizes[name] for name in shape if sizes.get(name) is not None}
     keys = {name: value for name, value in sizes.items() if name not in shape}
     with _ours("utils.seeding").forked(seed, "init", "hub"):
         return network(_ours("utils.config").build(config, keys, source="sizes"), **shape).to(device).eval()

@@ -183,3 +183,10 @@ def test_bad_input_is_a_value_error_with_the_remedy(hub, name, options, message)
 def test_another_tasks_checkpoint_is_refused(hub, runs, name, run_name):
     with pytest.raises(ValueError, match="checkpoint is needed here"):
         hub(name, checkpoint=str(runs[run_name]))
+
+
+def test_sizes_that_are_none_are_those_of_the_default_or_of_the_checkpoint(hub, runs):
+    nothing = {"classes": None, "channels": None, "resolution": None}
+    network = hub("resnet_classifier", **nothing)
+    assert (network.classes, network.channels, network.resolution) == (10, 3, 32)
+    assert hub("stylegan2", checkpoint=str(runs["gan"]), **nothing).class_names == CLASSES
