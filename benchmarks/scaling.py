@@ -79,6 +79,7 @@ PRESETS = {  # recipe -> its images
     "cifar10_classifier_gpu": Images(32, 10),
     "cifar10_gan": Images(32, 10),
     "classifier": Images(224, 1000),
+    "dcgan_small": SAMPLE,
     "fashion_mnist_classifier": Images(32, 10, 1),
     "fashion_mnist_classifier_gpu": Images(32, 10, 1),
     "fashion_mnist_gan": Images(32, 10, 1),

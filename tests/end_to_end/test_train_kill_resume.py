@@ -93,7 +93,7 @@ def test_gan_evaluate_and_generate(tmp_path: Path, packed: Path, capsys: pytest.
 def test_training_that_breaks_stops_itself(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Non-finite gradients are masked, counted and, past the cap, end the run with exit code 4."""
     config, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
-    broken = ["--steps", "40", "--optimizer.lr", "1e30", "--nonfinite-cap", "5", "--checkpoint.every", "10"]
+    broken = ["--steps", "40", "--optimizer.lr", "1e18", "--nonfinite-cap", "5", "--checkpoint.every", "10"]
     assert train_in_process(config, run, *broken, "--evaluation.every", "4") == 4
     assert "evaluation at step 4 failed" in capsys.readouterr().err
     assert train_in_process(config, run, *broken, "--evaluation.every", "0") == 4

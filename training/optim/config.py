@@ -30,7 +30,7 @@ class OptimizerConfig(Checked, section="optimizer"):
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
     betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
     beta2_final: Decay | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
-    eps: PositiveFloat = 1e-8
+    eps: NonNegativeFloat = 1e-8
     momentum: Decay = 0.9  # SGD's (Nesterov); for schedulefree-sgd the share of the average, beta
     weight_decay: NonNegativeFloat = 0.0  # decoupled for adamw; not applied to norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
