@@ -151,7 +151,7 @@ def test_what_is_compared(tmp_path: Path) -> None:
     updater = Updater(network, OptimizerConfig(name="adam"), Precision("fp32", torch.device("cpu")), 10)
     network(torch.ones(1, 1, 2, 2)).sum().backward()
     updater.step(0)
-    parts = health.shared_tensors({"network": network, "optimizer": updater, "mixed": updater.mixed})
+    parts = health.shared_tensors({"network": network, "optimizer": updater, "precision": updater.precision})
     assert {name: len(tensors) for name, tensors in parts.items() if name != "optimizer"} == {"network": 8}
     assert len(parts["optimizer"]) > 8  # two moments and a step of four parameters, and the rates
     prints = collectives.fingerprints(parts, torch.device("cpu"))

@@ -13,9 +13,9 @@ from utils.text import columns
 HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
 
 
-def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: FineTuning, config: OptimizerConfig) -> str:
+def layer_table(network: nn.Module, inputs: tuple[Any, ...], finetuning: FineTuning, config: OptimizerConfig) -> str:
     """Every layer in the order of the forward pass: output shape, parameters, rate at the peak, weight decay, and from
-    which update it trains. `network` is in evaluation mode, its parameters named as those of `trained`.
+    which update it trains. `network` is in evaluation mode, its parameters named as those of `finetuning`.
     """
     shapes: dict[str, str] = {}
     modules = {prefix: module for prefix, module in network.named_modules() if not any(True for _ in module.children())}
@@ -31,30 +31,28 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], trained: FineTuning
         network(*inputs)
     for hook in hooks:
         hook.remove()
-    rows = [_layer_row(prefix, shapes[prefix], modules[prefix], trained, config) for prefix in shapes]
-    ever = sum(p.numel() for name, p in trained.parameters.items() if trained.begins[name] is not None)
-    total = sum(p.numel() for p in trained.parameters.values())
+    rows = [_layer_row(prefix, shapes[prefix], modules[prefix], finetuning, config) for prefix in shapes]
+    ever = sum(p.numel() for name, p in finetuning.parameters.items() if finetuning.begins[name] is not None)
+    total = sum(p.numel() for p in finetuning.parameters.values())
     totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))
     layers = columns([HEADINGS, *rows], "<")
     return "\n".join([layers, *(f"{label} params: {count:,}" for label, count in totals)])
 
 
 def _layer_row(
-    prefix: str, shape: str, module: nn.Module, trained: FineTuning, config: OptimizerConfig
+    prefix: str, shape: str, module: nn.Module, finetuning: FineTuning, config: OptimizerConfig
 ) -> tuple[str, ...]:
     """Values that differ between a layer's parameters, one for each, in their order."""
     names = {f"{prefix}.{name}": p for name, p in module.named_parameters(recurse=False)}
     kind = type(module).__name__
     if not names:
         return plain(prefix), kind, shape, "", "", "", ""
-    begins = [trained.begins[name] for name in names]
-    rates = [f"{config.lr * trained.factors[name]:.3g}" if trained.begins[name] is not None else "-" for name in names]
-    decays = [
-        "-" if trained.begins[name] is None else f"{config.weight_decay if p.ndim > 1 else 0:g}"
-        for name, p in names.items()
-    ]
-    trains = ["no" if begin is None else f"from step {begin}" if begin else "yes" for begin in begins]
-    if trained.config.freeze_bn and isinstance(module, _BatchNorm):
-        trains = [f"{text}, statistics kept" for text in trains]
+    cells = []
+    for name, parameter in names.items():
+        begin = finetuning.begins[name]
+        rate, decay = config.lr * finetuning.factors[name], config.weight_decay if parameter.ndim > 1 else 0
+        trains = "no" if begin is None else f"from step {begin}" if begin else "yes"
+        trains += ", statistics kept" * (finetuning.config.freeze_bn and isinstance(module, _BatchNorm))
+        cells.append(("-", "-", trains) if begin is None else (f"{rate:.3g}", f"{decay:g}", trains))
     count = f"{sum(p.numel() for p in names.values()):,}"
-    return plain(prefix), kind, shape, count, *("/".join(dict.fromkeys(cells)) for cells in (rates, decays, trains))
+    return plain(prefix), kind, shape, count, *("/".join(dict.fromkeys(column)) for column in zip(*cells, strict=True))

@@ -173,15 +173,15 @@ class ClassifierTask(Task):
         self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
         weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
-        self.mixed = Precision(config.precision, device)
-        self.trained = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
-        groups = self.trained.groups(config.optimizer.weight_decay)
+        self.precision = Precision(config.precision, device)
+        self.finetuning = FineTuning(self.model, config.finetune, steps_per_epoch=len(reader) / config.batch_size)
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
-        self.updater = Updater(self.model, rates, self.mixed, config.steps, head=head, groups=groups, exchange=False)
+        more: Any = {"head": head, "groups": self.finetuning.groups(rates.weight_decay), "exchange": False}
+        self.updater = Updater(self.model, rates, self.precision, config.steps, **more)
 
     def registry(self) -> dict[str, Any]:
         """Name -> object with a state dict: all that a checkpoint must hold."""
-        parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.mixed}
+        parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}
         return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
@@ -194,7 +194,7 @@ class ClassifierTask(Task):
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
         batch = next(batches)
-        self.trained.at(step)
+        self.finetuning.at(step)
         self._wrap()
         before = [b.clone() for b in self.statistics]
         loss, correct = self._gradients(batch, step, before)
@@ -203,7 +203,7 @@ class ClassifierTask(Task):
             restore_where_(self.statistics, before, update.skipped)
             if self.apart:
                 collectives.average_(self._own_statistics())
-            self.mixed.update_scale()
+            self.precision.update_scale()
         with phase("ema"):
             average = self.updater.average(self.model.parameters())
             decay = min(self.config.ema.decay, (1 + step) / (10 + step))
@@ -283,13 +283,13 @@ class ClassifierTask(Task):
             quiet = self.replica is not None and not (send and rows is parts[-1])
             with self.replica.no_sync() if self.replica is not None and quiet else nullcontext():
                 with phase("forward"):
-                    with self.mixed.autocast():
+                    with self.precision.autocast():
                         logits = self.forward(images)
                     logits = logits.to(loss_sum.dtype)
                     loss = classifier_loss(logits, targets, self.config.loss, self.class_weights)
                     loss = loss / self.config.batch_size
                 with phase("backward"):
-                    self.mixed.backward(loss * weight)
+                    self.precision.backward(loss * weight)
             loss_sum += loss.detach()
             correct += targets.correct(logits.detach())
         if send:
@@ -363,17 +363,17 @@ class ClassifierTask(Task):
     def describe(self) -> dict[str, str]:
         """Where the network lies, and what of it trains."""
         rows = {} if self.placement is None else {"split": self.placement.text()}
-        trains = "; ".join(self.trained.describe())
+        trains = "; ".join(self.finetuning.describe())
         return rows | ({"what trains": trains} if trains else {})
 
     def layer_table(self, name: str) -> str:
         """Every layer with its rate, weight decay and when it trains."""
         network, inputs = self.networks()[name]
-        return layer_table(network, inputs, self.trained, self.updater.config)
+        return layer_table(network, inputs, self.finetuning, self.updater.config)
 
     def trains(self, name: str, parameter: str) -> bool:
         """Whether the parameter is ever unfrozen."""
-        return self.trained.begins[parameter] is not None
+        return self.finetuning.begins[parameter] is not None
 
     def evaluate(self) -> dict[str, float]:
         """Figures of the average model on the held-out images; every rank takes its share. Empty without a

@@ -29,7 +29,7 @@ class LayerLog:
         self._every = config.layers_every
         self._folder = folder / "tensorboard" / FOLDER
         self._events: Events | None = None
-        self._mixed = next((part for part in registry.values() if isinstance(part, Precision)), None)
+        self._precision = next((part for part in registry.values() if isinstance(part, Precision)), None)
         self._statistics = LayerStatistics(_named(registry, config.layers)) if config.layers else None
 
     @contextmanager
@@ -41,7 +41,7 @@ class LayerLog:
         if self._statistics is None or step % self._every:
             yield
             return
-        scale = 1.0 if self._mixed is None else self._mixed.scale()
+        scale = 1.0 if self._precision is None else self._precision.scale()
         with torch.compiler.set_stance("force_eager"), self._statistics.watching(scale):
             yield
         found = self._statistics.collect(over_ranks(self._statistics.packed()))

@@ -78,7 +78,7 @@ class Context:
     device: torch.device
     generator: Any  # a models.gan.ImageGenerator
     discriminator: Any  # a models.gan.ImageDiscriminator
-    mixed: Precision
+    precision: Precision
     draws: GanDraws
     ada: Ada
     schedule_images: int  # over which scheduled settings reach their ends
@@ -141,7 +141,7 @@ class Context:
     def hidden(self, images: Tensor, stage: Stage, *, fast: bool = False) -> Tensor:
         """The discriminator's last hidden activations [n, F] of images as it sees them; `fast` as in `sample`."""
         run = self._fast["the discriminator"] if fast else self.discriminator.hidden
-        with self.mixed.autocast():
+        with self.precision.autocast():
             return run(images, alpha=stage.alpha) if self.generator.can_grow else run(images)
 
     def features(self, hidden: Tensor) -> Tensor:

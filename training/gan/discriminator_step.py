@@ -141,8 +141,8 @@ class DiscriminatorStep:
         due = [one for one in judged if one.penalty in self._weights]
         with phase("discriminator/penalty" if due else "discriminator/backward"):
             for name, images, logits, _ in due:
-                values = PENALTIES[name](logits, images, context.mixed.scale())
+                values = PENALTIES[name](logits, images, context.precision.scale())
                 mean, weight = values.sum() / work.batch_size, self._weights[name]
                 sums[f"loss/{name}"] += mean.detach() * weight
                 loss = loss + mean * (weight * self.loss.r1_interval)
-            context.mixed.backward(loss, self.updater.parameters)
+            context.precision.backward(loss, self.updater.parameters)

@@ -70,7 +70,7 @@ class GeneratorStep:
         """
         context, generator = self.context, self.context.generator
         gradients = PerLossGradients(
-            self.updater.parameters, context.mixed, apart=self.loss.gradients_due(work.step)
+            self.updater.parameters, context.precision, apart=self.loss.gradients_due(work.step)
         )
         self.updater.zero_grad()
         context.discriminator.requires_grad_(self.one_pass(work))  # else its gradients are not this phase's business
@@ -112,7 +112,7 @@ class GeneratorStep:
         w_sum: Tensor | None = None
         for index, piece in enumerate(work.pieces()):
             rows = work.rows(piece)
-            with phase("generator/forward"), context.mixed.autocast():
+            with phase("generator/forward"), context.precision.autocast():
                 images, _, w = context.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
             fake = Images(images, latents.labels[rows])
             more = gradients.apart or self.loss.path_length_due(work.step)
@@ -139,10 +139,10 @@ class GeneratorStep:
             logits = context.discriminator.project(context.features(hidden), fake.labels)
         with phase("generator/backward"):
             adversarial = self.game.generator_loss(logits).sum() / batch
-            (gradient,) = torch.autograd.grad(adversarial * context.mixed.scale(), seen, retain_graph=True)
+            (gradient,) = torch.autograd.grad(adversarial * context.precision.scale(), seen, retain_graph=True)
         with phase("discriminator/backward"):
             judged = self.game.fake(logits).sum() / batch
-            context.mixed.backward(judged, list(context.discriminator.parameters()))
+            context.precision.backward(judged, list(context.discriminator.parameters()))
         with phase("generator/backward"):
             fake.images.backward(gradient, inputs=self.updater.parameters)
         _add(metrics, "loss/generator", adversarial)
@@ -183,7 +183,7 @@ class GeneratorStep:
     def _class_loss(self, fake: Images) -> Tensor:
         """Summed cross entropy of the classifier that was given, for the labels the samples were asked for."""
         assert self.teacher is not None
-        with self.context.mixed.autocast():
+        with self.context.precision.autocast():
             logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
         return F.cross_entropy(logits.to(fake.images.dtype), fake.labels, reduction="sum")
 
@@ -220,10 +220,10 @@ class GeneratorStep:
         create_graph: bool,
     ) -> Tensor:
         latents, maps = draws
-        with self.context.mixed.autocast():
+        with self.context.precision.autocast():
             images, ws, _ = self.context.sample(latents, maps, rows, work.stage)
         assert ws is not None  # the config refuses path lengths for generators without styles
-        scale = self.context.mixed.scale()
+        scale = self.context.precision.scale()
         return penalties.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
 
 

@@ -21,8 +21,8 @@ class PerLossGradients:
     and the cosines between them. The sum is the same either way, up to rounding.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], mixed: Precision, *, apart: bool) -> None:
-        self.parameters, self.mixed, self.apart = list(parameters), mixed, apart
+    def __init__(self, parameters: Sequence[Tensor], precision: Precision, *, apart: bool) -> None:
+        self.parameters, self.precision, self.apart = list(parameters), precision, apart
         self.own: dict[str, list[Tensor | None]] = {}  # name -> gradient of each parameter, of this rank's share
 
     def backward(self, terms: Mapping[str, Tensor]) -> None:
@@ -30,12 +30,12 @@ class PerLossGradients:
         up.
         """
         if not self.apart:
-            self.mixed.backward(torch.stack(list(terms.values())).sum(), self.parameters)
+            self.precision.backward(torch.stack(list(terms.values())).sum(), self.parameters)
             return
         last = list(terms)[-1]
         for name, loss in terms.items():
             gradients = torch.autograd.grad(
-                loss * self.mixed.scale(), self.parameters, retain_graph=name != last, allow_unused=True
+                loss * self.precision.scale(), self.parameters, retain_graph=name != last, allow_unused=True
             )
             kept = self.own.get(name, [None] * len(self.parameters))
             self.own[name] = [_sum([mine, new]) for mine, new in zip(kept, gradients, strict=True)]
@@ -50,7 +50,7 @@ class PerLossGradients:
         for index, parameter in enumerate(self.parameters):
             parameter.grad = _sum([gradients[index] for gradients in self.own.values()])
         flat = {
-            loss: collectives.all_reduce_sum_(self._flat(gradients)) / self.mixed.scale()
+            loss: collectives.all_reduce_sum_(self._flat(gradients)) / self.precision.scale()
             for loss, gradients in self.own.items()
         }
         norms = {loss: gradient.norm() for loss, gradient in flat.items()}

@@ -62,14 +62,14 @@ class GanTask(Task):
         self.shape = {"channels": meta.channels, "classes": len(meta.classes), "resolution": reader.resolution}
         self._stage = self.stages.at(0)
         self._build_networks()
-        self.mixed = Precision(config.precision, device)
+        self.precision = Precision(config.precision, device)
         schedule_images = self._schedule_images()
         self.context = Context(
             config=config,
             device=device,
             generator=self.generator,
             discriminator=self.discriminator,
-            mixed=self.mixed,
+            precision=self.precision,
             draws=GanDraws(config.seed, device, label_shares(config.data, reader)),
             ada=Ada(
                 config.ada,
@@ -85,9 +85,9 @@ class GanTask(Task):
         steps = config.schedule_steps
         teacher = self._teacher()
         more: dict[str, Any] = {"growing": self.stages.growing, "compress": config.distributed.compress}
-        updater = Updater(self.generator, config.generator_optimizer, self.mixed, steps, **more)
+        updater = Updater(self.generator, config.generator_optimizer, self.precision, steps, **more)
         self.generator_step = GeneratorStep(self.context, updater, self.ema, teacher)
-        updater = Updater(self.discriminator, config.discriminator_optimizer, self.mixed, steps, **more)
+        updater = Updater(self.discriminator, config.discriminator_optimizer, self.precision, steps, **more)
         self.discriminator_step = DiscriminatorStep(self.context, updater)
         self.watch = Watch(config.watch, config.loss.game)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
@@ -149,7 +149,7 @@ class GanTask(Task):
             "generator_ema": self.ema,
             "generator_optimizer": self.generator_step.updater,
             "discriminator_optimizer": self.discriminator_step.updater,
-            "scaler": self.mixed,
+            "scaler": self.precision,
             "path_length": self.generator_step.path_length,
             "ada": self.context.ada,
             "watch": self.watch,
@@ -177,7 +177,7 @@ class GanTask(Task):
             with phase("discriminator/samples"):
                 fakes = self._fresh_samples(work, reals)
         self.discriminator_step.run(work, reals, fakes, metrics)
-        self.mixed.update_scale()
+        self.precision.update_scale()
         return metrics
 
     def _begin(self, step: int) -> Work:
@@ -206,7 +206,7 @@ class GanTask(Task):
         latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
         fakes = []
         for piece, real in zip(work.pieces(), reals, strict=True):
-            with self.mixed.autocast():
+            with self.precision.autocast():
                 images, _, _ = self.context.sample(latents, noise, work.rows(piece), work.stage)
             fakes.append(Images(images, real.labels))
         return fakes

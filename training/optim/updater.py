@@ -120,7 +120,7 @@ class Updater:
         self,
         model: nn.Module,
         config: OptimizerConfig,
-        mixed: Precision,
+        precision: Precision,
         steps: int,
         *,
         growing: bool = False,  # a step may leave parameters out, the same on all ranks: they are not updated then
@@ -133,7 +133,7 @@ class Updater:
             raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
         self.model, self.growing = model, growing
         self.config = config
-        self.mixed = mixed
+        self.precision = precision
         self.steps = steps  # length of the schedules
         self.groups = groups
         self.optimizer = build_optimizer(model, config, groups)
@@ -161,11 +161,11 @@ class Updater:
         if inject.due("nan", step, rank=collectives.rank()):
             next(p.grad for p in self.parameters if p.grad is not None).fill_(float("nan"))
         self.exchange.finish()
-        scaler = self.mixed.scaler
+        scaler = self.precision.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        norm = norm.to(self.mixed.device)  # of several devices it lies where the first gradient does
+        norm = norm.to(self.precision.device)  # of several devices it lies where the first gradient does
         self._clip(norm)
         for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
             group["lr"] = self.config.lr_at(step, self.steps) * scale
@@ -182,7 +182,7 @@ class Updater:
             self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
             self.optimizer.step()
         # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
-        return Update(norm, skipped, skipped * (self.mixed.scale() <= 1))
+        return Update(norm, skipped, skipped * (self.precision.scale() <= 1))
 
     def _clip(self, norm: Tensor) -> None:
         """Clip the gradients, whose total norm is `norm`, as the config says."""
