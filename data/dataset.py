@@ -12,7 +12,7 @@ import numpy as np
 from data.cache import ImageCache
 from data.decode import Box, RandomCrop, centre_box, crop_into, decode, decode_crop
 from data.images import ImageError
-from data.lmdb.reader import DamageError, LMDBReader, checked_read
+from data.lmdb.reader import DamageError, LMDBReader
 from data.sampler import SampleKeys
 from data.shards import combined_meta, open_level, shard_paths
 from utils.errors import UserError
@@ -112,11 +112,22 @@ class Dataset:
         `out`, if given, is filled and returned: uint8 [n, C, R, R], C-contiguous or, where images are decoded, in
         memory as [n, R, R, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
         images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
-        a resolution.
+        a resolution, ValueError for an `out` that does not fit.
         """
-        wanted, images = checked_read(
-            self.path, indices, len(self), self.meta.channels, self.resolution, out, channels_last=not self.gathers
-        )
+        wanted = np.asarray(indices, dtype=np.int64)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(f"record {wanted.min()}..{wanted.max()} of {len(self)}")
+        if not self.resolution:
+            raise UserError(
+                f"{self.path}: its images have sizes of their own; set data.resolution to read them at one size, or"
+                " pack with --size N"
+            )
+        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
+        images = np.empty(shape, np.uint8) if out is None else out
+        fits = images.shape == shape and images.dtype == np.uint8
+        layouts = [images] if self.gathers or not fits else [images, images.transpose(0, 2, 3, 1)]
+        if not fits or not any(layout.flags.c_contiguous for layout in layouts):
+            raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
         labels = self.labels()  # a damaged index has no labels to go on with: it always stops reading
         while len(wanted):
             chosen = self._without_damage(wanted)

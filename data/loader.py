@@ -3,17 +3,21 @@
 import contextlib
 import copy
 import queue
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from data.dataset import Dataset
+from data.levels import Span, checked_spans, level_of
 from data.sampler import GlobalSampler, SampleKeys
+from utils.errors import UserError
 from utils.memory import cores
 
 # Measurements of how many threads decode (`data.workers: auto`)
@@ -65,43 +69,72 @@ class InfiniteLoader:
     A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked for); for an
     accelerator it reads into pinned memory and copies on a stream of its own. `sampler` always stands where the batches
     handed out end, whatever has been read ahead, and is the loader's state. `wait_seconds` adds up the time that `next`
-    took; set it to 0 when it has been logged. An error of the thread is raised by `next`. With `end` it stops there:
-    nothing beyond is read, `next` raises StopIteration.
+    took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
+
+    With `spans` resolution and batch size change with the steps (progressive growing), each of `batches_per_step`
+    batches; the number of batches handed out says which span is on. A span's level is opened when its first batch is
+    asked for and closed after its last one, and nothing is read ahead beyond it. The order of samples is one for all
+    spans: every image comes once in an epoch, whatever resolution that epoch's parts are shown at.
+
+    Raises UserError for a batch size that the ranks cannot share, ValueError for spans not ordered from step 0 on.
     """
 
     def __init__(
         self,
-        reader: Dataset,
-        sampler: GlobalSampler,
+        reader: Dataset,  # of the full resolution
+        sampler: GlobalSampler,  # its batch size becomes that of the span
         *,
         device: torch.device | str,
         prefetch: int = 2,
-        end: int | None = None,  # samples of all ranks, as the sampler counts them; None: endless
+        spans: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size) each
+        batches_per_step: int = 1,
     ) -> None:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
-        self.prefetch, self.end = prefetch, end
+        self.prefetch, self.batches_per_step = prefetch, batches_per_step
+        self.spans = checked_spans(spans, sampler.world_size)
         self.wait_seconds = 0.0
+        self._batches = 0  # handed out
+        self._span: Span | None = None  # the one that is open
+        self._level = reader  # its images
+        self._damaged: set[int] = set()  # records replaced in levels that are closed
         self._worker: _Worker | None = None
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to."""
+        return self._batches // self.batches_per_step
 
     def __iter__(self) -> "InfiniteLoader":
         return self
 
     def __next__(self) -> Batch:
-        if _ended(self.sampler, self.end):
-            raise StopIteration
         started = time.perf_counter()
+        if self.spans:
+            self._enter_span()
         if self.prefetch:
             batch = self._prefetched()
         else:
-            batch = _next_batch(self.reader, copy.copy(self.sampler), pin=self.device.type != "cpu").to(self.device)
+            batch = _next_batch(self._level, copy.copy(self.sampler), pin=self.device.type != "cpu").to(self.device)
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
+        self._batches += 1
         self.wait_seconds += time.perf_counter() - started
         return batch
 
+    def _enter_span(self) -> None:
+        """Close the last span's level and open that of the next batch, if it is another one."""
+        span = max(span for span in self.spans if span.first_step <= self.step)
+        if span != self._span:
+            self.close()
+            self.sampler.batch_size = span.batch_size
+            self._level = level_of(self.reader, span.resolution)
+            self._span = span
+
     def _prefetched(self) -> Batch:
         if self._worker is None:
-            self._worker = _Worker(self.reader, copy.copy(self.sampler), self.device, self.prefetch, self.end)
+            later = [span.first_step for span in self.spans if span.first_step > self.step]
+            left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
+            self._worker = _Worker(self._level, copy.copy(self.sampler), self.device, self.prefetch, left)
             weakref.finalize(self, self._worker.stop)
         try:
             return self._worker.next()
@@ -112,44 +145,63 @@ class InfiniteLoader:
     @property
     def damaged_records(self) -> set[int]:
         """Records that this process has replaced because they are damaged (`data.on_damage: skip`)."""
-        return set(self.reader.damaged)
+        return self._damaged.union(self.reader.damaged, self._level.damaged)
 
-    def state_dict(self) -> dict[str, int | bool]:
-        """The sampler's position after the batches handed out."""
-        return self.sampler.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's position after the batches handed out; with spans also the step and the batch within it."""
+        step, batch = divmod(self._batches, self.batches_per_step)
+        return self.sampler.state_dict() | ({"step": step, "batch": batch} if self.spans else {})
 
-    def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Continue from `state`; what was read ahead is dropped. Raises UserError as the sampler does."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; what was read ahead is dropped. The spans may have changed: the step counts.
+
+        Raises UserError as the sampler does, and for the state of a run without spans if there are some.
+        """
+        if self.spans and "step" not in state:
+            raise UserError(
+                "the order cannot be resumed in stages: the run has been trained without progressive growing; set "
+                "progressive.start to null, or use a new run folder"
+            )
+        if self.spans and state["batch"] >= self.batches_per_step:
+            raise UserError(
+                f"the order cannot be resumed: a step took more than {self.batches_per_step} batches; use the same "
+                "loss.objective, or a new run folder"
+            )
         self.close()
         self.sampler.load_state_dict(state)
+        self._batches = int(state.get("step", 0)) * self.batches_per_step + int(state.get("batch", 0))
 
     def close(self) -> None:
-        """Stop the thread. The loader can still be used: it starts again where the batches handed out end."""
+        """Stop the thread and let a level's files go. The loader can still be used: it starts again where the batches
+        handed out end.
+        """
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-
-
-def _ended(sampler: GlobalSampler, end: int | None) -> bool:
-    return end is not None and sampler.consumed >= end
+        if self._level is not self.reader:
+            self._damaged |= set(self._level.damaged)
+            self._level.close()
+            self._level, self._span = self.reader, None
 
 
 class _Worker:
     """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
 
     def __init__(
-        self, reader: Dataset, sampler: GlobalSampler, device: torch.device, prefetch: int, end: int | None
+        self, reader: Dataset, sampler: GlobalSampler, device: torch.device, prefetch: int, batches: int
     ) -> None:
-        self._reader, self._sampler, self._device, self._end = reader, sampler, device, end
+        self._reader, self._sampler, self._device = reader, sampler, device
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="data-loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(batches,), name="data-loader", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, batches: int) -> None:
         try:
-            while not self._stopped.is_set() and not _ended(self._sampler, self._end):
+            for _ in range(batches):
+                if self._stopped.is_set():
+                    return
                 self._ready.put(self._load())
         except Exception as error:  # handed to the consumer, who raises it
             self._ready.put(error)

@@ -12,9 +12,9 @@ from benchmarks import loader
 from benchmarks.loading import first_batch, ours, peers, timing
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Window, alternate, best_of, ratio, stream_rate
+from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.images import decode_file
-from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import pack_arrays
 from data.pack import pack
 from data.sources import open_source
@@ -224,7 +224,7 @@ def test_pack_section(tmp_path):
 
 def test_first_batch_section(tmp_path):
     result = loader.measure_first_batch(TINY, tmp_path)
-    with LMDBReader(tmp_path / "first_batch.lmdb") as reader:
+    with Dataset(tmp_path / "first_batch.lmdb") as reader:
         assert len(reader) == 5000
         images, labels = reader.read([4095, 4096, 0])
     assert np.array_equal(images[1], images[2])  # the records repeat

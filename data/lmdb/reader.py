@@ -86,24 +86,8 @@ class LMDBReader:
     def __len__(self) -> int:
         return self.meta.count
 
-    def read(self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Images uint8 [n, C, H, W] and labels int64 [n] of the given records, in the given order.
-
-        `out`, if given, is filled and returned: uint8 [n, C, H, W], C-contiguous. Unlabelled images have label 0.
-        Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError for images of different sizes.
-        """
-        wanted, images = checked_read(self.path, indices, len(self), self.meta.channels, self.resolution, out)
-        if not len(wanted):
-            return images, np.empty(0, np.int64)
-        if self.meta.encoding == "raw":
-            self.gather(wanted, images)
-        else:
-            for row, index in enumerate(wanted.tolist()):
-                images[row] = self.image(index)[0].transpose(2, 0, 1)
-        return images, self.labels()[wanted]
-
     def image(self, index: int) -> tuple[np.ndarray, int]:
-        """One image uint8 [H, W, C] and its label. Raises as `read` does; images may have sizes of their own."""
+        """One image uint8 [H, W, C] and its label, 0 if unlabelled. Raises IndexError outside 0..len-1, DamageError."""
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
         if self.meta.encoding == "raw":
@@ -281,35 +265,3 @@ class LMDBReader:
             damaged = damaged.intersection((rows + block * self.block).tolist())
         if damaged:
             raise self.damage(sorted(damaged), "its checksum does not match")
-
-
-def checked_read(
-    path: str | Path,
-    indices: Sequence[int] | np.ndarray,
-    count: int,
-    channels: int,
-    resolution: int,
-    out: np.ndarray | None,
-    *,
-    channels_last: bool = False,  # `out` may lie in memory as [n, R, R, C]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The records as int64 [n] and the array for their images, uint8 [n, C, R, R]: `out` or a new one.
-
-    Raises IndexError outside 0..count-1, UserError without a resolution, ValueError for an `out` that does not fit.
-    """
-    wanted = np.asarray(indices, dtype=np.int64)
-    if len(wanted) and (wanted.min() < 0 or wanted.max() >= count):
-        raise IndexError(f"record {wanted.min()}..{wanted.max()} of {count}")
-    if not resolution:
-        raise UserError(
-            f"{path}: its images have sizes of their own; set data.resolution to read them at one size, or pack with"
-            " --size N"
-        )
-    shape = (len(wanted), channels, resolution, resolution)
-    images = np.empty(shape, np.uint8) if out is None else out
-    fits = images.shape == shape and images.dtype == np.uint8
-    if not fits or not (
-        images.flags.c_contiguous or (channels_last and images.transpose(0, 2, 3, 1).flags.c_contiguous)
-    ):
-        raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
-    return wanted, images

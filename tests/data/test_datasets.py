@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.dataset import Dataset
 from data.lmdb.format import Meta
-from data.lmdb.reader import LMDBReader
 from data.pack import pack
 from data.sources import cifar10, fashion_mnist, open_source
 from data.sources.download import cache_folder
@@ -246,7 +246,7 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
     split, root = options.pop("split"), options.pop("root", None)
     with open_source(name, split=split, root=root) as source:
         meta = pack(source, path, duplicates=False, workers=0, **options).meta
-    with LMDBReader(path) as reader:
+    with Dataset(path) as reader:
         return *reader.read(np.arange(len(reader))), meta
 
 

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from data import pack as pack_module
+from data.dataset import Dataset
 from data.lmdb.format import CODEC_JPEG
-from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from data.pack import main, pack
@@ -21,11 +21,11 @@ from tests.data.conftest import save
 from utils.errors import UserError, run_cli
 
 
-def packed(path: Path, *options: str) -> LMDBReader:
+def packed(path: Path, *options: str) -> Dataset:
     """Pack into a file beside the source."""
     dest = path.parent / "packed.lmdb"
     main([str(path), str(dest), "--overwrite", *options])
-    return LMDBReader(dest)
+    return Dataset(dest)
 
 
 def refused(path: Path, message: str, *options: str) -> None:
@@ -61,8 +61,8 @@ def test_sizes_of_their_own(tmp_path: Path) -> None:
     reader = packed(tmp_path / "photos", "--encoding", "source")
     assert reader.image(0)[0].shape == (20, 20, 3)
     assert reader.image(1)[0].shape == (8, 8, 3)
-    with reader.handle().environment.begin(buffers=True) as transaction:
-        assert reader.encoded_record(transaction, 0)[0]["codec"] == CODEC_JPEG  # so that it is read the fast way
+    with reader.shards[0].handle().environment.begin(buffers=True) as transaction:
+        assert reader.shards[0].encoded_record(transaction, 0)[0]["codec"] == CODEC_JPEG  # the fast way
     with pytest.raises(UserError, match=r"sizes of their own; .*pack with --size"):
         reader.read([0])
     refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
@@ -91,7 +91,7 @@ def test_pad_option(tmp_path: Path) -> None:
 def test_sample_is_padded_to_32(tmp_path: Path) -> None:
     dest = tmp_path / "test.lmdb"
     main(["sample", str(dest), "--size", "32", "--split", "test"])
-    reader, source = LMDBReader(dest), open_source("sample", split="test")
+    reader, source = Dataset(dest), open_source("sample", split="test")
     images, labels = reader.read(range(2000))
     full = np.stack([source.item(index).content for index in range(2000)])[:, :, :, 0]
     np.testing.assert_array_equal(images[:, 0, 2:30, 2:30], full)
@@ -244,7 +244,7 @@ def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reader.meta.resolutions == [8, 16, 32]
     assert reader.meta.resize_filter == "centre-crop+lanczos+2x2-mean"
     large = reader.read(range(4))[0].astype(float)
-    small = LMDBReader(reader.path, resolution=16).read(range(4))[0]
+    small = Dataset(reader.path, resolution=16).read(range(4))[0]
     np.testing.assert_array_equal(small, np.floor(large.reshape(4, 3, 16, 2, 16, 2).mean((3, 5)) + 0.5))
     assert ["pyramid", "also at 16, 8 px"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     assert packed(photos, "--pyramid", "4").meta.resize_filter == "none+2x2-mean"
@@ -279,7 +279,7 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     refused(photos, "nowhere.lmdb: no such file", "--against", str(tmp_path / "nowhere.lmdb"))
     with pytest.raises(UserError, match="is the file to be written"):
         main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
-    assert LMDBReader(tmp_path / "train.lmdb").classes == ["cat", "dog"]
+    assert Dataset(tmp_path / "train.lmdb").classes == ["cat", "dog"]
 
 
 def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +335,7 @@ def test_two_runs_on_one_target(photos: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"x\.lmdb is being written by another process"):
             main([str(photos), str(tmp_path / "x.lmdb")])
         writer.finish()
-    assert len(LMDBReader(tmp_path / "x.lmdb")) == 1
+    assert len(Dataset(tmp_path / "x.lmdb")) == 1
 
 
 def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:

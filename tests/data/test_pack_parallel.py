@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from data import packing_processes
+from data.dataset import Dataset
 from data.images import ImageError
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
@@ -117,7 +118,7 @@ def test_every_kind_of_image_is_converted_by_its_rule_or_refused_by_name(tmp_pat
     summary = pack(
         open_source(str(tmp_path / "photos")), dest, size=8, on_error="skip", workers=workers, duplicates=False
     )
-    sample_images, _ = LMDBReader(dest).read(range(8))
+    sample_images, _ = Dataset(dest).read(range(8))
     colours = [[200] * 3, [255] * 3, [255, 0, 0], [0x81] * 3, [0, 255, 255], None, [0, 0, 255], [255] * 3]
     for sample_image, colour in zip(sample_images, colours, strict=True):
         if colour is not None:

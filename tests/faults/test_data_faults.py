@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.dataset import Dataset
 from data.lmdb.reader import DamageError, LMDBReader
 from data.lmdb.writer import pack_arrays
 from data.sampler import GlobalSampler
@@ -36,7 +37,7 @@ def status(run: Path) -> tuple[str, int]:
 
 def repacked(source: Path, path: Path, encoding: str, damaged: int | None = None) -> Path:
     """The same images in another encoding, with a flipped bit in one."""
-    with LMDBReader(source) as reader:
+    with Dataset(source) as reader:
         images, labels = reader.read(range(len(reader)))
         pack_arrays(path, images, labels, reader.classes, encoding=encoding)
     if damaged is not None:
@@ -240,7 +241,7 @@ def test_fault_20_empty_class(command: Command, recipe: list[str], tmp_path: Pat
 def test_fault_20_other_classes_in_the_held_out_images(
     command: Command, recipe: list[str], packed: Path, tmp_path: Path, change_of: str
 ) -> None:
-    with LMDBReader(packed / "test.lmdb") as reader:
+    with Dataset(packed / "test.lmdb") as reader:
         (images, labels), classes = reader.read(range(len(reader))), reader.classes
     others = {"fewer": classes[:-1], "renamed": [*classes[:-1], "sock"], "order": classes[::-1]}[change_of]
     kept = labels < len(others)

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 import train
-from data.lmdb.reader import LMDBReader
+from data.dataset import Dataset
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter, pack_arrays
 from tests.data.conftest import images as sample_images
@@ -100,7 +100,7 @@ def test_fault_26_missing_data_on_one_node(recipe: list[str], packed: Path, tmp_
 @pytest.fixture
 def own_sizes(packed: Path, tmp_path: Path) -> Path:
     """The training images as JPEGs of 80 px and more: a pattern of SHARDS files, each of which stays open."""
-    with LMDBReader(packed / "train.lmdb") as reader:
+    with Dataset(packed / "train.lmdb") as reader:
         images, labels = reader.read(range(len(reader)))
         layout = Layout(channels=1, resolutions=(0,), encoding="source")
         for shard in range(SHARDS):

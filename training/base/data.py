@@ -10,7 +10,6 @@ from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.lmdb.reader import DamageError
 from data.loader import InfiniteLoader, choose_workers
-from data.progressive_loader import ProgressiveLoader
 from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
 from data.shards import shard_paths
 from training.base.config import DataConfig, RunConfig
@@ -167,7 +166,7 @@ def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
     return np.bincount(dataset.labels(), weights, minlength=len(dataset.classes)).tolist()
 
 
-def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader | ProgressiveLoader:
+def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
     """The endless training loader of this rank."""
     weights = sampling_weights(config.data, dataset)
     sampler = GlobalSampler(
@@ -182,10 +181,14 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
     spans = config.spans(dataset.resolution)
-    if len(spans) == 1:
-        return InfiniteLoader(dataset, sampler, device=device, prefetch=prefetch)
-    batches = config.batches_per_step
-    return ProgressiveLoader(dataset, sampler, spans, device=device, prefetch=prefetch, batches_per_step=batches)
+    return InfiniteLoader(
+        dataset,
+        sampler,
+        device=device,
+        prefetch=prefetch,
+        spans=spans if len(spans) > 1 else (),
+        batches_per_step=config.batches_per_step,
+    )
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:

@@ -5,7 +5,6 @@ from textwrap import shorten
 from typing import Any
 
 from data.loader import InfiniteLoader
-from data.progressive_loader import ProgressiveLoader
 from training.base.config import RunConfig
 from utils import checkpoint as checkpoints
 from utils.checkpoint_writer import Background, Snapshot
@@ -22,7 +21,7 @@ Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
 class CheckpointManager:
     """Keeps the checkpoints of one run: rank 0 writes, every rank reads."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader | ProgressiveLoader) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config, self.folder, self.loader = config, folder, loader
         self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
         self._best_step = -1  # rank 0: of the best one

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from data.lmdb.reader import DamageError
 from data.loader import Batch, InfiniteLoader
-from data.progressive_loader import ProgressiveLoader
 from training.base.config import RunConfig
 from training.base.spikes import SpikeDetector
 from training.base.stopping import EarlyStopping
@@ -39,9 +38,7 @@ class Loop:
     window.
     """
 
-    def __init__(
-        self, config: RunConfig, task: Task, loader: InfiniteLoader | ProgressiveLoader, folder: RunFolder
-    ) -> None:
+    def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
         self.step = 0  # updates done
         self.best: dict[str, float | int] = {}

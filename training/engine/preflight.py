@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from data.dataset import Dataset
-from data.progressive_loader import levels_text
+from data.levels import levels_text
 from training.base.config import RunConfig
 from training.base.data import data_text
 from training.base.task import Task

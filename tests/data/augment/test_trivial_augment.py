@@ -45,9 +45,7 @@ def test_operations_are_torchvisions(kind: str, sign: int, channels: int, height
     if kind == "rotate" and height != width:
         strengths = np.where(np.abs(strengths) == 90, 45, strengths)  # ties: between two pixels at every place
     found = trivial_augment(images, Draws(np.full(BINS, number), strengths))
-    expected = torch.stack(
-        [torchvisions(image, kind, float(s)) for image, s in zip(images, strengths, strict=True)]
-    )
+    expected = torch.stack([torchvisions(image, kind, float(s)) for image, s in zip(images, strengths, strict=True)])
     difference = (found.int() - expected.int()).abs()
     # torchvision rounds the factors another way: by one, here and there
     assert difference.max() <= (kind in ("color", "sharpness"))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.dataset import Dataset
 from data.lmdb.environment import partial_path
 from data.lmdb.format import META_KEY
 from data.lmdb.reader import DamageError, LMDBReader
@@ -43,7 +44,7 @@ def test_killed_pack_is_refused_and_can_be_run_again(tmp_path: Path) -> None:
         LMDBReader(tmp_path / "copied.lmdb")
     images = sample_images(4)
     pack_arrays(path, images)
-    np.testing.assert_array_equal(LMDBReader(path).read(range(4))[0], images)
+    np.testing.assert_array_equal(Dataset(path).read(range(4))[0], images)
     assert not partial_path(path).exists()
 
 
@@ -66,14 +67,14 @@ def test_flipped_bit_in_a_image_names_the_record(tmp_path: Path, encoding: str) 
             with reader.handle().environment.begin(buffers=True) as transaction:
                 needle = bytes(reader.encoded_record(transaction, 6)[1])
     flip(path, needle, offset=100)
-    reader = LMDBReader(path)
+    dataset = Dataset(path)
     for _ in range(2):  # not only the first time
         with pytest.raises(DamageError, match=r"x\.lmdb: record 6 is damaged.*pack"):
-            reader.read([2, 6])
+            dataset.read([2, 6])
         with pytest.raises(DamageError, match="record 6 "):
-            reader.image(6)
+            dataset.image(6)
     if encoding == "png":
-        np.testing.assert_array_equal(reader.read([2])[0], images[[2]])
+        np.testing.assert_array_equal(dataset.read([2])[0], images[[2]])
 
 
 def test_flipped_bit_in_a_label_is_refused(packed: Path) -> None:
@@ -122,12 +123,12 @@ def test_unfinished_foreign_and_newer_files_are_refused(
 def test_missing_record_is_named(packed: Path, tmp_path: Path) -> None:
     change(packed, b"pixels/00000000/00008", None)
     with pytest.raises(DamageError, match=r"record 0 to 19 .*missing"):
-        LMDBReader(packed).read([3])
+        Dataset(packed).read([3])
     path = tmp_path / "png.lmdb"
     pack_arrays(path, sample_images(3), encoding="png")
     change(path, b"picture/0000000002/00008", None)
     with pytest.raises(DamageError, match=r"record 2 .*missing"):
-        LMDBReader(path).read([2])
+        Dataset(path).read([2])
 
 
 def test_other_files_are_refused(tmp_path: Path, packed: Path) -> None:

@@ -12,8 +12,8 @@ import lmdb
 import numpy as np
 import pytest
 
+from data.dataset import Dataset
 from data.lmdb import format as record_format
-from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter, pack_arrays
 from tests.data.conftest import CLASSES
@@ -28,7 +28,7 @@ GREY = Layout(channels=1, resolutions=(8,))
 def test_round_trip_is_exact(tmp_path: Path, encoding: str, channels: int) -> None:
     images, labels = sample_images(11, channels), np.arange(11) % 3
     pack_arrays(tmp_path / "x.lmdb", images, labels, CLASSES, encoding=encoding)
-    reader = LMDBReader(tmp_path / "x.lmdb")
+    reader = Dataset(tmp_path / "x.lmdb")
     order = [7, 0, 7, 10, 3]
     read, read_labels = reader.read(order)
     np.testing.assert_array_equal(read, images[order])
@@ -46,14 +46,14 @@ def test_jpeg_is_close(tmp_path: Path, channels: int) -> None:
     smooth = np.linspace(0, 255, 32 * 32).reshape(1, 1, 32, 32).repeat(channels, axis=1).astype(np.uint8)
     smooth[:, -1] = 255 - smooth[:, -1]  # in colour, so that swapped channels would show
     pack_arrays(tmp_path / "x.lmdb", smooth, encoding="jpeg")
-    read, _ = LMDBReader(tmp_path / "x.lmdb").read([0])
+    read, _ = Dataset(tmp_path / "x.lmdb").read([0])
     assert np.abs(read.astype(int) - smooth).max() <= 6
 
 
 def test_metadata(tmp_path: Path) -> None:
     images = sample_images(10)
     meta = pack_arrays(tmp_path / "x.lmdb", images, [0] * 4 + [1] * 5 + [2], CLASSES, source="mine")
-    reader = LMDBReader(tmp_path / "x.lmdb")
+    reader = Dataset(tmp_path / "x.lmdb")
     assert reader.meta == meta
     assert (meta.version, meta.count, meta.channels, meta.resolutions, meta.encoding) == (1, 10, 3, [8], "raw")
     assert (meta.classes, meta.histogram, meta.source, meta.resize_filter) == (CLASSES, [4, 5, 1], "mine", "none")
@@ -65,7 +65,7 @@ def test_metadata(tmp_path: Path) -> None:
 
 def test_unlabelled(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "x.lmdb", sample_images(3))
-    reader = LMDBReader(tmp_path / "x.lmdb")
+    reader = Dataset(tmp_path / "x.lmdb")
     assert not reader.classes
     assert not reader.meta.histogram
     assert reader.read([0, 2])[1].tolist() == [0, 0]
@@ -76,15 +76,15 @@ def test_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     images, labels = sample_images(10), np.arange(10) % 3
     for encoding in ("raw", "png"):
         pack_arrays(tmp_path / f"{encoding}.lmdb", images, labels, CLASSES, encoding=encoding)
-        reader = LMDBReader(tmp_path / f"{encoding}.lmdb")
-        assert reader.blocks == 3
+        reader = Dataset(tmp_path / f"{encoding}.lmdb")
+        assert reader.shards[0].blocks == 3
         order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
         np.testing.assert_array_equal(reader.read(order)[0], images[order])
         np.testing.assert_array_equal(reader.read(order)[1], labels[order])
 
 
 def test_read_into_out(packed: Path) -> None:
-    reader = LMDBReader(packed)
+    reader = Dataset(packed)
     out = np.zeros((2, 3, 8, 8), np.uint8)
     assert reader.read([3, 1], out=out)[0] is out
     np.testing.assert_array_equal(out, sample_images(20)[[3, 1]])
@@ -94,7 +94,7 @@ def test_read_into_out(packed: Path) -> None:
 
 
 def test_empty_read_and_bounds(packed: Path) -> None:
-    reader = LMDBReader(packed)
+    reader = Dataset(packed)
     images, labels = reader.read([])
     assert images.shape == (0, 3, 8, 8)
     assert labels.shape == (0,)
@@ -113,7 +113,7 @@ def test_full_map_grows(tmp_path: Path) -> None:
         for image in images:
             writer.add(image.transpose(1, 2, 0))
         writer.finish()
-    np.testing.assert_array_equal(LMDBReader(tmp_path / "x.lmdb").read(range(200))[0], images)
+    np.testing.assert_array_equal(Dataset(tmp_path / "x.lmdb").read(range(200))[0], images)
 
 
 def test_content_hash_follows_content(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_existing_file_needs_overwrite(packed: Path) -> None:
         pack_arrays(packed, sample_images(2))
     assert packed.read_bytes() == before
     pack_arrays(packed, sample_images(2), overwrite=True)
-    assert len(LMDBReader(packed)) == 2
+    assert len(Dataset(packed)) == 2
 
 
 def test_two_writers_on_one_file(tmp_path: Path) -> None:
@@ -168,13 +168,13 @@ def test_two_writers_on_one_file(tmp_path: Path) -> None:
             LMDBWriter(path, GREY, classes=[])
         writer.add(np.zeros((8, 8, 1), np.uint8))
         writer.finish()
-    assert len(LMDBReader(path)) == 1
+    assert len(Dataset(path)) == 1
 
 
 def test_readers_share_a_file_and_close_it(packed: Path) -> None:
-    first, second = LMDBReader(packed), LMDBReader(packed)
+    first, second = Dataset(packed), Dataset(packed)
     first.read([1])
-    assert first.handle() is second.handle()
+    assert first.shards[0].handle() is second.shards[0].handle()
     first.close()
     np.testing.assert_array_equal(second.read([2])[0], sample_images(20)[[2]])
     second.close()
@@ -183,7 +183,7 @@ def test_readers_share_a_file_and_close_it(packed: Path) -> None:
 
 
 def test_pickled_reader_in_another_process(packed: Path) -> None:
-    reader = LMDBReader(packed)
+    reader = Dataset(packed)
     reader.read([0])
     code = "import pickle, sys; r = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(r.read([5, 2])[0].tobytes())"
     child = subprocess.run(
@@ -196,13 +196,13 @@ def test_pickled_reader_in_another_process(packed: Path) -> None:
     assert child.stdout == sample_images(20)[[5, 2]].tobytes()
 
 
-def _in_child(reader: LMDBReader, path: Path, results: "multiprocessing.Queue[bytes]") -> None:
-    results.put(reader.read([5, 2])[0].tobytes() + LMDBReader(path).read([7])[0].tobytes())
+def _in_child(reader: Dataset, path: Path, results: "multiprocessing.Queue[bytes]") -> None:
+    results.put(reader.read([5, 2])[0].tobytes() + Dataset(path).read([7])[0].tobytes())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_reader_after_a_fork(packed: Path) -> None:
-    reader = LMDBReader(packed)
+    reader = Dataset(packed)
     reader.read([0])
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -217,7 +217,7 @@ def test_reader_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
     images = sample_images(64)
     pack_arrays(tmp_path / "x.lmdb", images)
-    reader = LMDBReader(tmp_path / "x.lmdb")
+    reader = Dataset(tmp_path / "x.lmdb")
     wrong: list[int] = []
 
     def work(seed: int) -> None:
@@ -234,14 +234,14 @@ def test_reader_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_replaced_file_is_noticed(packed: Path) -> None:
-    reader = pickle.loads(pickle.dumps(LMDBReader(packed)))
+    reader = pickle.loads(pickle.dumps(Dataset(packed)))
     pack_arrays(packed, sample_images(20, seed=1), np.arange(20) % 3, CLASSES, overwrite=True)
     with pytest.raises(UserError, match="was replaced"):
         reader.read([0])
 
 
 def test_file_replaced_while_open_is_read_to_its_end(packed: Path) -> None:
-    reader = LMDBReader(packed)
+    reader = Dataset(packed)
     pack_arrays(packed, sample_images(3, seed=1), overwrite=True)
     np.testing.assert_array_equal(reader.read([19])[0], sample_images(20)[[19]])
-    assert len(LMDBReader(packed)) == 3
+    assert len(Dataset(packed)) == 3

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from data.dataset import Dataset
 from data.decode import RandomCrop
+from data.levels import level_of, levels_text
 from data.lmdb.reader import DamageError
 from data.lmdb.writer import pack_arrays
 from data.loader import Batch, InfiniteLoader
-from data.progressive_loader import ProgressiveLoader, level_of, levels_text
 from data.sampler import GlobalSampler, balanced_weights
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
@@ -56,10 +56,12 @@ def make(
     prefetch: int = 0,
     batches_per_step: int = 1,
     **sampling: Any,
-) -> ProgressiveLoader:
+) -> InfiniteLoader:
     reader = path if isinstance(path, Dataset) else Dataset(path)
     sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size, **sampling)
-    return ProgressiveLoader(reader, sampler, spans, device="cpu", prefetch=prefetch, batches_per_step=batches_per_step)
+    return InfiniteLoader(
+        reader, sampler, device="cpu", prefetch=prefetch, spans=spans, batches_per_step=batches_per_step
+    )
 
 
 def expected(
@@ -425,17 +427,6 @@ def test_spans_are_checked(grown: Path) -> None:
     message = r"the batches of 12 images of 16 px are not divisible by 8 processes; make .* multiples of 8"
     with pytest.raises(UserError, match=message):
         make(grown, world_size=8)
-    for spans in ([], [(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
+    for spans in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
         with pytest.raises(ValueError, match="spans that begin at steps"):
             make(grown, spans)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_infinite_loader_with_an_end_stops_there(grown: Path, prefetch: int) -> None:
-    sampler = GlobalSampler(COUNT, batch_size=6, seed=1)
-    loader = InfiniteLoader(Dataset(grown), sampler, device="cpu", prefetch=prefetch, end=18)
-    assert len(list(loader)) == 3
-    assert sampler.consumed == 18
-    with pytest.raises(StopIteration):
-        next(loader)
-    loader.close()
