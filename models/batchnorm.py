@@ -33,18 +33,16 @@ class CPUSyncBatchNorm2d(nn.BatchNorm2d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        synchronised = self.training and dist.is_initialized() and dist.get_world_size() > 1
-        if not synchronised:
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(input)
         # float64 for float64 inputs, else float32: the sums of squares must not be taken in half precision
         x = input if input.dtype == torch.float64 else input.float()
-        count = x.new_full([1], x.numel() // x.shape[1])
-        totals = _AllReduceSum.apply(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))
         channels = x.shape[1]
-        n = totals[-1]
-        mean = totals[:channels] / n
+        count = x.new_full([1], x.numel() // channels)
+        totals = _AllReduceSum.apply(torch.cat([x.sum(dim=(0, 2, 3)), x.square().sum(dim=(0, 2, 3)), count]))
+        n, mean = totals[-1], totals[:channels] / totals[-1]
         variance = (totals[channels : 2 * channels] / n - mean.square()).clamp_min(0)
-        self._update_running(mean.detach(), variance.detach(), n.detach())
+        self._update_running(mean, variance, n)
         weight = self.weight if self.weight is not None else torch.ones_like(mean)
         bias = self.bias if self.bias is not None else torch.zeros_like(mean)
         scale = weight * torch.rsqrt(variance + self.eps)

@@ -7,7 +7,6 @@ move with the discriminator's updates instead of its forward passes.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -16,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.gan import ImageDiscriminator, ImageGenerator, NoiseMode, one_hot, sizes_up_to
+from models.gan import ImageDiscriminator, PlainGenerator, sizes_up_to
 from models.layers import normalize_second_moment
-from utils.errors import UserError
 from utils.ranges import Checked, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
@@ -44,8 +42,7 @@ class DcganConfig(Checked):
 
     def widths(self, resolution: int) -> list[int]:
         """Channels from 4 px up to `resolution`. Raises UserError for one that is no power of two from 8."""
-        sizes = sizes_up_to(resolution)
-        return [min(self.width * resolution // size, self.width_max) for size in sizes]
+        return [min(self.width * resolution // size, self.width_max) for size in sizes_up_to(resolution)]
 
 
 @dataclass(kw_only=True)
@@ -60,17 +57,19 @@ class DcganDiscriminatorConfig(DcganConfig, section="discriminator"):
     """Size of the discriminator."""
 
 
-class DcganGenerator(ImageGenerator):
+class DcganGenerator(PlainGenerator):
     """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
 
     Conditional: the label's embedding, of z's size and variance, is appended to z. First and last layer run without
     autocast.
     """
 
+    title = "DCGAN"
+
     def __init__(self, config: DcganGeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
         super().__init__()
-        self.config, self.z_dim = config, config.z_dim
-        self.resolution, self.channels, self.classes = resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.z_dim = config.z_dim
         widths = config.widths(resolution)
         self.embed = nn.Linear(classes, config.z_dim, bias=False) if classes else None
         if self.embed is not None:
@@ -79,23 +78,8 @@ class DcganGenerator(ImageGenerator):
         self.blocks = nn.ModuleList(nn.ConvTranspose2d(a, b, 4, stride=2, padding=1) for a, b in pairwise(widths))
         self.to_rgb = nn.Conv2d(widths[-1], channels, 3, padding=1)
 
-    def forward(
-        self,
-        z: Tensor,
-        labels: Tensor | None = None,
-        *,
-        noise: Sequence[Tensor] | NoiseMode = "none",  # whatever other generators take; this one takes none
-        truncation_psi: float = 1.0,
-        truncation_cutoff: int | None = None,
-    ) -> Tensor:
-        """Raises UserError for a `truncation_psi` other than 1."""
-        if truncation_psi != 1:
-            raise UserError(f"truncation_psi {truncation_psi}: DCGAN has no w to truncate; leave it at 1")
-        with torch.autocast(z.device.type, enabled=False):
-            x = z.to(self.linear.weight.dtype)
-            if self.embed is not None:
-                x = torch.cat([x, self.embed(one_hot(labels, self.classes, x.dtype))], dim=1)
-            x = self.linear(x).unflatten(1, (-1, 4, 4))
+    def images(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (-1, 4, 4))
         for block in self.blocks:
             x = block(F.relu(normalize_second_moment(x)))
         with torch.autocast(x.device.type, enabled=False):
@@ -163,16 +147,13 @@ class DcganDiscriminator(ImageDiscriminator):
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, 16 F], F the channels at 4 px, in the parameters' precision."""
-        if tuple(images.shape[1:]) != (self.channels, self.resolution, self.resolution):
-            raise ValueError(f"images {tuple(images.shape[1:])}, not {(self.channels, *[self.resolution] * 2)}")
+        self.check_shape(images)
         return self.layers(images).flatten(1).to(self.output.bias.dtype)
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        alone, others = features[:, 0], features[:, 1:]
         if self.embed is None:
-            return alone
-        with torch.autocast(features.device.type, enabled=False):
-            return alone + (others * self.embed(one_hot(labels, self.classes, features.dtype))).sum(dim=1)
+            return super().project(features, labels)
+        return features[:, 0] + super().project(features[:, 1:], labels)
 
     def after_update(self) -> None:
         for layer in self.modules():

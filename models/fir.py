@@ -8,15 +8,14 @@ of a strided depthwise convolution, bf16 on the CPU: 16 times slower) and, for t
 the channels.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 TAPS = (1.0, 3.0, 3.0, 1.0)
-Kind = Literal["blur", "down", "up"]
-
+TRANSPOSED = {"blur": "blur", "down": "up", "up": "down"}  # whose matrix is the transposed one
 
 _kept: dict[Any, Tensor] = {}  # kernels: made in each call, they would be copied from the host, and waited for
 
@@ -34,19 +33,14 @@ def fir_kernel(channels: int, gain: float, like: Tensor, taps: tuple[float, ...]
     return kernel.expand(channels, 1, -1, -1)
 
 
-def _run(x: Tensor, kind: Kind, gain: float, padding: int) -> Tensor:
-    """The operation itself."""
-    if kind == "up":
-        return _upsample(x, gain)
-    stride = 2 if kind == "down" else 1
-    return F.conv2d(x, fir_kernel(x.shape[1], gain, x), stride=stride, padding=padding, groups=x.shape[1])
-
-
-def _upsample(x: Tensor, gain: float) -> Tensor:
-    """Zero insertion and the filter. With gain 4 that is bilinear interpolation, but for the outermost rows and
-    columns, beyond which the filter sees zeros. A depthwise transposed convolution is 3 (fp32) to 40 (bf16) times
-    slower on the CPU.
+def _run(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
+    """The operation itself. Upsampling with gain 4 is bilinear interpolation, but for the outermost rows and columns,
+    beyond which the filter sees zeros: a depthwise transposed convolution is 3 (fp32) to 40 (bf16) times slower on the
+    CPU.
     """
+    if kind != "up":
+        stride = 2 if kind == "down" else 1
+        return F.conv2d(x, fir_kernel(x.shape[1], gain, x), stride=stride, padding=padding, groups=x.shape[1])
     if gain != 4:
         x = x * (gain / 4)  # at the low resolution, where it costs least
     x = F.interpolate(x, scale_factor=2, mode="bilinear")
@@ -55,25 +49,21 @@ def _upsample(x: Tensor, gain: float) -> Tensor:
     return x
 
 
-def _transposed(kind: Kind, gain: float, padding: int) -> tuple[Kind, float, int]:
-    """The operation that multiplies by the transposed matrix, and is the gradient."""
-    if kind == "blur":
-        return "blur", gain, len(TAPS) - 1 - padding
-    return ("up" if kind == "down" else "down"), gain, padding
-
-
 class _Resample(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: Kind, gain: float, padding: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
         ctx.operation = (kind, gain, padding)
         return _run(x, kind, gain, padding)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _resample(grad, *_transposed(*ctx.operation)), None, None, None
+        kind, gain, padding = ctx.operation
+        if kind == "blur":
+            padding = len(TAPS) - 1 - padding
+        return _resample(grad, TRANSPOSED[kind], gain, padding), None, None, None
 
 
-def _resample(x: Tensor, kind: Kind, gain: float, padding: int) -> Tensor:
+def _resample(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
     # without a graph to build, plain operators: what exports and compiles sees nothing of our own
     if torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing():
         return _Resample.apply(x, kind, gain, padding)

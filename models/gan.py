@@ -5,7 +5,7 @@ line in models/registry.py. A network is built as `cls(config, resolution=, chan
 unconditional. A discriminator that can grow also takes `progressive=`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -41,6 +41,36 @@ class ImageGenerator(nn.Module):
         return []
 
 
+class PlainGenerator(ImageGenerator):
+    """A generator without styles and noise. `images` makes them of what `linear`, without autocast, makes of z and the
+    label's embedding beside it.
+    """
+
+    title: ClassVar[str]  # for messages
+    linear: Any  # of z and the embedding, a layer with a weight
+    embed: nn.Module | None  # of one-hot labels [N, classes]; None without classes
+    images: Callable[[Tensor], Tensor]
+
+    def forward(
+        self,
+        z: Tensor,
+        labels: Tensor | None = None,
+        *,
+        noise: Sequence[Tensor] | NoiseMode = "none",  # whatever other generators take; this one takes none
+        truncation_psi: float = 1.0,
+        truncation_cutoff: int | None = None,
+    ) -> Tensor:
+        """Raises UserError for a `truncation_psi` other than 1."""
+        if truncation_psi != 1:
+            raise UserError(f"truncation_psi {truncation_psi}: {self.title} has no w to truncate; leave it at 1")
+        with torch.autocast(z.device.type, enabled=False):
+            x = z.to(self.linear.weight.dtype)
+            if self.embed is not None:
+                x = torch.cat([x, self.embed(one_hot(labels, self.classes, x.dtype))], dim=1)
+            x = self.linear(x)
+        return self.images(x)
+
+
 class StyledGenerator(ImageGenerator):
     """A generator in two halves: `mapping(z, labels)` -> w [N, w_dim], `synthesis(ws [N, num_ws, w_dim], noise)` ->
     images. `w_avg` [w_dim] is the moving mean of w, a buffer without a graph.
@@ -73,6 +103,31 @@ class StyledGenerator(ImageGenerator):
         return torch.cat([self.w_avg.lerp(ws[:, :cutoff], psi), ws[:, cutoff:]], dim=1)
 
 
+class StageGenerator(ImageGenerator):
+    """`generator`, which can grow, at a stage of progressive growing, to sample from and to evaluate like any other.
+
+    The parameters are the generator's own, not a copy. With `shown` (px) pixels are repeated up to that side, so that
+    the images compare with those of other stages. Raises ValueError for a resolution that is no stage of it.
+    """
+
+    def __init__(self, generator: Any, resolution: int, alpha: Alpha = 1.0, *, shown: int | None = None) -> None:
+        super().__init__()
+        self.generator = generator
+        self.z_dim, self.classes, self.channels = generator.z_dim, generator.classes, generator.channels
+        self.stage, self.alpha = resolution, alpha
+        self.resolution = shown or resolution
+        self.num_ws = generator.num_ws_at(resolution)
+
+    def noise_shapes(self, resolution: int | None = None) -> list[tuple[int, int, int]]:
+        return self.generator.noise_shapes(resolution or self.stage)
+
+    def forward(self, z: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """`options`: noise and truncation, as the generator has them."""
+        images = self.generator(z, labels, resolution=self.stage, alpha=self.alpha, **options)
+        factor = self.resolution // self.stage
+        return images if factor == 1 else F.interpolate(images, scale_factor=factor)
+
+
 class ImageDiscriminator(nn.Module):
     """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
 
@@ -82,6 +137,7 @@ class ImageDiscriminator(nn.Module):
 
     hidden: Callable[..., Tensor]  # of images -> the last hidden activations [N, H], in the parameters' precision
     output: nn.Module  # of the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
+    embed: nn.Module | None  # of one-hot labels [N, classes] -> [N, F]; None without classes
     config: Any
     classes: int
     channels: int
@@ -97,7 +153,21 @@ class ImageDiscriminator(nn.Module):
         """Logits [N] from features [N, F]: their product with the label's embedding (1802.05637); the features
         themselves without classes.
         """
-        raise NotImplementedError
+        if self.embed is None:
+            return features.squeeze(1)
+        with torch.autocast(features.device.type, enabled=False):
+            return (features * self.embedded(one_hot(labels, self.classes, features.dtype))).sum(dim=1)
+
+    def embedded(self, labels: Tensor) -> Tensor:
+        """[N, F] of one-hot labels [N, classes]."""
+        assert self.embed is not None
+        return self.embed(labels)
+
+    def check_shape(self, images: Tensor) -> None:
+        """Raise ValueError for images of another shape than the network's."""
+        given, own = tuple(images.shape[1:]), (self.channels, self.resolution, self.resolution)
+        if given != own:
+            raise ValueError(f"images of shape {given} for a discriminator of {own}")
 
     def forward(self, images: Tensor, labels: Tensor | None = None, *stage: Any, **named: Any) -> Tensor:
         return self.project(self.features(images, *stage, **named), labels)

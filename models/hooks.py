@@ -1,8 +1,4 @@
-"""Forward and backward hooks as tools: every one is a context manager that takes its hooks away again.
-
-`output_gradient` differentiates with respect to one layer's output and goes no deeper; `LayerStatistics` summarises
-layers' outputs and their gradients.
-"""
+"""Forward and backward hooks as tools: each takes its hooks away again."""
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
+KINDS = ("activation", "gradient")
 STATISTICS = ("mean", "std", "max_abs", "zeros", "nonfinite")  # of a layer's values; the last two are shares
-Objective = Callable[[Any], Tensor]
-"""What is differentiated: the model's output -> a 0-d tensor."""
+Objective = Callable[[Any], Tensor]  # what is differentiated: the model's output -> a 0-d tensor
 
 
 # --- layers by name
@@ -68,17 +64,6 @@ def _near(name: str, layers: Mapping[str, nn.Module]) -> str:
     return did_you_mean(name, sorted(set(ends))) or f"; there are {', '.join(list(layers)[:6])}, ..."
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """The floating-point tensors in a layer's output."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _only_tensor(output: Any, name: str) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise UserError(f"layer {name!r} gives a {type(output).__name__}, not a tensor; choose a layer inside it")
-    return output
-
-
 # --- gradients of one layer
 
 
@@ -94,8 +79,9 @@ def output_gradient(model: nn.Module, name: str, inputs: Sequence[Any], objectiv
     kept: list[Tensor] = []
 
     def cut(_module: nn.Module, _inputs: Any, output: Any) -> Tensor:
-        leaf = _only_tensor(output, name).detach().requires_grad_()
-        kept[:] = [leaf]
+        if not isinstance(output, Tensor):
+            raise UserError(f"layer {name!r} gives a {type(output).__name__}, not a tensor; choose a layer inside it")
+        kept[:] = [leaf := output.detach().requires_grad_()]
         return leaf.clone()  # a leaf must not be written into, and what comes after may
 
     handle = find_layer(model, name).register_forward_hook(cut)
@@ -104,9 +90,7 @@ def output_gradient(model: nn.Module, name: str, inputs: Sequence[Any], objectiv
             value = objective(model(*inputs))
     finally:
         handle.remove()
-    if not kept or not value.requires_grad:
-        raise UserError(f"layer {name!r} does not contribute to this output; choose another layer")
-    (gradient,) = torch.autograd.grad(value, kept, allow_unused=True)
+    gradient = torch.autograd.grad(value, kept, allow_unused=True)[0] if kept and value.requires_grad else None
     if gradient is None:
         raise UserError(f"layer {name!r} does not contribute to this output; choose another layer")
     return kept[0].detach(), gradient
@@ -137,11 +121,12 @@ class LayerStatistics:
                 self._add((name, "gradient"), grad.detach() / divisor)
 
             def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                for tensor in _tensors(output):
-                    self._add((name, "activation"), tensor.detach())
-                    if tensor.requires_grad:
-                        # not a module's backward hook: those do not bear layers that work in place
-                        stack.callback(tensor.register_hook(gradient).remove)
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                        self._add((name, "activation"), tensor.detach())
+                        if tensor.requires_grad:
+                            # not a module's backward hook: those do not bear layers that work in place
+                            stack.callback(tensor.register_hook(gradient).remove)
 
             return hook
 
@@ -158,11 +143,9 @@ class LayerStatistics:
     def packed(self) -> Tensor:
         """The moments of all layers, [layers, 2, 6] on the device; zeros for what has not been seen. See `merge`."""
         device = next((moments.device for moments in self._moments.values()), torch.device("cpu"))
-        rows = [
-            torch.stack([self._moments.get((name, kind), torch.zeros(6)).to(device).double() for kind in KINDS])
-            for name in self.layers
-        ]
-        return torch.stack(rows)
+        keys = [(name, kind) for name in self.layers for kind in KINDS]
+        rows = torch.stack([self._moments.get(key, torch.zeros(6)).to(device).double() for key in keys])
+        return rows.unflatten(0, (-1, len(KINDS)))
 
     def collect(self, packed: Tensor | None = None) -> dict[str, float]:
         """`layer/activation_mean`, `layer/gradient_zeros`, ... of what was seen; and start anew. Waits for the device.
@@ -174,16 +157,11 @@ class LayerStatistics:
         found: dict[str, float] = {}
         for name, kinds in zip(self.layers, packed.tolist(), strict=True):
             for kind, (finite, mean, squares, largest, zeros, nonfinite) in zip(KINDS, kinds, strict=True):
-                total = finite + nonfinite
-                if not total:
-                    continue
-                std = (squares / finite) ** 0.5 if finite else 0.0
-                values = (mean, std, largest, zeros / total, nonfinite / total)
-                found |= {f"{name}/{kind}_{what}": value for what, value in zip(STATISTICS, values, strict=True)}
+                if total := finite + nonfinite:
+                    std = (squares / finite) ** 0.5 if finite else 0.0
+                    values = (mean, std, largest, zeros / total, nonfinite / total)
+                    found |= {f"{name}/{kind}_{what}": value for what, value in zip(STATISTICS, values, strict=True)}
         return found
-
-
-KINDS = ("activation", "gradient")
 
 
 def _moments(values: Tensor) -> Tensor:

@@ -60,14 +60,11 @@ class Placement:
 
 
 def place(
-    classifier: Classifier,
-    devices: Sequence[torch.device],
-    *,
-    samples: int,  # of a forward pass
-    reduced: bool = False,  # activations are kept in 16 bits
+    classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
 ) -> Placement:
     """Move the classifier's parts to `devices` as `config.split` says, and its activations with every call.
 
+    `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits.
     `auto`: the device that holds most memory in training holds as little as it can. A copy of the classifier
     (`copy.deepcopy`) lies and works the same way; moved to one device as a whole, it works there.
 
@@ -87,10 +84,8 @@ def place(
         ends = balanced(len(parts), min(len(devices), len(parts)), cost)
     else:
         ends = given(split, [part.name for part in parts], len(devices))
-    shares = []
-    for device, (start, end) in zip(devices, pairwise([0, *ends]), strict=False):
-        names = tuple(part.name for part in parts[start:end])
-        shares.append(Share(device, names, cost(start, end)))
+    spans = zip(devices, pairwise([0, *ends]), strict=False)
+    shares = [Share(device, tuple(part.name for part in parts[a:b]), cost(a, b)) for device, (a, b) in spans]
     _move(classifier, shares)
     return Placement(tuple(shares))
 

@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.fir import fir_kernel
-from models.gan import ImageDiscriminator, ImageGenerator, one_hot, run, sizes_up_to
+from models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
 from utils.errors import UserError
 from utils.ranges import Checked, PositiveInt
 
 FULL_WIDTH_UP_TO = 32  # px
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
+# of depthwise convolutions of stride 1: strided and transposed ones in bf16 were 16 times slower on the CPU
+LOW_PASS = (1.0, 2.0, 1.0)
 
 
 @dataclass(kw_only=True)
@@ -49,19 +51,15 @@ class R3Config(Checked):
         Raises UserError for a resolution that is no power of two from 8, or that the width and the cardinality cannot
         be halved for.
         """
-        sizes = sizes_up_to(resolution)
-        parts = max(1, resolution // FULL_WIDTH_UP_TO)
+        parts_at = {size: max(1, size // FULL_WIDTH_UP_TO) for size in sizes_up_to(resolution)}
+        parts = parts_at[resolution]
         for name in ("width", "cardinality"):
             if getattr(self, name) % parts:
                 raise UserError(
                     f"{self.section}.{name} {getattr(self, name)} is halved with every doubling above "
                     f"{FULL_WIDTH_UP_TO} px; make it a multiple of {parts} for {resolution} px"
                 )
-        found = []
-        for size in sizes:
-            parts = max(1, size // FULL_WIDTH_UP_TO)
-            found.append((size, self.width // parts, self.cardinality // parts))
-        return found
+        return [(size, self.width // parts, self.cardinality // parts) for size, parts in parts_at.items()]
 
 
 @dataclass(kw_only=True)
@@ -185,20 +183,13 @@ def convolve_twice(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) 
     return _InputPath.apply(x, weight, bias, groups)
 
 
-def _low_pass(channels: int, like: Tensor) -> Tensor:
-    """Depthwise kernel [channels, 1, 3, 3] of [1, 2, 1], sum 1, for convolutions of stride 1: strided and transposed
-    depthwise ones in bf16 were 16 times slower on the CPU.
-    """
-    return fir_kernel(channels, 1.0, like, (1.0, 2.0, 1.0))
-
-
 def downsample(x: Tensor) -> Tensor:
     """[1, 2, 1] low-pass with zero padding, then 2x2 means; [N, C, H, W] -> [N, C, H / 2, W / 2].
 
     Equals `layers.downsample_fir`, because [1, 1] * [1, 2, 1] = [1, 3, 3, 1].
     """
     channels = x.shape[1]
-    return F.avg_pool2d(convolve_twice(x, _low_pass(channels, x), None, channels), 2)
+    return F.avg_pool2d(convolve_twice(x, fir_kernel(channels, 1.0, x, LOW_PASS), None, channels), 2)
 
 
 def upsample(x: Tensor) -> Tensor:
@@ -206,8 +197,8 @@ def upsample(x: Tensor) -> Tensor:
 
     Equals `layers.upsample_fir`. Only generators need it, so that its first derivative is the fast one.
     """
-    channels = x.shape[1]
-    return _convolution(F.interpolate(x, scale_factor=2, mode="nearest"), _low_pass(channels, x), None, channels)
+    channels, larger = x.shape[1], F.interpolate(x, scale_factor=2, mode="nearest")
+    return _convolution(larger, fir_kernel(channels, 1.0, x, LOW_PASS), None, channels)
 
 
 class Convolution(nn.Module):
@@ -320,17 +311,17 @@ class _Stages(nn.ModuleList):
         return x
 
 
-class R3Generator(ImageGenerator):
-    """`forward(z [N, z_dim], labels [N] or None)` -> images [N, channels, resolution, resolution], about [-1, 1].
-
-    A learned 4x4 basis is scaled channel by channel with a linear function of z (and of the label's embedding), then
-    the stages follow. `classes` 0 means unconditional. First and last layer run without autocast.
+class R3Generator(PlainGenerator):
+    """A learned 4x4 basis is scaled channel by channel with a linear function of z (and of the label's embedding), then
+    the stages follow. First and last layer run without autocast.
     """
+
+    title = "R3GAN"
 
     def __init__(self, config: R3GeneratorConfig, *, resolution: int, channels: int, classes: int) -> None:
         super().__init__()
-        self.config, self.z_dim = config, config.z_dim
-        self.resolution, self.channels, self.classes = resolution, channels, classes
+        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
+        self.z_dim = config.z_dim
         stages = _Stages(config, resolution, "up")
         self.embed = Linear(classes, config.embed_dim) if classes else None
         self.linear = Linear(config.z_dim + (config.embed_dim if classes else 0), stages.first)
@@ -338,61 +329,29 @@ class R3Generator(ImageGenerator):
         self.stages = stages
         self.to_rgb = Convolution(stages.last, channels, 1, twice=False)
 
-    def forward(
-        self,
-        z: Tensor,
-        labels: Tensor | None = None,
-        *,
-        noise: Any = "none",  # whatever other generators take; this one takes none
-        truncation_psi: float = 1.0,
-        truncation_cutoff: int | None = None,
-    ) -> Tensor:
-        """Raises UserError for a `truncation_psi` other than 1."""
-        if truncation_psi != 1:
-            raise UserError(f"truncation_psi {truncation_psi}: R3GAN has no w to truncate; leave it at 1")
-        with torch.autocast(z.device.type, enabled=False):
-            x = z.to(self.linear.weight.dtype)
-            if self.embed is not None:
-                x = torch.cat([x, self.embed(one_hot(labels, self.classes, x.dtype))], dim=1)
-            x = self.linear(x)[:, :, None, None] * self.basis
-        x = self.stages(x)
+    def images(self, x: Tensor) -> Tensor:
+        x = self.stages(x[:, :, None, None] * self.basis)
         with torch.autocast(x.device.type, enabled=False):
             return self.to_rgb(x.to(self.to_rgb.weight.dtype))
 
 
 class R3Discriminator(ImageDiscriminator):
-    """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
-
-    Conditional: the product of the features and the label's embedding (1802.05637). The last layers run without
-    autocast.
-    """
+    """The stages downwards, then a depthwise convolution of the 4x4 pixels and what follows, without autocast."""
 
     def __init__(self, config: R3DiscriminatorConfig, *, resolution: int, channels: int, classes: int) -> None:
         super().__init__()
-        self.config, self.classes = config, classes
-        self.resolution, self.channels = resolution, channels
+        self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         stages = _Stages(config, resolution, "down")
         dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1, twice=True)
         self.stages = stages
-        self.basis = _start(1, stages.last, 4, 4, fan_in=16, gain=1.0)  # a depthwise 4x4 convolution of 4x4 pixels
+        self.basis = _start(1, stages.last, 4, 4, fan_in=16, gain=1.0)
         self.output = Linear(stages.last, dim if classes else 1)
         self.embed = Linear(classes, dim, gain=1 / math.sqrt(dim)) if classes else None
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, width], in the parameters' precision."""
-        if tuple(images.shape[1:]) != (self.channels, self.resolution, self.resolution):
-            raise ValueError(
-                f"images of shape {tuple(images.shape[1:])} for a discriminator of "
-                f"{(self.channels, self.resolution, self.resolution)}"
-            )
+        self.check_shape(images)
         x = self.stages(self.from_rgb(images))
         with torch.autocast(x.device.type, enabled=False):
             return (x.to(self.basis.dtype) * self.basis).sum(dim=(2, 3))
-
-    def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [N] from features [N, F]: <features, label's embedding>, the features themselves without classes."""
-        if self.embed is None:
-            return features.squeeze(1)
-        with torch.autocast(features.device.type, enabled=False):
-            return (features * self.embed(one_hot(labels, self.classes, features.dtype))).sum(dim=1)

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from models.classifier import Classifier, ModelConfig
-from models.gan import ImageGenerator
-from models.progressive import StageGenerator
+from models.gan import ImageGenerator, StageGenerator
 from models.registry import DEFAULT, architecture_of
 from utils.config import build
 from utils.errors import UserError

@@ -1,6 +1,4 @@
-"""Images from a generator, sample by sample reproducible: sample i depends on (seed, i), its label and nothing
-else.
-"""
+"""Images from a generator: sample i depends on (seed, i), its label and nothing else."""
 
 from collections.abc import Sequence
 
@@ -17,9 +15,7 @@ def to_uint8(images: Tensor) -> Tensor:
 
 
 def draw(model: ImageGenerator, indices: Sequence[int], seed: int) -> tuple[Tensor, list[Tensor]]:
-    """z [N, z_dim] and the noise maps [N, 1, H, W] of each layer, drawn on the CPU with the key (seed, "eval",
-    index).
-    """
+    """z [N, z_dim] and each layer's noise maps [N, 1, H, W], drawn on the CPU with the key (seed, "eval", index)."""
     shapes = model.noise_shapes()
     sizes = [model.z_dim, *(h * w for _, h, w in shapes)]
     rows = torch.stack([torch.randn(sum(sizes), generator=keyed_generator(seed, "eval", int(i))) for i in indices])
@@ -49,12 +45,6 @@ def generate(
         z, maps = draw(model, indices[start : start + batch_size], seed)
         batch_labels = None if labels is None else labels[start : start + batch_size].to(device)
         noise = [m.to(device) for m in maps] if noise_mode == "random" else noise_mode
-        images = model(
-            z.to(device),
-            batch_labels,
-            noise=noise,
-            truncation_psi=truncation_psi,
-            truncation_cutoff=truncation_cutoff,
-        )
-        drawn.append(to_uint8(images).cpu())
+        options = {"truncation_psi": truncation_psi, "truncation_cutoff": truncation_cutoff}
+        drawn.append(to_uint8(model(z.to(device), batch_labels, noise=noise, **options)).cpu())
     return torch.cat(drawn)

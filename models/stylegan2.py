@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, one_hot, run, sizes_up_to
+from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, run, sizes_up_to
 from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
 from models.stylegan2_layers import (
     DiscriminatorBlock,
@@ -82,8 +82,6 @@ def _blocks_at(stage: int, resolution: int) -> int:
 class Generator(StyledGenerator):
     """StyleGAN2's skip generator.
 
-    `forward(z [N, z_dim], labels [N] or None)` -> images [N, channels, resolution, resolution], about [-1, 1].
-
     At a stage of progressive growing `resolution` is 4, 8, ... up to the final one (None), and `alpha` (a number or a
     0-d tensor) scales the new block's part of the image: at 0 it is the stage before, upsampled by `upsample_fir`, at
     1 the full network of this stage.
@@ -128,10 +126,8 @@ class Generator(StyledGenerator):
     def _maps(self, noise: Sequence[Tensor] | NoiseMode, resolution: int | None) -> Sequence[Tensor | None]:
         """A noise map, or None, for each layer of a stage."""
         layers = self.styled_layers(resolution)
-        if noise == "const":
-            return [layer.noise_const for layer in layers]
-        if noise == "none":
-            return [None] * len(layers)
+        if noise in ("const", "none"):
+            return [layer.noise_const if noise == "const" else None for layer in layers]
         if isinstance(noise, str):
             raise ValueError("pass the noise maps themselves: draws happen outside the model")
         if len(noise) != len(layers):
@@ -139,12 +135,7 @@ class Generator(StyledGenerator):
         return noise
 
     def synthesis(
-        self,
-        ws: Tensor,
-        noise: Sequence[Tensor] | NoiseMode,
-        *,
-        resolution: int | None = None,
-        alpha: Alpha = 1.0,
+        self, ws: Tensor, noise: Sequence[Tensor] | NoiseMode, *, resolution: int | None = None, alpha: Alpha = 1.0
     ) -> Tensor:
         """Images [N, channels, H, W] from ws [N, num_ws_at(resolution) or more, w_dim]; further styles are left over.
 
@@ -184,9 +175,7 @@ class Generator(StyledGenerator):
 
 
 class Discriminator(ImageDiscriminator):
-    """`forward(images [N, channels, R, R], labels [N] or None)` -> logits [N] in the parameters' precision.
-
-    Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and
+    """Conditional: <features, mapped label> / sqrt(dim). Last block (minibatch std, convolution, fully connected) and
     the output run without autocast.
 
     `progressive` adds a from_rgb for each smaller resolution: images may then be of 4, 8, ... px up to the final
@@ -196,13 +185,7 @@ class Discriminator(ImageDiscriminator):
     """
 
     def __init__(
-        self,
-        config: DiscriminatorConfig,
-        *,
-        resolution: int,
-        channels: int,
-        classes: int,
-        progressive: bool = False,
+        self, config: DiscriminatorConfig, *, resolution: int, channels: int, classes: int, progressive: bool = False
     ) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
@@ -214,21 +197,18 @@ class Discriminator(ImageDiscriminator):
             DiscriminatorBlock(a, b, residual=config.architecture == "residual") for a, b in pairwise(widths)
         )
         last = widths[-1]
-        extra = int(config.minibatch_std_group > 1)
-        self.last_conv = EqualizedConv2d(last + extra, last, 3)
+        self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
         self.last_linear = EqualizedLinear(last * 16, last, activation=True)
         self.output = EqualizedLinear(last, last if classes else 1)
         self.embed = EqualizedLinear(classes, last) if classes else None
+        layers = range(config.mapping_layers if classes else 0)
         self.label_mapping = nn.Sequential(
-            *(
-                EqualizedLinear(last, last, lr_multiplier=0.01, activation=True)
-                for _ in range(config.mapping_layers * bool(classes))
-            )
+            *(EqualizedLinear(last, last, lr_multiplier=0.01, activation=True) for _ in layers)
         )
+        self.progressive = progressive
         if progressive:
             pairs = zip(sizes[1:], widths[1:], strict=True)
             self.from_rgbs = nn.ModuleDict({str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs})
-        self.progressive = progressive
 
     def _start(self, images: Tensor) -> int:
         """Number of the first block of the stage that images [N, C, r, r] belong to."""
@@ -240,14 +220,14 @@ class Discriminator(ImageDiscriminator):
             )
         return len(self.blocks) + 1 - _blocks_at(width, self.resolution)
 
-    def _entry(self, images: Tensor, index: int, clamp: float | None) -> Tensor:
-        """What block number `index` takes, from images of its resolution."""
-        layer = self.from_rgb if index == 0 else self.from_rgbs[str(images.shape[-1])]
-        return clamped(layer(images), clamp)
+    def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
+        """What the block of the images' resolution takes."""
+        side = images.shape[-1]
+        return clamped((self.from_rgb if side == self.resolution else self.from_rgbs[str(side)])(images), clamp)
 
     def _segment(self, x: Tensor, index: int, entering: bool, clamp: float | None) -> Tensor:
         """Block number `index` (none after the last one), after its from_rgb where `x` are images."""
-        x = self._entry(x, index, clamp) if entering else x
+        x = self._entry(x, clamp) if entering else x
         return self.blocks[index](x, clamp) if index < len(self.blocks) else x
 
     def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
@@ -258,7 +238,7 @@ class Discriminator(ImageDiscriminator):
             x = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)
             if index == start < len(self.blocks) and not is_one(alpha):
                 smaller = F.avg_pool2d(images, 2)
-                before = self.fp16.call(smaller.shape[-1], self._entry, smaller, start + 1, clamp)
+                before = self.fp16.call(smaller.shape[-1], self._entry, smaller, clamp)
                 weight = alpha.to(before.dtype) if isinstance(alpha, Tensor) else alpha
                 x = torch.lerp(before, x.to(before.dtype), weight)
         with torch.autocast(x.device.type, enabled=False):
@@ -267,13 +247,8 @@ class Discriminator(ImageDiscriminator):
                 x = minibatch_std(x, self.config.minibatch_std_group)
             return self.last_linear(self.last_conv(x).flatten(1))
 
+    def embedded(self, labels: Tensor) -> Tensor:
+        return self.label_mapping(normalize_second_moment(super().embedded(labels)))
+
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [N] from features [N, F]: <features, mapped label> / sqrt(F), the features themselves without
-        classes.
-        """
-        if self.embed is None:
-            return features.squeeze(1)
-        with torch.autocast(features.device.type, enabled=False):
-            embedded = self.embed(one_hot(labels, self.classes, features.dtype))
-            mapped = self.label_mapping(normalize_second_moment(embedded))
-            return (features * mapped).sum(dim=1) / math.sqrt(features.shape[1])
+        return super().project(features, labels) / math.sqrt(features.shape[1])  # F is 1 without classes

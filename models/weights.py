@@ -5,6 +5,7 @@ included), and this program's own checkpoints. What does not fit is refused by n
 """
 
 import argparse
+import re
 import socket
 import warnings
 from collections.abc import Mapping
@@ -79,33 +80,25 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
         raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
     checkpoints.load(path)
     config = build(ModelConfig, content["config"]["model"], source=f"{path}: its model")
-    about = {"stride": "conv1" if config.he_strides else "conv2"}
-    about["normalise"] = "imagenet" if config.imagenet_normalised else "symmetric"
+    normalise = "imagenet" if config.imagenet_normalised else "symmetric"
+    about = {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
     return _plain_names(content["state"]["model_ema"]), about
 
 
 def _unwrapped(content: Any) -> State | None:
     """The innermost state dict, or None where there is none."""
     while isinstance(content, dict) and content:
-        if all(isinstance(key, str) and _is_plain(value) for key, value in content.items()):
+        tensors = [value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)]
+        # with numbers in them: neither sparse nor of the meta device
+        if len(content) == sum(tensor.layout == torch.strided and not tensor.is_meta for tensor in tensors):
             return content
         content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
     return None
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor with numbers in it: neither sparse nor of the meta device."""
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
-
-
 def _plain_names(state: Mapping[str, Tensor]) -> State:
     """`state` by the network's own names, without what averaging and wrapping added."""
-    plain = {}
-    for name, tensor in state.items():
-        name = name.replace("_orig_mod.", "")
-        while name.startswith("module."):
-            name = name.removeprefix("module.")
-        plain[name] = tensor
+    plain = {re.sub(r"^(module\.)+", "", name.replace("_orig_mod.", "")): value for name, value in state.items()}
     plain.pop("n_averaged", None)  # of torch's AveragedModel
     for prefix in ("network.", "model.", "net."):
         if plain and all(name.startswith(prefix) for name in plain):
@@ -182,16 +175,15 @@ def load_pretrained(model: Classifier) -> str:
         state[first], told = fit_first(state[first], expected[first])
         notes += [told] if told else []
     head, theirs = (
-        {name for name in names if name.startswith(f"{model.backbone.head}.")} for names in (expected, state)
+        {name: value.shape for name, value in one.items() if name.startswith(f"{model.backbone.head}.")}
+        for one in (expected, state)
     )
-    takes_head = head == theirs and all(state[name].shape == expected[name].shape for name in head)
-    if not takes_head:
+    if head != theirs:
         state = {name: value for name, value in state.items() if name not in theirs}
         state |= {name: expected[name] for name in head}
     model.network.load_state_dict(fitted(state, expected, path, config.name))
-    taken = len(expected) - (0 if takes_head else len(head))
-    notes.insert(0, "head taken" if takes_head else "head new")
-    return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join(notes)}"
+    taken, words = (len(expected), "head taken") if head == theirs else (len(expected) - len(head), "head new")
+    return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join([words, *notes])}"
 
 
 def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool, imagenet: bool) -> None:
@@ -217,11 +209,8 @@ def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
     done, (channels, wanted) = [], (filters.shape[1], like.shape[1])
     if channels != wanted:
         filters = filters.to(like.dtype)
-        if wanted == 1:
-            filters = filters.sum(dim=1, keepdim=True)
-        else:
-            index = torch.arange(wanted) % channels
-            filters = filters[:, index] * (channels / wanted)
+        repeated = filters[:, torch.arange(wanted) % channels] * (channels / wanted)
+        filters = filters.sum(dim=1, keepdim=True) if wanted == 1 else repeated
         done.append(f"first filters from {channels} to {wanted} channels")
     cut = filters.shape[-1] - like.shape[-1]
     if cut > 0 and cut % 2:
@@ -229,7 +218,7 @@ def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
             f"model.stem: filters of {filters.shape[-1]}x{filters.shape[-1]} have no centre of {like.shape[-1]} px; "
             "set --model.stem imagenet, with --model.input-size for small images"
         )
-    if cut > 0 and cut % 2 == 0:
+    if cut > 0:
         filters = filters[..., cut // 2 : -(cut // 2), cut // 2 : -(cut // 2)]
         done.append(
             f"first filters' middle {like.shape[-1]}x{like.shape[-1]} taken (model.stem imagenet with model.input_size "
@@ -244,10 +233,7 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
 
     Raises UserError naming the first tensor at fault, and the network that the file belongs to where that is clear.
     """
-    state = dict(state)
-    for key in expected.keys() - state.keys():
-        if key.endswith("num_batches_tracked"):
-            state[key] = torch.tensor(0)
+    state = {key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")} | state
     for key in sorted(expected.keys() | state.keys()):
         found = list(state[key].shape) if key in state else "absent"
         wanted = list(expected[key].shape) if key in expected else "absent"

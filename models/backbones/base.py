@@ -1,6 +1,6 @@
 """What the rest of the program knows of a network: how it is cut into stages, where it begins and where it ends."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Backbone:
     def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
         """The network, an nn.Module, without weights. Raises UserError for strides that it cannot have."""
         network = make(name, **self.options)
+        self._check(name, network)
         if he_strides and not (self.he_strides and self.he_strides(network)):
             raise UserError(f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: leave it out")
         if stem != "imagenet" or channels != 3:
@@ -49,6 +50,20 @@ class Backbone:
             network.set_submodule(self.shrink, nn.Identity())
         return network
 
+    def _check(self, name: str, network: nn.Module) -> None:
+        """Raise UserError, naming the family, where the description does not fit the network."""
+        modules = dict(network.named_modules())
+        named = [self.first, self.head, self.maps, self.shrink or "", *self.pool, *sum(self.stages.values(), ())]
+        wrong = [f"it has no {path}" for path in named if path.removesuffix(".*") not in modules]
+        if not wrong:
+            kinds = {self.first: nn.Conv2d, self.head: nn.Linear}.items()
+            wrong = [f"its {path} is no {kind.__name__}" for path, kind in kinds if not isinstance(modules[path], kind)]
+            own = self.block_of(network)
+            wrong += [f"no stage holds its {path}" for path, _ in network.named_parameters() if path not in own]
+        if wrong:
+            family = f"the description of {', '.join(self.names)}"
+            raise UserError(f"{family} (models/backbones/) does not fit {name}: {wrong[0]}; mend it")
+
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
         """Block -> its modules, from the images to the logits: `stem`, `layer1.0`, ..., `head`. What comes before a dot
         is the stage.
@@ -56,8 +71,12 @@ class Backbone:
         stem, *stages = self.stages
         found = {stem: self.stages[stem]}
         for stage in stages:
-            parts = [part for name in self.stages[stage] for part in _parts(network, name)]
-            found |= {f"{stage}.{number}": (part,) for number, part in enumerate(parts)}
+            modules: list[str] = []
+            for name in self.stages[stage]:
+                parent, every, _ = name.partition(".*")
+                children = network.get_submodule(parent).named_children()
+                modules += [f"{parent}.{child}" for child, _ in children] if every else [name]
+            found |= {f"{stage}.{number}": (module,) for number, module in enumerate(modules)}
         found[next(reversed(found))] += self.pool
         return found | {"head": (self.head,)}
 
@@ -93,17 +112,8 @@ def make(name: str, **options: Any) -> Any:
     return torchvision.models.get_model(name, weights=None, **options)
 
 
-def _parts(network: nn.Module, name: str) -> Iterator[str]:
-    if not name.endswith(".*"):
-        yield name
-        return
-    parent = name.removesuffix(".*")
-    yield from (f"{parent}.{child}" for child, _ in network.get_submodule(parent).named_children())
-
-
-def _first(old: nn.Module, channels: int, stem: str) -> nn.Conv2d:
+def _first(old: nn.Conv2d, channels: int, stem: str) -> nn.Conv2d:
     """A first convolution for other channels, or 3x3 for small images, initialised as He did."""
-    assert isinstance(old, nn.Conv2d)
     shape: Any = {"kernel_size": old.kernel_size, "stride": old.stride, "padding": old.padding}
     if stem != "imagenet":
         shape = {"kernel_size": 3, "stride": 2 if stem == "small-stride2" else 1, "padding": 1}

@@ -8,11 +8,7 @@ from models.backbones.timm import PREFIX, timm_backbone
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
-FAMILIES = (
-    RESNET,
-    CONVNEXT,
-    EFFICIENTNET,
-)
+FAMILIES = (RESNET, CONVNEXT, EFFICIENTNET)
 BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 

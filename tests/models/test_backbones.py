@@ -1,6 +1,7 @@
 """Every backbone by its description: blocks, stem, head, small images, freezing, checkpointing, splits, weights."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from inference.fold import fold_batchnorm
 from inference.gradcam import grad_cam, image_heat
 from models.backbones import base
 from models.backbones.registry import BACKBONES, backbone_of
+from models.backbones.resnet import RESNET
 from models.classifier import Classifier, ModelConfig
 from models.model_parallel import place
 from models.weights import find_weights, load_pretrained
@@ -89,6 +91,24 @@ def test_every_name_is_described_as_torchvision_builds_it(name):
     assert isinstance(network.get_submodule(backbone.head), nn.Linear)
     assert network.get_submodule(backbone.first).in_channels == 3
     network.get_submodule(backbone.maps)
+
+
+@pytest.mark.parametrize(
+    ("changed", "fault"),
+    [
+        ({"first": "conv0"}, "it has no conv0"),
+        ({"maps": "layer5"}, "it has no layer5"),
+        ({"shrink": "pool"}, "it has no pool"),
+        ({"pool": ("avgpool", "norm")}, "it has no norm"),
+        ({"stages": RESNET.stages | {"layer4": ("layer5.*",)}}, r"it has no layer5\.\*"),
+        ({"first": "bn1"}, "its bn1 is no Conv2d"),
+        ({"head": "avgpool"}, "its avgpool is no Linear"),
+        ({"stages": RESNET.stages | {"layer4": ("layer3.*",)}}, "no stage holds its layer4"),
+    ],
+)
+def test_a_wrong_description_is_one_error_that_names_the_family(changed, fault):
+    with pytest.raises(UserError, match=rf"resnet18, resnet34, .* does not fit resnet18: {fault}.*; mend it"):
+        replace(RESNET, **changed).build("resnet18")
 
 
 @pytest.mark.parametrize("name", OURS)

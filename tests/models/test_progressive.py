@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from models.fir import upsample_fir
-from models.progressive import StageGenerator
+from models.gan import StageGenerator
 from models.sampling import generate
 from tests.models import reference, test_discriminator, test_generator
 from tests.models.test_layers import close, draw

@@ -34,8 +34,7 @@ class Work(NamedTuple):
     def of(cls, step: int, images_seen: int, stage: Stage, micro_batch: int | None) -> "Work":
         world = collectives.world_size()
         share = stage.share(world)
-        micro = stage.micro(world, micro_batch)
-        return cls(step, images_seen, stage, share, micro, collectives.rank() * share)
+        return cls(step, images_seen, stage, share, stage.micro(world, micro_batch), collectives.rank() * share)
 
     @property
     def batch_size(self) -> int:
@@ -96,8 +95,7 @@ class Context:
 
     def reals(self, batch: Batch, work: Work, name: str | None = None) -> list[Images]:
         """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
-        config = self.config
-        found = []
+        config, found = self.config, []
         for piece in work.pieces():
             augmented = draw_and_apply(  # in uint8: a quarter of the memory
                 batch.images[piece],
@@ -138,20 +136,18 @@ class Context:
         ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
         return (run if fast else generator.synthesis)(ws, maps, **grown), ws, w
 
-    def hidden(self, images: Tensor, stage: Stage, *, fast: bool = False) -> Tensor:
-        """The discriminator's last hidden activations [n, F] of images as it sees them; `fast` as in `sample`."""
-        run = self._fast["the discriminator"] if fast else self.discriminator.hidden
+    def hidden(self, batch: Images, work: Work, piece: slice, name: str, *, fast: bool = False) -> Tensor:
+        """The discriminator's last hidden activations [n, F] of a micro-batch, after adaptive augmentation;
+        differentiable. `name` is that of the draws; `fast` as in `sample`.
+        """
+        images, run = batch.images, self._fast["the discriminator"] if fast else self.discriminator.hidden
+        if self.ada.active:
+            with phase("augment"):
+                draws = self.ada.draw(work.step, name, work.stage.resolution, work.batch_size)
+                images = self.ada.apply(images, draws, work.rows(piece))
         with self.precision.autocast():
-            return run(images, alpha=stage.alpha) if self.generator.can_grow else run(images)
+            return run(images, alpha=work.stage.alpha) if self.generator.can_grow else run(images)
 
-    def features(self, hidden: Tensor) -> Tensor:
-        """What D's logits are projected from [n, F'], for several labels of one image; not under autocast."""
-        return self.discriminator.output(hidden)
-
-    def augmented(self, batch: Images, work: Work, piece: slice, name: str) -> Tensor:
-        """The images as D sees them: adaptive augmentation, differentiable."""
-        if not self.ada.active:
-            return batch.images
-        with phase("augment"):
-            draws = self.ada.draw(work.step, name, work.stage.resolution, work.batch_size)
-            return self.ada.apply(batch.images, draws, work.rows(piece))
+    def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """[n] of the last hidden activations; not under autocast."""
+        return self.discriminator.project(self.discriminator.output(hidden), labels)

@@ -20,6 +20,14 @@ STATE = ("images", "said", "means", "norms", "figures", "streaks")
 ADA = "set ada.mode to adaptive"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
 CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
+VARY = (
+    f"{CALM} and generator_optimizer.lr, or go back to the best checkpoint; keep minibatch_std_group 4 or more and "
+    "style_mixing on"
+)
+MORE_DATA = (
+    "give more data, start from a related run with --init-from, or take a smaller discriminator; beyond about 0.8 "
+    "augmentations leak into the samples, so look at them"
+)
 
 
 @dataclass(kw_only=True)
@@ -51,13 +59,8 @@ class WatchConfig(Checked, section="watch"):
                 raise UserError(f"watch.{name} {said}, {forgotten}: the first must be {order} the second")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One failure: whether it shows (None: neither clearly there nor clearly gone) and what to say."""
-
-    name: str
-    shows: bool | None
-    words: str
+# (a failure, whether it shows (None: neither clearly there nor clearly gone), what to say)
+Finding = tuple[str, bool | None, str]
 
 
 class Watch:
@@ -160,31 +163,32 @@ class Watch:
     def _say(self) -> list[str]:
         """The words of failures that show and were not said yet; those that are gone may be said again."""
         lines = []
-        for finding in self._findings():
-            if finding.shows and finding.name not in self.said:
-                self.said.append(finding.name)
-                lines.append(finding.words)
-            elif finding.shows is False and finding.name in self.said:
-                self.said.remove(finding.name)
+        for name, shows, words in self._findings():
+            if shows and name not in self.said:
+                self.said.append(name)
+                lines.append(words)
+            elif shows is False and name in self.said:
+                self.said.remove(name)
         return lines
 
     def _findings(self) -> Iterator[Finding]:
         yield from (self._overfits(), self._runs_away(), self._is_blind(), self._collapses(), self._augments_in_vain())
         for key, what in NORMS.items():
-            yield from self._norm_jumps(key, what)
+            if f"slow/{key}" in self.norms:
+                yield from self._norm_jumps(key, what)
         yield self._memorises()
 
     def _overfits(self) -> Finding:
         """The discriminator knows its training images by heart."""
-        config, ratio = self.config, self.figures.get("overfit")
+        ratio = self.figures.get("overfit")
         if ratio is not None:
-            shows = True if self._lasts("overfit") else False if ratio < config.overfit[1] else None
+            shows = True if self._lasts("overfit") else False if ratio < self.config.overfit[1] else None
             seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
         else:
             sign = self.means.get("logits/real_sign", 0.0) if self.game.signed else 0.0
-            shows = _above(sign, config.sign)
+            shows = _above(sign, self.config.sign)
             seen = f"it calls {(1 + sign) / 2:.0%} of the training images real"
-        return Finding("overfit", shows, f"the discriminator overfits: {seen}. Try: {GENERALISE}")
+        return "overfit", shows, f"the discriminator overfits: {seen}. Try: {GENERALISE}"
 
     def _runs_away(self) -> Finding:
         """The discriminator wins outright, or ever more while the samples get worse: gamma is too small."""
@@ -199,13 +203,10 @@ class Watch:
             shows = None
         if shows and "overfit" in self.said:  # the reason is told, and the cure with it
             shows = None
-        known = figures.get("overfit")
-        cure = CALM if known is not None and known < 0.5 else f"{CALM}; if held-out logits are near the fakes', {ADA}"
-        return Finding(
-            "runs away",
-            shows,
-            f"the discriminator runs away: {seen}; gamma is too small or its rate too high. Try: {cure}",
-        )
+        held_out_fine = figures.get("overfit", 1.0) < 0.5
+        cure = CALM if held_out_fine else f"{CALM}; if held-out logits are near the fakes', {ADA}"
+        words = f"the discriminator runs away: {seen}; gamma is too small or its rate too high. Try: {cure}"
+        return "runs away", shows, words
 
     def _is_blind(self) -> Finding:
         """The discriminator tells nothing apart: gamma is too large."""
@@ -214,53 +215,37 @@ class Watch:
         shows = None if margin is None or not self.game.bounded else _above(-margin, (-said, -forgotten))
         loss, chance = self.means.get("loss/discriminator", math.nan), self.game.guessing
         seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is guessing)"
-        cure = (
-            "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower ada.p if it is fixed and high"
-        )
-        return Finding(
-            "blind", shows, f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {cure}"
-        )
+        cure = "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower a fixed ada.p that is high"
+        return "blind", shows, f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {cure}"
 
     def _collapses(self) -> Finding:
         """Samples that differ far less than real images do."""
         config, figures = self.config, self.figures
         ratio, best = figures.get("diversity"), figures.get("best diversity", 0.0)
         if ratio is None:
-            return Finding("collapse", None, "")
+            return "collapse", None, ""
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
         falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0
         gone = ratio > config.diversity[1] and not falls
         shows = True if low or falls or ratio < config.diversity[0] / 2 else False if gone else None
-        cure = (
-            f"{CALM} and generator_optimizer.lr, or go back to the best checkpoint; keep minibatch_std_group 4 or more "
-            "and style_mixing on"
-        )
         seen = f"the least varied class has {ratio:.0%} of the variety of real images (its best was {best:.0%})"
-        return Finding("collapse", shows, f"the generator collapses: {seen}. Try: {cure}")
+        return "collapse", shows, f"the generator collapses: {seen}. Try: {VARY}"
 
     def _augments_in_vain(self) -> Finding:
         """ADA has come to its end."""
-        p = self.means.get("ada/p")
-        shows = None if p is None else _above(p, self.config.ada)
-        seen = f"the augmentation probability stands at {p or 0.0:.2f} and the discriminator is still too sure"
-        cure = (
-            "give more data, start from a related run with --init-from, or take a smaller discriminator; beyond about "
-            "0.8 augmentations leak into the samples, so look at them"
-        )
-        return Finding("ada", shows, f"{seen}. Try: {cure}")
+        p = self.means.get("ada/p", 0.0)
+        seen = f"the augmentation probability stands at {p:.2f} and the discriminator is still too sure"
+        return "ada", _above(p, self.config.ada) if "ada/p" in self.means else None, f"{seen}. Try: {MORE_DATA}"
 
     def _norm_jumps(self, key: str, what: str) -> Iterator[Finding]:
         """A norm that has left its own long mean far behind, upwards or downwards."""
-        if f"slow/{key}" not in self.norms:
-            return
-        change = self.norms[f"fast/{key}"] - self.norms[f"slow/{key}"]
+        fast, slow = self.norms[f"fast/{key}"], self.norms[f"slow/{key}"]
         limits = (math.log(self.config.norm_factor), math.log(self.config.norm_factor) / 2)
-        now, before = math.exp(self.norms[f"fast/{key}"]), math.exp(self.norms[f"slow/{key}"])
-        seen = f"{now:.3g}, it was {before:.3g}"
+        seen = f"{math.exp(fast):.3g}, it was {math.exp(slow):.3g}"
         cure = "lower the learning rates or set clip_norm, raise loss.r1_gamma; the last good checkpoint is kept"
-        yield Finding(f"exploding {key}", _above(change, limits), f"{what} explodes: {seen}. Try: {cure}")
+        yield f"exploding {key}", _above(fast - slow, limits), f"{what} explodes: {seen}. Try: {cure}"
         cure = "the other network has won: look at D(real) - D(fake), change loss.r1_gamma, lower its learning rate"
-        yield Finding(f"vanishing {key}", _above(-change, limits), f"{what} vanishes: {seen}. Try: {cure}")
+        yield f"vanishing {key}", _above(slow - fast, limits), f"{what} vanishes: {seen}. Try: {cure}"
 
     def _memorises(self) -> Finding:
         """Samples that keep to training images more than chance allows."""
@@ -269,7 +254,7 @@ class Watch:
         shows = True if self._lasts("memorised") else False if gone else None
         seen = f"{share:.0%} of the samples are nearer to a training image than all but 1 % of held-out images are"
         cure = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
-        return Finding("memorised", shows, f"the generator copies training images: {seen}. Try: {cure}")
+        return "memorised", shows, f"the generator copies training images: {seen}. Try: {cure}"
 
 
 def _above(value: float, limits: tuple[float, float]) -> bool | None:

@@ -38,9 +38,7 @@ class DiscriminatorStep:
         self._weights: dict[str, float] = {}  # of the penalties that are due in this step
         self._sums: dict[str, Tensor] = {}  # this step's metrics
 
-    def run(
-        self, work: Work, reals: Sequence[Images], fakes: Sequence[Images], metrics: dict[str, Tensor]
-    ) -> None:
+    def run(self, work: Work, reals: Sequence[Images], fakes: Sequence[Images], metrics: dict[str, Tensor]) -> None:
         """Update D from micro-batches of real and generated images (without graphs); G stays as it is.
 
         Where `metrics` tell that D has judged the samples already, its gradients on them are kept and added to.
@@ -118,8 +116,8 @@ class DiscriminatorStep:
         due = penalty in self._weights
         images = batch.images.detach().requires_grad_(due)
         with phase("discriminator/forward"):
-            seen = context.augmented(Images(images, batch.labels), work, piece, name)
-            features = context.features(context.hidden(seen, work.stage, fast=not due))
+            hidden = context.hidden(Images(images, batch.labels), work, piece, name, fast=not due)
+            features = context.discriminator.output(hidden)
             logits = context.discriminator.project(features, batch.labels)
         if name != "between":
             sums[f"logits/{name}"] += logits.detach().sum() / work.batch_size
@@ -127,9 +125,7 @@ class DiscriminatorStep:
             sums["logits/real_sign"] += logits.detach().sign().sum() / work.batch_size
         return Judged(penalty, images, logits, features)
 
-    def _backward(
-        self, loss: Tensor, judged: Sequence[Judged], work: Work, *, unlogged: Tensor | float = 0.0
-    ) -> None:
+    def _backward(self, loss: Tensor, judged: Sequence[Judged], work: Work, *, unlogged: Tensor | float = 0.0) -> None:
         """Gradients of a loss and the penalties that are due, in D's parameters alone.
 
         One update serves them all, so the interval's gain alone makes up for its steps (no change of Adam's lr and

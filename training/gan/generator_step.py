@@ -9,7 +9,6 @@ from torch import Tensor
 from models.classifier import Classifier, fit_images
 from training.gan import penalties
 from training.gan.context import Context, Images, Work
-from training.gan.latents import Latents
 from training.gan.loss_gradients import PerLossGradients
 from training.optim.ema import EMA, half_life_beta
 from training.optim.schedules import cosine
@@ -59,7 +58,7 @@ class GeneratorStep:
         loss = self.loss
         more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
         penalised = loss.r2_gamma > 0 and loss.penalty_due(work.step)
-        alone = self.game.shareable and not more and not loss.gradients_due(work.step)
+        alone = not self.game.paired and not more and not loss.gradients_due(work.step)  # paired: D sees fresh samples
         return self.sharing and alone and not penalised and not self.context.ada.active
 
     def run(self, work: Work, reals: Sequence[Images], metrics: dict[str, Tensor]) -> list[Images]:
@@ -69,9 +68,8 @@ class GeneratorStep:
         gradients, except in `one_pass`: there they become those of its own loss on the samples, noted in `metrics`.
         """
         context, generator = self.context, self.context.generator
-        gradients = PerLossGradients(
-            self.updater.parameters, context.precision, apart=self.loss.gradients_due(work.step)
-        )
+        apart = self.loss.gradients_due(work.step)
+        gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
         self.updater.zero_grad()
         context.discriminator.requires_grad_(self.one_pass(work))  # else its gradients are not this phase's business
         try:
@@ -118,7 +116,7 @@ class GeneratorStep:
             more = gradients.apart or self.loss.path_length_due(work.step)
             self.updater.overlap(last=piece.stop == work.share and not more)
             if self.one_pass(work):
-                self._judge_once(work, fake, metrics)
+                self._judge_once(work, piece, fake, metrics)
             else:
                 with phase("generator/forward"):
                     terms = self._terms(work, piece, fake, reals[index] if self.needs_reals else None, metrics)
@@ -130,13 +128,12 @@ class GeneratorStep:
             fakes.append(Images(images.detach(), fake.labels))
         return fakes, w_sum
 
-    def _judge_once(self, work: Work, fake: Images, metrics: dict[str, Tensor]) -> None:
+    def _judge_once(self, work: Work, piece: slice, fake: Images, metrics: dict[str, Tensor]) -> None:
         """Gradients of both players' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
         context, batch = self.context, work.batch_size
         seen = fake.images.detach().requires_grad_()
         with phase("discriminator/forward"):
-            hidden = context.hidden(seen, work.stage)
-            logits = context.discriminator.project(context.features(hidden), fake.labels)
+            logits = context.logits(context.hidden(Images(seen, fake.labels), work, piece, "generator"), fake.labels)
         with phase("generator/backward"):
             adversarial = self.game.generator_loss(logits).sum() / batch
             (gradient,) = torch.autograd.grad(adversarial * context.precision.scale(), seen, retain_graph=True)
@@ -156,16 +153,19 @@ class GeneratorStep:
         context, loss, batch = self.context, self.loss, work.batch_size
         # several losses taken apart retain their graph, which a compiled network does not allow
         apart = loss.gradients_due(work.step)
-        hidden = context.hidden(context.augmented(fake, work, piece, "generator"), work.stage, fast=not apart)
-        logits = context.discriminator.project(context.features(hidden), fake.labels)
-        real_hidden = None if real is None else self._judge_real(work, piece, real)
-        partners = None
-        if self.game.paired and real is not None and real_hidden is not None:
-            partners = context.discriminator.project(context.features(real_hidden), real.labels)
+        hidden = context.hidden(fake, work, piece, "generator", fast=not apart)
+        real_hidden = partners = None
+        if real is not None:
+            with torch.no_grad():  # G has no part in them
+                real_hidden = context.hidden(real, work, piece, "generator/real")
+                partners = context.logits(real_hidden, real.labels)
+        logits = context.logits(hidden, fake.labels)
         terms = {"adversarial": self.game.generator_loss(logits, partners).sum() / batch}
         _add(metrics, "loss/generator", terms["adversarial"])
         if self.teacher is not None and loss.classifier_weight:
-            wrong = self._class_loss(fake) / batch
+            with context.precision.autocast():
+                named = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
+            wrong = F.cross_entropy(named.to(fake.images.dtype), fake.labels, reduction="sum") / batch
             _add(metrics, "loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
         if loss.feature_matching_weight and real_hidden is not None:
@@ -175,18 +175,6 @@ class GeneratorStep:
             terms["feature_matching"] = distance * loss.feature_matching_weight
         return terms
 
-    @torch.no_grad()
-    def _judge_real(self, work: Work, piece: slice, real: Images) -> Tensor:
-        """D's hidden activations of real images, without a graph: G has no part in them."""
-        return self.context.hidden(self.context.augmented(real, work, piece, "generator/real"), work.stage)
-
-    def _class_loss(self, fake: Images) -> Tensor:
-        """Summed cross entropy of the classifier that was given, for the labels the samples were asked for."""
-        assert self.teacher is not None
-        with self.context.precision.autocast():
-            logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
-        return F.cross_entropy(logits.to(fake.images.dtype), fake.labels, reduction="sum")
-
     def _regularise_path_length(self, work: Work, gradients: PerLossGradients, metrics: dict[str, Tensor]) -> None:
         """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its interval.
 
@@ -194,37 +182,28 @@ class GeneratorStep:
         than one micro-batch, they are computed once without and once with a graph.
         """
         context, half, batch = self.context, work.half(), work.batch_size // 2
-        draws = context.latents(work, "path", batch)
+        latents, maps = context.latents(work, "path", batch)
         shape = (context.generator.channels, work.stage.resolution, work.stage.resolution)
         noise = context.draws.path_noise(work.step, batch, shape)
+
+        def lengths(row: slice, *, create_graph: bool) -> Tensor:
+            with context.precision.autocast():
+                images, ws, _ = context.sample(latents, maps, row, work.stage)
+            assert ws is not None  # the config refuses path lengths for generators without styles
+            return penalties.path_lengths(images, ws, noise[row], context.precision.scale(), create_graph=create_graph)
+
         rows = [half.rows(piece) for piece in half.pieces()]
-        graphs = [self._lengths(work, draws, noise, row, create_graph=len(rows) == 1) for row in rows]
-        total = collectives.all_reduce_sum_(torch.stack([lengths.detach().sum() for lengths in graphs]).sum())
+        found = [lengths(row, create_graph=len(rows) == 1) for row in rows]
+        total = collectives.all_reduce_sum_(torch.stack([own.detach().sum() for own in found]).sum())
         mean = self.path_length.update(total / batch)
         for index, row in enumerate(rows):
-            lengths = graphs[index] if len(rows) == 1 else self._lengths(work, draws, noise, row, create_graph=True)
-            penalty = (lengths - mean).square().sum() / batch
+            own = found[index] if len(rows) == 1 else lengths(row, create_graph=True)
+            penalty = (own - mean).square().sum() / batch
             _add(metrics, "loss/path_length", penalty)
             weight = self.loss.path_length_weight * self.loss.path_length_interval
             self.updater.overlap(last=index == len(rows) - 1 and not gradients.apart)
             gradients.backward({"path_length": penalty * weight})
         metrics["path_length/mean"] = mean / collectives.world_size()
-
-    def _lengths(
-        self,
-        work: Work,
-        draws: tuple[Latents, list[Tensor]],
-        noise: Tensor,
-        rows: slice,
-        *,
-        create_graph: bool,
-    ) -> Tensor:
-        latents, maps = draws
-        with self.context.precision.autocast():
-            images, ws, _ = self.context.sample(latents, maps, rows, work.stage)
-        assert ws is not None  # the config refuses path lengths for generators without styles
-        scale = self.context.precision.scale()
-        return penalties.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
 
 
 def _add(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:

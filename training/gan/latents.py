@@ -1,6 +1,4 @@
-"""The GAN's random draws of a training step: global batches, keyed by (seed, purpose, step, phase), sliced by the
-ranks.
-"""
+"""The GAN's random draws of a step: global batches, keyed by (seed, purpose, step, phase), sliced by the ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,12 +30,14 @@ class GanDraws:
         # labels as frequent as in the data; one class of weight 1 when there are no labels
         self.class_weights = torch.tensor([float(share) for share in label_shares] or [1.0], device=device)
 
+    def _keyed(self, *key: str | int) -> torch.Generator:
+        return keyed_generator(self.seed, *key, device=self.device)
+
     def latents(
         self, step: int, phase: str, batch_size: int, z_dim: int, *, mixing: float = 0.0, num_ws: int = 0
     ) -> Latents:
         """z, labels and (with probability `mixing` a sample) a second z with a uniform crossover layer."""
-        keyed = keyed_generator(self.seed, "latent", step, phase, device=self.device)
-        shape = (batch_size, z_dim)
+        keyed, shape = self._keyed("latent", step, phase), (batch_size, z_dim)
         labels = torch.multinomial(self.class_weights, batch_size, replacement=True, generator=keyed)
         z = torch.randn(shape, generator=keyed, device=self.device)
         if mixing == 0:
@@ -49,30 +49,23 @@ class GanDraws:
 
     def label_offsets(self, step: int, batch_size: int) -> Tensor:
         """[B] int64 in 1..classes-1: added to the true labels (modulo the classes) they give wrong ones."""
-        keyed = keyed_generator(self.seed, "latent", step, "mismatch", device=self.device)
-        classes = len(self.class_weights)
-        return torch.randint(1, classes, [batch_size], generator=keyed, device=self.device)
+        keyed = self._keyed("latent", step, "mismatch")
+        return torch.randint(1, len(self.class_weights), [batch_size], generator=keyed, device=self.device)
 
     def shares(self, step: int, batch_size: int) -> Tensor:
         """[B] uniform in [0, 1): where images lie between a sample and a real image (1704.00028)."""
-        keyed = keyed_generator(self.seed, "latent", step, "between", device=self.device)
-        return torch.rand([batch_size], generator=keyed, device=self.device)
+        return torch.rand([batch_size], generator=self._keyed("latent", step, "between"), device=self.device)
 
     def noise(self, step: int, phase: str, batch_size: int, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """One map of N(0, 1) per layer: [B, *shape]."""
         return [
-            torch.randn(
-                (batch_size, *shape),
-                generator=keyed_generator(self.seed, "noise", step, phase, layer, device=self.device),
-                device=self.device,
-            )
+            torch.randn((batch_size, *shape), generator=self._keyed("noise", step, phase, layer), device=self.device)
             for layer, shape in enumerate(shapes)
         ]
 
     def path_noise(self, step: int, batch_size: int, shape: Sequence[int]) -> Tensor:
         """N(0, 1) [B, *shape] by which path-length regularisation multiplies images."""
-        keyed = keyed_generator(self.seed, "path", step, device=self.device)
-        return torch.randn((batch_size, *shape), generator=keyed, device=self.device)
+        return torch.randn((batch_size, *shape), generator=self._keyed("path", step), device=self.device)
 
 
 def mix_styles(model: StyledGenerator, latents: Latents, rows: slice, num_ws: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Gradients of several losses of one network: one backward pass for their sum, or one for each over the same graph.
 
-`retain_graph=True` keeps the graph for all but the last of them. Gradients are taken outside any hooks of DDP and added
-up over the ranks afterwards, which is right for every combination (docs/distributed.md).
+Gradients are taken outside any hooks of DDP and added up over the ranks afterwards, which is right for every
+combination (docs/distributed.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,7 @@ class PerLossGradients:
         self.own: dict[str, list[Tensor | None]] = {}  # name -> gradient of each parameter, of this rank's share
 
     def backward(self, terms: Mapping[str, Tensor]) -> None:
-        """Add the gradients of `terms`, 0-d losses that may share a graph and carry their weights; the graph is used
-        up.
-        """
+        """Add the gradients of `terms`, weighted 0-d losses that may share a graph; the graph is used up."""
         if not self.apart:
             self.precision.backward(torch.stack(list(terms.values())).sum(), self.parameters)
             return
@@ -53,8 +51,7 @@ class PerLossGradients:
             loss: collectives.all_reduce_sum_(self._flat(gradients)) / self.precision.scale()
             for loss, gradients in self.own.items()
         }
-        norms = {loss: gradient.norm() for loss, gradient in flat.items()}
-        world = collectives.world_size()
+        norms, world = {loss: gradient.norm() for loss, gradient in flat.items()}, collectives.world_size()
         found = {f"gradient_norm/{name}/{loss}": norm / world for loss, norm in norms.items()}
         for a, b in combinations(flat, 2):
             cosine = flat[a] @ flat[b] / (norms[a] * norms[b]).clamp_min(torch.finfo(norms[a].dtype).tiny)

@@ -32,11 +32,6 @@ class Objective:
     # false: D's loss falls without end unless a gradient penalty bounds its slope; its size says nothing of the game
     bounded: bool = True
 
-    @property
-    def shareable(self) -> bool:
-        """Whether one pass of D over the samples can serve both players: it cannot where D sees fresh pairs."""
-        return not self.paired
-
     def generator_loss(self, fake: Tensor, real: Tensor | None = None) -> Tensor:
         """[N] of samples' logits and, if paired, their partners'."""
         return self.generator(fake - real if self.paired and real is not None else fake)

@@ -1,6 +1,4 @@
-"""Penalties and distances that are added to the losses of a GAN: functions of logits, features and gradients that know
-nothing of networks.
-"""
+"""Penalties and distances that are added to a GAN's losses: functions that know nothing of networks."""
 
 import torch
 from torch import Tensor

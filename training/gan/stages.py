@@ -81,7 +81,6 @@ class Stages:
         sizes = self.config.batch_sizes if self.growing else {}
         _check_named("batch_sizes", sizes, self.resolutions)
         self._stages = self._lay_out(sizes, batch_size)
-        self._first_steps = [stage.first_step for stage in self._stages]
 
     @property
     def growing(self) -> bool:
@@ -115,7 +114,7 @@ class Stages:
         """The stage of a step, at alpha 1."""
         if step < 0:
             raise ValueError(f"step {step}")
-        return self._stages[bisect_right(self._first_steps, step) - 1]
+        return self._stages[bisect_right(self._stages, step, key=lambda stage: stage.first_step) - 1]
 
     # --- functions of the step
 
@@ -167,27 +166,20 @@ class Stages:
         """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""
         for stage in self._stages:
             name, share, micro = self._batch_text(stage), stage.share(world_size), stage.micro(world_size, micro_batch)
-            if stage.batch_size % world_size:
-                raise UserError(
-                    f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
-                )
-            if share % micro:
-                raise UserError(
-                    f"micro_batch {micro} does not divide the {share} samples a process holds ({name}); make it a "
-                    f"divisor of {share}"
-                )
+            said = f"{name} cannot be shared by {world_size} processes"
+            checks = [(stage.batch_size, world_size, f"{said}; make it a multiple of {world_size}")]
+            said = f"micro_batch {micro} does not divide the {share} samples a process holds ({name})"
+            checks += [(share, micro, f"{said}; make it a divisor of {share}")]
             for key, multiple in (per_process or {}).items():
-                if share % multiple:
-                    raise UserError(
-                        f"{key}: a process must hold a multiple of {multiple} samples, but holds {share} ({name}); "
-                        f"make it a multiple of {multiple * world_size}"
-                    )
+                said = f"{key}: a process must hold a multiple of {multiple} samples, but holds {share} ({name})"
+                checks += [(share, multiple, f"{said}; make it a multiple of {multiple * world_size}")]
             for key, multiple in (per_pass or {}).items():
-                if micro % multiple:
-                    raise UserError(
-                        f"{key} {multiple} does not divide the {micro} samples of a forward pass ({name}); make the "
-                        f"batch size / processes or micro_batch a multiple of {multiple}"
-                    )
+                said = f"{key} {multiple} does not divide the {micro} samples of a forward pass ({name})"
+                remedy = f"make the batch size / processes or micro_batch a multiple of {multiple}"
+                checks += [(micro, multiple, f"{said}; {remedy}")]
+            for held, divisor, message in checks:
+                if held % divisor:
+                    raise UserError(message)
 
     def _batch_text(self, stage: Stage) -> str:
         """A stage's batch size with the key that sets it."""
@@ -201,9 +193,8 @@ class Stages:
         """What the plan says, a row a stage; nothing without growth."""
         if not self.growing:
             return []
-        rows = [self._row(stage) for stage in self._stages]
         moments = "start anew in every stage" if self.config.reset_optimizer else "go on from stage to stage"
-        rows.append(f"Adam's moments {moments} (progressive.reset_optimizer)")
+        rows = [*map(self._row, self._stages), f"Adam's moments {moments} (progressive.reset_optimizer)"]
         if not self.complete:
             last = self.at(self.steps - 1)
             rows.append(
@@ -218,22 +209,18 @@ class Stages:
         length = f"{after[0].first_image - stage.first_image:,} images" if after else "until the run ends"
         fading = f", fading in over {stage.fade_images:,} images" if stage.fade_images else ""
         reached = "" if stage.first_step < self.steps else " (the run ends before)"
-        return (
-            f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}, {length}{fading}"
-            f"{reached}"
-        )
+        begins = f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}"
+        return f"{begins}, {length}{fading}{reached}"
 
     def announcement(self, step: int) -> str | None:
         """What the log says where update number `step` begins a stage; None elsewhere."""
         if not self.starts_at(step):
             return None
         stage = self._stage(step)
+        begins = f"step {step}: stage {stage.index + 1} of {len(self)}, {stage.resolution} px in batches of"
         fading = f"fade in over {stage.fade_images:,} images" if stage.fade_images else "count in full at once"
-        return (
-            f"step {step}: stage {stage.index + 1} of {len(self)}, {stage.resolution} px in batches of "
-            f"{stage.batch_size}; its layers {fading}; Adam's moments "
-            f"{'start anew' if self.config.reset_optimizer else 'go on'}"
-        )
+        moments = "start anew" if self.config.reset_optimizer else "go on"
+        return f"{begins} {stage.batch_size}; its layers {fading}; Adam's moments {moments}"
 
 
 def _resolutions(start: int | None, full: int) -> list[int]:
@@ -255,19 +242,16 @@ def _resolutions(start: int | None, full: int) -> list[int]:
 
 def _images(name: str, lengths: Kimg, sides: list[int]) -> dict[int, int]:
     """Images by resolution, for the stages that have such a length."""
-    if not isinstance(lengths, dict):
-        lengths = dict.fromkeys(sides, lengths)
+    lengths = lengths if isinstance(lengths, dict) else dict.fromkeys(sides, lengths)
     _check_named(name, lengths, sides)
-    for side in sides:
-        if side not in lengths:
-            known = ", ".join(map(str, sides))
-            raise UserError(f"progressive.{name}: no value for {side} px; give one for each of {known}, or one number")
+    for side in sorted(set(sides) - set(lengths)):
+        known = ", ".join(map(str, sides))
+        raise UserError(f"progressive.{name}: no value for {side} px; give one for each of {known}, or one number")
     return {side: round(lengths[side] * KIMG) for side in sides}
 
 
 def _check_named(name: str, given: Iterable[int], sides: list[int]) -> None:
     """Raise UserError for a resolution that is none of `sides`."""
-    for side in given:
-        if side not in sides:
-            known = ", ".join(map(str, sides)) or "no stage"
-            raise UserError(f"progressive.{name}: no stage of {side} px takes a value; give values for {known} only")
+    for side in sorted(set(given) - set(sides)):
+        known = ", ".join(map(str, sides)) or "no stage"
+        raise UserError(f"progressive.{name}: no stage of {side} px takes a value; give values for {known} only")

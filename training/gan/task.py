@@ -15,7 +15,7 @@ from metrics.extractors import Extractor, Options, build, fingerprint
 from metrics.features import RealFeatures
 from metrics.precision import evaluating
 from models.classifier import Classifier
-from models.progressive import StageGenerator
+from models.gan import StageGenerator
 from models.registry import architecture_of
 from models.restore import classifier_from
 from models.sampling import generate
@@ -63,7 +63,8 @@ class GanTask(Task):
         self._stage = self.stages.at(0)
         self._build_networks()
         self.precision = Precision(config.precision, device)
-        schedule_images = self._schedule_images()
+        kimg = config.schedule_kimg  # in which scheduled settings reach their ends
+        schedule_images = self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
         self.context = Context(
             config=config,
             device=device,
@@ -92,8 +93,15 @@ class GanTask(Task):
         self.watch = Watch(config.watch, config.loss.game)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
+        options = Options(
+            weights=config.evaluation.weights,
+            device=device,
+            channels=meta.channels,
+            load_classifier=lambda run: classifier_from(load(resolve(run)), device),
+        )
         self._extractors: list[Extractor] = []
-        collectives.on_main(self._build_extractors)  # now, not at the first evaluation: it may be refused
+        # now, not at the first evaluation: it may be refused
+        collectives.on_main(lambda: self._extractors.extend(build([config.evaluation.extractor], options)))
 
     def _build_networks(self) -> None:
         """Generator, its moving average and discriminator, initialised by their keys."""
@@ -107,11 +115,6 @@ class GanTask(Task):
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)
         self.ema = EMA(self.generator, buffers="copy")
-
-    def _schedule_images(self) -> int:
-        """Images over which scheduled settings reach their ends."""
-        kimg = self.config.schedule_kimg
-        return self.stages.images_at(self.config.steps) if kimg is None else max(1, round(kimg * 1000))
 
     def _teacher(self) -> Classifier | None:
         """The classifier whose loss the generator shall lower, frozen. Raises UserError if its classes differ."""
@@ -130,7 +133,6 @@ class GanTask(Task):
         return classifier
 
     def images_at(self, step: int) -> int:
-        """Training images seen before update number `step`."""
         return self.stages.images_at(step)
 
     def describe(self) -> dict[str, str]:
@@ -138,11 +140,9 @@ class GanTask(Task):
         return {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
 
     def provenance(self) -> dict[str, Any]:
-        """What a checkpoint records besides the state."""
         return {"teachers": list(self.teachers), "stage": [self._stage.resolution, self._stage.alpha]}
 
     def registry(self) -> dict[str, Any]:
-        """Name -> object with a state dict: all that a checkpoint must hold."""
         return {
             "generator": self.generator,
             "discriminator": self.discriminator,
@@ -156,7 +156,6 @@ class GanTask(Task):
         }
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
-        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
         group = self.config.discriminator.group
         labels = torch.zeros(group, dtype=torch.int64, device=self.device)
         z = torch.zeros(group, self.generator.z_dim, device=self.device)
@@ -165,7 +164,6 @@ class GanTask(Task):
         return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        """One update of each network at the global batch; the returned values add up over the ranks."""
         work = self._begin(step)
         metrics: dict[str, Tensor] = {}
         reals = self.context.reals(next(batches), work)
@@ -212,7 +210,6 @@ class GanTask(Task):
         return fakes
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """What the rows of metrics say is going wrong, in words; and the beginning of a stage of growth."""
         return self.watch.observe(step, row)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
@@ -221,16 +218,6 @@ class GanTask(Task):
         count = rows * columns
         labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
         return grid(generate(self.shown(), labels=labels, indices=range(count), seed=self.config.seed), columns=columns)
-
-    def _build_extractors(self) -> None:
-        config = self.config.evaluation
-        options = Options(
-            weights=config.weights,
-            device=self.device,
-            channels=self.shape["channels"],
-            load_classifier=lambda run: classifier_from(load(resolve(run)), self.device),
-        )
-        self._extractors = build([config.extractor], options)
 
     def evaluate(self) -> dict[str, float]:
         """Distance of the average generator's samples to held-out images (training images where there are none).

@@ -71,7 +71,6 @@ def test_guessing_is_the_discriminators_loss_where_it_tells_nothing_apart(name):
     game, zero = OBJECTIVES[name], torch.zeros(1, dtype=torch.float64)
     loss = game.pair_loss(zero, zero) if game.paired else game.real(zero) + game.fake(zero)
     assert float(loss) == pytest.approx(game.guessing)
-    assert game.shareable != game.paired
 
 
 def test_an_unknown_game_is_refused_with_the_near_one():

@@ -2,7 +2,7 @@
 
 Karras et al. 2020, "Training Generative Adversarial Networks with Limited Data" (2006.06676). The discriminator sees
 augmented images only, real and generated ones, in both players' steps. The strength p follows from how sure it is of
-the real ones: r_t = E[sign D(real)] (section 2.2). The operations are in augment_ops.py.
+the real ones: r_t = E[sign D(real)] (section 2.2).
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from jsonargparse.typing import restricted_number_type
 from torch import Tensor
 
 from training.gan.ada import operations as ops
-from training.gan.ada.operations import GroupDraws
+from training.gan.ada.operations import Draws, GroupDraws
 from training.optim.schedules import cosine
 from utils.cli import did_you_mean
 from utils.errors import UserError
@@ -23,10 +23,6 @@ from utils.seeding import generator
 
 INNER_SIGN = restricted_number_type(None, float, [(">", -1), ("<", 1)])
 KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
-
-
-def _blit_geometry_colour() -> dict[str, float]:
-    return {"blit": 1.0, "geometry": 1.0, "colour": 1.0}
 
 
 @dataclass(kw_only=True)
@@ -42,7 +38,7 @@ class AdaConfig(Checked, section="ada"):
     # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by whole pixels;
     # geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip, hue, saturation; and filter,
     # noise, cutout. The paper's bgc is the default.
-    operations: dict[str, Probability] = field(default_factory=_blit_geometry_colour)
+    operations: dict[str, Probability] = field(default_factory=lambda: {"blit": 1.0, "geometry": 1.0, "colour": 1.0})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,13 +52,6 @@ class AdaConfig(Checked, section="ada"):
             raise UserError("ada.mode scheduled goes from ada.p 0 to ada.p_final 0; set one of them, or ada.mode off")
         if self.mode != "off" and not any(self.operations.values()):
             raise UserError(f"ada.mode {self.mode} without ada.operations changes nothing; name one, or ada.mode off")
-
-
-@dataclass
-class Draws:
-    """The random draws for a global batch: group -> its numbers. They do not depend on p."""
-
-    groups: dict[str, GroupDraws]
 
 
 class Ada:
@@ -97,9 +86,9 @@ class Ada:
         phase, group) and the batch's size alone. `resolution`: px, matters to the noise only.
         """
         if not self.active:
-            return Draws({})
+            return {}
         size = self.batch_size if batch_size is None else batch_size
-        groups = {}
+        draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
             if not self.config.operations.get(name):
                 continue
@@ -110,8 +99,8 @@ class Ada:
             if name == "noise":
                 shape = (size, self.channels, resolution, resolution)
                 pixels = torch.randn(shape, generator=keyed, device=self.device)
-            groups[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
-        return Draws(groups)
+            draws[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
+        return draws
 
     def apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
         """Augment images [n, C, R, R] in [-1, 1], rows `rows` of the global batch; R at least 4.
@@ -122,28 +111,18 @@ class Ada:
         """
         if not self.active:
             return images
-        half = images.dtype not in (torch.float32, torch.float64)
-        with torch.autocast(images.device.type, enabled=False):
-            result = self._apply(images.float() if half else images, draws, rows)
-        return result.to(images.dtype)
-
-    def _apply(self, images: Tensor, draws: Draws, rows: slice) -> Tensor:
-        size, p = images.shape[-1], {name: self.p * multiplier for name, multiplier in self.config.operations.items()}
-        groups = {name: group.rows(rows, images.dtype) for name, group in draws.groups.items()}
+        result = images.to(torch.promote_types(images.dtype, torch.float32))
+        groups = {name: group.rows(rows, result.dtype) for name, group in draws.items()}
         assert all(len(group.chance) == len(images) for group in groups.values())
-        if "blit" in groups or "geometry" in groups:
+        with torch.autocast(images.device.type, enabled=False):
+            size, p = images.shape[-1], {name: self.p * factor for name, factor in self.config.operations.items()}
             blit = ops.blit_inverse(groups["blit"], p["blit"], size) if "blit" in groups else None
             warped = ops.geometry_inverse(groups["geometry"], p["geometry"], size) if "geometry" in groups else None
-            images = ops.move(images, blit, warped)
-        if "colour" in groups:
-            images = ops.recolour(images, ops.colour_matrix(groups["colour"], p["colour"], images.shape[1]))
-        if "filter" in groups:
-            images = ops.amplify_bands(images, groups["filter"], p["filter"])
-        if "noise" in groups:
-            images = ops.add_noise(images, groups["noise"], p["noise"])
-        if "cutout" in groups:
-            images = ops.cut_out(images, groups["cutout"], p["cutout"])
-        return images
+            result = ops.move(result, blit, warped)
+            for name, change in ops.CHANGES.items():
+                if name in groups:
+                    result = change(result, groups[name], p[name])
+        return result.to(images.dtype)
 
     def update(self, images_seen: int, step: int, real_sign: Tensor, batch_size: int) -> None:
         """Move p after update number `step`; nothing waits for the device.

@@ -44,6 +44,8 @@ class GroupDraws:
         return GroupDraws(self.chance[rows], self.uniform[rows].to(dtype), self.normal[rows].to(dtype), pixels)
 
 
+Draws = dict[str, GroupDraws]  # of a global batch, by group; they do not depend on p
+
 # the numbers that a group draws for an image: operations, uniform, normal
 DRAWS = {
     "blit": (3, 4, 0),  # flip, turn, shift: mirrored or not, quarter turns, shifts across and down
@@ -104,9 +106,7 @@ def move(
     if geometry is None:
         return copied
     inverse, moved = geometry
-    if blit is not None:
-        inverse = compose(blit, inverse)
-    return where_chosen(moved, warp, images, inverse, copied)
+    return where_chosen(moved, warp, images, inverse if blit is None else compose(blit, inverse), copied)
 
 
 def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
@@ -143,14 +143,9 @@ def amplify_bands(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
     gains = torch.exp2(torch.where(happens, BAND_GAIN * draws.normal, 0))
     powers = [1 - share + share * gain.square() for share, gain in zip(BAND_POWER, gains.unbind(1), strict=True)]
     gains = gains * torch.stack(powers).prod(0).rsqrt()[:, None]
-    with torch.inference_mode(False):
-        bank = _band_matrices(images.shape[-1], images.dtype, images.device)
-    filters = torch.tensordot(gains, bank, dims=1)  # [n, R, R]
-    return where_chosen(happens.any(dim=1), _filter, images, filters, images)
-
-
-def _filter(images: Tensor, filters: Tensor) -> Tensor:
-    return filters[:, None] @ images @ filters[:, None].mT
+    bank = _band_matrices(images.shape[-1], images.dtype, images.device)
+    filters = torch.tensordot(gains, bank, dims=1)[:, None]  # [n, 1, R, R]
+    return where_chosen(happens.any(dim=1), lambda some, filters: filters @ some @ filters.mT, images, filters, images)
 
 
 def add_noise(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
@@ -169,6 +164,15 @@ def cut_out(images: Tensor, draws: GroupDraws, p: Tensor) -> Tensor:
     return images.masked_fill(hidden[:, None], 0)
 
 
+# what does not move pixels, in this order
+CHANGES: dict[str, Callable[[Tensor, GroupDraws, Tensor], Tensor]] = {
+    "colour": lambda images, draws, p: recolour(images, colour_matrix(draws, p, images.shape[1])),
+    "filter": amplify_bands,
+    "noise": add_noise,
+    "cutout": cut_out,
+}
+
+
 def where_chosen(
     chosen: Tensor,  # bool [n]
     change: Callable[[Tensor, Tensor], Tensor],  # of images and parameters, image by image
@@ -182,8 +186,6 @@ def where_chosen(
     rows = chosen.nonzero()[:, 0]
     if len(rows) == 0:
         return others
-    if len(rows) == len(images):
-        return change(images, parameters)
     return others.index_copy(0, rows, change(images[rows], parameters[rows]))
 
 
@@ -231,6 +233,7 @@ def _turn_about_grey(angle: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _band_matrices(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[4, R, R]: band-pass filters of a line of pixels, mirrored at its ends; lowest first, of sum one.
 

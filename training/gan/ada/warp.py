@@ -7,12 +7,11 @@ reflected, so there is no margin whose width would depend on the draws.
 """
 
 import functools
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 # Low-pass filters of the 2x oversampling (2006.06676, appendix B: sym6 both ways): the right halves of symmetric
 # filters of 13 and 11 taps, each of sum 1 with six zeros at the Nyquist frequency. They are two factors of the very
@@ -62,7 +61,7 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
     line = (torch.arange(fine, device=images.device, dtype=images.dtype) - DOWN_MARGIN) / 2 - centre
     # grid_sample has the centres of the outermost pixels at -1 and 1
     grid = torch.stack(_follow(inverse[:, :2] / centre, line), dim=-1)  # [n, fine, fine, 2]
-    return _decimate(cast(Tensor, Sample.apply(_oversample(images), grid)))
+    return _decimate(Sample.apply(_oversample(images), grid))
 
 
 def _follow(inverse: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,10 +83,10 @@ class Sample(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, images: Tensor, grid: Tensor) -> Tensor:
+    def forward(ctx: Any, images: Tensor, grid: Tensor) -> Tensor:
         """images [n, C, h, w], grid [n, H, W, 2] -> [n, C, H, W]."""
         ctx.save_for_backward(grid)
-        ctx.shape = images.shape  # type: ignore[attr-defined]
+        ctx.shape = images.shape
         return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
 
     @staticmethod
@@ -100,14 +99,12 @@ class SampleTranspose(torch.autograd.Function):
     """The transpose of `Sample`: every value is handed back to the pixels it was mixed from."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, values: Tensor, grid: Tensor, shape: torch.Size) -> Tensor:
+    def forward(ctx: Any, values: Tensor, grid: Tensor, shape: torch.Size) -> Tensor:
         """values [n, C, H, W], grid [n, H, W, 2] -> [n, C, h, w] of the given shape."""
         ctx.save_for_backward(grid)
         images = values.new_zeros(1).expand(shape)  # only its shape counts
-        bilinear, reflection = 0, 2  # as the operator numbers them
-        wanted = [True, False]  # the gradients of images and grid
-        transpose = torch.ops.aten.grid_sampler_2d_backward
-        return transpose(values, images, grid, bilinear, reflection, True, wanted)[0]
+        bilinear, reflection, wanted = 0, 2, [True, False]  # as the operator numbers them; images' gradient, not grid's
+        return torch.ops.aten.grid_sampler_2d_backward(values, images, grid, bilinear, reflection, True, wanted)[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -118,9 +115,9 @@ class SampleTranspose(torch.autograd.Function):
 def _oversample(images: Tensor) -> Tensor:
     """[n, C, R, R] -> [n, C, 2R-1, 2R-1]: pixel i becomes pixel 2i."""
     block = _block(images.shape[-1])
-    matrix = _up_matrix(block, images.dtype, images.device)
     padded = F.pad(images, [UP_MARGIN] * 4, mode="reflect")
-    return _both_ways(padded, matrix, block)[..., :-1, :-1]  # the last one lies beyond the last pixel
+    fine = _both_ways(padded, _up_matrix(block, images.dtype, images.device), block)
+    return fine[..., :-1, :-1]  # the last one lies beyond the last pixel
 
 
 def _decimate(fine: Tensor) -> Tensor:
@@ -143,33 +140,23 @@ def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
     return (rows @ matrix.T).flatten(-2)
 
 
-def _up_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _make_up_matrix(block, dtype, device)
-
-
-def _down_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return _make_down_matrix(block, dtype, device)
-
-
 # kept: making them anew in each call would copy from the host, and wait for the device, every step
 @functools.lru_cache(maxsize=64)
-def _make_up_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+@torch.inference_mode(False)
+def _up_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[2 block, block + 2 UP_MARGIN]: zero insertion and twice the filter."""
-    matrix = torch.zeros(2 * block, block + 2 * UP_MARGIN, dtype=torch.float64)
-    for output in range(2 * block):
-        for pixel in range(block + 2 * UP_MARGIN):
-            distance = abs(output - 2 * (pixel - UP_MARGIN))
-            matrix[output, pixel] = 2 * UP_TAPS[distance] if distance < len(UP_TAPS) else 0.0
-    return matrix.to(device, dtype)
+    distance = torch.arange(2 * block)[:, None] - 2 * (torch.arange(block + 2 * UP_MARGIN) - UP_MARGIN)
+    return 2 * _taps(UP_TAPS, distance).to(device, dtype)
 
 
 @functools.lru_cache(maxsize=64)
-def _make_down_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+@torch.inference_mode(False)
+def _down_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[block, 2 block + 2 DOWN_MARGIN - 1]: the filter at every other pixel."""
-    matrix = torch.zeros(block, 2 * block + 2 * DOWN_MARGIN - 1, dtype=torch.float64)
-    for output in range(block):
-        for offset in range(-DOWN_MARGIN, DOWN_MARGIN + 1):
-            matrix[output, 2 * output + DOWN_MARGIN + offset] = DOWN_TAPS[abs(offset)]
-    return matrix.to(device, dtype)
+    distance = 2 * torch.arange(block)[:, None] - torch.arange(2 * block + 2 * DOWN_MARGIN - 1) + DOWN_MARGIN
+    return _taps(DOWN_TAPS, distance).to(device, dtype)
+
+
+def _taps(half: tuple[float, ...], distance: Tensor) -> Tensor:
+    """A symmetric filter's taps, given its right half, at distances from its middle; 0 beyond its ends."""
+    return torch.tensor([*half, 0.0], dtype=torch.float64)[distance.abs().clamp(max=len(half))]

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.gan.ada.augment import Ada, AdaConfig, Draws
-from training.gan.ada.operations import DRAWS, GroupDraws
+from training.gan.ada.augment import Ada, AdaConfig
+from training.gan.ada.operations import DRAWS, Draws, GroupDraws
 from utils.errors import UserError
 from utils.seeding import forked, generator
 
@@ -44,7 +44,7 @@ def random(*shape, dtype=torch.float64):
 def numbers(draws):
     return {
         (name, part): value
-        for name, group in draws.groups.items()
+        for name, group in draws.items()
         for part, value in vars(group).items()
         if value is not None
     }
@@ -61,12 +61,12 @@ def equal(one, other):
 def test_draws_are_a_function_of_their_key_alone():
     ada = build()
     once = ada.draw(3, "generator", 8)
-    assert set(once.groups) == set(DRAWS)
+    assert set(once) == set(DRAWS)
     for name, (operations, uniform, normal) in DRAWS.items():
-        group = once.groups[name]
+        group = once[name]
         assert [len(p.T) for p in (group.chance, group.uniform, group.normal)] == [operations, uniform, normal]
         assert len(group.chance) == len(group.uniform) == len(group.normal) == 13
-    assert once.groups["noise"].pixels.shape == (13, 3, 8, 8)
+    assert once["noise"].pixels.shape == (13, 3, 8, 8)
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
     assert equal(once, build().draw(3, "generator", 8))
@@ -75,7 +75,7 @@ def test_draws_are_a_function_of_their_key_alone():
         assert not any(torch.equal(numbers(other)[key], value) for key, value in numbers(once).items() if value.numel())
     columns = [
         tuple(column.tolist())
-        for group in once.groups.values()
+        for group in once.values()
         for column in (*group.chance.T, *group.uniform.T, *group.normal.T)
     ]
     assert len(set(columns)) == len(columns) == sum(map(sum, DRAWS.values()))  # no number serves twice
@@ -88,13 +88,13 @@ def test_draws_depend_neither_on_p_nor_on_other_groups():
     assert equal(strong.draw(0, "real", 8), once)
     for name in DRAWS:
         alone = build(operations={name: 0.5}).draw(0, "real", 8)
-        assert equal(alone, Draws({name: once.groups[name]}))
+        assert equal(alone, Draws({name: once[name]}))
 
 
 def test_the_batch_may_be_of_another_size():
     draws = build().draw(0, "real", 8, batch_size=4)
     assert {len(value) for value in numbers(draws).values()} == {4}
-    assert build(operations={"noise": 1.0, "blit": 0.0}).draw(0, "real", 16).groups.keys() == {"noise"}
+    assert build(operations={"noise": 1.0, "blit": 0.0}).draw(0, "real", 16).keys() == {"noise"}
 
 
 # ---- application
@@ -145,7 +145,7 @@ def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
 def test_switched_off_it_does_nothing():
     ada, images = build("off", channels=5), random(2, 5, 8, 8)
     assert not ada.active
-    assert ada.draw(0, "real", 8).groups == {}
+    assert ada.draw(0, "real", 8) == {}
     assert ada.apply(images, ada.draw(0, "real", 8), slice(0, 2)) is images
     ada.update(13, 3, torch.tensor(1.0), 13)
     assert ada.p == 0.5
@@ -243,7 +243,7 @@ def test_nothing_waits_for_the_device(channels, monkeypatch):
     draws = Draws({
         name: GroupDraws(*(torch.empty(4, k, device=device) for k in counts)) for name, counts in DRAWS.items()
     })  # fmt: skip
-    draws.groups["noise"].pixels = torch.empty(4, channels, 8, 8, device=device)
+    draws["noise"].pixels = torch.empty(4, channels, 8, 8, device=device)
     images = torch.empty(4, channels, 8, 8, device=device)
 
     def step():
