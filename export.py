@@ -6,13 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from inference.export.check import document, table
-from inference.export.files import Job, export, failed
-from inference.export.formats import FORMATS
-from inference.export.weights_file import open_checkpoint
+from inference.settings import FORMATS, ExportConfig
 from utils.arguments import positive
+from utils.checkpoint import resolve
 from utils.cli import Parser
 from utils.errors import run_cli
 
@@ -28,16 +24,16 @@ def parser() -> Parser:
     add = options.add_argument
     add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder, checkpoint or .safetensors file")
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
-    add("--format", required=True, choices=tuple(FORMATS), help=FORMAT_HELP)
+    add("--format", required=True, choices=FORMATS, help=FORMAT_HELP)
     add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
     add("--overwrite", action="store_true", help="replace --out if it exists")
     add("--data", metavar="X.lmdb", help="images of the check (default: the run's held-out, else training images)")
     add("--calibration", metavar="X.lmdb", help="images for int8's ranges (default: the run's training images)")
-    add("--n", type=positive, default=Job.n, metavar="N", help=f"images of the check (default: {Job.n})")
-    calibrated = f"images for int8's ranges (default: {Job.calibrated})"
-    add("--calibrated", type=positive, default=Job.calibrated, metavar="N", help=calibrated)
-    add("--batch-size", type=positive, default=Job.batch_size, metavar="N", help="the larger batch that is timed")
-    add("--repeats", type=positive, default=Job.repeats, help=f"of the timing, medians (default: {Job.repeats})")
+    counts = {"n": "images of the check", "calibrated": "images for int8's ranges"}
+    counts |= {"batch_size": "the larger batch that is timed", "repeats": "of the timing, medians"}
+    for name, text in counts.items():
+        default = getattr(ExportConfig, name)
+        add(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} (default: {default})")
     add("--json", action="store_true", help="print one JSON document instead of a table; logs go to stderr")
     return options
 
@@ -45,8 +41,14 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good as the original."""
     options = parser().parse_args(argv)
+    resolve(options.checkpoint, options.which)  # is it there?
+    job = ExportConfig(**{field.name: getattr(options, field.name) for field in fields(ExportConfig)})
+    import torch  # now that the options are known to be right
+
+    from inference.export.check import document, export, failed, table
+    from inference.export.weights_file import open_checkpoint
+
     path, checkpoint = open_checkpoint(options.checkpoint, options.which)
-    job = Job(**{field.name: getattr(options, field.name) for field in fields(Job)})
     rows, subject, wrong = export(job, checkpoint, say=lambda text: print(text, file=sys.stderr))
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:

@@ -15,7 +15,7 @@ import importlib.machinery as _machinery
 import pathlib as _pathlib
 import sys as _sys
 import types as _types
-import typing as _typing
+from typing import Any as _Any
 
 dependencies = ["torch", "torchvision", "numpy", "safetensors", "jsonargparse", "yaml"]
 
@@ -25,11 +25,7 @@ _OURS = ("data", "inference", "metrics", "models", "training", "utils")
 
 
 def _import(
-    name: str,
-    globals: _typing.Any = None,
-    locals: _typing.Any = None,
-    fromlist: _typing.Any = (),
-    level: int = 0,
+    name: str, globals: _Any = None, locals: _Any = None, fromlist: _Any = (), level: int = 0
 ) -> _types.ModuleType:
     """`__import__` as our modules see it: their own packages are those below `_NAME`, the rest is everyone's."""
     first = name.partition(".")[0]
@@ -52,7 +48,7 @@ class _Finder(_abc.MetaPathFinder):
 
     name = _NAME
 
-    def find_spec(self, fullname: str, path: _typing.Any, target: _typing.Any = None) -> _machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: _Any, target: _Any = None) -> _machinery.ModuleSpec | None:
         if not fullname.startswith(f"{_NAME}."):
             return None
         spec = _machinery.PathFinder.find_spec(fullname, path, target)
@@ -73,8 +69,8 @@ def _ours(name: str) -> _types.ModuleType:
 
 
 def resnet_classifier(
-    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
-) -> _typing.Any:
+    checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _Any
+) -> _Any:
     """A classifier of images: float [N, channels, resolution, resolution] in [-1, 1] -> logits [N, classes].
 
     Args:
@@ -114,13 +110,13 @@ _GENERATOR = """A {} generator: z [N, z_dim] (normal), labels int64 [N] or None 
     """
 
 
-def _generator(name: str) -> _typing.Any:
+def _generator(name: str) -> _Any:
     """The entry point of an architecture of models/registry.py."""
     gan = _ours("models.registry")
 
     def entry(
-        checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _typing.Any
-    ) -> _typing.Any:
+        checkpoint: str | None = None, *, which: str = "last", device: str = "cpu", seed: int = 0, **sizes: _Any
+    ) -> _Any:
         if checkpoint is None:
             architecture = gan.ARCHITECTURES[name]
             return _new(architecture.generator, architecture.generator_config, 0, sizes, device, seed)
@@ -145,7 +141,7 @@ def _content(checkpoint: str, which: str, sizes: dict) -> dict:
     return _ours("inference.export.weights_file").open_checkpoint(checkpoint, which)[1]
 
 
-def _new(network: _typing.Any, config: _typing.Any, classes: int, sizes: dict, device: str, seed: int) -> _typing.Any:
+def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, seed: int) -> _Any:
     """A network with random weights of that seed; torch's own generator is left as it was."""
     shape = {"classes": classes, "channels": 3, "resolution": 32}
     shape |= {name: sizes[name] for name in shape if sizes.get(name) is not None}

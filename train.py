@@ -10,7 +10,7 @@ from typing import Any
 
 from utils.arguments import positive
 from utils.cli import Parser, did_you_mean
-from utils.config import UnknownKey
+from utils.config import UnknownKey, read_yaml
 from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
 from utils.errors import UserError, run_cli
 
@@ -18,37 +18,27 @@ RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 
 def parser() -> Parser:
-    parse = Parser(
-        prog="train.py", description=__doc__, epilog="Any key of the config is overridden by --section.key value."
-    )
-    parse.add_argument("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
-    parse.add_argument("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
-    parse.add_argument("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
-    parse.add_argument(
-        "--procs",
-        type=int,
-        metavar="N",
-        help="processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only",
-    )
-    parse.add_argument("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
-    parse.add_argument(
-        "--max-steps", type=int, metavar="N", help="stop after saving at step N; schedules keep the config's length"
-    )
-    parse.add_argument(
-        "--init-from", metavar="FILE|RUN", help="start from another run's weights, as far as they fit; not a resume"
-    )
-    parse.add_argument(
-        "--profile", type=positive, metavar="N", help="measure N steps: a table, and RUN/profile/; stops after them"
-    )
-    parse.add_argument(
-        "--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type"
-    )
-    parse.add_argument("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
-    parse.add_argument("--lr-find-from", type=float, metavar="RATE", help="the first of them (default: 1e-6)")
-    parse.add_argument("--lr-find-to", type=float, metavar="RATE", help="the last of them (default: 10)")
-    # `python -m torch.distributed.launch` adds it; the environment says the same
-    parse.add_argument("--local-rank", type=int, help=SUPPRESS)
-    parse.add_argument("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
+    epilog = "Any key of the config is overridden by --section.key value."
+    parse = Parser(prog="train.py", description=__doc__, epilog=epilog)
+    add = parse.add_argument
+    add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
+    add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
+    add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
+    procs = "processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only"
+    add("--procs", type=int, metavar="N", help=procs)
+    add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    steps = "stop after saving at step N; schedules keep the config's length"
+    add("--max-steps", type=int, metavar="N", help=steps)
+    weights = "start from another run's weights, as far as they fit; not a resume"
+    add("--init-from", metavar="FILE|RUN", help=weights)
+    profile = "measure N steps: a table, and RUN/profile/; stops after them"
+    add("--profile", type=positive, metavar="N", help=profile)
+    add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
+    add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
+    add("--lr-find-from", type=float, metavar="RATE", help="the first of them (default: 1e-6)")
+    add("--lr-find-to", type=float, metavar="RATE", help="the last of them (default: 10)")
+    add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
+    add("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
     return parse
 
 
@@ -97,6 +87,7 @@ def main(argv: list[str]) -> int:
     check_names(overrides, config=options.config)
     if options.config is None:
         raise UserError("--config FILE is missing; recipes are in configs/, e.g. --config configs/quickstart_gan.yaml")
+    read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
     if options.profile is not None and (options.dry_run or options.max_steps is not None):
         raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
     given = {"steps": options.lr_find_steps, "first": options.lr_find_from, "last": options.lr_find_to}

@@ -2,10 +2,10 @@
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -270,11 +270,12 @@ class Dataset:
         return {**self.__dict__, "_labels": None, "_threads": None}
 
 
-def dataset_for_model(path: str | Path, trained: int | None, resolution: int) -> Dataset:
-    """Images as a model saw them: at the config's `data.resolution` (`trained`) where it set one, else as they are
-    stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's `resolution`
+def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
+    """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one, else as they are
+    stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's resolution
     unasked; others are to be refused where they do not fit.
     """
+    trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
     dataset = Dataset(path)
     stored = dataset.meta.resolutions
     if trained is None and (stored == [0] or resolution in stored):

@@ -8,21 +8,11 @@ from tqdm import tqdm
 
 from data.lmdb.format import Meta
 from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter, check_target
+from data.lmdb.writer import LMDBWriter
 from inference.samples import Sampler
+from inference.settings import DATASET, check_suffix
 from utils.checkpoint import file_sha256
 from utils.errors import UserError
-
-PER_CLASS = 1000  # images of a class unless said
-UNCONDITIONAL = 10_000  # images of a generator without classes unless said
-ENCODINGS = ("raw", "png", "jpeg")
-
-
-def check_dataset(out: Path, *, overwrite: bool) -> None:
-    """Raise UserError unless a data set of this name can be written."""
-    if out.suffix.lower() != ".lmdb":
-        raise UserError(f"--out {out}: a data set is one LMDB file; its name must end in .lmdb")
-    check_target(out, overwrite)
 
 
 def write_dataset(
@@ -41,11 +31,11 @@ def write_dataset(
     labels, also those of classes that were not chosen, and appears whole or not at all. Memory does not grow with
     `count`. Raises UserError for too few images, and as LMDBWriter does.
     """
+    check_suffix(out, ".lmdb", "a data set is one LMDB file")
     kinds = len(sampler.chosen)
-    count = count or (PER_CLASS * kinds if kinds else UNCONDITIONAL)
+    count = count or DATASET[0] * kinds or DATASET[1]
     if count < kinds:
         raise UserError(f"--n {count}: fewer than one image for each of {kinds} classes; give {kinds} or more")
-    check_dataset(out, overwrite=overwrite)
     generator = sampler.generator
     layout = Layout(channels=generator.channels, resolutions=(generator.resolution,), encoding=encoding)
     writer = LMDBWriter(

@@ -4,30 +4,25 @@
 Every checkpoint that the run has kept counts, by its learning rate; train with `--checkpoint.keep 10` to have some.
 """
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from data.dataset import Dataset, dataset_for_model
-from data.images import ImageError
-from inference.image_files import read_image
-from inference.influence_scores import Snapshot, Suspicion, influence, most, rate_of, suspicion
-from metrics.evaluate_gan import judge_images
-from models.restore import classifier_from
+from inference.settings import check_suffix
 from utils.arguments import positive
 from utils.checkpoint import load, newest_first, resolve
 from utils.classes import require_same_classes
 from utils.cli import Parser, did_you_mean
-from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
-from utils.image_tables import save_captioned
-from utils.progress import Bars
+
+if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
+    from torch import Tensor, device
+
+    from data.dataset import Dataset
+    from inference.influence_scores import Snapshot, Suspicion
 
 TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")
@@ -57,10 +52,12 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     _check_options(options)
     files = _checkpoint_files(options.checkpoint)
+    from data.dataset import dataset_for_model
+    from utils.distributed.collectives import choose_device
+
     last = load(files[-1])
     snapshots = [_snapshot(file, choose_device(options.device)) for file in files]
-    trained = (last["config"].get("data") or {}).get("resolution")
-    with dataset_for_model(options.data, trained, last["shape"]["resolution"]) as reader:
+    with dataset_for_model(options.data, last) as reader:
         _check_data(reader, last, options.data)
         found = (_mislabelled if options.mislabelled else _explain)(options, snapshots, reader, last)
     document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **found}
@@ -69,15 +66,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _check_options(options: argparse.Namespace) -> None:
+def _check_options(options: Namespace) -> None:
     if (options.image is None) == (not options.mislabelled):
         raise UserError("give either --image FILE or --mislabelled")
     if options.label is not None and options.image is None:
         raise UserError("--label belongs to --image; leave it out")
     if options.by is not None and not options.mislabelled:
         raise UserError("--by belongs to --mislabelled; leave it out")
-    if options.out.suffix.lower() != ".png":
-        raise UserError(f"--out {options.out}: its name must end in .png")
+    check_suffix(options.out, ".png")
     check_writable(options.out.parent)
 
 
@@ -87,7 +83,10 @@ def _checkpoint_files(run_or_file: str) -> list[Path]:
     return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
 
 
-def _snapshot(file: Path, device: torch.device) -> Snapshot:
+def _snapshot(file: Path, device: "device") -> "Snapshot":
+    from inference.influence_scores import Snapshot, rate_of
+    from models.restore import classifier_from
+
     checkpoint = load(file, verify=False)
     if checkpoint["task"] != "classifier":
         raise UserError(f"{file}: is a checkpoint of task {checkpoint['task']!r}; give one of a classifier")
@@ -95,7 +94,7 @@ def _snapshot(file: Path, device: torch.device) -> Snapshot:
     return Snapshot(rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
 
 
-def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
+def _check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> None:
     """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
     remedy = "give the images that it was trained on"
     require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
@@ -109,8 +108,13 @@ def _check_data(reader: Dataset, checkpoint: dict[str, Any], path: str) -> None:
 
 
 def _explain(
-    options: argparse.Namespace, snapshots: list[Snapshot], reader: Dataset, checkpoint: dict[str, Any]
+    options: Namespace, snapshots: "list[Snapshot]", reader: "Dataset", checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
+    from data.images import ImageError
+    from inference.influence_scores import influence, most
+    from inference.predictions import judge_images, read_image
+    from utils.image_tables import save_captioned
+
     classes, model = reader.classes, snapshots[-1].load()
     try:
         image = read_image(options.image, checkpoint)
@@ -121,9 +125,8 @@ def _explain(
     if options.label is not None and options.label not in classes:
         raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
     label = named if options.label is None else classes.index(options.label)
-    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
-    scores = influence(snapshots, reader, image, label, **more)
-    blank = torch.full_like(image, 255)
+    scores = influence(snapshots, reader, image, label, layers=options.layers, batch_size=options.batch_size)
+    blank = image.new_full(image.shape, 255)
     kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
     names = [classes[number] for number in reader.labels()]
     images, captions = [], []
@@ -151,10 +154,12 @@ def _explain(
 
 
 def _mislabelled(
-    options: argparse.Namespace, snapshots: list[Snapshot], reader: Dataset, _checkpoint: dict[str, Any]
+    options: Namespace, snapshots: "list[Snapshot]", reader: "Dataset", _checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
-    more = {"layers": options.layers, "batch_size": options.batch_size, "progress": Bars()}
-    found = suspicion(snapshots, reader, **more)
+    from inference.influence_scores import suspicion
+    from utils.image_tables import save_captioned
+
+    found = suspicion(snapshots, reader, layers=options.layers, batch_size=options.batch_size)
     measure = options.by or "probability"
     rows = found.order(measure)[: options.top].tolist()
     listed = [_suspect(found, row, reader.classes) for row in rows]
@@ -163,7 +168,7 @@ def _mislabelled(
     return {"measure": measure, "issues": int((found.issues() >= 0).sum()), "mislabelled": listed}
 
 
-def _suspect(found: Suspicion, row: int, classes: list[str]) -> dict[str, Any]:
+def _suspect(found: "Suspicion", row: int, classes: list[str]) -> dict[str, Any]:
     """One image in words: its label and the classifier's prediction."""
     others = found.probabilities[row].clone()
     others[found.labels[row]] = -1
@@ -178,7 +183,9 @@ def _suspect(found: Suspicion, row: int, classes: list[str]) -> dict[str, Any]:
     }
 
 
-def _images(reader: Dataset, rows: list[int]) -> list[Tensor]:
+def _images(reader: "Dataset", rows: list[int]) -> "list[Tensor]":
+    import torch
+
     return list(torch.from_numpy(reader.read(rows)[0])) if rows else []
 
 

@@ -1,25 +1,128 @@
-"""Which training images helped or hurt a prediction, and which labels are likely wrong: scores of every image.
+"""Which training images helped or hurt a prediction, and which labels are likely wrong: scores of every image, from
+the gradients of every image's own loss.
 
 By hand: captum's TracInCP gives the same numbers for the head in the same time, but refuses channels_last networks
 for other layers, and needs as many lines around it; cleanlab brings pandas and scikit-learn for one formula.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from tqdm import tqdm
 
 from data.dataset import Dataset
-from data.loader import evaluation_batches
-from inference.sample_gradients import Gradients, head_gradients, matching_parameters, sample_gradients
+from data.loader import Batch, evaluation_batches
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
+from utils.cli import did_you_mean
 from utils.errors import UserError
 
-Progress = Callable[[str, int, int], None]
+MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of n images as outer products of two factors, [n, K] x [n, F], which need not be made.
+
+    Of the last linear layer, with p = softmax(logits), y the label as one-hot and f what the layer takes: the weight's
+    is (p - y) f^T, the bias's p - y. Gradients that are at hand [n, P] have ones [n, 1] as their first factor.
+    """
+
+    errors: Tensor  # [n, K]
+    inputs: Tensor  # [n, F]
+    bias: bool = False  # whether `errors` are a part of the gradients too
+
+    def dot(self, other: "Gradients") -> Tensor:
+        """Dot products [n, m] of all these gradients with all of `other`'s."""
+        return (self.errors @ other.errors.T) * (self.inputs @ other.inputs.T + self.bias)
+
+    def squared_norms(self) -> Tensor:
+        """[n]: the dot product of each with itself."""
+        return self.errors.square().sum(1) * (self.inputs.square().sum(1) + self.bias)
+
+    def full(self) -> Tensor:
+        """The gradients themselves, [n, P]: K F of the weight, then K of the bias."""
+        weight = (self.errors[:, :, None] * self.inputs[:, None]).flatten(1)
+        return torch.cat([weight, self.errors], 1) if self.bias else weight
+
+
+def sample_gradients(
+    model: nn.Module,  # images -> logits, in evaluation mode: BatchNorm must not mix the images
+    images: Tensor,  # [n, C, H, W] as the model takes them
+    labels: Tensor,  # int64 [n]
+    names: Sequence[str],  # of the parameters that gradients are taken of
+    *,
+    chunk: int | None = None,  # images at once by vmap; None: one by one on a CPU, else as many as MOST_ELEMENTS allows
+) -> Gradients:
+    """d cross_entropy(model(x_i), y_i) / d parameters, [n, P]: the named parameters flattened one after the other.
+
+    On a CPU a loop is faster than vmap, whose convolutions with a weight for each image are slow there. Parameters need
+    not require gradients and their `.grad` is not touched. Raises ValueError for a model in training mode.
+    """
+    if any(module.training for module in model.modules()):
+        raise ValueError("per-sample gradients need a model in evaluation mode: BatchNorm mixes the images otherwise")
+    tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+    asked = {name: tensors.pop(name) for name in names}
+
+    def loss(parameters: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        logits = functional_call(model, (parameters, tensors), (image[None],))
+        return F.cross_entropy(logits, label[None])
+
+    if chunk is None and images.device.type == "cpu":
+        each = [grad(loss)(asked, image, label) for image, label in zip(images, labels, strict=True)]
+        found = torch.stack([torch.cat([own[name].flatten() for name in names]) for own in each])
+    else:
+        chunk = chunk or max(1, MOST_ELEMENTS // sum(tensor.numel() for tensor in asked.values()))
+        together = vmap(grad(loss), in_dims=(None, 0, 0), chunk_size=chunk)(asked, images, labels)
+        found = torch.cat([together[name].flatten(1) for name in names], dim=1)
+    return Gradients(torch.ones_like(found[:, :1]), found)
+
+
+def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
+    """Gradients of each image's cross entropy with respect to the last linear layer, and the logits [n, K].
+
+    One forward pass. Raises UserError for a model whose output is not that of its last linear layer.
+    """
+    seen: list[tuple[Tensor, Tensor]] = []
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)] or [nn.Linear(1, 1)]
+    handle = layers[-1].register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
+    try:
+        with torch.no_grad():
+            logits = model(images)
+    finally:
+        handle.remove()
+    if not seen or not torch.equal(seen[-1][1], logits):
+        raise UserError("the network does not end in a linear layer; name the layers with --layers")
+    errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
+    return Gradients(errors, seen[-1][0], layers[-1].bias is not None), logits
+
+
+def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Parameters whose name, or its end after a dot, fits a pattern, or lies below it: `layer4.1`, `layer4.*.weight`.
+
+    Raises UserError for a pattern that fits none; the near name is told.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    found = set()
+    for pattern in patterns:
+        fits = {n for n in names if any(fnmatchcase(f".{n}", f"*.{p}") for p in (pattern, f"{pattern}.*"))}
+        if not fits:
+            paths = [name.split(".") for name in names]
+            spans = [(path, i, j) for path in paths for i in range(len(path)) for j in range(i + 1, len(path) + 1)]
+            layers = {".".join(path[i:j]) for path, i, j in spans}
+            raise UserError(f"--layers {pattern}: fits no parameter{did_you_mean(pattern, sorted(layers))}")
+        found |= fits
+    return [name for name in names if name in found]
+
+
+# --- scores
 
 
 @dataclass(frozen=True)
@@ -65,7 +168,6 @@ def influence(
     *,
     layers: Sequence[str] = (),
     batch_size: int = 64,
-    progress: Progress | None = None,
 ) -> Tensor:
     """TracInCP (Pruthi et al. 2002.08484, section 3.3): how much a step on each training image lowered the loss of
     this one, [count] float64: sum over checkpoints of rate x gradient . gradient, the rates scaled to a sum of 1.
@@ -74,11 +176,11 @@ def influence(
     the average model, for whole images without augmentation. Raises UserError for layers that do not exist.
     """
     scores = torch.zeros(len(reader), dtype=torch.float64)
-    for share, model, batches in _passes(snapshots, reader, batch_size, progress):
-        own, _ = gradients_of(model, image[None], torch.tensor([label]), layers)
-        for rows, images, labels in batches:
-            found, _ = gradients_of(model, images, labels, layers)
-            scores[rows] += share * found.dot(own)[:, 0].double().cpu()
+    for share, model, rows, batch in _passes(snapshots, reader, batch_size):
+        if rows.start == 0:  # a checkpoint begins
+            own, _ = gradients_of(model, image[None], torch.tensor([label]), layers)
+        found, _ = gradients_of(model, batch.images, batch.labels, layers)
+        scores[rows] += share * found.dot(own)[:, 0].double().cpu()
     return scores
 
 
@@ -124,42 +226,33 @@ def suspicion(
     *,
     layers: Sequence[str] = (),
     batch_size: int = 64,
-    progress: Progress | None = None,
 ) -> Suspicion:
     """Both measures for every image of the file. A wrong label keeps a large gradient through the training, and the
     network gives it a low probability, unless it has had the time to learn the label by heart.
     """
     own = torch.zeros(len(reader), dtype=torch.float64)
     probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
-    for share, model, batches in _passes(snapshots, reader, batch_size, progress):
-        for rows, images, labels in batches:
-            found, logits = gradients_of(model, images, labels, layers)
-            own[rows] += share * found.squared_norms().double().cpu()
-            probabilities[rows] = logits.double().softmax(1).cpu()  # the last checkpoint's stay
+    for share, model, rows, batch in _passes(snapshots, reader, batch_size):
+        found, logits = gradients_of(model, batch.images, batch.labels, layers)
+        own[rows] += share * found.squared_norms().double().cpu()
+        probabilities[rows] = logits.double().softmax(1).cpu()  # the last checkpoint's stay
     return Suspicion(own, probabilities, torch.from_numpy(reader.labels().copy()))
 
 
-Batches = Iterable[tuple[slice, Tensor, Tensor]]
-
-
 def _passes(
-    snapshots: Sequence[Snapshot], reader: Dataset, batch_size: int, progress: Progress | None
-) -> Iterator[tuple[float, Classifier, Batches]]:
-    """For each checkpoint its share, the model, and all images in batches with their places."""
-    for number, (snapshot, share) in enumerate(zip(snapshots, weights_of(snapshots), strict=True)):
-        model = snapshot.load()
-        if model.classes != len(reader.classes):
-            raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")
-
-        def batches(number: int = number) -> Batches:
-            start, total = 0, len(reader) * len(snapshots)
+    snapshots: Sequence[Snapshot], reader: Dataset, batch_size: int
+) -> Iterator[tuple[float, Classifier, slice, Batch]]:
+    """For each checkpoint its share and the model, with all images in batches and their places."""
+    with tqdm(total=len(reader) * len(snapshots), desc="images", unit="image", disable=None) as bar:
+        for snapshot, share in zip(snapshots, weights_of(snapshots), strict=True):
+            model = snapshot.load()
+            if model.classes != len(reader.classes):
+                raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")
+            start = 0
             for batch in evaluation_batches(reader, batch_size):
-                yield slice(start, start + len(batch)), batch.images, batch.labels
+                yield share, model, slice(start, start + len(batch)), batch
                 start += len(batch)
-                if progress is not None:
-                    progress("images", number * len(reader) + start, total)
-
-        yield share, model, batches()
+                bar.update(len(batch))
 
 
 def most(scores: Tensor, count: int) -> list[int]:

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.functional import normalize
 
-from metrics.resnet50 import MEAN, STD, load_resnet50, needed_weights
+from metrics.extractors import load_resnet50, needed_weights
+from models.backbones.base import MEAN, STD
 from utils.errors import UserError
 
 SMALLEST, LARGEST = 64, 256  # px that images are scaled up or down to before the network sees them
-FEATURES = ("resnet50", "pixels")
 
 
 class ResNetFeatures:
@@ -76,27 +76,20 @@ class Distance:
         """Args: `target` [1, C, H, H] in [-1, 1], on the device that all is computed on."""
         self._target, self._features, self._pixel_weight = target, features, pixel_weight
         with torch.no_grad():
-            self._wanted = None if features is None else features(target)
+            self._wanted = features(target) if features else []
 
     def __call__(self, images: Tensor) -> Tensor:
         """[n] for images [n, C, H, H] in [-1, 1]; differentiable."""
-        total = self._pixel_weight * self.pixels(images)
-        return total if self._features is None else total + self.perceptual(images)
+        pixels, features = self._pixel_weight * self.pixels(images), self.perceptual(images)
+        return pixels if features is None else pixels + features
 
     def pixels(self, images: Tensor) -> Tensor:
         """The mean squared difference of the pixels [n]; 4 between black and white."""
         return (images - self._target).square().mean(dim=(1, 2, 3))
 
-    def perceptual(self, images: Tensor) -> Tensor:
-        """The distance of the features [n]. ValueError if there are none."""
-        if self._features is None or self._wanted is None:
-            raise ValueError("this distance has no features")
-        return feature_distance(self._features(images), self._wanted)
-
-    @property
-    def has_features(self) -> bool:
-        """Whether `perceptual` can be asked for."""
-        return self._features is not None
+    def perceptual(self, images: Tensor) -> Tensor | None:
+        """The distance of the features [n]; None if there are none."""
+        return feature_distance(self._features(images), self._wanted) if self._features else None
 
 
 def build_features(name: str, weights: str | Path | None, device: torch.device) -> ResNetFeatures | None:

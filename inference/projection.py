@@ -1,22 +1,32 @@
-"""Projection: find the w, or the w of every layer (w+), whose image is nearest to a given one.
+"""Projection: find the w, or the w of every layer (w+), whose image is nearest to a given one, and write both.
 
 The method of StyleGAN2 (1912.04958), section 5 and appendix D; w+ after Image2StyleGAN (1904.03189).
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save
 from torch import Tensor
+from tqdm import tqdm
 
-from inference.perceptual import Distance
+from data.images import ImageError
+from inference.perceptual import Distance, build_features
+from inference.predictions import read_image
+from inference.samples import Sampler, with_styles
+from inference.settings import SPACES, ProjectionConfig, Space
 from metrics.precision import device_of, exact_float32
 from models.gan import StyledGenerator
 from models.sampling import to_uint8
 from utils.errors import UserError
+from utils.files import write_atomic
+from utils.image_tables import save_table
 from utils.seeding import generator as keyed_generator
 
 MEAN_SAMPLES = 1000  # z whose w give the mean of a class and the spread around it
@@ -24,26 +34,7 @@ WARM_UP, COOL_DOWN = 0.05, 0.25  # shares of the steps in which the learning rat
 NOISE_END = 0.75  # share of the steps after which w is no longer shaken
 SMALLEST_NOISE = 8  # px: larger noise maps are also kept uncorrelated at half their size, a quarter ...
 
-Space = Literal["w", "w+"]
 Maps = list[Tensor] | Literal["const", "none"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProjectionConfig:
-    """How the search goes. Raises UserError for values out of range."""
-
-    steps: int = 500  # of each of the two searches
-    lr: float = 0.1  # Adam's, at its highest
-    shake: float = 0.05  # w's noise at the start, in units of the spread of w
-    noise_mode: Literal["const", "none", "optimise"] = "const"  # the maps: stored ones, none, searched for as well
-    noise_weight: float = 1e5  # keeps searched maps free of correlation, so that they hold no part of the image
-    pixel_weight: float = 1.0  # of the mean squared difference of pixels beside the features' distance
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.lr <= 0:
-            raise UserError("--steps must be 1 or more, --lr above 0")
-        if min(self.shake, self.noise_weight, self.pixel_weight) < 0:
-            raise UserError("--pixel-weight and --noise-weight must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,8 @@ class Projector:
         with torch.no_grad(), exact_float32(self.device):
             image = to_uint8(self.generator.synthesis(ws, noise))
             seen = image.to(ws.dtype) / 127.5 - 1
-            perceptual = float(self.distance.perceptual(seen)) if self.distance.has_features else None
+            features = self.distance.perceptual(seen)
+            perceptual = None if features is None else float(features)
             rmse = math.sqrt(float(self.distance.pixels(seen))) / 2  # of differences in [-2, 2]
             return Projection(ws[0].clone(), noise, image[0].cpu(), float(self.distance(seen)), perceptual, rmse)
 
@@ -173,3 +165,76 @@ def normalise_(maps: Sequence[Tensor]) -> None:
     for level in maps:
         level.sub_(level.mean())
         level.mul_(level.square().mean().rsqrt())
+
+
+CELL = 192  # px that smaller images are enlarged to
+
+
+def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop", "pad"] | None = None) -> Tensor:
+    """An image file as the generator's training images were made: uint8 [1, C, H, H].
+
+    Raises UserError if it cannot be read.
+    """
+    try:
+        return read_image(path, checkpoint, resize=resize)[None]
+    except ImageError as error:
+        raise UserError(f"--image {path}: {error}; give another image") from error
+
+
+def project(
+    sampler: Sampler,
+    names: Sequence[str],
+    target: Tensor,  # uint8 [1, C, H, H]
+    out: Path,
+    config: ProjectionConfig,
+    *,
+    space: str = "both",  # one of SPACES; w+ starts where w ended if both are searched
+    features: str = "resnet50",  # one of FEATURES
+    weights: str | Path | None = None,  # of the features
+    save_to: Path | None = None,  # a .safetensors file for what was found
+) -> list[str]:
+    """Write a PNG: the target, then what was found, with its distances; returns lines that say the same.
+
+    Of several chosen classes the one whose mean image looks most like the target is where the search starts. Raises
+    UserError for a generator without w, and for missing weights.
+    """
+    generator = with_styles(sampler.generator, "project")
+    if features == "pixels" and config.pixel_weight == 0:
+        raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
+    network = build_features(features, weights, sampler.device)
+    wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
+    with exact_float32(sampler.device):
+        distance = Distance(wanted, features=network, pixel_weight=config.pixel_weight)
+    projector = Projector(generator, distance, config, seed=sampler.seed)
+    start = projector.start(sampler.chosen)
+    found: dict[str, Projection] = {}
+    with tqdm(total=config.steps * len(SPACES[space]), desc="projecting", unit="step", disable=None) as bar:
+        for name in SPACES[space]:
+            before = next(reversed(found.values()), start)
+            found[name] = projector.search(name, before, refine=bool(found), tick=bar.update)
+    label = "" if projector.label is None else names[projector.label]
+    _save_images(target, found, out)
+    if save_to is not None:
+        write_atomic(save_to, _latents(found, {"class": label, "seed": sampler.seed, "steps": config.steps}))
+    where = f"start ({label})" if label else "start"
+    return [f"{name}: {', '.join(result.distances)}" for name, result in {where: start, **found}.items()]
+
+
+def _save_images(target: Tensor, found: dict[str, Projection], out: Path) -> None:
+    heads = ["target", *("\n".join([name, *result.distances]) for name, result in found.items())]
+    row = [target[0], *(result.image for result in found.values())]
+    save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
+
+
+def _latents(found: dict[str, Projection], about: dict[str, Any]) -> bytes:
+    """A safetensors file: `w` [w_dim], `w+` [num_ws, w_dim], the searched noise as `NAME.noise.LAYER` [1, 1, h, w].
+
+    Its metadata is one JSON text, `projection`: several entries would come in another order every time.
+    """
+    tensors = {name: result.ws[0] if name == "w" else result.ws for name, result in found.items()}
+    for name, result in found.items():
+        if not isinstance(result.noise, str):
+            tensors |= {f"{name}.noise.{layer}": level for layer, level in enumerate(result.noise)}
+    about = {**about, "rmse": {name: result.rmse for name, result in found.items()}}
+    plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+    return save(plain, metadata={"projection": json.dumps(about)})

@@ -16,7 +16,6 @@ from metrics.precision import exact_float32
 from models.gan import ImageGenerator
 from models.sampling import generate
 
-SEARCHED = 20_000  # training images that are searched for copies
 PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-IMAGES = 200  # of a class, by the protocol
+from metrics.protocol import PER_CLASS
 
 
 def mean_pairwise_distance(features: Tensor) -> float:
@@ -44,7 +44,7 @@ def diversity_by_class(
     real_labels: Tensor,  # int64 [m]
     *,
     classes: int,
-    images: int = IMAGES,
+    images: int = PER_CLASS,
 ) -> Diversity:
     """The diversity ratio of each class, over its first `images` samples and real images, as many of each."""
     ratios: list[float | None] = []

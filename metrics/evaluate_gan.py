@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset
-from metrics.copies import SEARCHED, TrainingSets, search_copies, search_place, training_selection
-from metrics.diversity import IMAGES, Diversity, diversity_by_class, recognised_share
+from metrics.copies import TrainingSets, search_copies, search_place, training_selection
+from metrics.diversity import Diversity, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
-from metrics.features import FeatureSet, Progress, RealFeatures, Selection, feature_sets, select
+from metrics.features import FeatureSet, RealFeatures, Selection, feature_sets, select
 from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.precision import device_of, evaluating, exact_float32
+from metrics.protocol import PER_CLASS, SEARCHED
 from models.classifier import Classifier
 from models.gan import ImageGenerator
 from models.sampling import generate
@@ -35,11 +36,11 @@ def evaluate_generator(
     classifier: Classifier | None = None,  # independent judge of conditional samples
     train_reader: Dataset | None = None,  # the second real set, for the floor and the search for copies
     real: RealFeatures | None = None,  # keeps real features between calls
-    per_class: int = IMAGES,  # images of a class for the diversity
+    per_class: int = PER_CLASS,  # images of a class for the diversity
     floor: bool = True,  # whether floors are computed
     searched: int = SEARCHED,  # training images that are searched for copies; 0: no search
     batch_size: int = 64,
-    progress: Progress | None = None,
+    show: bool = False,  # progress bars
     observe: Observer | None = None,
 ) -> dict[str, Any]:
     """Distances with their floors, recognised share, diversity and memorisation, ready for JSON.
@@ -59,7 +60,7 @@ def evaluate_generator(
         raise ValueError("at least one extractor is needed")
     notes: dict[str, str] = {}
     train_reader = _second_real_set(reader, train_reader, notes)
-    real = real or RealFeatures(batch_size=batch_size, progress=progress)
+    real = real or RealFeatures(batch_size=batch_size, show=show)
     side = _test_side(generator, reader, train_reader if floor else None, n=n, seed=seed, per_class=per_class)
     place = search_place(extractors, generator.channels) if train_reader is not None and searched else None
     spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
@@ -67,7 +68,7 @@ def evaluate_generator(
     train = _training_sets(generator, train_reader, real, place, n=side.n, searched=searched, seed=seed)
     samples = Samples(generator, side, seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
     with evaluating(generator):
-        fakes = feature_sets(samples, spaces, n=side.n, total=len(side.indices), what="samples", progress=progress)
+        fakes = feature_sets(samples, spaces, n=side.n, total=len(side.indices), what="samples", show=show)
     floors = [train.of(extractor) if train is not None and floor else None for extractor in extractors]
     measured = list(zip(extractors, fakes, real_sets, floors, strict=False))  # without the added space
     rows = [_distances(*each, seed) for each in measured]

@@ -1,19 +1,17 @@
 """From images to feature sets: which images are taken, and one pass over them for all extractors."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from data.dataset import Dataset
 from metrics.extractors import Extractor, extract
-from metrics.statistics import Moments
+from metrics.frechet import Moments
 from utils.seeding import numpy_generator
-
-Progress = Callable[[str, int, int], None]
-"""Called as progress(what is being done, images done, images in all)."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +65,20 @@ def feature_sets(
     n: int,
     total: int,
     what: str,
-    progress: Progress | None = None,
+    show: bool = False,  # a progress bar
 ) -> list[FeatureSet]:
     """One pass over the images for all extractors; returns a feature set for each of them."""
     rows: list[list[Tensor]] = [[] for _ in extractors]
     moments = [Moments(extractor.dim) for extractor in extractors]
     done = 0
-    for images in batches:
-        for position, extractor in enumerate(extractors):
-            features = extract(extractor, images)
-            moments[position].update(features[: max(0, n - done)])
-            rows[position].append(features)
-        done += len(images)
-        if progress is not None:
-            progress(what, done, total)
+    with tqdm(total=total, desc=what, unit="image", disable=None if show else True) as bar:
+        for images in batches:
+            for position, extractor in enumerate(extractors):
+                features = extract(extractor, images)
+                moments[position].update(features[: max(0, n - done)])
+                rows[position].append(features)
+            done += len(images)
+            bar.update(len(images))
     return [FeatureSet(torch.cat(part), moment, n) for part, moment in zip(rows, moments, strict=True)]
 
 
@@ -92,7 +90,7 @@ class RealFeatures:
     """
 
     batch_size: int = 64
-    progress: Progress | None = None
+    show: bool = False  # a progress bar
     _sets: dict[tuple[str, ...], FeatureSet] = field(default_factory=dict)
 
     def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
@@ -106,7 +104,7 @@ class RealFeatures:
                 n=selection.n,
                 total=len(selection.indices),
                 what=f"real {selection.key.split()[0]} images",
-                progress=self.progress,
+                show=self.show,
             )
             self._sets.update(zip(missing, found, strict=True))
         return [self._sets[key] for key in keys]

@@ -8,7 +8,8 @@ import io
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from PIL import Image
 
 from reporting.charts import Chart, line_chart, number
 from reporting.run_files import Run, read_run
-from reporting.titles import BY_CLASS, DISTANCES, HEADLINE, RESULTS, SHOWN_AT_ONCE, chart_of, percent, plain
 from utils.files import write_atomic
 from utils.provenance import environment
 
@@ -24,6 +24,66 @@ MOST_SAMPLES = 12  # grids shown of the samples over time
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for bad images
 EMBED_WHOLE = 300_000  # bytes; larger images are shrunk before they are embedded
 LARGEST_SIDE = 1400  # pixels of a shrunk image
+
+# --- what the figures are called; a curve whose key is not named here is shown under the first part of it
+
+CHARTS = {  # pattern of keys of metrics.jsonl: the chart that they share; the first that fits counts
+    "loss/generator": "adversarial losses",
+    "loss/discriminator": "adversarial losses",
+    "loss/classifier": "loss",
+    "logits/real_sign": "augmentation: strength p and mean sign of D(real)",
+    "ada/p": "augmentation: strength p and mean sign of D(real)",
+    "path_length/mean": "path length: moving mean",
+    "val/logits/*": "logits at evaluations",
+    "val/memorised*": "memorisation",
+}
+SHOWN_AT_ONCE = ("loss", "logits", "ada", "accuracy", "val", "train")  # first parts of keys; other charts are folded
+
+
+def chart_of(key: str) -> str:
+    """The title of a key's chart: `val/accuracy` and `accuracy/train` share one, all `logits/...` another."""
+    title = next((title for pattern, title in CHARTS.items() if fnmatchcase(key, pattern)), None)
+    first, _, rest = key.partition("/")
+    if title is None and rest and first in ("val", "train"):
+        title = rest
+    if title is None:
+        title = f"{rest} loss" if first == "loss" else first
+    return title.replace("_", " ")
+
+
+def percent(value: object) -> str:
+    """A share as `12.3 %`; a dash for what is no number."""
+    return f"{100 * value:.1f} %" if isinstance(value, int | float) else "-"
+
+
+def plain(value: object) -> str:
+    """A short figure; a dash for what is no number."""
+    return number(value) if isinstance(value, int | float) else "-"
+
+
+Show = Callable[[object], str]
+RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is, how it is written
+    "accuracy": ("of the test images predicted correctly", percent),
+    "top5_accuracy": ("top-5 accuracy", percent),
+    "ece": ("expected calibration error", percent),
+    "recognised": ("samples recognised as asked", percent),
+    "diversity_ratio": ("diversity ratio of the least diverse class", plain),
+}
+HEADLINE = ("accuracy", "recognised", "diversity_ratio")  # of RESULTS, at the top of a page of several runs
+BY_CLASS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: column of the table of classes
+    "recognised_by_class": ("recognised", percent),
+    "diversity_by_class": ("diversity ratio", plain),
+}
+DISTANCES = {  # key of each of eval/metrics.json's `distances`: column of their table
+    "frechet": "Frechet",
+    "floor": "its floor (real against real)",
+    "kernel": "kernel",
+    "kernel_floor": "its floor",
+    "n": "images a side",
+}
+
+
+# --- the page
 
 Figure = tuple[str, str]  # (value, what it is)
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)

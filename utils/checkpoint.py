@@ -12,16 +12,15 @@ import pickle
 import zipfile
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from utils import checkpoint_writer, inject
-from utils.checkpoint_writer import Snapshot
+from utils import inject
 from utils.config import near_file, of_today
-from utils.distributed import collectives
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
+
+if TYPE_CHECKING:
+    from utils.checkpoint_writer import Snapshot
 
 SCHEMA = 1
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
@@ -59,12 +58,16 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def save(folder: Path, checkpoint: Checkpoint | Snapshot) -> Path:
+def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     """Write `checkpoint` into `folder`: temporary file, flush, fsync, rename, checksum, fsync of the folder.
 
     A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
     (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
     """
+    from utils import checkpoint_writer
+    from utils.checkpoint_writer import Snapshot
+    from utils.distributed import collectives
+
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(taken.step)
@@ -182,6 +185,8 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     try:
         if verify:
             _verify(path)
+        import torch  # not for who only looks for a file
+
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except CorruptCheckpoint:
         raise

@@ -1,18 +1,26 @@
-"""An exported file against the original: do the outputs agree, is it as accurate, how fast is it."""
+"""From a checkpoint to a file that was checked: written beside its place, loaded again, compared with the original (do
+the outputs agree, is it as accurate, how fast is it), and only then renamed.
+"""
 
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from inference.export.formats import Format, Runner, as_runner
-from inference.export.subject import Inputs, Subject
+from data.dataset import Dataset, dataset_for_model
+from inference.export.formats import FORMATS, Format, Runner, as_runner, import_extra
+from inference.export.subject import Inputs, Subject, classifier_subject, generator_subject
+from inference.settings import ExportConfig
 from utils.errors import TrainingHalted, UserError
+from utils.files import check_writable, replace_file
 from utils.text import columns
 
 ACCURACY_LOSS = 0.01  # of int8, at most: one point
@@ -157,3 +165,83 @@ def table(rows: Sequence[Row], *, batch: int) -> str:
         speeds = speeds if math.isfinite(row.batch1_ms) else [""] * 4
         lines.append([row.name, f"{row.bytes / 2**20:.2f}", f"{row.largest_difference:.3g}", accuracy, change, *speeds])
     return columns(lines)
+
+
+# --- an export
+
+
+def check_job(job: ExportConfig, checkpoint: dict[str, Any]) -> None:
+    """Raise UserError for what can be checked before any work."""
+    if job.out.exists() and (job.out.is_dir() or not job.overwrite):
+        what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
+        raise UserError(f"{job.out}: {what}")
+    if checkpoint["task"] == "gan" and job.format == "int8":
+        raise UserError(
+            "--format int8 is for classifiers, whose accuracy can be checked; for a generator choose safetensors, "
+            "torch-export or onnx"
+        )
+    for package in FORMATS[job.format].needs:
+        import_extra(package)
+    check_writable(job.out.parent)
+
+
+def open_subject(job: ExportConfig, checkpoint: dict[str, Any]) -> Subject:
+    """The network and what it is checked with; a classifier's images are read here."""
+    if checkpoint["task"] == "gan":
+        return generator_subject(checkpoint, batch_size=job.batch_size)
+    config = checkpoint["config"].get("data") or {}
+    with ExitStack() as stack:
+        images = stack.enter_context(_readable(checkpoint, job.data, (config.get("val_path"), config.get("path"))))
+        calibration = None
+        if job.format == "int8":
+            own = (config.get("path"), job.data, config.get("val_path"))
+            calibration = stack.enter_context(_readable(checkpoint, job.calibration, own, option="--calibration"))
+        sizes = {"count": job.n, "batch_size": job.batch_size, "calibrated": job.calibrated}
+        return classifier_subject(checkpoint, images, calibration=calibration, **sizes)
+
+
+def _readable(
+    checkpoint: dict[str, Any], given: str | None, places: tuple[str | None, ...], *, option: str = "--data"
+) -> Dataset:
+    """The file that was given, else the first of the places that can be read. Raises UserError."""
+    if given is not None:
+        return dataset_for_model(given, checkpoint)
+    reason = "its config names none"
+    for place in filter(None, places):
+        try:
+            return dataset_for_model(place, checkpoint)
+        except UserError as error:
+            reason = str(error)
+    raise UserError(f"no images to check the export with ({reason}); give packed ones with {option} X.lmdb")
+
+
+def export(job: ExportConfig, checkpoint: dict[str, Any], *, say: Progress) -> tuple[list[Row], Subject, str | None]:
+    """Write, load again, check, rename. Returns the table's rows, what was exported and what is wrong, or None.
+
+    Where something is wrong, no file is left behind and one that was there stays. Raises UserError.
+    """
+    check_job(job, checkpoint)
+    form = FORMATS[job.format]
+    subject = open_subject(job, checkpoint)
+    try:
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
+            written = Path(folder) / job.out.name
+            say(f"writing {job.format}")
+            form.write(subject, written)
+            exported = (job.format, written.stat().st_size, form.open(subject, written))
+            rows, wrong = examine(subject, exported, form, batch=job.batch_size, repeats=job.repeats, say=say)
+            if wrong is None:
+                replace_file(job.out, written.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"cannot write {job.out}: {error.strerror or error}; choose another place or make room"
+        ) from error
+    return rows, subject, wrong
+
+
+def failed(job: ExportConfig, wrong: str) -> CheckFailed:
+    """The error that a failed check ends with."""
+    kept = "; the one that was there is as it was" if job.out.exists() else ""
+    remedy = ", or calibrate with more or other images (--calibration)" if job.format == "int8" else ""
+    return CheckFailed(f"{job.out}: not written, {wrong}{kept}; choose another --format{remedy}")

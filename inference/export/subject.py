@@ -1,15 +1,17 @@
 """What is exported: a network as a plain function of tensors, and the inputs that it is checked with."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.optimization import fuse
+from torch.fx.proxy import TraceError
 
 from data.dataset import Dataset
 from data.loader import read_batch
-from inference.fold import InBfloat16, fold_batchnorm
 from metrics.extractors import classifier_input
 from models.classifier import Classifier
 from models.gan import ImageGenerator
@@ -35,6 +37,29 @@ class Drawing(nn.Module):
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
         return self.generator(z, labels, noise="const")
+
+
+def fold_batchnorm(model: nn.Module) -> nn.Module:
+    """A copy of `model` in evaluation mode whose convolutions do their BatchNorm's work; same outputs within rounding.
+
+    A BatchNorm that follows no convolution stays, and so do all of a network that torch.fx cannot trace.
+    """
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    try:
+        return fuse(copied).eval()
+    except TraceError:
+        return copied
+
+
+class InBfloat16(nn.Module):
+    """A copy of a network that computes in bfloat16: takes and gives float32, as the network itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(model).eval().to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x.to(torch.bfloat16)).float()
 
 
 class InAutocast(nn.Module):

@@ -3,6 +3,7 @@
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -105,10 +106,14 @@ def test_sizes_of_their_own_are_cropped_in_the_middle(tmp_path: Path) -> None:
 def test_data_set_for_a_model(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "pyramid.lmdb", sample_images(3, side=32), smallest=8)
     own_sizes(tmp_path / "own.lmdb", 3)
-    assert dataset_for_model(tmp_path / "pyramid.lmdb", None, 16).resolution == 16
-    assert dataset_for_model(tmp_path / "own.lmdb", None, 20).resolution == 20
-    assert dataset_for_model(tmp_path / "pyramid.lmdb", None, 12).resolution == 32  # refused later, not rescaled
-    assert dataset_for_model(tmp_path / "pyramid.lmdb", 12, 12).resolution == 12  # as the run's config asked
+
+    def model(asked: int | None, resolution: int) -> dict[str, Any]:
+        return {"config": {"data": {"resolution": asked}}, "shape": {"resolution": resolution}}
+
+    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(None, 16)).resolution == 16
+    assert dataset_for_model(tmp_path / "own.lmdb", model(None, 20)).resolution == 20
+    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(None, 12)).resolution == 32  # refused later, not rescaled
+    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(12, 12)).resolution == 12  # as the run's config asked
 
 
 # --- random crops

@@ -64,14 +64,11 @@ def test_without_classes_or_w_and_in_png(tmp_path, checkpoint):
     assert (meta.classes, meta.encoding, meta.channels, meta.resize_filter) == ([], "png", 3, "none")
     assert not labels.any()
     r3 = sampler_of(without_w())
-    np.testing.assert_array_equal(
-        written(r3, checkpoint, tmp_path / "b.lmdb", count=6)[0], r3.images(range(6)).numpy()
-    )
+    np.testing.assert_array_equal(written(r3, checkpoint, tmp_path / "b.lmdb", count=6)[0], r3.images(range(6)).numpy())
 
 
 def test_how_many_unless_said(generator, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "PER_CLASS", 4)
-    monkeypatch.setattr(dataset, "UNCONDITIONAL", 5)
+    monkeypatch.setattr(dataset, "DATASET", (4, 5))
     assert written(sampler_of(generator, chosen=[0, 1]), checkpoint, tmp_path / "a.lmdb")[2].histogram == [4, 4, 0]
     plain = sampler_of(styled(classes=0))
     assert written(plain, {"classes": []}, tmp_path / "b.lmdb")[2].count == 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import export as script
-from inference.export import check, files
+from inference.export import check
 from inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from inference.export.formats import FORMATS, Format
 from tests.metrics.conftest import CLASSES, classifier_run, pack
@@ -229,14 +229,14 @@ def test_the_held_out_images_come_first_then_those_of_training(run, tmp_path):
     test, train = run.parent / "test.lmdb", run.parent / "train.lmdb"
     config = {"data": {"path": str(train), "val_path": str(test)}}
     checkpoint = {"config": config, "shape": {"resolution": 8}}
-    with files._readable(checkpoint, None, (str(test), str(train))) as reader:
+    with check._readable(checkpoint, None, (str(test), str(train))) as reader:
         assert reader.path == str(test)
-    with files._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"), str(train))) as reader:
+    with check._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"), str(train))) as reader:
         assert reader.path == str(train)
-    with files._readable(checkpoint, str(train), (str(test),)) as reader:
+    with check._readable(checkpoint, str(train), (str(test),)) as reader:
         assert reader.path == str(train)
     with pytest.raises(UserError, match=r"gone\.lmdb.*give packed ones with --calibration X\.lmdb"):
-        files._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"),), option="--calibration")
+        check._readable(checkpoint, None, (str(tmp_path / "gone.lmdb"),), option="--calibration")
 
 
 def test_a_checkpoint_whose_own_outputs_are_not_finite_is_refused(run, tmp_path, monkeypatch):

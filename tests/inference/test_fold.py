@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference.fold import InBfloat16, fold_batchnorm
+from inference.export.subject import InBfloat16, fold_batchnorm
 from models.classifier import Classifier, ModelConfig
 from utils.seeding import forked
 

@@ -269,7 +269,7 @@ def test_progress_goes_to_stderr(runs, tmp_path, capsys, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    for module in ("interpolate", "dataset", "project"):
+    for module in ("interpolate", "dataset", "projection"):
         monkeypatch.setattr(f"inference.{module}.tqdm", Bar)
     for command in ("interpolate", "dataset"):
         name, options = QUICK[command]

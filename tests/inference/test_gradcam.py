@@ -10,7 +10,8 @@ from PIL import Image
 from torch import nn
 
 import predict
-from inference.gradcam import grad_cam, image_heat, output_files, overlay
+from inference import predictions
+from inference.predictions import grad_cam, image_heat, output_files, overlay
 from models.classifier import Classifier, ModelConfig
 from tests.metrics.conftest import CLASSES, classifier_run
 from utils.errors import UserError, run_cli
@@ -247,13 +248,13 @@ def test_predict_writes_a_image_for_each_readable_file(tmp_path, capsys):
 
 def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch):
     asked: list[list[int]] = []
-    real = predict.gradcam.image_heat
+    real = predictions.image_heat
 
     def spy(model, images, targets, layer):
         asked.append(targets.tolist())
         return real(model, images, targets, layer)
 
-    monkeypatch.setattr(predict.gradcam, "image_heat", spy)
+    monkeypatch.setattr(predictions, "image_heat", spy)
     files = draw_files(tmp_path)
     common = ["--checkpoint", str(run_folder(tmp_path)), "--device", "cpu", "--gradcam", str(tmp_path / "m"), *files]
     assert run_cli(predict.main, common) == 0

@@ -12,8 +12,18 @@ from torch import nn
 from data.dataset import Dataset
 from data.lmdb.writer import pack_arrays
 from inference import influence as command
-from inference.influence_scores import Snapshot, Suspicion, influence, most, rate_of, suspicion, weights_of
-from inference.sample_gradients import head_gradients, matching_parameters, sample_gradients
+from inference.influence_scores import (
+    Snapshot,
+    Suspicion,
+    head_gradients,
+    influence,
+    matching_parameters,
+    most,
+    rate_of,
+    sample_gradients,
+    suspicion,
+    weights_of,
+)
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
 from tests.conftest import sample_images

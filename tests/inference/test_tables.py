@@ -6,8 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from inference import tables
-from inference.tables import draw_grid, draw_mix, draw_truncation, parse_layers, parse_psis
+from inference import samples as tables
+from inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers
+from inference.settings import parse_psis
 from models.sampling import draw, to_uint8
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.inference.test_samples import apart

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from inference.video import check_film, enlargement, film
+from inference.interpolate import check_film, enlargement, film
 from utils.errors import UserError
 from utils.files import building
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support, top_k_accuracy_score
 from torchmetrics.functional.classification import multiclass_calibration_error
 
-from metrics.classification import ClassificationCounts
+from metrics.evaluate_classifier import ClassificationCounts
 from tests.metrics.conftest import Ranks
 from utils.errors import UserError
 
@@ -22,6 +22,11 @@ def answers(n=500, classes=7, seed=0, sharpness=2.0):
     return logits, labels
 
 
+def figures_of(*answers):
+    """The figures of logits [n, K] and labels [n]."""
+    return counted(*answers).figures([f"c{i}" for i in range(answers[0].shape[1])])
+
+
 def counted(logits, labels, **options):
     counts = ClassificationCounts(logits.shape[1], **options)
     counts.update(logits, labels)
@@ -30,7 +35,7 @@ def counted(logits, labels, **options):
 
 def test_confusion_top_k_and_per_class_are_scikit_learns():
     logits, labels = answers()
-    figures = counted(logits, labels).figures([f"c{i}" for i in range(7)])
+    figures = figures_of(logits, labels)
     predicted = logits.argmax(1)
     assert figures["confusion"] == confusion_matrix(labels, predicted).tolist()
     assert figures["accuracy"] == pytest.approx((predicted == labels).double().mean().item())
@@ -45,14 +50,14 @@ def test_confusion_top_k_and_per_class_are_scikit_learns():
 def test_calibration_error_is_torchmetrics(sharpness):
     logits, labels = answers(sharpness=sharpness)
     expected = multiclass_calibration_error(logits.double().softmax(1), labels, num_classes=7, n_bins=15, norm="l1")
-    assert counted(logits, labels).expected_calibration_error() == pytest.approx(expected.item(), rel=1e-6)
+    assert figures_of(logits, labels)["ece"] == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_calibration_error_by_hand():
     """Two images at confidence 0.85 of which one is right, |1.7 - 1| / 4; two at 0.62, both right, |1.24 - 2| / 4."""
     probabilities = torch.tensor([[0.85, 0.15], [0.85, 0.15], [0.62, 0.38], [0.38, 0.62]]).double()
-    counts = counted(probabilities.log(), torch.tensor([0, 1, 0, 1]))
-    assert counts.expected_calibration_error() == pytest.approx((0.7 + 0.76) / 4, abs=1e-7)
+    ece = figures_of(probabilities.log(), torch.tensor([0, 1, 0, 1]))["ece"]
+    assert ece == pytest.approx((0.7 + 0.76) / 4, abs=1e-7)
 
 
 def test_a_confidence_on_an_edge_belongs_to_the_bin_below():
@@ -61,9 +66,9 @@ def test_a_confidence_on_an_edge_belongs_to_the_bin_below():
 
 def test_certain_and_right_is_calibrated():
     logits = torch.eye(6) * 1000
-    counts = counted(logits, torch.arange(6))
-    assert counts.expected_calibration_error() == 0
-    assert counts.accuracy() == counts.top_k_accuracy() == 1
+    figures = figures_of(logits, torch.arange(6))
+    assert figures["ece"] == 0
+    assert figures["accuracy"] == figures["top5_accuracy"] == 1
 
 
 @given(cuts=st.lists(st.integers(0, 120), max_size=5), order=st.randoms(use_true_random=False), ranks=st.integers(1, 3))
@@ -86,8 +91,8 @@ def test_any_sharding_gives_identical_counts(cuts, order, ranks):
 
 
 def test_top5_is_undefined_below_five_classes_and_one_at_five():
-    assert counted(*answers(classes=4)).top_k_accuracy() is None
-    assert counted(*answers(classes=5)).top_k_accuracy() == 1
+    assert figures_of(*answers(classes=4))["top5_accuracy"] is None
+    assert figures_of(*answers(classes=5))["top5_accuracy"] == 1
 
 
 def test_ties_go_to_the_lower_class():

@@ -1,5 +1,8 @@
+import io
+
 import pytest
 import torch
+from tqdm import tqdm
 
 from data.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
@@ -50,17 +53,23 @@ def test_mode_comes_back_and_classes_are_named(test_reader):
     assert found["top5_accuracy"] is None
 
 
-def test_observer_and_progress_see_every_image(test_reader):
-    seen, told = [], []
+def test_observer_and_progress_see_every_image(test_reader, monkeypatch):
+    seen, bars = [], []
+
+    def bar(**named):
+        bars.append(tqdm(**named | {"disable": False, "file": io.StringIO()}))
+        return bars[-1]
+
+    monkeypatch.setattr("metrics.evaluate_classifier.tqdm", bar)
     evaluate_classifier(
         ByBrightness(),
         test_reader,
         batch_size=25,
         observe=lambda images, labels, probabilities: seen.append((images.shape, labels.shape, probabilities.shape)),
-        progress=lambda what, done, total: told.append((done, total)),
+        show=True,
     )
     assert [shapes[2] for shapes in seen] == [(25, 3), (25, 3), (10, 3)]
-    assert told == [(25, 60), (50, 60), (60, 60)]
+    assert [(each.n, each.total) for each in bars] == [(60, 60)]
 
 
 def test_data_without_its_labels_is_told(tmp_path):

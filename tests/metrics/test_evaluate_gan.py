@@ -11,10 +11,9 @@ from metrics.diversity import diversity_ratio
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import ClassifierFeatures, PixelFeatures, extract
 from metrics.features import RealFeatures, feature_sets, select
-from metrics.frechet import frechet_distance
+from metrics.frechet import Moments, frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.memorisation import RealSet, memorisation
-from metrics.statistics import Moments
 from models.classifier import Classifier, ModelConfig
 from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from

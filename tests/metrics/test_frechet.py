@@ -5,8 +5,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from metrics.frechet import frechet_distance, gaussian_frechet_distance
-from metrics.statistics import Moments
+from metrics.frechet import Moments, frechet_distance, gaussian_frechet_distance
 
 
 def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):

@@ -3,8 +3,8 @@ import pytest
 import torch
 from PIL import Image
 
+from metrics.evaluate_run import classifier_table, gan_table
 from metrics.images import Best, MistakeBoard, SampleBoard, save_confusion
-from metrics.tables import classifier_table, gan_table
 
 
 def shades(*values, side=8):

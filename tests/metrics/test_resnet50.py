@@ -4,8 +4,7 @@ import torch.nn.functional as F
 import torchvision
 from safetensors.torch import save_file
 
-from metrics.extractors import extract
-from metrics.resnet50 import MEAN, STD, ResNet50Features, find_weights, load_resnet50
+from metrics.extractors import MEAN, STD, ResNet50Features, extract, find_weights, load_resnet50
 from models.backbones.resnet import RESNET
 from utils.errors import UserError
 from utils.seeding import forked
@@ -122,7 +121,7 @@ def test_search_order(tmp_path, monkeypatch, no_weights):
     assert find_weights() is None
     with pytest.raises(UserError, match=r"--weights|weights/"):
         ResNet50Features()
-    monkeypatch.setattr("metrics.resnet50.PLACES", (tmp_path / "absent", lying))
+    monkeypatch.setattr("metrics.extractors.PLACES", (tmp_path / "absent", lying))
     assert find_weights() == lying
     monkeypatch.setenv("DUET_WEIGHTS", str(named))
     assert find_weights() == named

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metrics.statistics import Moments
+from metrics.frechet import Moments
 from tests.metrics.conftest import Ranks
 
 

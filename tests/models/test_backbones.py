@@ -11,8 +11,8 @@ import torchvision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from inference.fold import fold_batchnorm
-from inference.gradcam import grad_cam, image_heat
+from inference.export.subject import fold_batchnorm
+from inference.predictions import grad_cam, image_heat
 from models.backbones import base
 from models.backbones.registry import BACKBONES, backbone_of
 from models.backbones.resnet import RESNET

@@ -1,15 +1,20 @@
-"""Grad-CAM: which parts of an image are evidence for a class (Selvaraju et al., 1610.02391)."""
+"""Image files of a user's as a trained model takes them, what a classifier says of them, and Grad-CAM: which parts of
+an image are evidence for a class (Selvaraju et al., 1610.02391).
+"""
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from data.images import ImageError, decode_file, fit, trained_mode
+from metrics.evaluate_gan import judge_images
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
@@ -21,6 +26,82 @@ from utils.image_tables import save_captioned
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part
 LONGEST = 180  # bytes of a file's name that are kept
+
+
+def read_image(path: str | Path, checkpoint: Mapping[str, Any], *, resize: str | None = None) -> Tensor:
+    """An image file as uint8 [C, H, H], brought to size as the images of the checkpoint's training were.
+
+    Args: `resize` crop or pad instead. Raises ImageError if it cannot be read.
+    """
+    shape = checkpoint["shape"]
+    try:
+        pixels = decode_file(Path(path).read_bytes(), shape["channels"])
+    except OSError as error:
+        raise ImageError(f"cannot be read: {error.strerror}") from error
+    pixels = fit(pixels, shape["resolution"], resize or trained_mode(checkpoint))
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+
+
+class Maps(NamedTuple):
+    """Which Grad-CAM images are wanted."""
+
+    files: list[Path]  # where they go, one for each image
+    label: int | None  # of the class that is asked for; None: the one that is named
+    layer: str
+
+
+def predict(
+    classifier: Classifier,
+    checkpoint: dict[str, Any],
+    files: Sequence[str],
+    *,
+    resize: str | None,
+    top: int,
+    batch_size: int,
+    maps: Maps | None = None,
+) -> list[dict[str, Any]]:
+    """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
+
+    With `maps` also `gradcam`, the image that was written.
+    """
+    results: list[dict[str, Any]] = [{"file": file} for file in files]
+    classes: list[str] = checkpoint["classes"]
+    for start in range(0, len(files), batch_size):
+        read: dict[int, Tensor] = {}  # place among the files -> image
+        for place in range(start, min(start + batch_size, len(files))):
+            try:
+                read[place] = read_image(files[place], checkpoint, resize=resize)
+            except ImageError as error:
+                results[place]["error"] = str(error)
+        if not read:
+            continue
+        images = torch.stack(list(read.values()))
+        probabilities = judge_images(classifier, images)
+        for place, row in zip(read, probabilities, strict=True):
+            order = row.sort(descending=True, stable=True).indices.tolist()
+            results[place]["label"] = classes[order[0]]
+            results[place]["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
+        if maps is not None:
+            save_maps(classifier, classes, images, probabilities, maps._replace(files=[maps.files[i] for i in read]))
+            for place in read:
+                results[place]["gradcam"] = str(maps.files[place])
+    return results
+
+
+def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps) -> None:
+    """Write an image beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
+    named = probabilities.argmax(1)
+    asked = named if maps.label is None else torch.full_like(named, maps.label)
+    heats = image_heat(classifier, images, asked, maps.layer)
+    for image, heat, row, label, place in zip(images, heats, probabilities, asked.tolist(), maps.files, strict=True):
+        best = int(row.argmax())
+        what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
+        save_captioned(
+            overlay(image, heat), [f"named {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"], place, columns=2
+        )
+
+
+# --- Grad-CAM
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
@@ -76,11 +157,6 @@ def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
     colours = torch.from_numpy(np.asarray(colormaps["turbo"](smooth.numpy()))[..., :3]).permute(2, 0, 1) * 255
     opacity = STRENGTH * smooth.double()
     return large, (large * (1 - opacity) + colours * opacity).round().to(torch.uint8)
-
-
-def save_overlay(image: Tensor, heat: Tensor, captions: Sequence[str], path: Path) -> None:
-    """Write image and overlay side by side to a PNG file, atomically, with a caption of up to two lines each."""
-    save_captioned(overlay(image, heat), captions, path, columns=2)
 
 
 def output_files(folder: Path, files: Sequence[str]) -> list[Path]:

@@ -1,0 +1,73 @@
+"""What the scripts import before their options are known to be right: nothing that takes seconds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+SCRIPTS = ["train.py", "evaluate.py", "generate.py", "predict.py", "export.py"]
+MODULES = ["inference.influence", "data.pack", "data.inspect", "data.duplicates"]
+NOWHERE = ["--checkpoint", "runs/nothing-here"]
+OUT = ["--out", "x.png"]
+MISSING = {
+    "evaluate.py": NOWHERE,
+    "predict.py": [*NOWHERE, "x.png"],
+    "generate.py": ["grid", *NOWHERE, *OUT],
+    "export.py": [*NOWHERE, *OUT, "--format", "onnx"],
+    "inference.influence": [*NOWHERE, *OUT, "--data", "x.lmdb", "--mislabelled"],
+    "train.py": ["--config", "configs/nothing-here.yaml"],
+}
+WATCHED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+name = sys.argv[0]
+try:
+    (runpy.run_path if name.endswith(".py") else runpy.run_module)(name, run_name="__main__")
+except SystemExit as end:
+    code = end.code
+heavy = {"torch", "torchvision", "matplotlib", "scipy"} & {name.partition(".")[0] for name in sys.modules}
+print(code, *heavy, file=sys.stderr)
+"""
+
+
+def started(script: str, *options: str, code: str = WATCHED) -> tuple[str, str]:
+    """What it says on stderr, and the exit code with the heavy packages that were imported."""
+    command = [sys.executable, "-c", code, script, *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    *said, last = done.stderr.splitlines()
+    return "\n".join(said), last
+
+
+@pytest.mark.parametrize("script", SCRIPTS + MODULES)
+def test_help_and_wrong_options_wait_for_no_import(script: str) -> None:
+    assert started(script, "--help") == ("", "0")
+    said, last = started(script, "--no-such-option")
+    assert said.startswith("error: ")
+    assert last == "2"
+
+
+@pytest.mark.parametrize("script", MISSING)
+def test_a_missing_file_waits_for_no_import(script: str) -> None:
+    said, last = started(script, *MISSING[script])
+    assert said.count("\n") == 0
+    assert "nothing-here" in said
+    assert last == "2"
+
+
+@pytest.mark.parametrize("script", MISSING)
+def test_an_interruption_while_torch_is_imported_is_one_line(script: str, tmp_path: Path) -> None:
+    there = tmp_path / "there.pt"
+    there.write_text("task: gan\n")
+    interrupted = f"""
+import sys
+class Interrupted:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted)
+{WATCHED}"""
+    options = [str(there) if "nothing-here" in option else option for option in MISSING[script]]
+    assert started(script, *options, code=interrupted) == ("stopped: interrupted from the keyboard", "130")
