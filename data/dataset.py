@@ -4,6 +4,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ DAMAGED_SHARE = 0.01  # of the records, replaced at most before reading stops; t
 CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the last one
 
 
-class Dataset:
+class Dataset(AbstractContextManager["Dataset"]):
     """Images and labels by index, from one packed file or several shards one after the other.
 
     Square images of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
@@ -259,9 +260,6 @@ class Dataset:
         self._threads = None
         for shard in self.shards:
             shard.close()
-
-    def __enter__(self) -> "Dataset":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

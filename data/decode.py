@@ -58,7 +58,11 @@ def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray
     if codec == CODEC_JPEG:
         return _decode_jpeg(payload, channels)
     if codec == CODEC_PNG:
-        return _decode_png(payload, channels)
+        flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+        pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
+        if pixels is None:
+            raise ImageError("cannot be decoded")
+        return pixels.reshape(*pixels.shape[:2], channels)
     try:
         return decode_by_rules(payload, channels)
     except (OSError, SyntaxError) as error:
@@ -96,20 +100,13 @@ def decode_crop(
 def crop_into(
     pixels: np.ndarray,  # uint8 [H, W, C]
     box: Box,
-    out: np.ndarray,  # uint8 [C, S, S], filled
-) -> None:
-    """Bring a part of a decoded image to size."""
-    top, left, height, width = box
-    resize_into(pixels[top : top + height, left : left + width], out)
-
-
-def resize_into(
-    pixels: np.ndarray,  # uint8 [H, W, C]
     out: np.ndarray,  # uint8 [C, S, S], filled; fastest where it lies in memory as [S, S, C]
 ) -> None:
-    """Bring pixels to size, channels first."""
+    """Bring a part of a decoded image to size, channels first."""
+    top, left, height, width = box
+    pixels = pixels[top : top + height, left : left + width]
     channels, side = out.shape[0], out.shape[1]
-    height, width = pixels.shape[:2]
+    height, width = pixels.shape[:2]  # as far as the box lies in the image
     if (height, width) == (side, side):
         np.copyto(out.transpose(1, 2, 0), pixels)
         return
@@ -128,25 +125,17 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
     are kept, since the last ones of an image are interpolated differently where colours are subsampled.
     """
     rows += 16
-    place = _frame_header(payload) if rows < height else None
-    if place is None:
-        return payload
-    shortened = bytearray(payload)
-    shortened[place : place + 2] = rows.to_bytes(2, "big")
-    return bytes(shortened)
-
-
-def _frame_header(payload: bytes | memoryview) -> int | None:
-    """Offset of the height in a baseline JPEG, or None: a progressive one has scans of the whole image."""
     at, end = 2, len(payload) - 9
-    while at < end and payload[at] == 0xFF:
+    while rows < height and at < end and payload[at] == 0xFF:
         marker = payload[at + 1]
-        if marker == 0xC0:
-            return at + 5
+        if marker == 0xC0:  # the frame header of a baseline JPEG
+            shortened = bytearray(payload)
+            shortened[at + 5 : at + 7] = rows.to_bytes(2, "big")
+            return bytes(shortened)
         if (0xC1 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC)) or marker == 0xDA:
-            return None
+            break  # of another kind: a progressive one has scans of the whole image
         at += 2 + (payload[at + 2] << 8 | payload[at + 3])
-    return None
+    return payload
 
 
 def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, height: int = 0) -> np.ndarray:
@@ -162,11 +151,3 @@ def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, he
     except ValueError as error:
         raise ImageError(f"cannot be decoded ({error})") from None
     return np.asarray(pixels)
-
-
-def _decode_png(payload: bytes | memoryview, channels: int) -> np.ndarray:
-    flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
-    pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
-    if pixels is None:
-        raise ImageError("cannot be decoded")
-    return pixels.reshape(*pixels.shape[:2], channels)

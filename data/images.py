@@ -39,7 +39,9 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # Pillow's remarks about odd EXIF data
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            _check_chunks(content)
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                if image.format == "PNG":
+                    image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
             return decode_by_rules(content, channels)
     except ImageError:
         raise
@@ -64,13 +66,6 @@ def decode_by_rules(content: bytes | memoryview, channels: int) -> np.ndarray:
     if min(pixels.shape[:2]) < MIN_SIDE:
         raise ImageError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
     return pixels.reshape(*pixels.shape[:2], channels)
-
-
-def _check_chunks(content: bytes) -> None:
-    """Pillow checks the checksums of a PNG's chunks only when asked to."""
-    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        if image.format == "PNG":
-            image.verify()
 
 
 def _convert(image: Image.Image, channels: int) -> Image.Image:

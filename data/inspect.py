@@ -95,19 +95,14 @@ def report(damage: Damage, reader: LMDBReader) -> None:
     raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
 
 
-def make_parser() -> Parser:
-    """The options."""
+def main(argv: list[str]) -> None:
+    """The command line."""
     parser = Parser(prog="python -m data.inspect", description="Show what a packed file holds.")
     parser.add_argument("path", type=Path, metavar="X.lmdb")
     parser.add_argument("--verify", action="store_true", help="check every record; exit code 2 if one is damaged")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--out", type=Path, metavar="PNG", help="the grid of images to write; default: X.grid.png")
-    return parser
-
-
-def main(argv: list[str]) -> None:
-    """The command line."""
-    args = make_parser().parse_args(argv)
+    args = parser.parse_args(argv)
     if args.out and args.out.suffix.lower() != ".png":
         raise UserError(f"--out {args.out}: its name must end in .png")
     with LMDBReader(args.path) as reader:

@@ -31,11 +31,10 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
 def open_level(path: Path, resolution: int | None, *, tolerant: bool) -> LMDBReader:
     """The file at the stored resolution that serves `resolution` px best: the next larger one; None: the largest."""
     reader = LMDBReader(path, tolerant=tolerant)
-    stored = reader.meta.resolutions
-    if resolution is None or stored == [0]:
-        return reader
-    enough = [side for side in stored if side >= resolution]
-    return LMDBReader(path, resolution=min(enough, default=stored[-1]), tolerant=tolerant)
+    if resolution is not None:
+        enough = [side for side in reader.meta.resolutions if side >= resolution]
+        reader.resolution = min(enough, default=reader.resolution)
+    return reader
 
 
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from data.augment.transforms import Augment
+from data.augment.transforms import Augment, inside
 from utils.errors import UserError
 from utils.ranges import Probability
 from utils.seeding import generator
@@ -109,10 +109,6 @@ def mix_images(
     mixing: Mixing,
 ) -> Tensor:
     """Mixed images [n, C, H, W] in the images' memory format."""
-    rows = torch.arange(images.shape[2], device=images.device)
-    columns = torch.arange(images.shape[3], device=images.device)
-    top, left, height, width = (mixing.boxes[:, column, None] for column in range(4))
-    inside_rows, inside_columns = (rows >= top) & (rows < top + height), (columns >= left) & (columns < left + width)
-    inside = inside_rows[:, :, None] & inside_columns[:, None]
-    share = torch.where(inside, 0.0, mixing.blend[:, None, None]).to(images.dtype)[:, None]  # [n, 1, H, W]
+    blend = mixing.blend[:, None, None, None]
+    share = torch.where(inside(mixing.boxes, images), 0.0, blend).to(images.dtype)  # [n, 1, H, W]
     return torch.lerp(others, images, share)  # to the bit the images where the share is 1

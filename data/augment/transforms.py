@@ -66,13 +66,17 @@ def random_erase(
     boxes: torch.Tensor,  # int64 [n, 4]: top, left, height, width in px; height or width 0 erases nothing
 ) -> torch.Tensor:
     """Blacken a rectangle in every image."""
+    return images.masked_fill(inside(boxes, images), _black(images))
+
+
+def inside(boxes: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    """Which pixels of images [n, C, H, W] lie in their boxes, as those of `random_erase`: bool [n, 1, H, W]."""
     top, left, height, width = (boxes[:, column, None] for column in range(4))
     rows = torch.arange(images.shape[2], device=images.device)
     columns = torch.arange(images.shape[3], device=images.device)
     inside_rows = (rows >= top) & (rows < top + height)  # [n, H]
     inside_columns = (columns >= left) & (columns < left + width)  # [n, W]
-    inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
-    return images.masked_fill(inside, _black(images))
+    return inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
 
 
 def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int) -> torch.Tensor:

@@ -13,38 +13,19 @@ from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_
 
 from utils.seeding import Key, numpy_generator
 
-# the geometric ones stand together: they are done in one pass
-KINDS = (
-    "identity",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-    "rotate",
-    "brightness",
-    "color",
-    "contrast",
-    "sharpness",
-    "posterize",
-    "solarize",
-    "autocontrast",
-    "equalize",
-)
-SIGNED = KINDS[1:10]  # the strength may be negative
 BINS = 31  # strengths of an operation
+# The greatest strength (table 1 of the paper, column "wide", as torchvision has it), 0 where there is none. The
+# geometric ones stand together: they are done in one pass.
+SIGNED = {"shear_x": 0.99, "shear_y": 0.99, "translate_x": 32.0, "translate_y": 32.0, "rotate": 135.0}
+SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)  # either may be negative
+KINDS = ("identity", *SIGNED, "posterize", "solarize", "autocontrast", "equalize")
 
 
 def _strengths() -> np.ndarray:
-    """Table 1 of the paper, column "wide", as torchvision has it: float64 [kinds, BINS]."""
-    rising = dict.fromkeys(SIGNED, 0.99) | {"translate_x": 32.0, "translate_y": 32.0, "rotate": 135.0}
-    table = torch.zeros(len(KINDS), BINS)
-    for row, kind in enumerate(KINDS):
-        if kind in rising:
-            table[row] = torch.linspace(0, rising[kind], BINS)
-        elif kind == "posterize":  # bits kept
-            table[row] = (8 - torch.arange(BINS) / ((BINS - 1) / 6)).round()
-        elif kind == "solarize":  # share of the range from where on values are inverted
-            table[row] = torch.linspace(1, 0, BINS)
+    """The strengths of each operation: float64 [kinds, BINS]."""
+    table = torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS) for kind in KINDS])
+    table[KINDS.index("posterize")] = (8 - torch.arange(BINS) / ((BINS - 1) / 6)).round()  # bits kept
+    table[KINDS.index("solarize")] = torch.linspace(1, 0, BINS)  # share of the range from where on values are inverted
     return table.double().numpy()
 
 
@@ -146,10 +127,6 @@ def _blend(images: Tensor, other: Tensor, factors: Tensor) -> Tensor:
     return _to_bytes(images * (1 + factors) - other * factors)
 
 
-def _brightness(images: Tensor, factors: Tensor) -> Tensor:
-    return _to_bytes(images * (1 + factors))
-
-
 def _color(images: Tensor, factors: Tensor) -> Tensor:
     return images if images.shape[1] == 1 else _blend(images, rgb_to_grayscale(images).float(), factors)
 
@@ -172,22 +149,13 @@ def _sharpness(images: Tensor, factors: Tensor) -> Tensor:
     return _to_bytes(values)
 
 
-def _posterize(images: Tensor, factors: Tensor) -> Tensor:
-    """Keep the `factors` highest bits."""
-    return images & (256 - torch.exp2(8 - factors)).to(torch.uint8)
-
-
-def _solarize(images: Tensor, factors: Tensor) -> Tensor:
-    return torch.where(images >= 255 * factors, 255 - images, images)
-
-
 _COLOUR = {
-    "brightness": _brightness,
+    "brightness": lambda images, factors: _to_bytes(images * (1 + factors)),
     "color": _color,
     "contrast": _contrast,
     "sharpness": _sharpness,
-    "posterize": _posterize,
-    "solarize": _solarize,
-    "autocontrast": lambda images, _factors: autocontrast(images),
-    "equalize": lambda images, _factors: equalize(images),
+    "posterize": lambda images, bits: images & (256 - torch.exp2(8 - bits)).to(torch.uint8),  # the highest `bits`
+    "solarize": lambda images, share: torch.where(images >= 255 * share, 255 - images, images),
+    "autocontrast": lambda images, _: autocontrast(images),
+    "equalize": lambda images, _: equalize(images),
 }

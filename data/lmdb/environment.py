@@ -116,15 +116,20 @@ def partial_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def _open(path: Path, size: int) -> lmdb.Environment:
+def is_lmdb(path: Path) -> bool:
+    """Whether a file begins as LMDB's do. Raises UserError if it cannot be read."""
     try:
         with path.open("rb") as file:
-            head = file.read(20)
+            return file.read(20)[16:] == MAGIC
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+
+
+def _open(path: Path, size: int) -> lmdb.Environment:
+    ours = is_lmdb(path)
     if size == 0:
         raise UserError(f"{path} is empty: packing was not finished or the copy failed; run data.pack again")
-    if head[16:] != MAGIC:
+    if not ours:
         raise UserError(f"{path} is not an LMDB file: give a file made by data.pack")
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -76,24 +77,21 @@ def block_length(channels: int, resolution: int, encoding: str) -> int:
     return max(1, min(BLOCK_IMAGES, BLOCK_BYTES // (channels * resolution * resolution)))
 
 
-class ContentHash:
+def content_hash(
+    classes: list[str],
+    channels: int,
+    encoding: str,
+    digests: Mapping[int, Iterable[bytes]],  # resolution -> its blocks' digests in order
+) -> str:
     """SHA-256 of a data set: of its head, then of the digest of every block, resolution by resolution.
 
     A block's digest is the SHA-256 of its payloads in order, then its entries: blocks can be checked side by side.
     """
-
-    def __init__(self, classes: list[str], channels: int, encoding: str, resolutions: list[int]) -> None:
-        head = {"channels": channels, "classes": classes, "encoding": encoding, "resolutions": resolutions}
-        self._head = json.dumps(head, sort_keys=True).encode()
-        self._digests: list[list[bytes]] = [[] for _ in resolutions]
-
-    def add(self, level: int, digest: bytes) -> None:
-        """The digest of the next block of resolution number `level`."""
-        self._digests[level].append(digest)
-
-    def hexdigest(self) -> str:
-        """The hash of what was added."""
-        return hashlib.sha256(self._head + b"".join(itertools.chain.from_iterable(self._digests))).hexdigest()
+    head = {"channels": channels, "classes": classes, "encoding": encoding, "resolutions": list(digests)}
+    content = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    for digest in itertools.chain.from_iterable(digests.values()):
+        content.update(digest)
+    return content.hexdigest()
 
 
 def pixels_key(block: int, resolution: int) -> bytes:

@@ -4,6 +4,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import lmdb
@@ -51,7 +52,7 @@ class DamageError(UserError):
         return type(self), self._arguments
 
 
-class LMDBReader:
+class LMDBReader(AbstractContextManager["LMDBReader"]):
     """Images and labels of a packed file by index, at one of its resolutions (default: the largest).
 
     `resolution` is the side of the square images in px, or 0 where they have sizes of their own. With `tolerant`
@@ -190,19 +191,11 @@ class LMDBReader:
         """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""
         self._handle = None
 
-    def __enter__(self) -> "LMDBReader":
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, object]:
-        names = ("path", "meta", "resolution", "tolerant", "first")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
-        self._handle = self._labels = None
+        return {**self.__dict__, "_handle": None, "_labels": None}
 
     def handle(self) -> Handle:
         """The file opened by this process; when it is opened anew it must still hold the same data set."""

@@ -55,7 +55,15 @@ def make_record(
     codec: int = CODEC_RULES,  # of that file
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type, a label below 0."""
-    _check(image, label, layout, payload)
+    side = layout.resolutions[-1]
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != layout.channels:
+        raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
+    if side and image.shape[:2] != (side, side):
+        raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {side}x{side}")
+    if label < 0:
+        raise ValueError(f"label {label} is negative")
+    if (payload is None) == (layout.encoding == "source"):
+        raise ValueError(f"encoding {layout.encoding!r} and payload do not fit together")
     levels = pyramid(image, layout.resolutions)
     if payload is not None:
         payloads: Sequence[bytes] = [payload]
@@ -68,20 +76,8 @@ def make_record(
         make_entry(content, label, level.shape[0], level.shape[1], codec)
         for content, level in zip(payloads, levels, strict=True)
     ]
-    sums, pixels = pixel_sums(image)
-    return Record(label, np.concatenate(entries), tuple(payloads), sums, pixels, signature(image))
-
-
-def _check(image: np.ndarray, label: int, layout: Layout, payload: bytes | None) -> None:
-    side = layout.resolutions[-1]
-    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != layout.channels:
-        raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
-    if side and image.shape[:2] != (side, side):
-        raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {side}x{side}")
-    if label < 0:
-        raise ValueError(f"label {label} is negative")
-    if (payload is None) == (layout.encoding == "source"):
-        raise ValueError(f"encoding {layout.encoding!r} and payload do not fit together")
+    pixels = image.shape[0] * image.shape[1]
+    return Record(label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image))
 
 
 def pyramid(image: np.ndarray, resolutions: Sequence[int]) -> list[np.ndarray]:
@@ -120,27 +116,15 @@ def signature(pixels: np.ndarray) -> np.ndarray:
     return result
 
 
-def pixel_sums(image: np.ndarray) -> tuple[np.ndarray, int]:
-    """Sums of an image's values and of their squares, int64 [2, C], and its number of pixels; uint8 [H, W, C]."""
+def pixel_sums(image: np.ndarray) -> np.ndarray:
+    """Sums of the values and of their squares of an image uint8 [H, W, C]: int64 [2, C]."""
     channels = image.shape[2]
     squares = cv2.multiply(image, image, dtype=cv2.CV_32F)  # at most 255**2: exact, as are the float64 sums
     sums = [cv2.sumElems(values)[:channels] for values in (image, squares)]
-    return np.array(sums).astype(np.int64), image.shape[0] * image.shape[1]
+    return np.array(sums).astype(np.int64)
 
 
-class PixelStatistics:
-    """Adds up images' sums; exact in int64 for up to 10**14 pixels."""
-
-    def __init__(self, channels: int) -> None:
-        self._sums = np.zeros((2, channels), np.int64)
-        self._pixels = 0
-
-    def add(self, sums: np.ndarray, pixels: int) -> None:
-        """Count what `pixel_sums` returned."""
-        self._sums += sums
-        self._pixels += pixels
-
-    def mean_and_std(self) -> tuple[list[float], list[float]]:
-        """Per channel, in units of [0, 1], over all pixels so far; the population's standard deviation."""
-        mean, square = self._sums / self._pixels
-        return (mean / 255).tolist(), (np.sqrt(np.maximum(square - mean**2, 0)) / 255).tolist()
+def mean_and_std(sums: np.ndarray, pixels: int) -> tuple[list[float], list[float]]:
+    """Per channel, in units of [0, 1], from added `pixel_sums` of so many pixels; the population's deviation."""
+    mean, square = sums / pixels
+    return (mean / 255).tolist(), (np.sqrt(np.maximum(square - mean**2, 0)) / 255).tolist()

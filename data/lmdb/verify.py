@@ -2,7 +2,6 @@
 
 import hashlib
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ from tqdm import tqdm
 
 from data.decode import decode
 from data.images import ImageError
-from data.lmdb.format import ContentHash
+from data.lmdb.format import content_hash
 from data.lmdb.reader import DamageError, LMDBReader
 from utils.memory import cores
 
@@ -42,27 +41,28 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     the metadata. `workers`: threads, default one per core.
     """
     meta, damage = reader.meta, Damage()
-    content = ContentHash(meta.classes, meta.channels, meta.encoding, meta.resolutions)
     levels = [LMDBReader(reader.path, resolution=side or None) for side in meta.resolutions]
     jobs = [(number, block) for number, level in enumerate(levels) for block in range(level.blocks)]
     labels: list[list[np.ndarray]] = [[] for _ in levels]
+    digests: dict[int, list[bytes]] = {side: [] for side in meta.resolutions}
     with ThreadPoolExecutor(workers or cores()) as pool:
         found = pool.map(lambda job: check_block(levels[job[0]], job[1]), jobs)
         progress = tqdm(found, "verifying", len(jobs), unit="block", disable=None)
         for (number, _), block in zip(jobs, progress, strict=True):
             damage.records |= block.damaged
             labels[number].append(block.labels)
-            content.add(number, block.digest)
+            digests[meta.resolutions[number]].append(block.digest)
     try:
         reader.signatures()
     except DamageError as error:
         damage.records |= dict.fromkeys(error.records, error.reason)
     if not damage.records:
+        content = content_hash(meta.classes, meta.channels, meta.encoding, digests)
         damage.content = _contradiction(reader, [np.concatenate(parts) for parts in labels], content)
     return damage
 
 
-def _contradiction(reader: LMDBReader, labels: list[np.ndarray], content: ContentHash) -> str:
+def _contradiction(reader: LMDBReader, labels: list[np.ndarray], content: str) -> str:
     """What does not fit the metadata, if anything."""
     meta = reader.meta
     if any((part != labels[0]).any() for part in labels):
@@ -71,22 +71,31 @@ def _contradiction(reader: LMDBReader, labels: list[np.ndarray], content: Conten
     counts = np.bincount(labels[0][known], minlength=len(meta.classes)).tolist()
     if meta.classes and counts != meta.histogram:
         return "the labels do not give the histogram in the metadata"
-    if content.hexdigest() != meta.content_hash:
+    if content != meta.content_hash:
         return "the content hash does not match"
     return ""
 
 
 def check_block(reader: LMDBReader, block: int) -> Block:
     """Check one block at the reader's resolution."""
-    found = Block()
-    payloads_of = _raw_payloads if reader.meta.encoding == "raw" else _encoded_payloads
+    found, digest = Block(), hashlib.sha256()
     with reader.handle().environment.begin(buffers=True) as transaction:
         try:
             head, entries = reader.index_record(transaction, block)
             found.labels = entries["label"].astype(np.int64)
-            digest = hashlib.sha256()
-            for payload in payloads_of(reader, transaction, block, head, entries, found.damaged):
-                digest.update(payload)
+            if reader.meta.encoding == "raw":
+                pixels = reader.raw_block(transaction, block)
+                damaged = reader.damaged_in_raw_block(transaction, block)
+                found.damaged |= dict.fromkeys(damaged, "its checksum does not match")
+                if not found.damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
+                    raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
+                digest.update(pixels.data)
+            else:
+                for record, expected in zip(reader.block_range(block), entries, strict=True):
+                    try:
+                        digest.update(_checked_payload(reader, transaction, record, expected))
+                    except DamageError as error:
+                        found.damaged[record] = error.reason
             digest.update(entries.tobytes())
             found.digest = digest.digest()
         except DamageError as error:
@@ -94,39 +103,15 @@ def check_block(reader: LMDBReader, block: int) -> Block:
     return found
 
 
-def _raw_payloads(
-    reader: LMDBReader,
-    transaction: lmdb.Transaction,
-    block: int,
-    head: np.void,
-    _entries: np.ndarray,
-    damaged: dict[int, str],  # is added to
-) -> Iterator[memoryview]:
-    pixels = reader.raw_block(transaction, block)
-    damaged |= dict.fromkeys(reader.damaged_in_raw_block(transaction, block), "its checksum does not match")
-    if not damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
-        raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
-    yield pixels.data
-
-
-def _encoded_payloads(
-    reader: LMDBReader,
-    transaction: lmdb.Transaction,
-    block: int,
-    _head: np.void,
-    entries: np.ndarray,
-    damaged: dict[int, str],  # is added to
-) -> Iterator[memoryview]:
-    for record, expected in zip(reader.block_range(block), entries, strict=True):
-        try:
-            entry, payload = reader.encoded_record(transaction, record)
-            if entry != expected:
-                raise reader.damage(record, "it differs from its index")
-            shape = decode(payload, int(entry["codec"]), reader.meta.channels).shape
-            if shape[:2] != (entry["height"], entry["width"]):
-                raise reader.damage(record, f"it is {shape[1]}x{shape[0]} px when decoded")
-            yield payload
-        except DamageError as error:
-            damaged[record] = error.reason
-        except ImageError as error:
-            damaged[record] = str(error)
+def _checked_payload(reader: LMDBReader, transaction: lmdb.Transaction, record: int, expected: np.void) -> memoryview:
+    """An encoded image's file. Raises DamageError if it differs from its entry in the index, or cannot be decoded."""
+    entry, payload = reader.encoded_record(transaction, record)
+    if entry != expected:
+        raise reader.damage(record, "it differs from its index")
+    try:
+        height, width = decode(payload, int(entry["codec"]), reader.meta.channels).shape[:2]
+    except ImageError as error:
+        raise reader.damage(record, str(error)) from None
+    if (height, width) != (entry["height"], entry["width"]):
+        raise reader.damage(record, f"it is {width}x{height} px when decoded")
+    return payload

@@ -21,15 +21,15 @@ from data.lmdb.format import (
     META_KEY,
     SIGNATURES,
     VERSION,
-    ContentHash,
     Meta,
     block_length,
+    content_hash,
     image_key,
     index_key,
     pixels_key,
     signature_key,
 )
-from data.lmdb.record import Layout, PixelStatistics, Record, halvings, make_record
+from data.lmdb.record import Layout, Record, halvings, make_record, mean_and_std
 from utils.errors import UserError
 from utils.files import sync_folder
 
@@ -44,6 +44,7 @@ class _Level:
 
     def __init__(self, side: int, layout: Layout) -> None:
         self.side, self.block = side, block_length(layout.channels, side, layout.encoding)
+        self.digests: list[bytes] = []  # of its blocks so far
         self.start()
 
     def start(self) -> None:
@@ -53,7 +54,7 @@ class _Level:
         self.payloads = hashlib.sha256()
 
 
-class LMDBWriter:
+class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
     """Write images one after the other; `finish` makes the file appear under its name.
 
     Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with` block without
@@ -75,13 +76,13 @@ class LMDBWriter:
         self.path = Path(path)
         self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source = resize_filter, source
-        self._content = ContentHash(self.classes, layout.channels, layout.encoding, list(layout.resolutions))
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
         self.count = 0  # images so far
         self.histogram = np.zeros(len(self.classes), np.int64)  # images so far by label
-        self._statistics = PixelStatistics(layout.channels)
+        self._sums = np.zeros((2, layout.channels), np.int64)  # exact for up to 10**14 pixels
+        self._pixels = 0  # in them
         self._signatures: list[np.ndarray] = []  # since the last record of them
         self._partial = partial_path(self.path)
         self._environment: lmdb.Environment | None = None
@@ -128,19 +129,19 @@ class LMDBWriter:
             else:
                 self._put(image_key(self.count, level.side), level.entries[-1] + payload)
         self._signatures.append(record.signature)
-        self._statistics.add(record.sums, record.pixels)
+        self._sums += record.sums
+        self._pixels += record.pixels
         self.count += 1
         if self.classes:
             self.histogram[record.label] += 1
-        for number, level in enumerate(self._levels):
+        for level in self._levels:
             if len(level.entries) == level.block:
-                self._flush_block(number)
+                self._flush_block(level)
         if len(self._signatures) == SIGNATURES:
             self._flush_signatures()
 
-    def _flush_block(self, number: int) -> None:
+    def _flush_block(self, level: _Level) -> None:
         """Put a block's pixels and its index."""
-        level = self._levels[number]
         if not level.entries:
             return
         block = (self.count - 1) // level.block
@@ -151,7 +152,7 @@ class LMDBWriter:
         head[0] = (zlib.crc32(entries), zlib.crc32(pixels) if pixels else 0)
         self._put(index_key(block, level.side), head.tobytes() + entries)
         level.payloads.update(entries)
-        self._content.add(number, level.payloads.digest())
+        level.digests.append(level.payloads.digest())
         level.start()
 
     def _flush_signatures(self) -> None:
@@ -188,22 +189,12 @@ class LMDBWriter:
         """Write metadata and completion record, sync, rename. Raises ValueError if no image was added."""
         if not self.count:
             raise ValueError("no images were added")
-        for number in range(len(self._levels)):
-            self._flush_block(number)
+        for level in self._levels:
+            self._flush_block(level)
         self._flush_signatures()
-        meta = self._meta(fingerprint)
-        record = meta.to_json()
-        self._put(META_KEY, record)
-        self._commit()
-        complete = {"content_hash": meta.content_hash, "count": meta.count, "meta_checksum": zlib.crc32(record)}
-        self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
-        self._commit()
-        self._publish()
-        return meta
-
-    def _meta(self, fingerprint: str) -> Meta:
-        mean, std = self._statistics.mean_and_std()
-        return Meta(
+        digests = {level.side: level.digests for level in self._levels}
+        mean, std = mean_and_std(self._sums, self._pixels)
+        meta = Meta(
             count=self.count,
             classes=self.classes,
             channels=self.layout.channels,
@@ -215,9 +206,17 @@ class LMDBWriter:
             resize_filter=self._resize_filter,
             source=self._source,
             fingerprint=fingerprint,
-            content_hash=self._content.hexdigest(),
+            content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests),
             blocks=[level.block for level in self._levels],
         )
+        record = meta.to_json()
+        self._put(META_KEY, record)
+        self._commit()
+        complete = {"content_hash": meta.content_hash, "count": meta.count, "meta_checksum": zlib.crc32(record)}
+        self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
+        self._commit()
+        self._publish()
+        return meta
 
     def _publish(self) -> None:
         environment = self._opened()
@@ -245,9 +244,6 @@ class LMDBWriter:
         """Remove what was written. Does nothing after `finish`."""
         self._environment = None
         self._undo.close()
-
-    def __enter__(self) -> "LMDBWriter":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.abort()

@@ -4,15 +4,14 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from data.lmdb.environment import MAGIC
+from data.lmdb.environment import is_lmdb
 from data.sources.base import Item, Problem, Source
 from data.sources.cifar10 import open_cifar10
-from data.sources.fashion_mnist import open_fashion_mnist, open_sample
-from data.sources.files import FolderSource, ZipSource
-from data.sources.idx import find_idx, idx_source
+from data.sources.files import ZipSource, open_folder
 from data.sources.listing import SPLITS
-from data.sources.manifest import ManifestSource
-from data.sources.packed import open_lmdb
+from data.sources.lmdb_files import open_lmdb
+from data.sources.manifest import open_manifest
+from data.sources.mnist import find_idx, idx_source, open_fashion_mnist, open_sample
 from data.sources.parquet import ParquetSource, is_parquet_folder
 from data.sources.remote import RemoteSource
 from utils.cli import did_you_mean
@@ -70,40 +69,25 @@ def open_source(spec: str, *, split: str = "train", root: str | Path | None = No
 
 def _open_folder(path: Path, split: str, size: int | None) -> Source:
     if (path / "data.mdb").is_file():
-        return _open_lmdb(path / "data.mdb", split, size)
+        return open_lmdb(path / "data.mdb", split=split, size=size)
     if find_idx(path, "train") or find_idx(path, "test"):
         return idx_source(f"{path.name} {split}", path, split)
     if is_parquet_folder(path):
         return ParquetSource(path, split=split)
-    return FolderSource(path, split=split)
+    return open_folder(path, split=split)
 
 
 def _open_file(path: Path, split: str, size: int | None) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
-    suffix, head = path.suffix.lower(), _head(path)
-    if head[16:] == MAGIC or suffix in (".lmdb", ".mdb"):
-        return _open_lmdb(path, split, size)
+    suffix = path.suffix.lower()
+    if is_lmdb(path) or suffix in (".lmdb", ".mdb"):
+        return open_lmdb(path, split=split, size=size)
     if suffix == ".parquet":
         return ParquetSource(path, split=split)
     if suffix == ".csv":
-        return ManifestSource(path, split=split)
+        return open_manifest(path, split=split)
     if suffix == ".zip" or zipfile.is_zipfile(path):
         return ZipSource(path, split=split)
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
     raise UserError(f"{path} is not a source of images; give {KINDS}")
-
-
-def _open_lmdb(path: Path, split: str, size: int | None) -> Source:
-    if split == "test":
-        raise UserError(f"{path} has no splits: leave --split out to take all of it")
-    return open_lmdb(path, size=size)
-
-
-def _head(path: Path) -> bytes:
-    """The first 20 bytes."""
-    try:
-        with path.open("rb") as file:
-            return file.read(20)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None

@@ -1,8 +1,9 @@
 """What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py."""
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -32,7 +33,7 @@ class Problem:
 
 
 @dataclass
-class Source(ABC):
+class Source(AbstractContextManager["Source"]):
     """Images by index, always in the same order.
 
     A source can be pickled; what it has open is not: each process opens its files itself (`PerProcess`).
@@ -48,6 +49,7 @@ class Source(ABC):
     channels: int | None = None
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:
         return len(self.labels())
@@ -56,20 +58,16 @@ class Source(ABC):
     def item(self, index: int) -> Item:
         """One image. Raises data.images.ImageError if its bytes cannot be had."""
 
-    @abstractmethod
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
+        return self._labels
 
     def item_name(self, index: int) -> str:
         """Name of an image, also where it cannot be read."""
         return f"record {index}"
 
-    def __enter__(self) -> "Source":
-        return self
-
     def __exit__(self, *error: object) -> None:
         """Leave the source; one that holds files open closes them."""
-        return None
 
 
 class PerProcess(Generic[T]):
@@ -111,6 +109,3 @@ class ArraySource(Source):
 
     def item(self, index: int) -> Item:
         return Item(self.item_name(index), int(self._labels[index]), self.images[index])
-
-    def labels(self) -> np.ndarray:
-        return self._labels

@@ -36,9 +36,6 @@ class ListedSource(Source):
     def item_name(self, index: int) -> str:
         return self.names[index]
 
-    def labels(self) -> np.ndarray:
-        return self._labels
-
     @abstractmethod
     def read(self, name: str) -> bytes:
         """The bytes of a file. Raises ImageError if they cannot be had."""
@@ -55,19 +52,21 @@ class LocalSource(ListedSource):
         return str(self.folder / self.names[index])
 
     def read(self, name: str) -> bytes:
-        try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise ImageError(f"cannot be read ({error.strerror})") from None
+        return read_file(self.folder / name)
 
 
-class FolderSource(LocalSource):
+def read_file(path: Path) -> bytes:
+    """A file's bytes. Raises ImageError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ImageError(f"cannot be read ({error.strerror})") from None
+
+
+def open_folder(folder: Path, *, split: str) -> LocalSource:
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
-
-    def __init__(self, folder: Path, *, split: str) -> None:
-        self.folder = folder
-        listing = arrange(str(folder), *_walk(folder), split, self.read)
-        super().__init__(folder, folder.name or str(folder), listing)
+    listing = arrange(str(folder), *_walk(folder), split, lambda name: read_file(folder / name))
+    return LocalSource(folder, folder.name or str(folder), listing)
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str]]:
@@ -132,11 +131,13 @@ class ZipSource(ListedSource):
         if member.flag_bits & 1:
             raise ImageError("is encrypted; make the zip file without a password")
         try:
-            return _unpack(archive, member)
-        except ImageError:
-            raise
+            with archive.open(member) as file:  # the checksum is compared at the end
+                content = file.read(member.file_size + 1)  # a member may hold more than it declares
         except UNPACKING_ERRORS as error:
             raise ImageError(f"cannot be unpacked ({error})") from None
+        if len(content) != member.file_size:
+            raise ImageError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
+        return content
 
     def __exit__(self, *error: object) -> None:
         archive = self._archive.release()
@@ -149,12 +150,3 @@ def _open_zip(path: Path) -> zipfile.ZipFile:
         return zipfile.ZipFile(path)
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read as a zip file ({error}); copy or make it again") from None
-
-
-def _unpack(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """A member's bytes, at most as many as it declares; the checksum is compared at their end."""
-    with archive.open(member) as file:
-        content = file.read(member.file_size + 1)
-    if len(content) != member.file_size:
-        raise ImageError(f"cannot be unpacked ({len(content):,} of {member.file_size:,} bytes)")
-    return content

@@ -67,8 +67,10 @@ def arrange(
             " move the loose ones into class folders or away"
         )
     filled = {path[0] for path in parts.values()}
-    empty = sorted(_tops(prefix, folders) - filled)
-    problems = [_empty_class(f"{where}/{prefix}{name}", f"{prefix}{name}/", ignored) for name in empty]
+    problems = []
+    for name in sorted(_tops(prefix, folders) - filled):
+        instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
+        problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
     classes = sorted(filled)
     labels = {name: label for label, name in enumerate(classes)}
     return Listing(images, [labels[parts[name][0]] for name in images], classes, problems, ignored)
@@ -125,11 +127,6 @@ def _leads_out(name: str) -> bool:
 def _is_image(name: str) -> bool:
     """By its suffix."""
     return PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
-
-
-def _empty_class(folder: str, prefix: str, ignored: list[str]) -> Problem:
-    instead = _what_instead([name for name in ignored if name.startswith(prefix)])
-    return Problem(folder, f"is a class folder without images{instead}")
 
 
 def _what_instead(ignored: list[str]) -> str:

@@ -37,15 +37,8 @@ class Row(NamedTuple):
     split: str
 
 
-class ManifestSource(LocalSource):
-    """The images that a CSV file names."""
-
-    def __init__(self, path: Path, *, split: str) -> None:
-        super().__init__(path.parent, path.name, arrange_rows(path, split))
-
-
-def arrange_rows(path: Path, split: str) -> Listing:
-    """Images, labels and classes of the manifest at `path`. Raises UserError if it cannot be used."""
+def open_manifest(path: Path, *, split: str) -> LocalSource:
+    """The images that a CSV file names. Raises UserError if it cannot be used."""
     rows, problems, columns = _parse(path)
     if not rows and not problems:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
@@ -61,7 +54,8 @@ def arrange_rows(path: Path, split: str) -> Listing:
             present.append(row)
         else:
             problems.append(Problem(str(path.parent / row.path), f"is no file (line {row.line} of {path.name})"))
-    return Listing([row.path for row in present], [number[row.label] for row in present], classes, problems)
+    listing = Listing([row.path for row in present], [number[row.label] for row in present], classes, problems)
+    return LocalSource(path.parent, path.name, listing)
 
 
 def _parse(path: Path) -> tuple[list[Row], list[Problem], list[str]]:

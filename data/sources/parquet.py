@@ -6,14 +6,17 @@
 - Shards are taken in order of name. Names that begin with a split's (`train-00000-of-00002.parquet`) are its shards;
   `-of-N` says that there are N of them.
 
-Images are read by row group; labels at once; the number of images stands in the files' metadata.
+Images are read by row group; labels at once; the number of images stands in the files' metadata. pyarrow is imported
+at the first use.
 """
 
+import contextlib
 import functools
+import importlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,14 @@ import numpy as np
 from data.images import SUFFIXES, ImageError
 from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.listing import SPLIT_NAMES, SPLITS
-from data.sources.parquet_reader import CellReader, pyarrow, reading
 from utils.errors import UserError
 
 SUFFIX = ".parquet"
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
 SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.].*)?")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
+PIECE_ROWS = 16
+BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 
 
 def is_parquet_folder(folder: Path) -> bool:
@@ -39,6 +43,29 @@ def is_parquet_folder(folder: Path) -> bool:
         raise UserError(f"{folder}: {error.strerror}; check its permissions") from None
     suffixes = {entry.suffix.lower() for entry in visible}
     return SUFFIX in suffixes and not suffixes & SUFFIXES and not any(entry.is_dir() for entry in visible)
+
+
+def pyarrow(module: str = "") -> Any:
+    """pyarrow or one of its modules. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError:
+        raise UserError("Parquet files need pyarrow, which is not installed: pip install pyarrow") from None
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around reading a file: what pyarrow raises becomes a UserError that names it."""
+    arrow = pyarrow()
+    try:
+        yield
+    except (OSError, arrow.ArrowException) as error:
+        raise UserError(f"{path} cannot be read as a Parquet file ({reason(error)}); copy or get it again") from None
+
+
+def reason(error: Exception) -> str:
+    """The first line of pyarrow's text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 class ParquetSource(Source):
@@ -52,11 +79,15 @@ class ParquetSource(Source):
             names = [entry for entry in visible if entry.suffix.lower() == SUFFIX]
             self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
         self.shards = choose_shards(path, names, split)
-        schemas, counts = _describe(self.shards)
+        schemas, counts = [], [0]
+        for shard in self.shards:
+            with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
+                schemas.append(file.schema_arrow)
+                counts.append(file.metadata.num_rows)
         image, label = choose_columns(self.shards[0], schemas[0])
         for shard, schema in zip(self.shards, schemas, strict=True):
-            _same(self.shards[0], schemas[0], shard, schema, [image] + ([label] if label else []))
-        self._starts = np.concatenate([[0], np.cumsum(counts)])
+            _same(self.shards[0], schemas[0], shard, schema, list(filter(None, (image, label))))
+        self._starts = np.cumsum(counts)  # of the shards' rows, and their end
         if not self._starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
         labels = np.zeros(self._starts[-1], np.int64)
@@ -77,9 +108,6 @@ class ParquetSource(Source):
 
     def item_name(self, index: int) -> str:
         return self._row_name(int(self._rows[index]))
-
-    def labels(self) -> np.ndarray:
-        return self._labels
 
     def _place(self, row: int) -> tuple[int, int]:
         """The shard in which a row lies, and its number there."""
@@ -127,16 +155,6 @@ def _check_complete(where: Path, paths: Sequence[Path]) -> None:
             wanted = f"{match[1]}-{number:05d}-of-{match[3]}"
             if wanted not in names:
                 raise UserError(f"{where}: {wanted}{SUFFIX} is missing beside {match[0]}{SUFFIX}: add it")
-
-
-def _describe(shards: Sequence[Path]) -> tuple[list[Any], list[int]]:
-    """Each shard's Arrow schema and number of rows, from its metadata."""
-    schemas, counts = [], []
-    for shard in shards:
-        with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
-            schemas.append(file.schema_arrow)
-            counts.append(file.metadata.num_rows)
-    return schemas, counts
 
 
 def choose_columns(path: Path, schema: Any) -> tuple[str, str | None]:
@@ -226,3 +244,51 @@ def _class_names(path: Path, schema: Any, column: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
     return names
+
+
+class CellReader:
+    """The cells of one column of several files.
+
+    A row group is read in pieces, forward, as packing goes; a step back begins it anew. So no more than a piece is
+    held, or two pages of the file if that is more: pyarrow writes at least 1,024 rows into a page unless told
+    otherwise. One file is open at a time.
+    """
+
+    def __init__(self, paths: Sequence[Path], column: str) -> None:
+        self._paths, self._column = paths, column
+        self._shard = self._group = -1  # of `_pieces`
+        self._file: Any = None
+        self._ends = np.empty(0, np.int64)  # the row after each row group of the open file
+        self._pieces: Iterator[Any] = iter(())
+        self._piece: Any = None
+        self._piece_start = 0  # its first row in the row group
+
+    def cell(self, shard: int, row: int) -> bytes | dict[str, Any] | None:
+        """A cell, by the file's place in `paths` and the row in it. Raises ImageError if it cannot be read."""
+        if shard != self._shard:
+            with reading(self._paths[shard]):
+                self._open(shard)
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        offset = row - (int(self._ends[group - 1]) if group else 0)
+        try:
+            if group != self._group or offset < self._piece_start:
+                struct = pyarrow("types").is_struct(self._file.schema_arrow.field(self._column).type)
+                columns = [f"{self._column}.bytes" if struct else self._column]  # of a struct only its bytes
+                self._pieces = self._file.iter_batches(PIECE_ROWS, [group], columns=columns, use_threads=False)
+                self._group, self._piece, self._piece_start = group, next(self._pieces), 0
+            while offset >= self._piece_start + len(self._piece):
+                self._piece_start += len(self._piece)
+                self._piece = next(self._pieces)
+            return self._piece.column(0)[offset - self._piece_start].as_py()
+        except (OSError, MemoryError, IndexError, StopIteration, pyarrow().ArrowException) as error:
+            self._group = -1
+            raise ImageError(f"cannot be read ({reason(error)})") from None
+
+    def _open(self, shard: int) -> None:
+        self._shard = self._group = -1
+        self._file = pyarrow("parquet").ParquetFile(
+            self._paths[shard], buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True
+        )
+        metadata = self._file.metadata
+        self._ends = np.cumsum([metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)])
+        self._shard = shard

@@ -5,7 +5,6 @@ disk. fsspec's drivers for object storage are packages of their own, which find 
 """
 
 import functools
-import importlib
 import re
 import time
 from collections.abc import Callable
@@ -21,14 +20,7 @@ T = TypeVar("T")
 
 PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
 # Another attempt would end the same way. All else is tried again: drivers raise their libraries' own exceptions.
-FINAL = (
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-    NotImplementedError,
-    MemoryError,
-)
+FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, NotImplementedError, MemoryError)
 
 
 class RemoteSource(ListedSource):
@@ -52,11 +44,7 @@ class RemoteSource(ListedSource):
             raise UserError(f"{self.url}: nothing is there; check the URL")
         if list(found) == [root] and found[root].get("type") != "directory":
             raise UserError(f"{self.url} is a single file: give the URL of a folder of images, or copy it here")
-        files, folders = self._sort(found, root.rstrip("/") + "/" if root else "")
-        return arrange(self.url, files, folders, split, self.read)
-
-    def _sort(self, found: dict[str, dict[str, Any]], prefix: str) -> tuple[list[str], list[str]]:
-        """Names of files and folders relative to the URL; also notes the files' sizes."""
+        prefix = root.rstrip("/") + "/" if root else ""
         files: list[str] = []
         folders: list[str] = []
         for place, details in found.items():
@@ -69,7 +57,7 @@ class RemoteSource(ListedSource):
             files.append(name)
             if isinstance(details.get("size"), int):
                 self._sizes[name] = details["size"]
-        return files, folders
+        return arrange(self.url, files, folders, split, self.read)
 
     def item_name(self, index: int) -> str:
         return f"{self.url}/{self.names[index]}"
@@ -119,13 +107,11 @@ def without_secrets(text: str) -> str:
 
 def _connect(url: str) -> tuple[Any, str]:
     """fsspec's file system for a URL, and the path in it. Raises UserError if its driver is not installed."""
+    from fsspec.core import url_to_fs  # slow to import, for URLs only
+
     shown = without_secrets(url)
     try:
-        core = importlib.import_module("fsspec.core")
-    except ImportError:
-        raise UserError(f"{shown}: URLs need fsspec; pip install fsspec") from None
-    try:
-        filesystem, root = core.url_to_fs(url)
+        filesystem, root = url_to_fs(url)
     except ImportError as error:  # its text names the package
         raise UserError(f"{shown}: the driver of {shown.partition(':')[0]} is missing: {error}") from None
     except Exception as error:  # a driver may connect here, see FINAL

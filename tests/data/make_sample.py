@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data.sources.base import ArraySource
-from data.sources.fashion_mnist import SAMPLE, open_fashion_mnist
-from data.sources.idx import PREFIX
+from data.sources.mnist import PREFIX, SAMPLE, open_fashion_mnist
 from utils.cli import Parser
 from utils.errors import run_cli
 

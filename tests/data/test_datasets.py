@@ -17,9 +17,9 @@ from PIL import Image
 from data.dataset import Dataset
 from data.lmdb.format import Meta
 from data.pack import pack
-from data.sources import cifar10, fashion_mnist, open_source
+from data.sources import cifar10, mnist, open_source
 from data.sources.download import cache_folder
-from data.sources.idx import find_idx, read_idx
+from data.sources.mnist import find_idx, read_idx
 from tests.data.make_sample import idx_gz
 from utils.errors import UserError
 
@@ -106,11 +106,11 @@ def test_fashion_mnist_is_looked_for_in_order(
     debian, root = tmp_path / "debian", tmp_path / "root"
     write_idx(debian, "train", IMAGES[:3], LABELS[:3])
     write_idx(root, "train", IMAGES[:6], LABELS[:6])
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", debian)
+    monkeypatch.setattr(mnist, "DEBIAN", debian)
     assert len(open_source("fashion-mnist")) == 3
     assert len(open_source("fashion-mnist", root=root)) == 6  # what is given wins
     assert not download.roots
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr(mnist, "DEBIAN", tmp_path / "not-installed")
     assert len(open_source("fashion_mnist")) == 12
     assert len(open_source("fashion-mnist")) == 12
     assert download.roots == [str(tmp_path / "cache" / "duet")]  # once
@@ -123,7 +123,7 @@ def test_fashion_mnist_is_looked_for_in_order(
 def test_failed_download_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: type[FakeDownload]
 ) -> None:
-    monkeypatch.setattr(fashion_mnist, "DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr(mnist, "DEBIAN", tmp_path / "not-installed")
     monkeypatch.setattr(download, "error", RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"))
     with pytest.raises(UserError, match=r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root"):
         open_source("fashion-mnist")
@@ -250,7 +250,7 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
         return *reader.read(np.arange(len(reader))), meta
 
 
-@pytest.mark.skipif(not fashion_mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
+@pytest.mark.skipif(not mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
 @pytest.mark.parametrize(
     ("size", "split", "prefix", "count"),
     [
@@ -262,11 +262,11 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
 )
 def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
     sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
-    content = gzip.decompress((fashion_mnist.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
+    content = gzip.decompress((mnist.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
     expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
     border = (size - 28) // 2
     np.testing.assert_array_equal(sample_images, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
-    content = gzip.decompress((fashion_mnist.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
+    content = gzip.decompress((mnist.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
     np.testing.assert_array_equal(labels, np.frombuffer(content, np.uint8, offset=8))
     assert meta.histogram == [count // 10] * 10
     assert meta.resize_filter == ("none" if size == 28 else "zero-pad")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from data.sources import open_source
-from data.sources.fashion_mnist import DEBIAN, SAMPLE
+from data.sources.mnist import DEBIAN, SAMPLE
 from tests.data.make_sample import choose, main, sample_files
 from tests.data.test_datasets import IMAGES, LABELS, write_idx
 

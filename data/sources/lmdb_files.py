@@ -1,7 +1,7 @@
-"""The LMDB files of rosinality's StyleGAN2 (stylegan2-pytorch, `prepare_data.py`).
+"""LMDB files as sources: our own packed files, to pack them anew, and those of rosinality's StyleGAN2.
 
-`length` is the number of images as text; `{resolution}-{index:05d}` is an image file, usually a JPEG. There may be
-every image at several resolutions; there are no labels and no checksums.
+The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of images as text; `{resolution}-{index:05d}`
+is an image file, usually a JPEG. There may be every image at several resolutions; there are no labels and no checksums.
 """
 
 import functools
@@ -13,11 +13,66 @@ import numpy as np
 
 from data.images import ImageError
 from data.lmdb.environment import acquire
+from data.lmdb.format import FORMAT_KEY
+from data.lmdb.reader import DamageError, LMDBReader
 from data.sources.base import Item, PerProcess, Source
 from utils.errors import UserError
 
 LENGTH_KEY = b"length"
 KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
+
+
+def open_lmdb(path: Path, *, split: str, size: int | None = None) -> Source:
+    """Open an LMDB file of data.pack or of rosinality's StyleGAN2, at `size` px where it holds that resolution.
+
+    Raises UserError if it is damaged, truncated or of another program, or if the split "test" is asked for.
+    """
+    if split == "test":
+        raise UserError(f"{path} has no splits: leave --split out to take all of it")
+    handle = acquire(path)
+    try:
+        with handle.environment.begin() as transaction:
+            ours = transaction.get(FORMAT_KEY) is not None
+            theirs = transaction.get(LENGTH_KEY) is not None or bool(resolutions(transaction))
+    except lmdb.Error as error:
+        raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
+    if ours:
+        return PackedSource(path, size=size)
+    if theirs:
+        return RosinalitySource(path, size=size)
+    raise UserError(
+        f"{path} is an LMDB file of another program: supported are those of data.pack and of rosinality's StyleGAN2"
+        " (records 256-00000, ..., and length); give the images themselves"
+    )
+
+
+class PackedSource(Source):
+    """A file made by data.pack: its decoded images, labels and classes."""
+
+    def __init__(self, path: Path, *, size: int | None = None) -> None:
+        self.path = path
+        # Tolerant: a damaged image does not take the others of its block along when it is skipped.
+        self.reader = reader = LMDBReader(path, tolerant=True)
+        if size in reader.meta.resolutions:
+            reader.resolution = size
+        side = reader.resolution
+        super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
+
+    def item(self, index: int) -> Item:
+        try:
+            pixels, label = self.reader.image(index)
+        except DamageError as error:
+            raise ImageError(f"is damaged: {error.reason}") from None
+        return Item(self.item_name(index), label, pixels)
+
+    def item_name(self, index: int) -> str:
+        return f"{self.path}: record {index}"
+
+    def labels(self) -> np.ndarray:
+        return self.reader.labels()
+
+    def __exit__(self, *error: object) -> None:
+        self.reader.close()
 
 
 def resolutions(transaction: lmdb.Transaction) -> list[int]:
@@ -66,9 +121,6 @@ class RosinalitySource(Source):
 
     def item_name(self, index: int) -> str:
         return f"{self.path}: record {self._key(index)}"
-
-    def labels(self) -> np.ndarray:
-        return self._labels
 
     def _key(self, index: int) -> str:
         return f"{self.resolution}-{index:05d}"
