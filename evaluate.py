@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
-from utils.cli import Parser
+from utils.cli import Parser, add_model_options, positive
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
 

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from inference.settings import FORMATS, ExportConfig
-from utils.arguments import positive
 from utils.checkpoint import resolve
-from utils.cli import Parser
+from utils.cli import Parser, positive
 from utils.errors import run_cli
 
 FORMAT_HELP = (

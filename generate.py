@@ -20,9 +20,8 @@ from inference.settings import (
     check_suffix,
     parse_psis,
 )
-from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
-from utils.cli import Parser
+from utils.cli import Parser, add_model_options, positive
 from utils.errors import run_cli
 from utils.files import check_writable
 

@@ -6,9 +6,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.arguments import add_model_options, positive
 from utils.checkpoint import load, resolve
-from utils.cli import Parser, did_you_mean
+from utils.cli import Parser, add_model_options, did_you_mean, positive
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from utils.arguments import positive
-from utils.cli import Parser, did_you_mean
+from utils.cli import Parser, did_you_mean, positive
 from utils.config import UnknownKey, read_yaml
 from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
 from utils.errors import UserError, run_cli

@@ -40,8 +40,7 @@ from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm, import_timm
 from training.classifier.task import ClassifierConfig
 from training.engine.tasks import build_run_config
-from utils.arguments import positive
-from utils.cli import Parser
+from utils.cli import Parser, positive
 from utils.config import read_yaml
 from utils.errors import UserError, run_cli
 from utils.memory import cores

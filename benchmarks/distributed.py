@@ -41,8 +41,7 @@ from training.base.data import make_loader
 from training.classifier.task import ClassifierTask
 from training.engine.tasks import TASKS, build_run_config
 from training.optim import updater
-from utils.arguments import positive
-from utils.cli import Parser
+from utils.cli import Parser, positive
 from utils.config import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError, run_cli

@@ -28,40 +28,29 @@ class Snapshot:
     """
 
     def __init__(self, content: dict[str, Any], *, own: bool) -> None:
-        copies = _Copies(own)
-        self.content: dict[str, Any] = copies.of(content, "checkpoint")
-        self.step: int = content["step"]
-        self.size = copies.finish()  # bytes of its tensors
-
-
-class _Copies:
-    """The walk that makes a snapshot, and what it has copied already."""
-
-    def __init__(self, own: bool) -> None:
         self._own = own
         self._storages: dict[int, torch.UntypedStorage] = {}  # by address, as torch.save tells them apart
-        self._devices: set[torch.device] = set()
+        self._devices: set[torch.device] = set()  # accelerators that are copied from
         self._tensors: dict[int, torch.Tensor] = {}
-
-    def finish(self) -> int:
-        """Wait for the copies from accelerators, or a step would change their source; returns the bytes of all."""
-        for device in self._devices:
+        self.content: dict[str, Any] = self._copied(content, "checkpoint")
+        self.step: int = content["step"]
+        self.size = sum(storage.nbytes() for storage in self._storages.values())  # bytes of its tensors
+        for device in self._devices:  # or a step would change the source
             torch.accelerator.synchronize(device)
-        return sum(storage.nbytes() for storage in self._storages.values())
 
-    def of(self, value: Any, where: str) -> Any:
+    def _copied(self, value: Any, where: str) -> Any:
         kind = type(value)
         if kind in PLAIN:
             return value
         if kind in (torch.Tensor, torch.nn.Parameter):
             return self._tensor(value)
         if kind in (list, tuple):
-            return kind(self.of(item, f"{where}[{index}]") for index, item in enumerate(value))
+            return kind(self._copied(item, f"{where}[{index}]") for index, item in enumerate(value))
         if kind in (dict, OrderedDict):
             same = copy.copy(value)  # with a module's `_metadata`, which is an attribute of its state
             for key, item in value.items():
-                self.of(key, f"key of {where}")
-                same[key] = self.of(item, f"{where}[{key!r}]")
+                self._copied(key, f"key of {where}")
+                same[key] = self._copied(item, f"{where}[{key!r}]")
             return same
         raise TypeError(
             f"{where} is a {kind.__name__}; checkpoints hold tensors, numbers, strings, lists and dicts only"
@@ -70,18 +59,14 @@ class _Copies:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         if id(value) not in self._tensors:
             source = value.untyped_storage()
+            stays = source.device.type == "cpu" and not self._own
             key = source._cdata
             if key not in self._storages:
-                self._storages[key] = self._storage(source)
-            self._tensors[id(value)] = value if self._stays(source) else _view(value, self._storages[key])
+                self._storages[key] = source if stays else self._copied_storage(source)
+            self._tensors[id(value)] = value if stays else _view(value, self._storages[key])
         return self._tensors[id(value)]
 
-    def _stays(self, source: torch.UntypedStorage) -> bool:
-        return source.device.type == "cpu" and not self._own
-
-    def _storage(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        if self._stays(source):
-            return source
+    def _copied_storage(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         if source.device.type == "cpu":
             return source.clone()
         self._devices.add(source.device)
@@ -107,20 +92,16 @@ class HashingFile:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._hash = file, hashlib.sha256()
+        self.flush, self.hexdigest = file.flush, self._hash.hexdigest
 
     def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         return self._file.write(data)
 
-    def flush(self) -> None:
-        self._file.flush()
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
 
 def write(snapshot: Snapshot, path: Path) -> str:
-    """Write a snapshot to `path` and to the disk below it; returns the file's SHA-256. Raises OSError.
+    """Write a snapshot to `path` and to the disk below it; returns the file's SHA-256. Raises OSError, also that which
+    torch's zip writer hides behind a RuntimeError.
 
     Where it would not fit nothing is written: a disk that is full for a moment fails others' small writes.
     """
@@ -129,23 +110,18 @@ def write(snapshot: Snapshot, path: Path) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     with open(path, "wb") as file:
         hashing = HashingFile(file)
-        _torch_save(snapshot.content, hashing)
+        try:
+            torch.save(snapshot.content, hashing)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from error
         file.flush()
         os.fsync(file.fileno())
     return hashing.hexdigest()
-
-
-def _torch_save(content: dict[str, Any], file: HashingFile) -> None:
-    """`torch.save`, whose zip writer hides the disk's OSError behind a RuntimeError: here it gets out."""
-    try:
-        torch.save(content, file)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is None:
-            raise
-        raise cause from error
 
 
 class Background:

@@ -1,4 +1,6 @@
-"""A small argument parser for the small scripts: one line and exit code 2 on a bad option, `-` and `_` alike."""
+"""A small argument parser for the small scripts: one line and exit code 2 on a bad option, `-` and `_` alike; and the
+options that several of them share.
+"""
 
 import argparse
 import difflib
@@ -29,16 +31,13 @@ def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that raises UserError; write option names with underscores or hyphens, both are
-    accepted.
-    """
+    """`argparse.ArgumentParser` that raises UserError; hyphens and underscores in option names are the same."""
 
     def __init__(self, prog: str, description: str | None = None, epilog: str | None = None) -> None:
         super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
         self.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        """argparse's, with hyphens and underscores alike."""
         return super().add_argument(*normalise(names), **kwargs)
 
     def parse_args(  # type: ignore[override]
@@ -56,3 +55,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as an option's type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """`--checkpoint`, `--which`, `--device` and `--batch-size`."""
+    add = parser.add_argument
+    add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder or checkpoint file")
+    add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
+    add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
+    add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")

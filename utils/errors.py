@@ -6,39 +6,40 @@ import sys
 import traceback
 from collections.abc import Callable
 
-EXIT_OK = 0
-EXIT_FAULT = 1  # a fault of ours
+EXIT_OK = 0  # 1: a fault of ours
 EXIT_USER = 2  # the user's input or environment
 EXIT_SIGNAL = 3  # stopped by a signal, after saving
 EXIT_HALTED = 4  # training stopped itself
 
 
-class UserError(ValueError):
+class Expected(Exception):
+    """What `run_cli` prints as one line: no fault of ours."""
+
+    exit_code: int
+    of_rank: int | None = None  # raised on all ranks because of this one: rank 0 prints it
+
+    def __init__(self, message: str, *, rank_specific: bool = False, quiet: bool = False) -> None:
+        super().__init__(message)
+        self.rank_specific = rank_specific  # other ranks do not raise the same: print it whatever the rank
+        self.quiet = quiet  # another process tells the user
+
+
+class UserError(Expected, ValueError):
     """Bad input or environment. The message is one line: the file, key or rank at fault, then the remedy."""
 
     exit_code = EXIT_USER
 
-    def __init__(self, message: str, *, rank_specific: bool = False) -> None:
-        super().__init__(message)
-        self.rank_specific = rank_specific  # other ranks do not raise the same: print it whatever the rank
-        self.of_rank: int | None = None  # raised on all ranks because of this one: rank 0 prints it
 
-
-class StoppedBySignal(Exception):
+class StoppedBySignal(Expected):
     """Training was asked to stop and has saved its state."""
 
     exit_code = EXIT_SIGNAL
 
 
-class TrainingHalted(RuntimeError):
+class TrainingHalted(Expected, RuntimeError):
     """Training cannot go on (non-finite cap, lost rank, memory, disk); the last checkpoint is intact."""
 
     exit_code = EXIT_HALTED
-
-    def __init__(self, message: str, *, rank_specific: bool = False, quiet: bool = False) -> None:
-        super().__init__(message)
-        self.rank_specific = rank_specific  # as UserError's
-        self.quiet = quiet  # another process tells the user
 
 
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
@@ -55,14 +56,13 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     except BrokenPipeError:  # the reader of our output has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return 128 + signal.SIGPIPE
-    except (UserError, StoppedBySignal, TrainingHalted) as error:
+    except Expected as error:
         if debug:
             traceback.print_exc()
         rank = os.environ.get("RANK", "0")
-        of_rank = getattr(error, "of_rank", None)
-        told = rank == "0" or (of_rank is None and getattr(error, "rank_specific", False))
-        rank = rank if of_rank is None else str(of_rank)
-        if told and not getattr(error, "quiet", False):
+        told = rank == "0" or (error.of_rank is None and error.rank_specific)
+        rank = rank if error.of_rank is None else str(error.of_rank)
+        if told and not error.quiet:
             label = "stopped" if isinstance(error, StoppedBySignal) else "error"
             where = f" on rank {rank}" if rank != "0" else ""
             print(f"{label}{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

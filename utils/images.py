@@ -14,11 +14,7 @@ ImageArray = torch.Tensor | np.ndarray
 
 
 def to_numpy(images: ImageArray) -> np.ndarray:
-    """Return uint8 images [n, C, H, W] as NumPy on the CPU.
-
-    Raises:
-        ValueError: another type than uint8, or another shape than [n, 1 or 3, H, W].
-    """
+    """uint8 images [n, C, H, W] as NumPy on the CPU. Raises ValueError for another type or shape (C is 1 or 3)."""
     array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else np.asarray(images)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[1] not in (1, 3):
         raise ValueError(f"expected uint8 images [n, 1 or 3, H, W], got {array.dtype} {list(array.shape)}")
@@ -35,8 +31,7 @@ def grid(
 ) -> np.ndarray:
     """Lay images out in rows, left to right and top to bottom; returns uint8 [H', W', C].
 
-    Raises:
-        ValueError: no images, a wrong type or shape, or a number below its least value.
+    Raises ValueError for no images, a wrong type or shape, or a number below its least value.
     """
     array = to_numpy(images)
     count, channels, height, width = array.shape
@@ -49,8 +44,7 @@ def grid(
         (rows * (height + padding) - padding, columns * (width + padding) - padding, channels), background, np.uint8
     )
     for index, image in enumerate(array.transpose(0, 2, 3, 1)):
-        top = index // columns * (height + padding)
-        left = index % columns * (width + padding)
+        top, left = index // columns * (height + padding), index % columns * (width + padding)
         canvas[top : top + height, left : left + width] = image.repeat(scale, axis=0).repeat(scale, axis=1)
     return canvas
 
@@ -60,16 +54,3 @@ def save_png(image: np.ndarray, path: str | Path) -> None:
     buffer = io.BytesIO()
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     write_atomic(path, buffer.getvalue())
-
-
-def save_grid(
-    images: ImageArray,
-    path: str | Path,
-    *,
-    columns: int | None = None,
-    scale: int = 1,
-    padding: int = 0,
-    background: int = 255,
-) -> None:
-    """Write `grid(images, ...)` to a PNG file, atomically; makes missing folders."""
-    save_png(grid(images, columns=columns, scale=scale, padding=padding, background=background), path)

@@ -82,10 +82,9 @@ def fire(step: int, *, rank: int) -> None:
             os.kill(os.getpid(), signum)
     if due("sleep", step, rank=rank):
         time.sleep(3600)
-    if due("raise", step, rank=rank):
-        raise RuntimeError(f"asked for by {VARIABLE}")
-    if due("oom", step, rank=rank):
-        raise MemoryError(f"asked for by {VARIABLE}")
+    for kind, error in (("raise", RuntimeError), ("oom", MemoryError)):
+        if due(kind, step, rank=rank):
+            raise error(f"asked for by {VARIABLE}")
 
 
 def kill_at(kind: str, step: int, *, rank: int) -> None:

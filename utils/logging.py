@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,6 @@ from utils.files import replace_file
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.utils.tensorboard import SummaryWriter
 
 SECONDS_BETWEEN_LINES = 30.0
 Metrics = dict[str, float | int]
@@ -61,25 +60,20 @@ class Events:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add the values of `step`."""
-
-        def write(writer: "SummaryWriter") -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, value, step)
-
-        self._call(write)
+        for name, value in values.items():
+            self._call("add_scalar", name, value, step)
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """Add a uint8 [H, W] or [H, W, 3] image."""
-        form = "HW" if pixels.ndim == 2 else "HWC"
-        self._call(lambda writer: writer.add_image(name, pixels, step, dataformats=form))
+        self._call("add_image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
     def graph(self, model: "nn.Module", inputs: Any) -> None:
         """Trace a model and add its graph; a writer keeps one."""
-        self._call(lambda writer: writer.add_graph(model, inputs, use_strict_trace=False))
+        self._call("add_graph", model, inputs, use_strict_trace=False)
 
     def close(self) -> None:
         """Flush everything to the disk."""
-        self._call(lambda writer: writer.close())
+        self._call("close")
         self._writer = None
 
     def drop(self) -> None:
@@ -91,11 +85,12 @@ class Events:
             with suppress(OSError):
                 inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
 
-    def _call(self, write: Callable[["SummaryWriter"], None]) -> None:
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
+        """A method of the writer, while there is one."""
         if self._writer is None:
             return
         try:
-            write(self._writer)
+            getattr(self._writer, method)(*arguments, **options)
         except OSError as error:  # of this call, or of the thread that wrote an earlier one
             self._refuse(error)
 
@@ -141,9 +136,8 @@ class RunLog:
         cut_back(self._path, step)
         if self._tensorboard:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
-        self._bar = tqdm(
-            total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0, disable=None
-        )
+        shown: Any = {"unit": "step", "dynamic_ncols": True, "mininterval": 1.0, "disable": None}
+        self._bar = tqdm(total=self._total, initial=step, **shown)
 
     def advance(self) -> None:
         """One step is done."""
@@ -161,9 +155,7 @@ class RunLog:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
         self._progress_line(step, metrics)
-        losses = {
-            key.removeprefix("loss/"): f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")
-        }
+        losses = {key[5:]: f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
 
@@ -233,12 +225,9 @@ def cut_back(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row["step"] <= step:
-            kept.append(line + "\n")
+        with suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
     content = "".join(kept).encode()
     if path.read_bytes().startswith(content):
         os.truncate(path, len(content))  # which a full disk does not refuse

@@ -65,14 +65,10 @@ class RunFolder:
         config = self.path / "config.yaml"
         if config.is_file():
             return of_today(read_yaml(config))
-        strangers = (
-            sorted(p.name for p in self.path.iterdir() if not p.name.startswith(".")) if self.path.is_dir() else []
-        )
+        found = self.path.iterdir() if self.path.is_dir() else ()
+        strangers = ", ".join(sorted(p.name for p in found if not p.name.startswith("."))[:3])
         if strangers:
-            raise UserError(
-                f"{self.path}: is not empty and holds no run (found {', '.join(strangers[:3])}); choose another "
-                "--run-dir"
-            )
+            raise UserError(f"{self.path}: is not empty and holds no run (found {strangers}); choose another --run-dir")
         return None
 
     def accept_config(self, config: Tree, *, defaults: Tree | None = None) -> list[str]:

@@ -14,7 +14,7 @@ from PIL import Image
 from reporting.charts import line_chart, number, thin
 from reporting.report import LARGEST_SIDE, write_quickstart_report, write_report
 from reporting.run_files import read_run
-from utils.images import save_grid
+from utils.images import grid, save_png
 from utils.provenance import environment
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
@@ -82,8 +82,8 @@ def make_gan(folder: Path) -> Path:
     write(folder / "status.json", {"state": "finished", "step": 50, "reason": "", "exit_code": 0})
     write(folder / "checkpoints" / "last.json", {"file": "step-00000050.pt", "step": 50, "sha256": "0" * 64})
     for step in (0, 20, 50):
-        save_grid(sample_images(), folder / "samples" / f"step-{step:08d}.png")
-    save_grid(sample_images(), folder / "eval" / "samples.png")
+        save_png(grid(sample_images()), folder / "samples" / f"step-{step:08d}.png")
+    save_png(grid(sample_images()), folder / "eval" / "samples.png")
     distance = {"extractor": "resnet50", "frechet": 1869.25, "kernel": 1.5, "floor": 60.875, "kernel_floor": None}
     evaluation = {
         "checkpoint": "runs/gan/checkpoints/step-00020000.pt",
@@ -117,7 +117,7 @@ def make_classifier(folder: Path) -> Path:
     per_class = {"Shirt": {"precision": 0.725, "recall": None, "f1": 0.7, "support": 200}}
     evaluation = {"accuracy": 0.8975, "top5_accuracy": None, "ece": 0.0213, "per_class": per_class}
     write(folder / "eval" / "metrics.json", evaluation)
-    save_grid(sample_images(), folder / "eval" / "confusion.png")
+    save_png(grid(sample_images()), folder / "eval" / "confusion.png")
     return folder
 
 

@@ -2,8 +2,7 @@ import argparse
 
 import pytest
 
-from utils.arguments import add_model_options, positive
-from utils.cli import Parser, did_you_mean, normalise
+from utils.cli import Parser, add_model_options, did_you_mean, normalise, positive
 from utils.errors import UserError
 
 

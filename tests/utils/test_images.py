@@ -5,7 +5,7 @@ from PIL import Image
 
 from utils.errors import UserError
 from utils.files import write_atomic
-from utils.images import grid, save_grid
+from utils.images import grid, save_png
 
 
 def sample_images(n, channels=1, height=2, width=3):
@@ -37,7 +37,7 @@ def test_default_is_about_square():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
     path = tmp_path / "new" / "grid.png"
-    save_grid(sample_images(4, channels=channels), path, columns=2)
+    save_png(grid(sample_images(4, channels=channels), columns=2), path)
     with Image.open(path) as image:
         pixels = np.asarray(image).reshape(4, 6, channels)
     np.testing.assert_array_equal(pixels, grid(sample_images(4, channels=channels), columns=2))

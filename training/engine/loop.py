@@ -133,7 +133,7 @@ class Loop:
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step)
-        with self.signals:
+        with self.signals.listening():
             try:
                 self._show_start()
                 self._tick_started, self._tick_step = time.perf_counter(), self.step

@@ -3,33 +3,23 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any
 
 from utils.distributed import collectives
-from utils.distributed.launch import hangup_is_ignored
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+from utils.distributed.launch import handling, obeyed_signals
 
 
 class StopSignals:
-    """Inside the block the first signal is kept for `agreed`, and a second one ends the process at once.
-
-    `saved_step`: gives the step of the last checkpoint, for the message.
-    """
+    """`saved_step`: gives the step of the last checkpoint, for the message."""
 
     def __init__(self, saved_step: Callable[[], int]) -> None:
         self._saved_step = saved_step
         self._received = 0
-        self._handlers: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> None:
-        obeyed = [signum for signum in STOP_SIGNALS if not hangup_is_ignored(signum)]
-        self._handlers = {signum: signal.signal(signum, self._receive) for signum in obeyed}
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside the block the first signal is kept for `agreed`, and a second one ends the process at once."""
+        return handling(self._receive, obeyed_signals())
 
     def agreed(self) -> int:
         """The signal that a rank has received, the same on all ranks; 0: none has."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from utils.distributed.rendezvous import fresh_store
 from utils.errors import UserError
+from utils.tensors import by_device
 
 T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
@@ -69,9 +70,7 @@ def choose_device(requested: str | None, *, several: bool = False) -> torch.devi
 
 
 def own_devices(device: torch.device) -> list[torch.device]:
-    """All devices that this process may use for one network, from `device` on: of those that are visible, each process
-    of this machine has as many. The CPU is one device.
-    """
+    """The devices of this process, `device` first: each process of this machine has as many. The CPU is one."""
     if device.type == "cpu":
         return [device]
     end = min(device.index + _devices_each(), torch.accelerator.device_count())
@@ -84,11 +83,10 @@ def _devices_each() -> int:
 
 
 def start(device: torch.device, timeout_seconds: float = 600, *, several: bool = False) -> None:
-    """Join the process group that the environment describes (torchrun's variables, or our launcher); alone:
-    nothing.
+    """Join the process group that the environment describes (torchrun's variables, or our launcher's), if any.
 
-    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control
-    messages. An operation that takes longer than `timeout_seconds` fails.
+    Tensors travel over the device's own backend (NCCL for CUDA, gloo for the CPU); gloo groups carry control messages.
+    An operation that takes longer than `timeout_seconds` fails.
     """
     global _control, _patient
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
@@ -96,13 +94,12 @@ def start(device: torch.device, timeout_seconds: float = 600, *, several: bool =
     backend = dist.get_default_backend_for_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     store = fresh_store(timeout)
-    rank_and_size = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if store is not None else (-1, -1)
     dist.init_process_group(
         backend,
         timeout=timeout,
         store=store,
-        rank=rank_and_size[0],
-        world_size=rank_and_size[1],
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
         # with a device given, NCCL refuses tensors of other devices; a process with several devices must not give one
         device_id=None if device.type == "cpu" or several else device,
     )
@@ -224,9 +221,7 @@ def gather_objects(value: T) -> list[T]:
 
 @contextmanager
 def raising_together() -> Iterator[None]:
-    """For work that each rank does by itself, without collective operations. If a rank raises UserError, all ranks
-    raise it; of several, the lowest rank's.
-    """
+    """Around work without collective operations: the lowest rank's UserError is raised on all ranks."""
     own: UserError | None = None
     try:
         yield
@@ -250,10 +245,7 @@ def average_(tensors: Iterable[Tensor]) -> None:
     """Replace floating-point tensors by their means over the ranks."""
     if world_size() == 1:
         return
-    buckets: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault(tensor.device, []).append(tensor)
-    for parts in buckets.values():
+    for (parts,) in by_device(tensors).values():
         flat = all_reduce_sum_(torch.cat([tensor.reshape(-1) for tensor in parts]))
         put_back(flat / world_size(), parts)
 
@@ -280,9 +272,7 @@ def fingerprints(parts: Mapping[str, Sequence[Tensor]], device: torch.device) ->
 
 
 def unequal_ranks(parts: Mapping[str, Sequence[Tensor]], device: torch.device) -> dict[str, list[int]]:
-    """Parts whose bits are not the same on all ranks, and which ranks have others than most (of two: rank 1); empty if
-    all are equal. A collective operation.
-    """
+    """Parts whose bits differ between ranks, and which ranks have others than most (of two: rank 1). Collective."""
     if world_size() == 1:
         return {}
     own = fingerprints(parts, device)

@@ -11,8 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -23,25 +23,28 @@ GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one proc
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
 REMEDY = "the same command resumes from the last checkpoint"
 SAME = "nothing was lost, the same command resumes"
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @contextmanager
-def leaving_on_signals() -> Iterator[None]:
-    """Where training does not listen itself (while it starts, and after its end), SIGTERM, SIGUSR1 and SIGHUP raise
-    StoppedBySignal.
-    """
+def handling(handler: Callable[[int, FrameType | None], object], signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Inside the block these signals go to `handler`."""
+    before = {signum: signal.signal(signum, handler) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, former in before.items():
+            signal.signal(signum, former)
+
+
+def leaving_on_signals() -> AbstractContextManager[None]:
+    """While training does not listen (at its start and end), SIGTERM, SIGUSR1 and SIGHUP raise StoppedBySignal."""
 
     def leave(signum: int, _frame: FrameType | None) -> NoReturn:
         raise StoppedBySignal(f"{signal.Signals(signum).name}; {SAME}")
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {signum: signal.signal(signum, leave) for signum in signals if signal.getsignal(signum) is signal.SIG_DFL}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    return handling(leave, [signum for signum in signals if signal.getsignal(signum) is signal.SIG_DFL])
 
 
 def parse_gpus(text: str) -> list[str]:
@@ -57,11 +60,12 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def hangup_is_ignored(signum: int) -> bool:
-    """Whether `signum` is SIGHUP and was ignored before this process started, as nohup does. Other ignored signals are
+def obeyed_signals() -> list[signal.Signals]:
+    """STOP_SIGNALS, but SIGHUP where it was ignored before this process started, as nohup does. Other ignored ones are
     obeyed: shells ignore SIGINT for background jobs, and cluster/slurm.sh ignores SIGUSR1 for torchrun.
     """
-    return signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN
+    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signum for signum in STOP_SIGNALS if not (deaf and signum == signal.SIGHUP)]
 
 
 def _free_port() -> int:
@@ -71,9 +75,7 @@ def _free_port() -> int:
 
 
 def launch(command: Sequence[str], processes: int) -> int:
-    """Run `python command...` as `processes` ranks; forwards signals; returns the first failing rank's exit code,
-    else 0.
-    """
+    """Run `python command...` as `processes` ranks, forward signals, return the first failing rank's exit code or 0."""
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -101,13 +103,8 @@ def launch(command: Sequence[str], processes: int) -> int:
             if child.poll() is None:
                 child.send_signal(signum)
 
-    heard = [signum for signum in FORWARDED if not hangup_is_ignored(signum)]
-    before = {signum: signal.signal(signum, forward) for signum in heard}
-    try:
+    with handling(forward, obeyed_signals()):
         return _wait(children, told)
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:

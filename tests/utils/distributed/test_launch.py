@@ -192,6 +192,6 @@ def test_signals_are_forwarded_once_to_every_rank(started, tmp_path, signum):
 
 
 def test_handlers_are_put_back(script):
-    before = [signal.getsignal(signum) for signum in launcher.FORWARDED]
+    before = [signal.getsignal(signum) for signum in launcher.STOP_SIGNALS]
     launch(script(""), 1)
-    assert [signal.getsignal(signum) for signum in launcher.FORWARDED] == before
+    assert [signal.getsignal(signum) for signum in launcher.STOP_SIGNALS] == before
