@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch._dynamo.exc import TorchDynamoException
 
-from utils.distributed import collectives
-from utils.logging import say
+from utils.logging import say_main
 
 CompileSetting = Literal["auto", "on", "off"]
 
@@ -38,9 +37,8 @@ class Compiled:
         try:
             found = self._run(*arguments, **options)
         except TorchDynamoException as error:  # InductorError is one of them
-            if collectives.is_main():
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                say(f"compile: {self.name} runs uncompiled ({reason[:160]})")
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            say_main(f"compile: {self.name} runs uncompiled ({reason[:160]})")
             self._run, self._trying = self.function, False
             return self._run(*arguments, **options)
         self._trying = False  # it works: later errors are not the compiler's

@@ -136,9 +136,7 @@ class RunConfig(Checked):
         return False
 
     def spans(self, resolution: int) -> list[tuple[int, int, int]]:
-        """(first step, px, global batch size) of every part of the training that has its own, for images of
-        `resolution` px.
-        """
+        """(first step, px, global batch size) of every part of the training; images have `resolution` px at most."""
         return [(0, resolution, self.batch_size)]
 
     @property
@@ -152,14 +150,10 @@ class RunConfig(Checked):
         return 1
 
     def share(self, world_size: int) -> int:
-        """Samples of the global batch that each process holds; raises UserError when they cannot be shared out
-        evenly.
-        """
+        """Samples of the global batch that each process holds. Raises UserError when that is no whole number."""
         if self.batch_size % world_size:
-            raise UserError(
-                f"batch_size {self.batch_size} cannot be shared by {world_size} processes; make it a multiple of "
-                f"{world_size}"
-            )
+            told = f"batch_size {self.batch_size} cannot be shared by {world_size} processes"
+            raise UserError(f"{told}; make it a multiple of {world_size}")
         return self.batch_size // world_size
 
     @property

@@ -1,6 +1,7 @@
 """The data of a run: opened, checked against each other, sampled and loaded as the config says."""
 
 import resource
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,10 +27,11 @@ OPEN_FILES = 96  # that a process needs besides the packed files: libraries, soc
 
 def open_training(config: DataConfig) -> Dataset:
     """The training images. Raises UserError naming the key."""
-    crop = None
-    if config.crop == "random":
-        crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect)
-    _check_given(config.path, "data.path")
+    if not config.path:
+        raise UserError(
+            "data.path is not set; pack images with `python -m data.pack SOURCE path.lmdb` and give --data.path FILE"
+        )
+    crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect) if config.crop == "random" else None
     check_open_files(sum(len(shard_paths(path)) for path in (config.path, config.val_path) if path))
     return Dataset(
         config.path,
@@ -52,14 +54,6 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
     )
 
 
-def _check_given(path: str | None, key: str) -> None:
-    if not path:
-        raise UserError(
-            f"{key} is not set; pack images with `python -m data.pack SOURCE {key.split('.')[1]}.lmdb` and give "
-            f"--{key} FILE"
-        )
-
-
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
     """Raise UserError unless the files hold images of one size and fit each other; warn of leaks."""
     if training.resolution == 0:
@@ -67,12 +61,10 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
             "--size N"
         )
-    _check_not_empty(training, "data.path")
-    _check_labels(training)
+    _check_records(training, "data.path", "pack some images")
     if held_out is None:
         return
-    _check_not_empty(held_out, "data.val_path")
-    _check_labels(held_out)
+    _check_records(held_out, "data.val_path", "pack some images, or leave it out")
     side, channels = held_out.meta.resolutions[-1], held_out.meta.channels
     scaled = config.data.resolution is not None or side in (0, training.resolution)  # as asked for, or not at all
     if channels != training.meta.channels or not scaled:
@@ -98,14 +90,10 @@ def _warn_of_leaks(config: DataConfig, training: Dataset, held_out: Dataset) -> 
         )
 
 
-def _check_not_empty(dataset: Dataset, key: str) -> None:
+def _check_records(dataset: Dataset, key: str, remedy: str) -> None:
+    """Raise UserError for no image, or a label that has no class: data.pack did not write that file."""
     if len(dataset) == 0:
-        remedy = "pack some images" + (", or leave it out" if key == "data.val_path" else "")
         raise UserError(f"{key} {dataset.path}: holds no image; {remedy}")
-
-
-def _check_labels(dataset: Dataset) -> None:
-    """Raise UserError for a label that has no class: its file was not written by data.pack."""
     wrong = np.flatnonzero((dataset.labels() < 0) | (dataset.labels() >= max(1, len(dataset.classes))))
     if len(wrong):
         raise UserError(
@@ -146,16 +134,14 @@ def check_open_files(shards: int) -> None:
 
 def sampling_weights(config: DataConfig, dataset: Dataset) -> "NDArray[np.float64] | None":
     """How often each record is seen in an epoch, relative to the others; None: each once. Raises UserError."""
-    weights = None
+    factors = []
     if config.sampling == "balanced":
-        weights = balanced_weights(dataset.labels(), dataset.classes)
+        factors.append(balanced_weights(dataset.labels(), dataset.classes))
     if config.class_rates:
-        rates = class_weights(dataset.labels(), dataset.classes, config.class_rates)
-        weights = rates if weights is None else weights * rates
+        factors.append(class_weights(dataset.labels(), dataset.classes, config.class_rates))
     if config.sample_weights:
-        given = load_sample_weights(config.sample_weights, len(dataset))
-        weights = given if weights is None else weights * given
-    return weights
+        factors.append(load_sample_weights(config.sample_weights, len(dataset)))
+    return reduce(np.multiply, factors) if factors else None
 
 
 def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:

@@ -34,9 +34,7 @@ class SpikeDetector:
         self.unusual = 0  # steps in a row that were not: so many of them are the new usual
 
     def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
-        """Take note of the values of updates `first`, `first` + 1, ...; the first spike among them: its update, its
-        value and the usual one.
-        """
+        """Note the values of updates from `first` on; the first spike: its update, its value and the usual one."""
         found = None
         for step, value in enumerate(values, first):
             if not math.isfinite(value):

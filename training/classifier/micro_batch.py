@@ -21,10 +21,12 @@ class MicroBatch:
         self.size = share if setting is None or setting == "auto" else min(setting, share)
 
     def parts(self) -> list[slice]:
-        """The share in as few parts as possible, of sizes that differ by one at most: a short last part would give
-        BatchNorm poor statistics.
+        """The share in as few slices as possible, as equal as can be: a short last one would give BatchNorm poor
+        statistics.
         """
-        return parts(self.share, self.size)
+        count = -(-self.share // self.size)
+        ends = [self.share * number // count for number in range(count + 1)]
+        return [slice(start, end) for start, end in pairwise(ends)]
 
     def look_again(self) -> None:
         """Other parameters train from now on: two steps tell what memory that takes, the optimizer's state included."""
@@ -49,10 +51,3 @@ class MicroBatch:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.size = min(int(state["size"]), self.share)
-
-
-def parts(share: int, size: int) -> list[slice]:
-    """range(share) in the fewest slices of at most `size`, as equal as can be."""
-    count = -(-share // size)
-    ends = [share * number // count for number in range(count + 1)]
-    return [slice(start, end) for start, end in pairwise(ends)]

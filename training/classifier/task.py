@@ -35,7 +35,7 @@ from utils import inject
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
-from utils.logging import say
+from utils.logging import say_main
 from utils.memory import ran_out
 from utils.ranges import Checked, Decay
 from utils.seeding import forked
@@ -74,10 +74,8 @@ class ClassifierConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model.split != "off" and self.compile == "on":
-            raise UserError(
-                "compile on cannot be combined with model.split: a compiled network is on one device; set compile auto "
-                "or off, or leave model.split out"
-            )
+            reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
+            raise UserError(f"compile on cannot be combined with model.split: {reason}")
 
     @property
     def several_devices(self) -> bool:
@@ -153,14 +151,13 @@ class ClassifierTask(Task):
         if config.model.weights is not None:
             with collectives.raising_together():  # each node may have files of its own
                 taken = load_pretrained(model)
-            if collectives.is_main():
-                say(taken)
+            say_main(taken)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
+        model = model.to(memory_format=layout)
         self.placement: Placement | None = None
         if config.model.split == "off":
-            model = model.to(device, memory_format=layout)  # type: ignore[call-overload]
+            model = model.to(device)
         else:
-            model = model.to(memory_format=layout)
             devices, reduced = collectives.own_devices(device), config.precision != "fp32"
             self.placement = place(model, devices, samples=self.micro.size, reduced=reduced)
         self.ema = EMA(model, buffers="average")
@@ -180,16 +177,13 @@ class ClassifierTask(Task):
         self.updater = Updater(self.model, rates, self.precision, config.steps, **more)
 
     def registry(self) -> dict[str, Any]:
-        """Name -> object with a state dict: all that a checkpoint must hold."""
         parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}
         return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
-        """Name -> network and example inputs, for summaries and TensorBoard's graph."""
         size = self.shape["resolution"]
-        return {
-            "classifier": (self.ema.model, (torch.zeros(1, self.shape["channels"], size, size, device=self.device),))
-        }
+        inputs = torch.zeros(1, self.shape["channels"], size, size, device=self.device)
+        return {"classifier": (self.ema.model, (inputs,))}
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         """One update at the global batch; the returned values add up over the ranks."""
@@ -250,9 +244,7 @@ class ClassifierTask(Task):
                 break
             if self.device.type != "cpu":
                 torch.accelerator.empty_cache()
-            told = self.micro.halve()
-            if collectives.is_main():
-                say(told)
+            say_main(self.micro.halve())
         return self._accumulate(batch, step)
 
     def _own_statistics(self) -> list[Tensor]:
@@ -315,21 +307,12 @@ class ClassifierTask(Task):
     def _prepared(self, images: Tensor, labels: Tensor, step: int, start: int) -> Prepared:
         """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
         config = self.config
-        images = draw_and_apply(
-            images, config.augment, seed=config.seed, step=step, start=start, global_batch=config.batch_size
-        )
+        draw: Any = {"seed": config.seed, "step": step, "start": start, "global_batch": config.batch_size}
+        images = draw_and_apply(images, config.augment, **draw)
         if not config.augment.mixes:
             return Prepared(images, labels)
-        mixing = draw_mixing(
-            config.augment,
-            seed=config.seed,
-            step=step,
-            start=start,
-            count=len(images),
-            global_batch=config.batch_size,
-            size=(images.shape[2], images.shape[3]),
-            device=images.device,
-        )
+        size = (images.shape[2], images.shape[3])
+        mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
         return Prepared(images, labels, partners(images), partners(labels), mixing)
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
@@ -342,9 +325,7 @@ class ClassifierTask(Task):
         return mix_images(images, others, mixing), Targets(labels, prepared.other_labels[rows], mixing.own)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
-        """At the start, the first training images as the network will see them; later there is nothing new to
-        show.
-        """
+        """At the start, the first training images as the network will see them; later nothing new."""
         if step:
             return None
         count = min(64, len(self.reader), self.config.batch_size)
@@ -357,11 +338,9 @@ class ClassifierTask(Task):
         return grid(((mixed + 1) * 127.5).round().to(torch.uint8).cpu())
 
     def images_at(self, step: int) -> int:
-        """Training images seen before update number `step`."""
         return step * self.config.batch_size
 
     def describe(self) -> dict[str, str]:
-        """Where the network lies, and what of it trains."""
         rows = {} if self.placement is None else {"split": self.placement.text()}
         trains = "; ".join(self.finetuning.describe())
         return rows | ({"what trains": trains} if trains else {})
@@ -372,22 +351,14 @@ class ClassifierTask(Task):
         return layer_table(network, inputs, self.finetuning, self.updater.config)
 
     def trains(self, name: str, parameter: str) -> bool:
-        """Whether the parameter is ever unfrozen."""
         return self.finetuning.begins[parameter] is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Figures of the average model on the held-out images; every rank takes its share. Empty without a
-        val_path.
-        """
+        """Of the average model, every rank taking its share of the held-out images; empty without a val_path."""
         if self.val_reader is None:
             return {}
-        found = evaluate_classifier(
-            self.ema.model,
-            self.val_reader,
-            batch_size=self.config.evaluation.batch_size,
-            rank=collectives.rank(),
-            world_size=collectives.world_size(),
-            reduce=collectives.all_reduce_sum_,
-            raising_together=collectives.raising_together,
-        )
+        ranks: Any = {"rank": collectives.rank(), "world_size": collectives.world_size()}
+        ranks |= {"reduce": collectives.all_reduce_sum_, "raising_together": collectives.raising_together}
+        size = self.config.evaluation.batch_size
+        found = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, **ranks)
         return {"accuracy": found["accuracy"], "ece": found["ece"]}

@@ -56,10 +56,9 @@ class CheckpointManager:
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
         taken = Snapshot(content, own=self.config.checkpoint.asynchronous)
-        if self.config.checkpoint.asynchronous:
-            self._background.start(lambda: self._write(taken, best))
-        else:
-            self._write(taken, best)
+        self._background.start(lambda: self._write(taken, best))
+        if not self.config.checkpoint.asynchronous:
+            self.wait()
 
     def _write(self, taken: Snapshot, best: dict[str, float | str] | None) -> None:
         folder, step, wanted = self.folder.checkpoints, taken.step, self.config.checkpoint
@@ -83,9 +82,7 @@ class CheckpointManager:
         self._background.wait()
 
     def failure(self) -> str:
-        """Why training must stop, the same on all ranks: a checkpoint that could not be written, where
-        `checkpoint.on_disk_full` is stop. Empty: go on.
-        """
+        """The checkpoint that could not be written, where training must stop at that; empty: go on. On all ranks."""
         if self.config.checkpoint.on_disk_full == "warn":
             return ""
         collectives.barrier()  # rank 0 may have waited for the disk
@@ -132,9 +129,7 @@ class CheckpointManager:
         return content
 
     def _catch_up(self, path: Path, best: dict[str, float]) -> None:
-        """Do what a kill between a checkpoint's appearance and the pointers to it has left undone. `best`: the metric
-        and value of the run's best step.
-        """
+        """Write the pointers that a kill after a checkpoint has left undone. `best`: its metric and value."""
         folder, step = self.folder.checkpoints, self.saved_step
         named = {which: (checkpoints.pointer(folder, which) or {}).get("file") for which in ("last", "best")}
         try:

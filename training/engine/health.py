@@ -1,6 +1,4 @@
-"""What is checked while a run trains: that all processes hold the same numbers, that no rank is missing, and why a
-step failed, in words.
-"""
+"""What is checked while a run trains: that no rank is missing or holds other numbers; and why a step failed."""
 
 import os
 import re
@@ -17,16 +15,14 @@ from training.base.config import RunConfig
 from training.optim.ema import EMA
 from utils import determinism, inject
 from utils.distributed import collectives
-from utils.distributed.heartbeat import Silent, silent_ranks
+from utils.distributed.heartbeat import silent_ranks
 from utils.distributed.launch import LAUNCHED, REMEDY
 from utils.errors import TrainingHalted
 from utils.memory import ran_out
 
 
 def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    """Part of the registry -> its tensors that are the same on all ranks: weights, averages, optimizers' moments, the
-    strength of ADA, the path-length mean.
-    """
+    """Part of the registry -> its tensors that are the same on all ranks: weights, averages, moments, strengths."""
     found = {}
     for name, part in registry.items():
         network = part.model if isinstance(part, EMA) else part
@@ -71,7 +67,7 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
     """Why a step failed and what to do, for failures that have nothing to do with the program; else None."""
     if ran_out(error):
         world = collectives.world_size()
-        auto = "; auto finds one" if config.can_halve else ""
+        auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
         return (
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world} process{'es' * (world > 1)}, "
             f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. Three "
@@ -96,12 +92,9 @@ def lost_rank(folder: Path, error: BaseException) -> TrainingHalted:
     found = silent_ranks(folder, world, own=rank)
     missing = {silent.rank for silent in found}
     speaks = rank == min(set(range(world)) - missing)
-    reason = _missing_text(found) or "the ranks lost touch with each other"
+    reason = "; ".join(silent.reason for silent in found[:4]) or "the ranks lost touch with each other"
+    reason += f"; and {len(found) - 4} more" if len(found) > 4 else ""
     # gloo begins with the place in its source, "[/.../pair.cc:545] "
     detail = shorten(re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ...")
     quiet = not speaks or (LAUNCHED in os.environ and bool(found) and all(silent.gone for silent in found))
     return TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
-
-
-def _missing_text(found: list[Silent]) -> str:
-    return "; ".join(silent.reason for silent in found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")

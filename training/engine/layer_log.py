@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,8 @@ class LayerLog:
             yield
         found = self._statistics.collect(over_ranks(self._statistics.packed()))
         if collectives.is_main():
-            self._write(step, found)
-
-    def _write(self, step: int, found: Mapping[str, float]) -> None:
-        if self._events is None:
-            self._events = Events(self._folder, purge_step=step)  # what a run that died wrote beyond
-        self._events.scalars(step, found)
+            self._events = self._events or Events(self._folder, purge_step=step)  # what a run that died wrote beyond
+            self._events.scalars(step, found)
 
     def close(self) -> None:
         """Flush everything to the disk."""
@@ -75,8 +72,4 @@ def over_ranks(packed: Tensor) -> Tensor:
         return packed
     everyone = packed.new_zeros(world, *packed.shape)
     everyone[collectives.rank()] = packed
-    parts = collectives.all_reduce_sum_(everyone)
-    merged = parts[0]
-    for part in parts[1:]:
-        merged = merge(merged, part)
-    return merged
+    return reduce(merge, collectives.all_reduce_sum_(everyone))

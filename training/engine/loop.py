@@ -34,9 +34,7 @@ from utils.run_folder import RunFolder
 
 
 class Loop:
-    """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best figure and the log
-    window.
-    """
+    """Trains `task` on `loader` and keeps the run folder; its own state is the step, the best figure and counters."""
 
     def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
@@ -51,9 +49,8 @@ class Loop:
         self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
         self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
         self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
-        self.log = RunLog(
-            folder.path, active=collectives.is_main(), tensorboard=config.log.tensorboard, total_steps=config.steps
-        )
+        main, tensorboard = collectives.is_main(), config.log.tensorboard
+        self.log = RunLog(folder.path, active=main, tensorboard=tensorboard, total_steps=config.steps)
         self.manager = CheckpointManager(config, folder, loader)
         self.layers = LayerLog(config.log, task.registry(), folder.path)
         self._fresh = True  # no step has been done by this process
@@ -205,9 +202,7 @@ class Loop:
             self._halt(reason, rank_specific=True)
 
     def _watch_metrics(self, metrics: dict[str, Tensor]) -> None:
-        """Add a step's metrics to the window. After this process's first step the time-outs become the usual ones, and
-        parameters that got no gradient are named.
-        """
+        """Add a step's metrics to the window; after this process's first step, look back on how it started."""
         watched = self.window.watched
         if watched is not None and watched not in metrics:
             names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
@@ -246,9 +241,7 @@ class Loop:
         )
 
     def _pause(self, action: Any) -> None:
-        """Do something that is not training; its time does not count in images per second. The ranks wait for one
-        another, as long as it takes.
-        """
+        """Do what is not training, not counted in images per second. The ranks wait for one another, however long."""
         started = time.perf_counter()
         action()
         collectives.barrier()
@@ -272,8 +265,7 @@ class Loop:
         if self.config.data.on_damage == "skip":
             self._collect_damage()
             row["damaged_records"] = len(self.damaged)
-        self.log.metrics(self.step, row)
-        self._warn(row)
+        self._write_row(row)
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         self._check_saving()
@@ -284,6 +276,11 @@ class Loop:
                 "the last checkpoint"
             )
         self._look_for_spikes(values)
+
+    def _write_row(self, row: Metrics) -> None:
+        self.log.metrics(self.step, row)
+        for line in self.task.warnings(self.step, row):
+            say_main(f"warning: step {self.step}: {line}")
 
     def _look_for_spikes(self, values: list[float]) -> None:
         """`values` of the watched metric in the steps up to here."""
@@ -323,14 +320,8 @@ class Loop:
             f"{self.config.spikes.limit})"
         )
 
-    def _warn(self, row: Metrics) -> None:
-        for line in self.task.warnings(self.step, row):
-            say_main(f"warning: step {self.step}: {line}")
-
     def _halt(self, reason: str, *, rank_specific: bool = False) -> NoReturn:
-        """Training stops itself: the reason goes into status.json and to the user; exit code 4. `rank_specific`: the
-        others do not know.
-        """
+        """Stop by itself: exit code 4, the reason in status.json too. `rank_specific`: the others do not know it."""
         self.folder_status("failed", reason, TrainingHalted.exit_code)
         raise TrainingHalted(reason, rank_specific=rank_specific)
 
@@ -357,8 +348,7 @@ class Loop:
             self._halt(f"the evaluation at step {self.step} failed: {error}")
         if figures:
             row: Metrics = {f"val/{name}": value for name, value in figures.items()}
-            self.log.metrics(self.step, row)
-            self._warn(row)
+            self._write_row(row)
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
         value = figures.get(self.task.best_metric)
         best: dict[str, float | str] | None = None
@@ -382,9 +372,8 @@ class Loop:
         name = signal.Signals(signum).name
         saved = collectives.broadcast_object(self.manager.saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)
-        raise StoppedBySignal(
-            f"{name} at step {self.step}; saved at step {saved}. The same command resumes from there."
-        )
+        told = f"{name} at step {self.step}; saved at step {saved}. The same command resumes from there."
+        raise StoppedBySignal(told)
 
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
         """Write status.json (rank 0), unless the disk is full."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,10 +43,8 @@ class Sweep:
         if self.steps < FEWEST:
             raise UserError(f"--lr-find-steps {self.steps}: a curve needs {FEWEST} steps or more")
         if not 0 < self.first < self.last < math.inf:
-            raise UserError(
-                f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}: the first rate must be positive and below "
-                "the last"
-            )
+            given = f"--lr-find-from {self.first:g}, --lr-find-to {self.last:g}"
+            raise UserError(f"{given}: the first rate must be positive and below the last")
 
     def rate(self, step: int) -> float:
         """The rate of update number `step` (from 0)."""
@@ -70,10 +67,8 @@ class Found:
 
     @property
     def option(self) -> float | None:
-        """The suggestion as a value of `optimizer.lr`.
-
-        The steepest fall and not fastai's valley: noise moves the valley's foot through the flat part of the curve, far
-        below the rates that train well.
+        """The suggestion as a value of `optimizer.lr`: the steepest fall and not fastai's valley, whose foot noise
+        moves through the flat part of the curve, far below the rates that train well.
         """
         return None if self.steepest is None else float(f"{self.steepest * self.scale:.2g}")
 
@@ -119,11 +114,10 @@ def _sweep(loop: Loop, sweep: Sweep, set_rate: Callable[[float], None]) -> Found
         if not math.isfinite(loss):
             found.stopped = "the loss was not finite"
             break
+        smoothed = mean.add(loss)
         if number == 0:
             found.start_loss = loss
-            mean.add(loss)
             continue
-        smoothed = mean.add(loss)
         found.rates.append(sweep.rate(number - 1))
         found.losses.append(loss)
         found.smoothed.append(smoothed)
@@ -192,13 +186,9 @@ def _random_states(device: torch.device) -> Iterator[None]:
 
 def write(found: Found, folder: Path) -> None:
     """Write the curve as an image and as numbers into the run folder. Raises UserError when the disk refuses."""
-    document = {key: _plain(value) for key, value in asdict(found).items()}
-    write_atomic(folder / NUMBERS, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    numbers = asdict(found) | {"start_loss": found.start_loss if math.isfinite(found.start_loss) else None}
+    write_atomic(folder / NUMBERS, f"{json.dumps(numbers, indent=1, allow_nan=False)}\n".encode())
     write_atomic(folder / IMAGE, draw(found))
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw(found: Found) -> bytes:
@@ -209,17 +199,16 @@ def draw(found: Found) -> bytes:
     axes = figure.add_subplot()
     axes.plot(found.rates, found.losses, color="0.75", linewidth=1, label="loss")
     axes.plot(found.rates, found.smoothed, color="C0", linewidth=2, label="smoothed")
-    marks = (("steepest (suggested)", found.steepest, "C3", "-"), ("valley", found.valley, "C2", "--"))
-    for name, rate, colour, style in (*marks, ("minimum / 10", found.below_minimum, "C4", ":")):
+    rates = (found.steepest, found.valley, found.below_minimum)
+    marks = (("steepest (suggested)", "C3", "-"), ("valley", "C2", "--"), ("minimum / 10", "C4", ":"))
+    for rate, (name, colour, style) in zip(rates, marks, strict=True):
         if rate is not None:
             axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name} {rate:.2g}")
     if found.smoothed:
         low, high = min(found.losses), max(found.smoothed[0], found.start_loss)
         margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
         axes.set_ylim(low - margin, high + 4 * margin)
-    axes.set_xscale("log")
-    axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss of the next batch")
+    axes.set(xscale="log", xlabel="learning rate", ylabel="loss of the next batch")
     axes.set_title(found.stopped, fontsize=9)
     axes.legend(fontsize=8)
     buffer = io.BytesIO()

@@ -71,9 +71,8 @@ def plan_rows(
     else:
         rows["levels"] = levels_text(reader, [side for _, side, _ in spans])
     if max(size for _, _, size in spans) > len(reader):
-        rows["warning"] = (
-            f"batch larger than the data set: each batch holds repeats; make batch_size at most {len(reader)}"
-        )
+        remedy = f"make batch_size at most {len(reader)}"
+        rows["warning"] = f"batch larger than the data set: each batch holds repeats; {remedy}"
     rows["length"] = f"{config.steps:,} steps = {images:,} images = {images / len(reader):.1f} epochs"
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
@@ -82,11 +81,8 @@ def plan_rows(
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     saving = config.checkpoint
-    for_good = f", and every {saving.keep_every} for good" if saving.keep_every else ""
-    rows["checkpoint"] = (
-        f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept and the best"
-        f"{for_good}"
-    )
+    rows["checkpoint"] = f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept"
+    rows["checkpoint"] += " and the best" + (f", and every {saving.keep_every} for good" if saving.keep_every else "")
     return rows
 
 
@@ -99,10 +95,8 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
     if config.warmup_steps:
         text += f" after {config.warmup_steps} warm-up steps"
     if config.schedule != "constant":
-        marks = ", ".join(
-            f"{config.lr_at(step, steps):.2g} at {step}" for step in (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
-        )
-        text += f", {config.schedule}: {marks}"
+        shown = (steps // 4, steps // 2, 3 * steps // 4, steps - 1)
+        text += f", {config.schedule}: " + ", ".join(f"{config.lr_at(step, steps):.2g} at {step}" for step in shown)
     for key, value in (("norm", config.clip_norm), ("value", config.clip_value), ("ratio", config.clip_adaptive)):
         text += f", clipped at {key} {value:g}" if value else ""
     return text
@@ -142,23 +136,21 @@ def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
     Measured by doing both, so that activation checkpointing and what does not train count as they are.
     """
+
+    def drop_gradient(parameter: Tensor) -> None:
+        parameter.grad = None
+
     for parameter in network.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+            parameter.register_post_accumulate_grad_hook(drop_gradient)
     with PeakBytes([*network.parameters(), *network.buffers(), *inputs]) as bytes_:
         outputs = [x for x in tree_leaves(network(*inputs)) if isinstance(x, Tensor) and x.requires_grad]
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     return bytes_.peak
 
 
-def _drop_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
 def model_summary(task: Task, name: str, micro: int) -> str:
-    """Layers with output shapes and parameters of one of the task's networks, and the memory of a training step at this
-    micro-batch.
-    """
+    """A network's layers with output shapes and parameters, and the memory of a training step at this micro-batch."""
     network, inputs = task.networks()[name]
     layers = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
     clone = copy.deepcopy(network).train()  # a forward pass changes statistics
@@ -178,12 +170,6 @@ def model_summary(task: Task, name: str, micro: int) -> str:
 def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchinfo counts multiply-adds with deprecated calls
-        info = torchinfo.summary(
-            network,
-            input_data=list(inputs),
-            depth=4,
-            verbose=0,
-            col_names=("output_size", "num_params"),
-            row_settings=("var_names",),
-        )
+        shown: Any = {"col_names": ("output_size", "num_params"), "row_settings": ("var_names",)}
+        info = torchinfo.summary(network, input_data=list(inputs), depth=4, verbose=0, **shown)
     return str(info).split("Total mult-adds")[0].rstrip("=\n ")  # it sees modules only, not the functional layers

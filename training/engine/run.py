@@ -73,16 +73,16 @@ def train(
         collectives.stop(lost=lost)
 
 
-def _start_process(config: RunConfig, device: str | None) -> torch.device:
+def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     """Settings of this process, and its place in the group; returns its device."""
-    torch_device = collectives.choose_device(device, several=config.several_devices)
-    if torch_device.type == "cpu":
+    device = collectives.choose_device(requested, several=config.several_devices)
+    if device.type == "cpu":
         keep_freed_memory()
     if config.deterministic:
         determinism.switch_on()
     inject.check()
-    collectives.start(torch_device, config.distributed.start_timeout, several=config.several_devices)
-    return torch_device
+    collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
+    return device
 
 
 def _lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
@@ -102,8 +102,8 @@ def default_folder(config_file: Path) -> Path:
 
 def _of_a_run(config_file: Path) -> bool:
     """Whether it is the config.yaml of a run folder."""
-    marks = ("checkpoints", "status.json")
-    return config_file.name == "config.yaml" and any((config_file.parent / mark).exists() for mark in marks)
+    marks = [config_file.parent / mark for mark in ("checkpoints", "status.json")]
+    return config_file.name == "config.yaml" and any(mark.exists() for mark in marks)
 
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
@@ -124,9 +124,8 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
     taken = None
     if donor is not None:
-        taken = transfer.transfer(
-            donor, task.registry(), resolution=task.shape["resolution"], classes=reader.meta.classes
-        )
+        resolution = task.shape["resolution"]
+        taken = transfer.transfer(donor, task.registry(), resolution=resolution, classes=reader.meta.classes)
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
     rows = preflight.plan_rows(config, task, reader, val_reader, reading, device)
@@ -134,7 +133,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     if taken is not None:
         say_main(taken)
     loop = Loop(config, task, loader, folder)
-    loop.origin = None if donor is None else donor.state_dict()
+    loop.origin = None if donor is None else donor._asdict()
     return loop
 
 
@@ -191,8 +190,7 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
             raise  # the loop has written the status
         except BaseException as error:
             if not collectives.is_peer_error(error):
-                told = f"{type(error).__name__}: {error}".split("\n")[0]
-                loop.folder_status("failed", told, getattr(error, "exit_code", 1))
+                loop.folder_status("failed", _one_line(error), getattr(error, "exit_code", 1))
             raise
     finished = loop.finished
     why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
@@ -223,19 +221,21 @@ def _signs_of_life(loop: Loop) -> Iterator[None]:
     loop.heartbeat.start()
     collectives.barrier()  # from here on everybody's file is there
     collectives.watch_while_waiting(look)
+    told, lost = None, False  # why it leaves, if it must not
     try:
         yield
     except StoppedBySignal:
-        loop.heartbeat.stop()
         raise
     except BaseException as error:
-        told = f"{type(error).__name__}: {error}".split("\n")[0]
-        loop.heartbeat.stop(told, lost_peer=collectives.is_peer_error(error))
+        told, lost = _one_line(error), collectives.is_peer_error(error)
         raise
-    else:
-        loop.heartbeat.stop()
     finally:
+        loop.heartbeat.stop(told, lost_peer=lost)
         collectives.watch_while_waiting(None)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def _check_profile(loop: Loop, count: int) -> None:

@@ -1,6 +1,6 @@
 """The registry of tasks: a third one is one more file and one more line here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +8,7 @@ from training.base.config import RunConfig
 from training.classifier.task import ClassifierConfig, ClassifierTask
 from training.gan.config import config_of
 from training.gan.task import GanTask
-from utils.cli import did_you_mean
+from utils.cli import Parser, did_you_mean
 from utils.config import Tree, build
 from utils.errors import UserError
 
@@ -37,16 +37,8 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
         hint = did_you_mean(str(name), list(TASKS)) if name else ""
         told = "has no key 'task'" if name is None else f"unknown task {name!r}{hint}"
         raise UserError(f"{source}: {told}; tasks are {', '.join(TASKS)}")
-    architecture = _overridden("architecture", overrides) or tree.get("architecture")
+    parser = Parser("train.py")
+    parser.add_argument("--architecture")
+    architecture = parser.parse_known(overrides)[0].architecture or tree.get("architecture")
     config = TASKS[name].config(*([str(architecture)] if architecture else []))
     return build(config, tree, overrides, source=source)
-
-
-def _overridden(key: str, overrides: Sequence[str]) -> str | None:
-    """The value that the command line gives to a top-level key, if it does."""
-    value = None
-    for option, following in zip(overrides, [*overrides[1:], ""], strict=False):
-        name, equals, given = option.partition("=")
-        if name == f"--{key}":
-            value = given if equals else following
-    return value

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from models.registry import DEFAULT
@@ -32,17 +31,12 @@ FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
 AT_THE_TOP = re.compile(r"(from_rgb|to_rgb)\.")
 
 
-@dataclass(frozen=True)
-class Donor:
-    """The checkpoint that a run starts from."""
+class Donor(NamedTuple):
+    """The checkpoint that a run starts from; the run's own checkpoints name it."""
 
     file: str
     step: int
     sha256: str
-
-    def state_dict(self) -> dict[str, Any]:
-        """For the checkpoints of the run: where it comes from."""
-        return {"file": self.file, "step": self.step, "sha256": self.sha256}
 
 
 @dataclass
@@ -54,9 +48,14 @@ class Fit:
     new: list[str] = field(default_factory=list)  # nothing of the donor has this name, or its layer does not fit
     unused: list[str] = field(default_factory=list)
 
+    def first_misfits(self, most: int, between: str = " ") -> list[str]:
+        """The first tensors of another shape, and their shapes."""
+        shown = {name: [" x ".join(map(str, s)) or "one number" for s in pair] for name, pair in self.misfits.items()}
+        return [f"{name}{between}{there} there, {here} here" for name, (there, here) in list(shown.items())[:most]]
+
     def lines(self) -> list[str]:
         """What was not taken, for a person."""
-        found = [f"does not fit: {n} {_shape(there)} there, {_shape(here)} here" for n, (there, here) in _first(self)]
+        found = [f"does not fit: {text}" for text in self.first_misfits(LINES)]
         if len(self.misfits) > LINES:
             found.append(f"does not fit: {len(self.misfits) - LINES} more")
         for label, names in (("stays new", self.new), ("left out", self.unused)):
@@ -65,14 +64,6 @@ class Fit:
             more = f" and {sum(parts.values()) - sum(list(parts.values())[:LINES])} more" * (len(parts) > LINES)
             found += [f"{label}: {shown}{more}"] if names else []
         return found
-
-
-def _first(fit: Fit) -> list[tuple[str, tuple[list[int], list[int]]]]:
-    return list(fit.misfits.items())[:LINES]
-
-
-def _shape(sizes: Sequence[int]) -> str:
-    return " x ".join(map(str, sizes)) or "one number"
 
 
 def _part(name: str) -> str:
@@ -87,12 +78,11 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
     Sets `config.init_from`: of a fresh run to the checkpoint's file, of one that goes on to what it was at its start,
     whatever is asked for now. Raises UserError for a file that is missing, damaged or of another task.
     """
-    init_from, donor = collectives.on_main(lambda: _find(config, folder))
-    config.init_from = init_from
-    return None if donor is None else Donor(**donor)
+    config.init_from, donor = collectives.on_main(lambda: _find(config, folder))
+    return donor
 
 
-def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, dict[str, Any] | None]:
+def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, Donor | None]:
     asked = config.init_from
     if checkpoints.newest_first(folder.checkpoints):
         if asked is not None:
@@ -113,8 +103,7 @@ def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, dict[str, A
             f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
             f"checkpoint of {here!r}, or set architecture to {there!r}"
         )
-    donor = Donor(file=str(path), step=content["step"], sha256=checkpoints.file_sha256(path))
-    return str(path), donor.state_dict()
+    return str(path), Donor(file=str(path), step=content["step"], sha256=checkpoints.file_sha256(path))
 
 
 def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:
@@ -131,40 +120,33 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
         for name, network in networks.items()
     }
     if not any(_has_weights(networks[name], sources) for name, (_, sources) in plans.items()):
+        misfits = [f"e.g. {name} {text}" for name, (fit, _) in plans.items() for text in fit.first_misfits(1, ": ")]
+        why = misfits[0] if misfits else "it has no tensors of their names"
         raise UserError(
-            f"--init-from {donor.file}: none of its weights fit the networks of this run ({_why(plans)}); give a "
-            "checkpoint of networks of the same size, or leave --init-from out"
+            f"--init-from {donor.file}: none of its weights fit the networks of this run ({why}); give a checkpoint of "
+            "networks of the same size, or leave --init-from out"
         )
     lines = [f"weights from {donor.file}, step {donor.step}:"]
     for name, (fit, sources) in plans.items():
-        _copy(networks[name], sources)
+        own = networks[name].state_dict()
+        for tensor, source in sources.items():
+            own[tensor].copy_(source)
         total = len(fit.taken) + len(fit.misfits) + len(fit.new)
         lines.append(f"  {name}: {len(fit.taken)} of {total} tensors taken")
         lines += [f"    {line}" for line in fit.lines()]
     for part in registry.values():
         if isinstance(part, Updater):
             part.reset()  # a schedule-free one keeps weights of its own
-    if list(classes) != content["classes"]:
-        lines.append(f"  {_about_classes(content['classes'], classes)}")
+    if len(classes) != (there := len(content["classes"])):
+        lines.append(f"  {there} classes there, {len(classes)} here: what belongs to a class starts anew")
+    elif list(classes) != content["classes"]:
+        lines.append("  the classes have other names: what a class has learned goes to the one of the same number here")
     return "\n".join(lines)
 
 
 def _has_weights(network: nn.Module, sources: Mapping[str, Tensor]) -> bool:
     """Whether a matrix or a filter is taken: numbers and biases that happen to fit are no transfer."""
     return any(name in sources for name, parameter in network.named_parameters() if parameter.ndim > 1)
-
-
-def _about_classes(there: Sequence[str], here: Sequence[str]) -> str:
-    if len(there) != len(here):
-        return f"{len(there)} classes there, {len(here)} here: what belongs to a class starts anew"
-    return "the classes have other names: what a class has learned goes to the one of the same number here"
-
-
-def _why(plans: Mapping[str, tuple[Fit, dict[str, Tensor]]]) -> str:
-    for name, (fit, _) in plans.items():
-        for tensor, (there, here) in _first(fit)[:1]:
-            return f"e.g. {name} {tensor}: {_shape(there)} there, {_shape(here)} here"
-    return "it has no tensors of their names"
 
 
 def networks_of(registry: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -208,7 +190,7 @@ def plan(
 
 
 def _layer(name: str) -> str:
-    """What a tensor is taken or left with: its layer; a tensor of the network itself stands alone."""
+    """What a tensor is taken or left with; a tensor of the network itself stands alone."""
     return name.rpartition(".")[0] or name
 
 
@@ -218,10 +200,3 @@ def by_resolution(name: str, network: str, resolution: int) -> str:
     if network == "discriminator" and listed:
         return f"{listed[1]}@{resolution >> int(listed[2])}.{name[listed.end() :]}"
     return f"{top[1]}s.{resolution}.{name[top.end() :]}" if top else name  # as progressive growing names the others
-
-
-@torch.no_grad()
-def _copy(network: nn.Module, sources: Mapping[str, Tensor]) -> None:
-    own = network.state_dict()
-    for name, tensor in sources.items():
-        own[name].copy_(tensor)

@@ -9,9 +9,7 @@ from utils.distributed import collectives
 
 
 class MetricWindow:
-    """Means of the steps' metrics since the last log tick; they stay on the device until `fold` collects them at
-    once. Of the metric `watched` every step's value is kept, too.
-    """
+    """Means of the metrics since the last log tick, on the device until `fold`. Of `watched` every value is kept."""
 
     def __init__(self, watched: str | None = None) -> None:
         self.watched = watched

@@ -7,7 +7,7 @@ import torch
 
 from data.dataset import Dataset
 from training.base.data import make_loader
-from training.classifier.micro_batch import MicroBatch, parts
+from training.classifier.micro_batch import MicroBatch
 from training.classifier.task import ClassifierTask, check_batches
 from training.engine.health import explain
 from training.engine.tasks import build_run_config
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("share", [1, 2, 7, 12, 64])
 def test_parts_are_few_whole_and_alike(share):
     for size in range(1, share + 1):
-        found = parts(share, size)
+        found = MicroBatch(size, share).parts()
         assert [row for rows in found for row in range(rows.start, rows.stop)] == list(range(share))
         lengths = [rows.stop - rows.start for rows in found]
         assert len(found) == -(-share // size)
@@ -29,7 +29,7 @@ def test_parts_are_few_whole_and_alike(share):
 
 
 def test_a_size_that_divides_gives_its_own_parts():
-    assert parts(12, 4) == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    assert MicroBatch(4, 12).parts() == [slice(0, 4), slice(4, 8), slice(8, 12)]
     for setting in (None, 99, "auto"):
         assert MicroBatch(setting, 12).parts() == [slice(0, 12)]
 
