@@ -155,9 +155,7 @@ def sweep(folder: Path) -> None:
 
 
 def forget_after(folder: Path, step: int) -> bool:
-    """Delete the checkpoints of later steps than `step`, and what points at them; False, and nothing is deleted, where
-    there is none to go back to.
-    """
+    """Delete checkpoints of later steps and pointers to them; False and nothing deleted where no other is left."""
     paths = newest_first(folder)
     kept = [path for path in paths if step_of(path) <= step]
     if not kept:

@@ -45,11 +45,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def building(path: Path) -> Iterator[Path]:
-    """`replacing` for a result that the user asked for; makes missing folders.
-
-    Raises:
-        UserError: the folder cannot be made or the file cannot be written (no permission, disk full, ...).
-    """
+    """`replacing` for a result that the user asked for; makes missing folders. Raises UserError if the disk refuses."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:

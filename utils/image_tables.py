@@ -1,21 +1,16 @@
 """Images in a PNG file with words beside, above or below them."""
 
-import io
 import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from utils.files import write_atomic
+from utils.images import save_png
 from utils.text import shorten
-
-if TYPE_CHECKING:
-    from PIL.ImageFont import FreeTypeFont
 
 TEXT, LINE = 11, 14  # px: height of letters, and from one line to the next
 WIDEST_NAME = 150  # px beside a row
@@ -105,9 +100,7 @@ def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], word
     draw = ImageDraw.Draw(drawn)
     for left, top, text, anchor in words:
         draw.text((left, top), text, fill=0, font=_font(), anchor=anchor)
-    buffer = io.BytesIO()
-    drawn.save(buffer, format="PNG")
-    write_atomic(path, buffer.getvalue())
+    save_png(np.atleast_3d(np.asarray(drawn)), path)
 
 
 def _fitting(text: str, width: float) -> str:
@@ -116,7 +109,7 @@ def _fitting(text: str, width: float) -> str:
 
 
 @cache
-def _font() -> "FreeTypeFont":
+def _font() -> ImageFont.FreeTypeFont:
     """The font that matplotlib brings along, so that images look alike everywhere."""
     from matplotlib.font_manager import findfont
 

@@ -9,17 +9,15 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from tqdm import tqdm
 
 from utils.distributed import collectives
 from utils.files import replace_file
-
-if TYPE_CHECKING:
-    from torch import nn
 
 SECONDS_BETWEEN_LINES = 30.0
 Metrics = dict[str, float | int]
@@ -67,7 +65,7 @@ class Events:
         """Add a uint8 [H, W] or [H, W, 3] image."""
         self._call("add_image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
-    def graph(self, model: "nn.Module", inputs: Any) -> None:
+    def graph(self, model: nn.Module, inputs: Any) -> None:
         """Trace a model and add its graph; a writer keeps one."""
         self._call("add_graph", model, inputs, use_strict_trace=False)
 
@@ -193,7 +191,7 @@ class RunLog:
         if self._events is not None:
             self._events.image(step, name, pixels)
 
-    def graph(self, name: str, model: "nn.Module", inputs: Any) -> None:
+    def graph(self, name: str, model: nn.Module, inputs: Any) -> None:
         """The model's graph for TensorBoard's graph tab."""
         if self._events is None or self._events.refused:
             return

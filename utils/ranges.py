@@ -69,7 +69,7 @@ def _check(key: str, value: Any, hint: Any) -> None:
         kind, inside = get_origin(plain) or plain, get_args(plain)
         if plain in (int, float) and isinstance(value, (int, float)):
             words = [word for other in arms for word in _words(other)]
-            _check_number(key, value, bounds, "".join(f", or {word}" for word in words))
+            _check_number(key, value, plain, bounds, "".join(f", or {word}" for word in words))
         elif kind is dict and isinstance(value, dict):
             for name, item in value.items():
                 _check(key, name, inside[0])
@@ -86,8 +86,9 @@ def _words(arm: Any) -> Sequence[str]:
     return get_args(arm) if get_origin(arm) is Literal else ["null"] if arm is type(None) else []
 
 
-def _check_number(key: str, value: float, bounds: list[Any], otherwise: str) -> None:
-    rule = "" if abs(value) < 2**63 else "a finite number below 2^63"  # nan is none either
+def _check_number(key: str, value: float, kind: type, bounds: list[Any], otherwise: str) -> None:
+    rule = "a whole number" if kind is int and isinstance(value, float) else ""
+    rule = rule if abs(value) < 2**63 else "a finite number below 2^63"  # nan is none either
     try:
         for bound in bounds:
             bound(value)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from training.base.config import DataConfig
 from training.classifier.task import ClassifierConfig
 from training.gan.config import GanConfig, config_of
 from utils.config import build, read_yaml, to_tree
@@ -63,6 +64,13 @@ def test_numbers_in_their_ranges_are_taken_and_stay_plain() -> None:
     assert Part(count="auto").count == "auto"
     assert build(Whole, {}, ["--size", "3", "--part.rate=1e-3"]) == Whole(size=3, part=Part(rate=1e-3))
     assert type(build(Whole, {}, ["--part.rate", "2"]).part.rate) is float
+
+
+def test_a_float_is_no_whole_number_where_a_config_is_built_in_python() -> None:
+    with pytest.raises(UserError, match=r"^data\.prefetch 3\.0: must be a whole number$"):
+        DataConfig(prefetch=3.0)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^data\.workers 2\.0: must be a whole number, or auto$"):
+        DataConfig(workers=2.0)  # type: ignore[arg-type]
 
 
 def test_the_message_has_the_key_that_was_given() -> None:

@@ -2,7 +2,7 @@
 
 import resource
 from functools import reduce
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs
 
@@ -49,9 +46,13 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
     """
     if not config.val_path:
         return None
-    return Dataset(
-        config.val_path, resolution=training.resolution or None, workers=training.workers, cache=config.cache == "ram"
-    )
+    size, cached = training.resolution or None, config.cache == "ram"
+    try:
+        return Dataset(config.val_path, resolution=size, workers=training.workers, cache=cached)
+    except UserError as error:
+        if Path(config.val_path).exists():
+            raise
+        raise UserError(f"data.val_path {error}, or leave it out: --data.val_path null") from None
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
@@ -132,8 +133,8 @@ def check_open_files(shards: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def sampling_weights(config: DataConfig, dataset: Dataset) -> "NDArray[np.float64] | None":
-    """How often each record is seen in an epoch, relative to the others; None: each once. Raises UserError."""
+def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
+    """How often each record is seen in an epoch, float64, relative to the others; None: once. Raises UserError."""
     factors = []
     if config.sampling == "balanced":
         factors.append(balanced_weights(dataset.labels(), dataset.classes))

@@ -58,9 +58,8 @@ class FineTuning:
     def __init__(self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
         self.model, self.config = model, config
         self.parameters = dict(model.named_parameters())
-        self._check_parts("finetune.freeze", config.freeze)
-        self._check_parts("finetune.unfreeze", config.unfreeze)
-        self._check_parts("finetune.stage_lr", config.stage_lr)
+        for key in ("freeze", "unfreeze", "stage_lr"):
+            self._check_parts(f"finetune.{key}", getattr(config, key))
         unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
         starts = {part: math.ceil(when * unit - 1e-9) for part, when in config.unfreeze.items()}
         self.begins = {name: self._begin(name, starts) for name in self.parameters}
@@ -103,13 +102,12 @@ class FineTuning:
         return self._last(starts, name, None) if starts else 0
 
     def _check_something_trains(self) -> None:
-        begins = [begin for begin in self.begins.values() if begin is not None]
-        if not begins:
+        first = min((begin for begin in self.begins.values() if begin is not None), default=None)
+        if first is None:
             raise UserError("finetune.freeze: nothing is left to train; leave a part out of it, e.g. head")
-        if min(begins):
-            raise UserError(
-                f"finetune.unfreeze: nothing trains before step {min(begins)}; let a part begin at 0, e.g. head: 0"
-            )
+        if first:
+            told = f"finetune.unfreeze: nothing trains before step {first}"
+            raise UserError(f"{told}; let a part begin at 0, e.g. head: 0")
 
     def trains(self, name: str, step: int) -> bool:
         """Whether update number `step` (from 0) changes the parameter."""
@@ -141,10 +139,9 @@ class FineTuning:
         groups = []
         for kind in dict.fromkeys(kinds.values()):
             members = [(name, self.parameters[name]) for name in kinds if kinds[name] == kind]
-            decayed = [(name, p) for name, p in members if p.ndim > 1]
-            free = [(name, p) for name, p in members if p.ndim <= 1]
-            groups.append({"params": decayed, "weight_decay": weight_decay, "lr_scale": kind[0]})
-            groups.append({"params": free, "weight_decay": 0.0, "lr_scale": kind[0]})
+            for decay, some in ((weight_decay, True), (0.0, False)):
+                chosen = [(name, p) for name, p in members if (p.ndim > 1) is some]
+                groups.append({"params": chosen, "weight_decay": decay, "lr_scale": kind[0]})
         return [group for group in groups if group["params"]]
 
     def describe(self) -> list[str]:

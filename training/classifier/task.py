@@ -167,6 +167,7 @@ class ClassifierTask(Task):
         self.model.train()  # and it stays so: only the average is evaluated
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
         self.replica: DistributedDataParallel | None = None  # the model where there are several processes
+        self.forward: Any = None  # the model or its replica, compiled where that is asked for
         self._wrapped_for: list[bool] = []  # which parameters trained when `_wrap` was last called
         weights = class_weight_list(config.loss, meta.classes, label_shares(config.data, reader))
         self.class_weights = None if weights is None else torch.tensor(weights, device=device)
@@ -210,12 +211,14 @@ class ClassifierTask(Task):
         trains = [parameter.requires_grad for parameter in self.model.parameters()]
         if trains == self._wrapped_for:
             return
-        self._wrapped_for, self.replica = trains, None
+        first, self._wrapped_for = not self._wrapped_for, trains
+        self.replica = self.forward = None  # the buckets of before go first
         self.updater.zero_grad()
         self.micro.look_again()
         if collectives.world_size() > 1:
             # no device_ids, be it one device or several: inputs are where they belong
-            self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            # weights travel once: later they are equal
+            self.replica = DistributedDataParallel(self.model, gradient_as_bucket_view=True, init_sync=first)
             self.replica.broadcast_buffers = False  # BatchNorm's are in step; the option's name depends on the version
             if self.config.distributed.compress == "bf16":
                 self.replica.register_comm_hook(None, bf16_compress_hook)

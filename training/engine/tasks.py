@@ -1,8 +1,7 @@
 """The registry of tasks: a third one is one more file and one more line here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from training.base.config import RunConfig
 from training.classifier.task import ClassifierConfig, ClassifierTask
@@ -13,8 +12,7 @@ from utils.config import Tree, build
 from utils.errors import UserError
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A task's configuration and the class that trains it."""
 
     config: Callable[..., type[RunConfig]]  # (architecture, where a recipe names one) -> its config class

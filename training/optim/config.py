@@ -51,9 +51,8 @@ class OptimizerConfig(Checked, section="optimizer"):
         super().__post_init__()
         clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
         if len(clipping) > 1:
-            raise UserError(
-                f"optimizer: {' and '.join(clipping)} are given; gradients are clipped in one way, keep one"
-            )
+            given = " and ".join(clipping)
+            raise UserError(f"optimizer: {given} are given; gradients are clipped in one way, keep one")
         for key in ("betas", "cycle_momentum"):
             pair = getattr(self, key)
             if pair is not None and len(pair) != 2:
@@ -99,9 +98,7 @@ class OptimizerConfig(Checked, section="optimizer"):
         return beta1, beta2 if self.beta2_final is None else cosine(beta2, self.beta2_final, step, steps)
 
     def lr_at(self, step: int, steps: int) -> float:
-        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, so nothing to
-        save.
-        """
+        """The rate of update number `step` (from 0) out of `steps`: a function of the step alone, nothing to save."""
         if self.schedule == "one-cycle":
             low, high, end = self.lr * self.cycle_start, self.lr, self.lr * self.final_lr
             rate = one_cycle(step, steps, rise=self.pct_start, start=low, peak=high, end=end)

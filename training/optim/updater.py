@@ -110,8 +110,7 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """One network's optimizer: adds up gradients over the ranks, unscales, clips, and steps unless they are not
-    finite.
+    """One network's optimizer: adds up gradients over the ranks, unscales, clips, and steps if they are finite.
 
     Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
     """
@@ -131,11 +130,8 @@ class Updater:
     ) -> None:
         if config.lr_batch_size is not None:
             raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
-        self.model, self.growing = model, growing
-        self.config = config
-        self.precision = precision
+        self.model, self.config, self.precision, self.growing, self.groups = model, config, precision, growing, groups
         self.steps = steps  # length of the schedules
-        self.groups = groups
         self.optimizer = build_optimizer(model, config, groups)
         self.lr_scales = [group.get("lr_scale", 1.0) for group in groups or self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -222,9 +218,7 @@ def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
 
 @torch.no_grad()
 def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped: Tensor) -> None:
-    """Put `before` back where the 0-d flag `skipped` is 1: a masked step must not leave its NaN in running
-    statistics.
-    """
+    """Put `before` back where the 0-d flag `skipped` is 1: a masked step's NaN must not stay in running statistics."""
     for device, (now, then) in by_device(tensors, before).items():
         masked = skipped.to(device) > 0
         for tensor, old in zip(now, then, strict=True):

@@ -38,7 +38,7 @@ def measure(
     Collective: every rank takes part, those without a `folder` write nothing.
     """
     before = peak_bytes(device)
-    state = Rewind(registry)
+    state, one_step = Rewind(registry), record_function("step")(step)
 
     def wait() -> None:
         if device.type != "cpu":
@@ -51,7 +51,7 @@ def measure(
             wait()
             clock = stack.enter_context(listening(PhaseClock(wait, time.perf_counter)))
             with phase(OTHER):  # its end is on the clock
-                went_on = all(_one(step) for _ in range(count))
+                went_on = all(one_step() for _ in range(count))
         state.rewind()
         return went_on, clock
 
@@ -69,11 +69,6 @@ def measure(
         text = summary(seconds, overhead, peak, operators(profiler, device), device)
         where = f"trace of the steps: {folder / TRACE} (open it at https://ui.perfetto.dev or in chrome://tracing)"
         write_atomic(folder / SUMMARY, f"{heading}\n\n{text}\n\n{where}\n".encode())
-
-
-def _one(step: Step) -> bool:
-    with record_function("step"):
-        return step()
 
 
 def tracer(device: torch.device) -> profile:

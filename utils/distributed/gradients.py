@@ -80,9 +80,7 @@ class GradientExchange:
 
 
 def buckets_of(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that train, each bucket of one device (models/model_parallel.py); the last parameter first, as backward
-    passes come to them.
-    """
+    """Those that train, the last first, as backward passes come to them; each bucket of one device (model.split)."""
     found: list[list[Tensor]] = []
     open_buckets: dict[torch.device, tuple[list[Tensor], int]] = {}
     for parameter in reversed([p for p in parameters if p.requires_grad]):
