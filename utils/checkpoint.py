@@ -244,10 +244,7 @@ def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | No
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:
-    """The checkpoint file that a run folder or a file name means.
-
-    For a run folder: what `checkpoints/<which>.json` names, else the newest. Raises UserError when there is none.
-    """
+    """The checkpoint of a run folder (that of `<which>.json`, else the newest) or a file. Raises UserError for none."""
     path = Path(run_or_file)
     if path.is_file():
         return path

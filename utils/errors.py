@@ -43,10 +43,7 @@ class TrainingHalted(Expected, RuntimeError):
 
 
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
-    """Call `main(argv)` and turn what it raises into one line on stderr and an exit code.
-
-    `--debug` anywhere in `argv` prints the traceback as well.
-    """
+    """Call `main(argv)`; what it raises becomes a line on stderr (`--debug`: a traceback too) and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     try:

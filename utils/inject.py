@@ -35,12 +35,10 @@ def _faults(text: str) -> list[Fault]:
     """Raises UserError for anything but rank:step:kind,..."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        rank, _, rest = part.partition(":")
-        step, _, kind = rest.partition(":")
+        rank, step, kind = (*part.split(":", 2), "", "")[:3]
         if not ((rank == "*" or rank.isdecimal()) and step.isdecimal() and kind in KINDS):
-            raise UserError(
-                f"{VARIABLE}={text}: {part!r} is not rank:step:kind, e.g. 1:20:kill; kinds: {', '.join(KINDS)}"
-            )
+            known = ", ".join(KINDS)
+            raise UserError(f"{VARIABLE}={text}: {part!r} is not rank:step:kind, e.g. 1:20:kill; kinds: {known}")
         found.append(Fault(None if rank == "*" else int(rank), int(step), kind))
     return found
 
@@ -71,10 +69,7 @@ def check() -> None:
 
 
 def fire(step: int, *, rank: int) -> None:
-    """Do to this process what is asked for at the beginning of update number `step`.
-
-    Raises RuntimeError for the kind `raise`, MemoryError for `oom`.
-    """
+    """Do what is asked for at the beginning of `step`. Raises RuntimeError for `raise`, MemoryError for `oom`."""
     if not asked():
         return
     for kind, signum in SIGNALS.items():

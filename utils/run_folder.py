@@ -21,10 +21,7 @@ BREAKING = re.compile(
 
 
 class RunFolder:
-    """A run's folder, locked for this process while open.
-
-    Raises UserError when it cannot be written, belongs to a running process, or holds something that is not a run.
-    """
+    """A run's folder, locked while open. Raises UserError when it cannot be written, is in use or holds no run."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -58,10 +55,7 @@ class RunFolder:
             self._lock = None
 
     def saved_config(self) -> Tree | None:
-        """The config of the run that is here, None in an empty folder.
-
-        Raises UserError for a folder that holds other things than a run.
-        """
+        """The config of the run that is here, None in an empty folder. Raises UserError where other things are."""
         config = self.path / "config.yaml"
         if config.is_file():
             return of_today(read_yaml(config))

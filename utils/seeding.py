@@ -1,7 +1,4 @@
-"""Randomness is derived, not carried: a key gives a seed, a seed gives a generator. Nothing else seeds.
-
-The table of every draw and its key is in docs/randomness.md.
-"""
+"""Randomness is derived, not carried: a key gives a seed, a seed a generator. docs/randomness.md lists every draw."""
 
 import hashlib
 from collections.abc import Iterator

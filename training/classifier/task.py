@@ -24,10 +24,9 @@ from training.base.compiled import Compiled, CompileSetting
 from training.base.config import RunConfig
 from training.base.data import check_same_classes, label_shares
 from training.base.task import Task
-from training.classifier.finetune import FineTuneConfig, FineTuning, plain
+from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
 from training.classifier.micro_batch import MicroBatch
-from training.classifier.summary import layer_table
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
 from training.profile.ranges import phase

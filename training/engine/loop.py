@@ -1,7 +1,4 @@
-"""The training loop: steps, cadence, signals, checkpoints and logging. It knows no model.
-
-A task owns its networks, optimizers, losses and evaluation; see `training.base.task`.
-"""
+"""The training loop: steps, cadence, signals, checkpoints, logging. It knows no model, see `training.base.task`."""
 
 import signal
 import time
@@ -105,10 +102,7 @@ class Loop:
             self._halt(reason)
 
     def resume(self) -> bool:
-        """Take the newest checkpoint of the run folder that can be read; False when there is none.
-
-        Raises UserError when it does not fit the data or the task.
-        """
+        """Take the newest checkpoint that can be read; False without one. Raises UserError when it does not fit."""
         content = self.manager.restore(self.registry())
         if content is None:
             return False

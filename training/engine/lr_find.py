@@ -217,10 +217,7 @@ def draw(found: Found) -> bytes:
 
 
 def text(found: Found, folder: Path) -> str:
-    """What was found, for a person; the suggestion is the option to type.
-
-    Raises UserError when the curve suggests no rate.
-    """
+    """What was found, for a person, with the option to type. Raises UserError when the curve suggests no rate."""
     tried = f"{found.rates[0]:.2g} to {found.rates[-1]:.2g}" if found.rates else "the first on"
     if found.option is None or found.valley is None or found.below_minimum is None:
         raise UserError(

@@ -107,10 +107,7 @@ def _of_a_run(config_file: Path) -> bool:
 
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
-    """Check everything that can be checked before the first step and build the loop. Nothing is written.
-
-    Raises UserError with the remedy.
-    """
+    """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
     collectives.on_main(lambda: _accept_config(folder, config) and None)
     with collectives.raising_together():  # each node may have files of its own
         reader = data.open_training(config.data)

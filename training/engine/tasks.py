@@ -26,10 +26,7 @@ TASKS = {
 
 
 def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
-    """The config dataclass of the task that `tree["task"]` names, overridden from the command line.
-
-    Raises UserError for a missing or unknown task and for whatever the config refuses.
-    """
+    """The config of the task that `tree["task"]` names, with overrides. Raises UserError for what is wrong in it."""
     name = tree.get("task")
     if not isinstance(name, str) or name not in TASKS:
         hint = did_you_mean(str(name), list(TASKS)) if name else ""

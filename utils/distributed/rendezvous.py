@@ -17,10 +17,7 @@ LOOK_SECONDS = 0.05
 
 
 def fresh_store(timeout: timedelta) -> dist.Store | None:
-    """The launcher's store as this start of the processes alone sees it; None where the launcher keeps none.
-
-    Raises DistStoreError when the others do not come within `timeout`.
-    """
+    """The launcher's store as this start alone sees it; None without one. Raises DistStoreError after `timeout`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
