@@ -8,15 +8,12 @@ import os
 
 import torch
 
-# cuBLAS takes its workspace's layout from here, and only when it starts
-CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 REFUSED = "does not have a deterministic implementation"
 
 
 def switch_on() -> None:
     """Choose deterministic algorithms in this process, before its first step; an operation that has none raises."""
-    for name, value in CUBLAS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks here when it starts, and only then
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
     torch.backends.cudnn.deterministic = True

@@ -15,7 +15,9 @@ def available_bytes() -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     limit = CGROUP / "memory.max"
     if limit.exists() and limit.read_text().strip() != "max":
-        used = int((CGROUP / "memory.current").read_text()) - _cached_bytes()
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        cached = int(counts["inactive_file"]) + int(counts["active_file"])  # counted as used, but given back
+        used = int((CGROUP / "memory.current").read_text()) - cached
         free = min(free, max(0, int(limit.read_text()) - used))
     return free
 
@@ -28,12 +30,6 @@ def ran_out(error: BaseException) -> bool:
 
     refused = "DefaultCPUAllocator" in str(error) and "memory" in str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (isinstance(error, RuntimeError) and refused)
-
-
-def _cached_bytes() -> int:
-    """The container's file cache: a packed file that was read counts as used memory, but is given back when asked."""
-    counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    return int(counts["inactive_file"]) + int(counts["active_file"])
 
 
 def local_processes() -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class Rewind:
@@ -13,7 +13,8 @@ class Rewind:
 
     def __init__(self, registry: Mapping[str, Any]) -> None:
         self._registry = registry
-        self._state = tree_map(_kept, {name: part.state_dict() for name, part in registry.items()})
+        state = {name: part.state_dict() for name, part in registry.items()}
+        self._state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         self.bytes = sum(leaf.nbytes for leaf in tree_leaves(self._state) if isinstance(leaf, torch.Tensor))
 
     def rewind(self) -> None:
@@ -22,7 +23,3 @@ class Rewind:
             part.load_state_dict(copy.deepcopy(self._state[name]))
             if isinstance(part, torch.nn.Module):
                 part.zero_grad(set_to_none=True)
-
-
-def _kept(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

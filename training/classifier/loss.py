@@ -1,6 +1,6 @@
 """The classifier's loss: cross entropy or the squared error, with soft targets and class weights."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -55,18 +55,15 @@ def class_weight_list(
     if config.class_weights == "balanced":
         weights = [1 / share if share else 0.0 for share in shares]
     else:
-        weights = _named(config.class_weights, classes)
+        for name in config.class_weights:
+            if name not in classes:
+                hint = did_you_mean(name, list(classes))
+                raise UserError(f"loss.class_weights: no class {name!r} in the data{hint}")
+        weights = [float(config.class_weights.get(name, 1.0)) for name in classes]
     mean = sum(w * share for w, share in zip(weights, shares, strict=True)) / sum(shares)
     if not mean > 0:
         raise UserError("loss.class_weights: all classes in the data have weight 0; give one of them more")
     return [weight / mean for weight in weights]
-
-
-def _named(weights: Mapping[str, float], classes: Sequence[str]) -> list[float]:
-    for name in weights:
-        if name not in classes:
-            raise UserError(f"loss.class_weights: no class {name!r} in the data{did_you_mean(name, list(classes))}")
-    return [float(weights.get(name, 1.0)) for name in classes]
 
 
 def classifier_loss(

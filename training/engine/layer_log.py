@@ -1,6 +1,6 @@
 """Statistics of named layers to TensorBoard while training: `log.layers` and `log.layers_every`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from pathlib import Path
@@ -31,7 +31,13 @@ class LayerLog:
         self._folder = folder / "tensorboard" / FOLDER
         self._events: Events | None = None
         self._precision = next((part for part in registry.values() if isinstance(part, Precision)), None)
-        self._statistics = LayerStatistics(_named(registry, config.layers)) if config.layers else None
+        self._statistics: LayerStatistics | None = None
+        if config.layers:
+            networks = {name: part for name, part in registry.items() if isinstance(part, nn.Module)}
+            try:
+                self._statistics = LayerStatistics(matching_layers(nn.ModuleDict(networks), config.layers))
+            except UserError as error:
+                raise UserError(f"log.layers: {error}") from error
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -55,14 +61,6 @@ class LayerLog:
         if self._events is not None:
             self._events.close()
             self._events = None
-
-
-def _named(registry: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, nn.Module]:
-    networks = nn.ModuleDict({name: part for name, part in registry.items() if isinstance(part, nn.Module)})
-    try:
-        return matching_layers(networks, patterns)
-    except UserError as error:
-        raise UserError(f"log.layers: {error}") from error
 
 
 def over_ranks(packed: Tensor) -> Tensor:

@@ -119,7 +119,9 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
         name: plan(_tensors(content, name, donor.file), network.state_dict(), name, resolutions)
         for name, network in networks.items()
     }
-    if not any(_has_weights(networks[name], sources) for name, (_, sources) in plans.items()):
+    # a matrix or a filter: numbers and biases that happen to fit are no transfer
+    weights = {name: {n for n, p in net.named_parameters() if p.ndim > 1} for name, net in networks.items()}
+    if not any(weights[name] & sources.keys() for name, (_, sources) in plans.items()):
         misfits = [f"e.g. {name} {text}" for name, (fit, _) in plans.items() for text in fit.first_misfits(1, ": ")]
         why = misfits[0] if misfits else "it has no tensors of their names"
         raise UserError(
@@ -142,11 +144,6 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
     elif list(classes) != content["classes"]:
         lines.append("  the classes have other names: what a class has learned goes to the one of the same number here")
     return "\n".join(lines)
-
-
-def _has_weights(network: nn.Module, sources: Mapping[str, Tensor]) -> bool:
-    """Whether a matrix or a filter is taken: numbers and biases that happen to fit are no transfer."""
-    return any(name in sources for name, parameter in network.named_parameters() if parameter.ndim > 1)
 
 
 def networks_of(registry: Mapping[str, Any]) -> dict[str, nn.Module]:
