@@ -121,9 +121,7 @@ class Prepared(NamedTuple):
 
     images: Tensor
     labels: Tensor
-    others: Tensor | None = None  # the partners' images
-    other_labels: Tensor | None = None
-    mixing: Mixing | None = None
+    mixed: tuple[Tensor, Tensor, Mixing] | None = None  # with which images and labels, and how
 
 
 class ClassifierTask(Task):
@@ -315,16 +313,16 @@ class ClassifierTask(Task):
             return Prepared(images, labels)
         size = (images.shape[2], images.shape[3])
         mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
-        return Prepared(images, labels, partners(images), partners(labels), mixing)
+        return Prepared(images, labels, (partners(images), partners(labels), mixing))
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
         """Some rows as the network takes them."""
         images, labels = to_float(prepared.images[rows], channels_last=self.config.channels_last), prepared.labels[rows]
-        if prepared.others is None or prepared.other_labels is None or prepared.mixing is None:
+        if prepared.mixed is None:
             return images, Targets(labels)
-        others = to_float(prepared.others[rows], channels_last=self.config.channels_last)
-        mixing = prepared.mixing.rows(rows)
-        return mix_images(images, others, mixing), Targets(labels, prepared.other_labels[rows], mixing.own)
+        others, other_labels, mixing = prepared.mixed[0][rows], prepared.mixed[1][rows], prepared.mixed[2].rows(rows)
+        others = to_float(others, channels_last=self.config.channels_last)
+        return mix_images(images, others, mixing), Targets(labels, other_labels, mixing.own)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """At the start, the first training images as the network will see them; later nothing new."""
@@ -334,7 +332,7 @@ class ClassifierTask(Task):
         count -= count % 2 if self.config.augment.mixes else 0
         batch = read_batch(self.reader, np.arange(count)).to(self.device)
         shown = self._prepared(batch.images, batch.labels, 0, 0)
-        if shown.mixing is None:
+        if shown.mixed is None:
             return grid(shown.images.cpu())
         mixed, _ = self._part(shown, slice(0, count))
         return grid(((mixed + 1) * 127.5).round().to(torch.uint8).cpu())

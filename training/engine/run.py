@@ -142,9 +142,8 @@ def _print_plan(loop: Loop) -> None:
 
 def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
     """The folder's notices; where only a rate was searched there is no run to compare with."""
-    return [] if lr_find.only_searched(folder.path) else folder.accept_config(
-        to_tree(config), defaults=to_tree(type(config)(task=config.task))
-    )
+    defaults = to_tree(type(config)(task=config.task))
+    return [] if lr_find.only_searched(folder.path) else folder.accept_config(to_tree(config), defaults=defaults)
 
 
 def _open_folder(loop: Loop) -> None:
