@@ -87,11 +87,10 @@ class Classifier(nn.Module):
         # from the images to the logits
         self.stages = list(dict.fromkeys(block.partition(".")[0] for block in self.block_of.values()))
         self._check_side()
-        scale, shift = None, None
-        if config.imagenet_normalised:
-            scale, shift = normalisation(channels, self.backbone.mean, self.backbone.std)
-        self.register_buffer("input_scale", scale, persistent=False)  # the config tells them: no part of the weights
-        self.register_buffer("input_shift", shift, persistent=False)
+        wanted = config.imagenet_normalised
+        pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
+        for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
+            self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
 
     def _check_side(self) -> None:
         """Raise UserError for images that the network cannot take."""
@@ -143,9 +142,8 @@ def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) 
     mean, std = torch.tensor(means, dtype=torch.float64), torch.tensor(stds, dtype=torch.float64)
     if channels == 1:
         mean, std = mean.mean(0, keepdim=True), std.mean(0, keepdim=True)
-    index = torch.arange(channels, device=mean.device) % len(mean)
+    index, dtype = torch.arange(channels) % len(mean), torch.get_default_dtype()
     scale, shift = 0.5 / std[index], (0.5 - mean[index]) / std[index]
-    dtype = torch.get_default_dtype()
     return scale.to(dtype).view(1, -1, 1, 1), shift.to(dtype).view(1, -1, 1, 1)
 
 
@@ -186,12 +184,8 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Inside the block, training BatchNorms normalise by their batch as ever but leave their running statistics alone:
     a batch that is computed twice must not count twice.
     """
-    norms = [
-        norm
-        for module in modules
-        for norm in module.modules()
-        if isinstance(norm, _BatchNorm) and norm.training and norm.num_batches_tracked is not None
-    ]
+    norms = [norm for module in modules for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
+    norms = [norm for norm in norms if norm.num_batches_tracked is not None]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         # 1 x running + 0 x batch; without running statistics autograd would keep other tensors than the first time

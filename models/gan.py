@@ -193,15 +193,10 @@ def run(function: Callable[..., Any], *arguments: Any, recompute: bool) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def check_resolution(resolution: int) -> None:
-    """Raise UserError unless `resolution` is a power of two from 8."""
+def sizes_up_to(resolution: int) -> list[int]:
+    """4, 8, ..., resolution: the sides at which networks work. Raises UserError unless it is a power of two from 8."""
     if resolution < 8 or resolution & (resolution - 1):
         raise UserError(
             f"resolution {resolution} is not a power of two from 8 up; pack the data with --size 8, 16, 32, ..."
         )
-
-
-def sizes_up_to(resolution: int) -> list[int]:
-    """4, 8, ..., resolution: the sides at which networks work. Raises UserError as `check_resolution` does."""
-    check_resolution(resolution)
     return [2**k for k in range(2, resolution.bit_length())]

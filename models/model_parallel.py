@@ -30,10 +30,6 @@ class Part:
     entering: int  # its input
     kept: int  # what its backward pass needs besides, its input only where no earlier part keeps that too
 
-    @property
-    def stage(self) -> str:
-        return self.name.partition(".")[0]
-
 
 @dataclass(frozen=True)
 class Share:
@@ -102,8 +98,8 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 def _move(classifier: Classifier, shares: Sequence[Share]) -> None:
     modules = modules_of(classifier)
     for share in shares:
-        for module in (module for name in share.parts for module in modules[name]):
-            module.to(share.device)
+        for name in share.parts:
+            nn.ModuleList(modules[name]).to(share.device)
     for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
         setattr(classifier, name, buffer.to(shares[0].device))
     for share in shares[1:]:
@@ -187,7 +183,8 @@ def _cost(parts: Sequence[Part], *, checkpointing: bool) -> Callable[[int, int],
         total += sum(part.entering for part in parts[start + 1 : end + 1] if part.name.endswith(".0"))
         stages: dict[str, int] = {}
         for part in own:
-            stages[part.stage] = stages.get(part.stage, 0) + part.kept
+            stage = part.name.partition(".")[0]
+            stages[stage] = stages.get(stage, 0) + part.kept
         return total + (parts[0].entering if not start else 0) + stages.pop("head", 0) + max(stages.values(), default=0)
 
     return cost

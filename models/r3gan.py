@@ -64,7 +64,7 @@ class R3Config(Checked):
 
 @dataclass(kw_only=True)
 class R3GeneratorConfig(R3Config, section="generator"):
-    """Size of R3GAN's generator. Raises UserError for sizes that do not fit together."""
+    """Size of R3GAN's generator."""
 
     z_dim: PositiveInt = 64  # latent dimensions
     embed_dim: PositiveInt = 64  # conditional: dimensions of the label's embedding, which is appended to z
@@ -72,7 +72,7 @@ class R3GeneratorConfig(R3Config, section="generator"):
 
 @dataclass(kw_only=True)
 class R3DiscriminatorConfig(R3Config, section="discriminator"):
-    """Size of R3GAN's discriminator. Raises UserError for sizes that do not fit together."""
+    """Size of R3GAN's discriminator."""
 
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
@@ -273,13 +273,9 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(*blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.resample == "down":
-            x = downsample(x)
-        if self.change is not None:
-            x = self.change(x)
-        if self.resample == "up":
-            x = upsample(x)
-        return self.blocks(x)
+        x = downsample(x) if self.resample == "down" else x
+        x = x if self.change is None else self.change(x)
+        return self.blocks(upsample(x) if self.resample == "up" else x)
 
 
 class _Stages(nn.ModuleList):

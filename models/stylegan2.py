@@ -30,35 +30,36 @@ from utils.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, Positive
 
 
 @dataclass(kw_only=True)
-class GeneratorConfig(Checked, section="generator"):
-    """Size of the generator, and how it saves memory and time."""
+class SizeConfig(Checked):
+    """What both networks have: their width, and how they save memory and time."""
 
-    z_dim: PositiveInt = 512  # latent dimensions
-    w_dim: PositiveInt = 512  # intermediate latent dimensions
-    mapping_layers: PositiveInt = 8  # 2 for small sets
-    mapping_lr_multiplier: PositiveFloat = 0.01
     channel_base: PositiveInt = 16384  # channels at a resolution: min(channel_base / resolution, channel_max)
     channel_max: PositiveInt = 512
-    w_avg_beta: Decay = 0.995  # decay of the moving mean of w
     # precision fp16: the largest resolutions that run in it, 8 px and up; the others in fp32
     fp16_resolutions: NonNegativeInt = 4
-    # precision fp16: convolutions' outputs stay within +- this; null: no clamp
+    # precision fp16: convolutions' outputs stay within +- this, times sqrt(0.5) on residual branches; null: no clamp
     conv_clamp: PositiveFloat | None = 256.0
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
 
 
 @dataclass(kw_only=True)
-class DiscriminatorConfig(Checked, section="discriminator"):
-    """Size and form of the discriminator, and how it saves memory and time."""
+class GeneratorConfig(SizeConfig, section="generator"):
+    """Size of the generator."""
+
+    z_dim: PositiveInt = 512  # latent dimensions
+    w_dim: PositiveInt = 512  # intermediate latent dimensions
+    mapping_layers: PositiveInt = 8  # 2 for small sets
+    mapping_lr_multiplier: PositiveFloat = 0.01
+    w_avg_beta: Decay = 0.995  # decay of the moving mean of w
+
+
+@dataclass(kw_only=True)
+class DiscriminatorConfig(SizeConfig, section="discriminator"):
+    """Size and form of the discriminator."""
 
     architecture: Literal["residual", "plain"] = "residual"
-    channel_base: PositiveInt = 16384
-    channel_max: PositiveInt = 512
     minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
     mapping_layers: NonNegativeInt = 0  # layers that map the label's embedding before the projection
-    fp16_resolutions: NonNegativeInt = 4  # as the generator's
-    conv_clamp: PositiveFloat | None = 256.0  # as the generator's, times sqrt(0.5) on residual branches
-    activation_checkpointing: bool = False  # as the generator's
 
     @property
     def group(self) -> int:

@@ -127,19 +127,18 @@ class ModulatedConv2d(nn.Module):
                 style, weight, scale = self._normalised(style, scale)
             elif not self.demodulate:
                 weight = weight * self.weight_gain
-            if self.demodulate and scale is not None:
-                scale = scale.to(dtype)
+            if scale is not None:
+                scale = (scale.to(dtype) if self.demodulate else scale)[:, :, None, None]
         if weight.shape[-1] == 1 and not self.upsample:
             # to few channels the styles go into filters of each sample's own: no pass over the images for them
-            x = pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype))
-            return x, None if scale is None else scale[:, :, None, None]
+            return pointwise(x.to(dtype), (weight.flatten(1) * style[:, None]).to(dtype)), scale
         x = x.to(dtype) * style.to(dtype)[:, :, None, None]
         if self.upsample:
             x = F.conv_transpose2d(x, weight.transpose(0, 1), stride=2)  # [N, O, 2H + 1, 2W + 1]
             x = blur_fir(x, padding=1, gain=4.0)
         else:
             x = F.conv2d(x, weight, padding=weight.shape[-1] // 2)
-        return x, None if scale is None else scale[:, :, None, None]
+        return x, scale
 
     def _normalised(self, style: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """fp16: each sample's style [N, I] and each filter divided by their max norms, which the scale [N, O] takes
@@ -152,11 +151,10 @@ class ModulatedConv2d(nn.Module):
         weight_norm = self.weight.detach().abs().amax(dim=(1, 2, 3)).clamp_min(1e-8)  # [O]
         weight = self.weight * (self.weight_gain / weight_norm)[:, None, None, None]
         norms = style_norm * weight_norm
-        if scale is None:
-            return style / style_norm, weight, norms
-        # a sample whose large styles all meet small weights: a finite scale, since 0 * inf would be NaN
-        scale = (scale * norms / self.weight_gain).clamp(max=torch.finfo(torch.float16).max)
-        return style / style_norm, weight, scale
+        if scale is not None:
+            # a sample whose large styles all meet small weights: a finite scale, since 0 * inf would be NaN
+            norms = (scale * norms / self.weight_gain).clamp(max=torch.finfo(torch.float16).max)
+        return style / style_norm, weight, norms
 
 
 class StyledLayer(nn.Module):
@@ -182,8 +180,7 @@ class StyledLayer(nn.Module):
 
 
 class ToRGB(nn.Module):
-    """1x1 modulated convolution to the image's channels, without demodulation; [N, C, H, W] -> [N, channels, H, W] in
-    the parameters' precision.
+    """1x1 modulated convolution without demodulation: [N, C, H, W] -> [N, channels, H, W] in the parameters' precision.
     """
 
     def __init__(self, in_channels: int, channels: int, w_dim: int) -> None:

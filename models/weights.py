@@ -1,7 +1,5 @@
-"""Weights files: read without running anything in them, and fitted into our networks.
-
-Read are `.safetensors`, whatever `torch.save` wrote of names and tensors (Python 2's and other programs' wrappers
-included), and this program's own checkpoints. What does not fit is refused by name; only the head may be left out.
+"""Weights files: read without running anything in them, and fitted into our networks. What does not fit is refused by
+name; only the head may be left out.
 """
 
 import argparse
@@ -36,7 +34,8 @@ State = dict[str, Tensor]
 
 
 def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, dict[str, str]]:
-    """State dict on the CPU and what the file says of its network, by restricted unpickling.
+    """State dict on the CPU and what the file says of its network, by restricted unpickling: of `.safetensors`, of what
+    `torch.save` wrote of names and tensors (Python 2's, too), and of our own checkpoints.
 
     Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile (`_orig_mod.`) are taken
     off. The second part is a safetensors file's metadata, or of our own checkpoints `stride` and `normalise`.

@@ -77,10 +77,24 @@ class Stages:
     ) -> None:
         self.config = config or ProgressiveConfig()
         self.steps = steps
-        self.resolutions = _resolutions(self.config.start, resolution)
+        sides = self.resolutions = _resolutions(self.config.start, resolution)
         sizes = self.config.batch_sizes if self.growing else {}
-        _check_named("batch_sizes", sizes, self.resolutions)
-        self._stages = self._lay_out(sizes, batch_size)
+        _check_named("batch_sizes", sizes, sides)
+        fades = _images("fade_kimg", self.config.fade_kimg, sides[1:])
+        stables = _images("stable_kimg", self.config.stable_kimg, sides[:-1])
+        self._stages: list[Stage] = []  # each ends with the first whole batch that completes its images
+        step = image = 0
+        for index, side in enumerate(sides):
+            own, fade = sizes.get(side, batch_size), fades.get(side, 0)
+            places = {"index": index, "first_step": step, "first_image": image, "fade_images": fade}
+            self._stages.append(Stage(resolution=side, alpha=1.0, batch_size=own, **places))
+            length = fade + stables.get(side, 0)
+            if not length and side != sides[-1]:
+                raise UserError(
+                    f"progressive: the stage of {side} px sees no images; give it some with progressive.stable_kimg"
+                )
+            taken = -(-length // own)
+            step, image = step + taken, image + taken * own
 
     @property
     def growing(self) -> bool:
@@ -89,26 +103,6 @@ class Stages:
 
     def __len__(self) -> int:
         return len(self._stages)
-
-    def _lay_out(self, sizes: Mapping[int, int], batch_size: int) -> list[Stage]:
-        """The stages one after the other; each ends with the first whole batch that completes its images."""
-        sides = self.resolutions
-        fades = _images("fade_kimg", self.config.fade_kimg, sides[1:])
-        stables = _images("stable_kimg", self.config.stable_kimg, sides[:-1])
-        stages: list[Stage] = []
-        step = image = 0
-        for index, side in enumerate(sides):
-            own, fade = sizes.get(side, batch_size), fades.get(side, 0)
-            places = {"index": index, "first_step": step, "first_image": image, "fade_images": fade}
-            stages.append(Stage(resolution=side, alpha=1.0, batch_size=own, **places))
-            length = fade + stables.get(side, 0)
-            if not length and side != sides[-1]:
-                raise UserError(
-                    f"progressive: the stage of {side} px sees no images; give it some with progressive.stable_kimg"
-                )
-            taken = -(-length // own)
-            step, image = step + taken, image + taken * own
-        return stages
 
     def _stage(self, step: int) -> Stage:
         """The stage of a step, at alpha 1."""

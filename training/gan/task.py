@@ -23,11 +23,10 @@ from training.base.data import check_same_classes, label_shares
 from training.base.task import Task
 from training.gan.ada.augment import Ada
 from training.gan.config import GanConfig
-from training.gan.context import Context, Images, Work
+from training.gan.context import Context, GanDraws, Images, Work
 from training.gan.diagnostics import Watch
 from training.gan.discriminator_step import DiscriminatorStep
 from training.gan.generator_step import GeneratorStep
-from training.gan.latents import GanDraws
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater
 from training.profile.ranges import phase

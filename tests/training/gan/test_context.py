@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from models.stylegan2 import Generator, GeneratorConfig
-from training.gan.latents import GanDraws, mix_styles
+from training.gan.context import GanDraws, mix_styles
 from utils.seeding import forked
 
 CPU = torch.device("cpu")
