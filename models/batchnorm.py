@@ -10,9 +10,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over the ranks; the gradient of a sum over ranks is the sum of the ranks' gradients. (torch's own gives a
-    warning that it is deprecated.)
-    """
+    """Sum over the ranks, whose gradient is the sum of the ranks' gradients. (torch's own warns: deprecated.)"""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -78,7 +78,10 @@ class Classifier(nn.Module):
             config.name, channels=channels, stem=config.stem, he_strides=config.he_strides
         )
         self.feature_dim: int = self.head.in_features
-        self.network.set_submodule(self.backbone.head, _head(config, self.feature_dim, classes))
+        head: nn.Module = nn.Linear(self.feature_dim, config.head_width if config.head == "hidden" else classes)
+        if config.head == "hidden":
+            head = nn.Sequential(head, nn.ReLU(inplace=True), nn.Linear(config.head_width, classes))
+        self.network.set_submodule(self.backbone.head, head)
         if not config.inplace:
             for module in self.network.modules():
                 if hasattr(module, "inplace"):
@@ -148,9 +151,7 @@ def normalisation(channels: int, means: Sequence[float], stds: Sequence[float]) 
 
 
 def scaled(images: Tensor, side: int) -> Tensor:
-    """Images [N, C, H, W] as [N, C, side, side], bilinearly and antialiased, in float32 at least: torch does not do
-    it in bf16 on CPUs.
-    """
+    """[N, C, side, side], bilinear and antialiased, in float32 at least: torch does not do it in bf16 on CPUs."""
     if images.shape[-2:] == (side, side):
         return images
     wide = images.to(torch.promote_types(images.dtype, torch.float32))
@@ -170,13 +171,6 @@ def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
     if channels == 1 and images.shape[1] == 3:
         images = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
     return images.expand(-1, channels, -1, -1)
-
-
-def _head(config: ModelConfig, features: int, classes: int) -> nn.Module:
-    if config.head == "linear":
-        return nn.Linear(features, classes)
-    hidden = config.head_width
-    return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes))
 
 
 @contextlib.contextmanager

@@ -42,9 +42,7 @@ class ImageGenerator(nn.Module):
 
 
 class PlainGenerator(ImageGenerator):
-    """A generator without styles and noise. `images` makes them of what `linear`, without autocast, makes of z and the
-    label's embedding beside it.
-    """
+    """Without styles and noise: `images` of what `linear` makes, without autocast, of z and the label's embedding."""
 
     title: ClassVar[str]  # for messages
     linear: Any  # of z and the embedding, a layer with a weight
@@ -150,9 +148,7 @@ class ImageDiscriminator(nn.Module):
             return self.output(hidden)
 
     def project(self, features: Tensor, labels: Tensor | None) -> Tensor:
-        """Logits [N] from features [N, F]: their product with the label's embedding (1802.05637); the features
-        themselves without classes.
-        """
+        """Logits [N]: features [N, F] times the label's embedding (1802.05637); without classes the features."""
         if self.embed is None:
             return features.squeeze(1)
         with torch.autocast(features.device.type, enabled=False):

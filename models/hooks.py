@@ -3,6 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,24 +116,21 @@ class LayerStatistics:
     def watching(self, scale: Tensor | float = 1.0) -> Iterator[None]:
         """Count what runs inside the block; gradients are divided by `scale`, the loss scale of fp16."""
 
-        def watch(name: str) -> Callable[..., None]:
-            def gradient(grad: Tensor) -> None:
-                divisor = scale.to(grad.device) if isinstance(scale, Tensor) else scale
-                self._add((name, "gradient"), grad.detach() / divisor)
+        def gradient(name: str, grad: Tensor) -> None:
+            divisor = scale.to(grad.device) if isinstance(scale, Tensor) else scale
+            self._add((name, "gradient"), grad.detach() / divisor)
 
-            def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                for tensor in tree_leaves(output):
-                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                        self._add((name, "activation"), tensor.detach())
-                        if tensor.requires_grad:
-                            # not a module's backward hook: those do not bear layers that work in place
-                            stack.callback(tensor.register_hook(gradient).remove)
-
-            return hook
+        def hook(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    self._add((name, "activation"), tensor.detach())
+                    if tensor.requires_grad:
+                        # not a module's backward hook: those do not bear layers that work in place
+                        stack.callback(tensor.register_hook(partial(gradient, name)).remove)
 
         with ExitStack() as stack:
             for name, layer in self.layers.items():
-                stack.callback(layer.register_forward_hook(watch(name)).remove)
+                stack.callback(layer.register_forward_hook(partial(hook, name)).remove)
             yield
 
     def _add(self, key: tuple[str, str], values: Tensor) -> None:

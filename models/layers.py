@@ -134,9 +134,7 @@ def scaled_activation(x: Tensor, scale: Tensor, bias: Tensor, noise: Tensor | No
 
 
 def pointwise(x: Tensor, filters: Tensor) -> Tensor:
-    """1x1 convolution with filters of each sample's own: x [N, I, H, W], filters [N, O, I] -> [N, O, H, W] in x's
-    layout.
-    """
+    """1x1 convolution by each sample's own filters: x [N, I, H, W], filters [N, O, I] -> [N, O, H, W] in x's layout."""
     # the product in the layout of x, so that its gradient has that layout, too
     if x.is_contiguous(memory_format=torch.channels_last):
         n, _, h, w = x.shape

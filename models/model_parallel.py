@@ -6,8 +6,8 @@ in, and logits come out, on the first device.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -149,13 +149,10 @@ def _activations(
     # what has been seen is held, so that no address comes twice
     seen = {p.untyped_storage()._cdata: p.detach() for p in network.parameters()}
 
-    def enter(name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            nonlocal current
-            current = name
-            entering[name] = inputs[0].nbytes
-
-        return hook
+    def enter(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        nonlocal current
+        current = name
+        entering[name] = inputs[0].nbytes
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -165,7 +162,7 @@ def _activations(
         return tensor
 
     for name, own in modules.items():
-        own[0].register_forward_pre_hook(enter(name))
+        own[0].register_forward_pre_hook(partial(enter, name))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         network(images)
     return entering, kept

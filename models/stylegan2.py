@@ -211,16 +211,6 @@ class Discriminator(ImageDiscriminator):
             pairs = zip(sizes[1:], widths[1:], strict=True)
             self.from_rgbs = nn.ModuleDict({str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs})
 
-    def _start(self, images: Tensor) -> int:
-        """Number of the first block of the stage that images [N, C, r, r] belong to."""
-        height, width = images.shape[2:]
-        if height != width or (width != self.resolution and not self.progressive):
-            raise ValueError(
-                f"images of {width}x{height} for a discriminator of {self.resolution} px; squares of a smaller stage "
-                "need progressive=True"
-            )
-        return len(self.blocks) + 1 - _blocks_at(width, self.resolution)
-
     def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
         """What the block of the images' resolution takes."""
         side = images.shape[-1]
@@ -233,7 +223,14 @@ class Discriminator(ImageDiscriminator):
 
     def hidden(self, images: Tensor, alpha: Alpha = 1.0) -> Tensor:
         """The last hidden activations [N, F], F the channels at 4 px, in the parameters' precision."""
-        start, clamp, x = self._start(images), self.fp16.clamp(images), images
+        height, width = images.shape[2:]
+        if height != width or (width != self.resolution and not self.progressive):
+            raise ValueError(
+                f"images of {width}x{height} for a discriminator of {self.resolution} px; squares of a smaller stage "
+                "need progressive=True"
+            )
+        start = len(self.blocks) + 1 - _blocks_at(width, self.resolution)  # the first block of the images' stage
+        clamp, x = self.fp16.clamp(images), images
         for index in range(start, max(start + 1, len(self.blocks))):
             arguments = (self.resolution >> index, self._segment, x, index, index == start, clamp)
             x = run(self.fp16.call, *arguments, recompute=self.config.activation_checkpointing)

@@ -1,6 +1,4 @@
-"""Weights files: read without running anything in them, and fitted into our networks. What does not fit is refused by
-name; only the head may be left out.
-"""
+"""Weights files, read without running anything in them, and fitted into our networks: only the head may differ."""
 
 import argparse
 import re

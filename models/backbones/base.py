@@ -65,9 +65,7 @@ class Backbone:
             raise UserError(f"{family} (models/backbones/) does not fit {name}: {wrong[0]}; mend it")
 
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
-        """Block -> its modules, from the images to the logits: `stem`, `layer1.0`, ..., `head`. What comes before a dot
-        is the stage.
-        """
+        """Block (`stem`, `layer1.0`, ..., `head`; its stage before the dot) -> its modules, from images to logits."""
         stem, *stages = self.stages
         found = {stem: self.stages[stem]}
         for stage in stages:

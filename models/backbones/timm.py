@@ -18,9 +18,7 @@ PREFIX = "timm:"
 
 @dataclass(frozen=True, kw_only=True)
 class TimmBackbone(Backbone):
-    """A network as timm describes it: `group_matcher` for the blocks, `pretrained_cfg` for both ends. Nothing is known
-    of what is called in which order.
-    """
+    """A network as timm describes it (`group_matcher`, `pretrained_cfg`); the order of its calls is not known."""
 
     hub: str | None  # where its weights are
 

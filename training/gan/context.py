@@ -33,9 +33,7 @@ class Latents:
 
 
 class GanDraws:
-    """Draws on the device, outside compiled and checkpointed regions; equal for every split over ranks and
-    micro-batches.
-    """
+    """Draws on the device, outside compiled and checkpointed regions; equal for every split over ranks and passes."""
 
     def __init__(self, seed: int, device: torch.device, label_shares: Sequence[float]) -> None:
         self.seed, self.device = seed, device

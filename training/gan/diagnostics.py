@@ -139,20 +139,15 @@ class Watch:
         if chance is not None:
             figures["memorised"], figures["chance"] = share or 0.0, chance
             self._count("memorised", chance <= self.config.memorised[0])
-        self._judge_held_out(row)
-
-    def _judge_held_out(self, row: dict[str, float]) -> None:
-        """r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1).
-
-        Training images' and fakes' are those of the same evaluation, where it has them, else of the log's means.
-        """
+        # r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1); these are of the
+        # same evaluation, where it has them, else of the log's means
         names = ("val/logits/held_out", "val/logits/real", "val/logits/fake")
         held_out, real, fake = (row.get(name, self.means.get(name.removeprefix("val/"))) for name in names)
         if held_out is None or real is None or fake is None:
             return
         if real - fake > 10 * self.config.margin_low[0]:  # a discriminator that tells nothing apart cannot overfit
-            self.figures["overfit"] = (real - held_out) / (real - fake)
-            self._count("overfit", self.figures["overfit"] >= self.config.overfit[0])
+            figures["overfit"] = (real - held_out) / (real - fake)
+            self._count("overfit", figures["overfit"] >= self.config.overfit[0])
 
     def _count(self, name: str, bad: bool) -> None:
         self.streaks[name] = self.streaks.get(name, 0) + 1 if bad else 0
