@@ -22,13 +22,13 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Part:
+class Block:
     """A stretch of the network that lies on one device, with the bytes that training keeps there."""
 
     name: str  # stem, a residual block (layer3.4), head
     weights: int  # parameters, once
     entering: int  # its input
-    kept: int  # what its backward pass needs besides, its input only where no earlier part keeps that too
+    kept: int  # what its backward pass needs besides, its input only where no earlier block keeps that too
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Share:
     """What lies on one device."""
 
     device: torch.device
-    parts: tuple[str, ...]  # consecutive
+    blocks: tuple[str, ...]  # consecutive
     bytes: int  # estimated, of a training step
 
 
@@ -49,7 +49,7 @@ class Placement:
     def text(self) -> str:
         """For the plan: `cuda:0: stem to layer3.1, about 1.25 GiB; cuda:1: layer3.2 to head, about 1.19 GiB`."""
         return "; ".join(
-            f"{share.device}: {' to '.join(dict.fromkeys((share.parts[0], share.parts[-1])))}, about "
+            f"{share.device}: {' to '.join(dict.fromkeys((share.blocks[0], share.blocks[-1])))}, about "
             f"{share.bytes / GIB:.2f} GiB"
             for share in self.shares
         )
@@ -58,7 +58,7 @@ class Placement:
 def place(
     classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
 ) -> Placement:
-    """Move the classifier's parts to `devices` as `config.split` says, and its activations with every call.
+    """Move the classifier's blocks to `devices` as `config.split` says, and its activations with every call.
 
     `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits.
     `auto`: the device that holds most memory in training holds as little as it can. A copy of the classifier
@@ -69,19 +69,19 @@ def place(
     split = classifier.config.split
     assert split != "off"
     if len(devices) < 2:
-        shown = split if split == "auto" else ", ".join(f"{part}: {number}" for part, number in split.items())
+        shown = split if split == "auto" else ", ".join(f"{block}: {number}" for block, number in split.items())
         raise UserError(
             f"model.split {shown}: needs two devices or more, but this process has one ({devices[0]}); leave it out, "
             "or give each process several: fewer processes, or more GPUs"
         )
-    parts = measure(classifier, samples, reduced=reduced)
-    cost = _cost(parts, checkpointing=classifier.config.activation_checkpointing)
+    blocks = measure(classifier, samples, reduced=reduced)
+    cost = _cost(blocks, checkpointing=classifier.config.activation_checkpointing)
     if split == "auto":
-        ends = balanced(len(parts), min(len(devices), len(parts)), cost)
+        ends = balanced(len(blocks), min(len(devices), len(blocks)), cost)
     else:
-        ends = given(split, [part.name for part in parts], len(devices))
+        ends = given(split, [block.name for block in blocks], len(devices))
     spans = zip(devices, pairwise([0, *ends]), strict=False)
-    shares = [Share(device, tuple(part.name for part in parts[a:b]), cost(a, b)) for device, (a, b) in spans]
+    shares = [Share(device, tuple(block.name for block in blocks[a:b]), cost(a, b)) for device, (a, b) in spans]
     _move(classifier, shares)
     return Placement(tuple(shares))
 
@@ -98,12 +98,12 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
 def _move(classifier: Classifier, shares: Sequence[Share]) -> None:
     modules = modules_of(classifier)
     for share in shares:
-        for name in share.parts:
+        for name in share.blocks:
             nn.ModuleList(modules[name]).to(share.device)
     for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
         setattr(classifier, name, buffer.to(shares[0].device))
     for share in shares[1:]:
-        modules[share.parts[0]][0].register_forward_pre_hook(_arrive)
+        modules[share.blocks[0]][0].register_forward_pre_hook(_arrive)
     classifier.register_forward_hook(_return)
 
 
@@ -118,11 +118,11 @@ def _return(_module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> T
     return logits.to(inputs[0].device)
 
 
-# --- how much memory the parts take
+# --- how much memory the blocks take
 
 
-def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Part]:
-    """Every part's bytes in training with `samples` samples a forward pass, found on torch's meta device: nothing is
+def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
+    """Every block's bytes in training with `samples` samples a forward pass, found on torch's meta device: nothing is
     computed or allocated. `reduced`: activations take half.
     """
     config = replace(classifier.config, activation_checkpointing=False)
@@ -137,13 +137,13 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
     def scaled(count: int) -> int:
         return count * samples // SAMPLES // (2 if reduced else 1)
 
-    return [Part(name, weights[name], scaled(entering[name]), scaled(kept[name])) for name in modules]
+    return [Block(name, weights[name], scaled(entering[name]), scaled(kept[name])) for name in modules]
 
 
 def _activations(
     network: nn.Module, images: Tensor, modules: Mapping[str, Sequence[nn.Module]]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of each part's input, and of what autograd keeps of it; a tensor counts where it is kept first."""
+    """Bytes of each block's input, and of what autograd keeps of it; a tensor counts where it is kept first."""
     entering, kept = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
     current = next(iter(modules))
     # what has been seen is held, so that no address comes twice
@@ -168,21 +168,22 @@ def _activations(
     return entering, kept
 
 
-def _cost(parts: Sequence[Part], *, checkpointing: bool) -> Callable[[int, int], int]:
-    """(start, end) -> bytes on a device that holds parts[start:end]."""
+def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int], int]:
+    """(start, end) -> bytes on a device that holds blocks[start:end]."""
 
     def cost(start: int, end: int) -> int:
-        own = parts[start:end]
-        total = sum(COPIES * part.weights for part in own) + (own[0].entering if start else 0)
+        own = blocks[start:end]
+        total = sum(COPIES * block.weights for block in own) + (own[0].entering if start else 0)
         if not checkpointing:
-            return total + sum(part.kept for part in own)
+            return total + sum(block.kept for block in own)
         # a stage's input stays where the stage before it ended; a stage at a time is computed again
-        total += sum(part.entering for part in parts[start + 1 : end + 1] if part.name.endswith(".0"))
+        total += sum(block.entering for block in blocks[start + 1 : end + 1] if block.name.endswith(".0"))
         stages: dict[str, int] = {}
-        for part in own:
-            stage = part.name.partition(".")[0]
-            stages[stage] = stages.get(stage, 0) + part.kept
-        return total + (parts[0].entering if not start else 0) + stages.pop("head", 0) + max(stages.values(), default=0)
+        for block in own:
+            stage = block.name.partition(".")[0]
+            stages[stage] = stages.get(stage, 0) + block.kept
+        total += stages.pop("head", 0) + (0 if start else blocks[0].entering)
+        return total + max(stages.values(), default=0)
 
     return cost
 

@@ -155,7 +155,7 @@ def test_checkpointing_and_splits_change_no_gradient(name, slim):
         if "split" in config:
             shares = place(model, [CPU, CPU], samples=4).shares
             blocks = dict.fromkeys(model.block_of.values())
-            assert [block for share in shares for block in share.parts] == list(blocks)
+            assert [block for share in shares for block in share.blocks] == list(blocks)
         model(images(16)).square().sum().backward()
         found.append([p.grad for p in model.parameters()] + list(model.buffers()))
     for other in found[1:]:

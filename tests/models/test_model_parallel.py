@@ -1,4 +1,4 @@
-"""A classifier over several devices: where its parts go, that its activations follow, that nothing else changes."""
+"""A classifier over several devices: where its blocks go, that its activations follow, that nothing else changes."""
 
 import copy
 import warnings
@@ -56,7 +56,7 @@ def watched(model: Classifier) -> tuple[dict[str, torch.device], dict[str, torch
 
 
 def part_of(module: str) -> str:
-    """The part that a module of the network belongs to."""
+    """The block that a module of the network belongs to."""
     if module.startswith("layer"):
         return ".".join(module.split(".")[:2])
     return "head" if module.startswith("fc") else "layer4.1" if module == "avgpool" else "stem"
@@ -79,7 +79,7 @@ def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config
     names = list(model.state_dict())
     with faked():
         placement = split.place(model, FAKE[:devices], samples=4)
-        where = {part: share.device for share in placement.shares for part in share.parts}
+        where = {block: share.device for share in placement.shares for block in share.blocks}
         assert set(where.values()) == set(FAKE[:devices])
         average = copy.deepcopy(model).eval()
         forward, backward = watched(model)
@@ -178,21 +178,21 @@ def test_the_largest_share_is_the_smallest_possible(name: str, checkpointing: bo
     with torch.device("meta"):
         config = ModelConfig(name=name, activation_checkpointing=checkpointing)
         model = Classifier(config, channels=3, classes=1000, resolution=224)
-    parts = split.measure(model, samples)
-    cost = split._cost(parts, checkpointing=checkpointing)
-    whole = cost(0, len(parts))
+    blocks = split.measure(model, samples)
+    cost = split._cost(blocks, checkpointing=checkpointing)
+    whole = cost(0, len(blocks))
     for devices in (2, 3):
-        ends = split.balanced(len(parts), devices, cost)
+        ends = split.balanced(len(blocks), devices, cost)
         assert len(ends) == devices
-        assert ends[-1] == len(parts)
+        assert ends[-1] == len(blocks)
         found = max(cost(start, end) for start, end in pairwise([0, *ends]))
         possible = (
-            max(cost(start, end) for start, end in pairwise([0, *cuts, len(parts)]))
-            for cuts in combinations(range(1, len(parts)), devices - 1)
+            max(cost(start, end) for start, end in pairwise([0, *cuts, len(blocks)]))
+            for cuts in combinations(range(1, len(blocks)), devices - 1)
         )
         assert found == min(possible)
         assert found < 0.8 * whole  # and it is of use
-    assert len(split.balanced(len(parts), len(parts), cost)) == len(parts)
+    assert len(split.balanced(len(blocks), len(blocks), cost)) == len(blocks)
 
 
 def saved_bytes(network: nn.Module, images: torch.Tensor) -> int:
@@ -217,18 +217,18 @@ def saved_bytes(network: nn.Module, images: torch.Tensor) -> int:
 def test_what_is_measured_is_what_a_real_pass_keeps(config: dict[str, Any]) -> None:
     state = torch.get_rng_state()
     model = build(**config)
-    parts = split.measure(model, 2)
+    blocks = split.measure(model, 2)
     side = model.config.input_size or 32
     real = saved_bytes(copy.deepcopy(model), draw(2, 3, side, side).float())
-    assert sum(part.kept for part in parts) == real
-    parts = split.measure(model, 6)
-    assert sum(part.kept for part in parts) == 3 * real
-    assert sum(part.weights for part in parts) == sum(4 * p.numel() for p in model.parameters())
-    assert parts[0].entering == 6 * 3 * side * side * 4
-    assert parts[1].entering == 6 * 64 * 4 * (side if model.config.stem == "small" else side // 4) ** 2
+    assert sum(block.kept for block in blocks) == real
+    blocks = split.measure(model, 6)
+    assert sum(block.kept for block in blocks) == 3 * real
+    assert sum(block.weights for block in blocks) == sum(4 * p.numel() for p in model.parameters())
+    assert blocks[0].entering == 6 * 3 * side * side * 4
+    assert blocks[1].entering == 6 * 64 * 4 * (side if model.config.stem == "small" else side // 4) ** 2
     halved = split.measure(model, 6, reduced=True)
-    assert [2 * part.kept for part in halved] == pytest.approx([part.kept for part in parts], abs=1)
-    assert [part.weights for part in halved] == [part.weights for part in parts]
+    assert [2 * block.kept for block in halved] == pytest.approx([block.kept for block in blocks], abs=1)
+    assert [block.weights for block in halved] == [block.weights for block in blocks]
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -237,19 +237,19 @@ def test_weights_count_more_with_few_samples() -> None:
 
     def last_on_first(samples: int) -> str:
         model = build(224, split="auto", activation_checkpointing=False)
-        return split.place(model, [CPU, CPU], samples=samples).shares[0].parts[-1]
+        return split.place(model, [CPU, CPU], samples=samples).shares[0].blocks[-1]
 
     assert last_on_first(1) > "layer3"
     assert last_on_first(256) < "layer2"
 
 
 def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
-    def part(name: str, kept: int, entering: int) -> split.Part:
-        return split.Part(name, weights=1, entering=entering, kept=kept)
+    def block(name: str, kept: int, entering: int) -> split.Block:
+        return split.Block(name, weights=1, entering=entering, kept=kept)
 
-    parts = [part("stem", 100, 1), part("layer1.0", 40, 2), part("layer1.1", 20, 4), part("layer2.0", 30, 8)]
-    parts += [part("layer2.1", 10, 16), part("head", 5, 32)]
-    plain, again = (split._cost(parts, checkpointing=checkpointing) for checkpointing in (False, True))
+    blocks = [block("stem", 100, 1), block("layer1.0", 40, 2), block("layer1.1", 20, 4), block("layer2.0", 30, 8)]
+    blocks += [block("layer2.1", 10, 16), block("head", 5, 32)]
+    plain, again = (split._cost(blocks, checkpointing=checkpointing) for checkpointing in (False, True))
     assert plain(0, 6) == 5 * 6 + 205
     assert again(0, 6) == 5 * 6 + 100 + (1 + 2 + 8) + 5
     assert plain(2, 4) == 5 * 2 + 50 + 4  # what comes from the other device is a copy
@@ -263,7 +263,7 @@ def test_recomputation_keeps_stage_inputs_and_one_stage() -> None:
 def test_where_each_device_begins() -> None:
     model = build(split={"layer1.1": 1, "layer4": 2})
     placement = split.place(model, [CPU, CPU, CPU, CPU], samples=2)
-    ends = [(share.parts[0], share.parts[-1]) for share in placement.shares]
+    ends = [(share.blocks[0], share.blocks[-1]) for share in placement.shares]
     assert ends == [("stem", "layer1.0"), ("layer1.1", "layer3.1"), ("layer4.0", "head")]
     assert "cpu: stem to layer1.0, about 0.00 GiB; cpu: layer1.1 to layer3.1, about 0.05 GiB" in placement.text()
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == 2
