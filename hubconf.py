@@ -82,12 +82,9 @@ def resnet_classifier(
         sizes: of a new network: `classes` (default 10), `channels` and `resolution` of its images (default 3, 32 px),
             and the keys of a config's `model` section, e.g. `name="convnext_tiny"`, `stem="small"`.
 
-    Returns:
-        The network in evaluation mode; a trained one has `class_names`, a list of str in the order of the logits.
-
-    Raises:
-        ValueError: the checkpoint is missing, damaged or another task's, or a size is unknown; one line with the
-            remedy.
+    Returns the network in evaluation mode; a trained one has `class_names`, a list of str in the order of the logits.
+    Raises ValueError (one line with the remedy) where the checkpoint is missing, damaged or another task's, and for an
+    unknown size.
     """
     if checkpoint is not None:
         content = _content(checkpoint, which, sizes)

@@ -70,6 +70,12 @@ class Projector:
         Unconditional (no labels): `w_avg`.
         """
         z = torch.randn(MEAN_SAMPLES, self.generator.z_dim, generator=keyed_generator(self.seed, "project", "mean"))
+        noise: Maps
+        if self.config.noise_mode == "optimise":
+            key, shapes = keyed_generator(self.seed, "project", "noise"), self.generator.noise_shapes()
+            noise = [torch.randn(1, *shape, generator=key).to(self.device) for shape in shapes]
+        else:
+            noise = self.config.noise_mode
         found: list[tuple[Projection, Tensor, int | None]] = []
         kinds: Sequence[int | None] = labels or [None]
         for label in kinds:
@@ -78,7 +84,7 @@ class Projector:
                 w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
                 mean = self.generator.w_avg if label is None else w.mean(dim=0)
                 spread = (w - mean).square().sum(dim=1).mean().sqrt()
-            found.append((self._result(self._rows(mean[None]), self._first_noise()), spread, label))
+            found.append((self._result(self._rows(mean[None]), noise), spread, label))
         best, spread, self.label = min(found, key=lambda entry: entry[0].loss)  # the first of equals
         self.spread = float(spread)
         return best
@@ -117,12 +123,6 @@ class Projector:
     def _rows(self, w: Tensor) -> Tensor:
         """[1, num_ws, w_dim] of one row or of all."""
         return w.expand(self.generator.num_ws, -1)[None]
-
-    def _first_noise(self) -> Maps:
-        if self.config.noise_mode != "optimise":
-            return self.config.noise_mode
-        key = keyed_generator(self.seed, "project", "noise")
-        return [torch.randn(1, *shape, generator=key).to(self.device) for shape in self.generator.noise_shapes()]
 
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
         """The image of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
@@ -213,17 +213,13 @@ def project(
             before = next(reversed(found.values()), start)
             found[name] = projector.search(name, before, refine=bool(found), tick=bar.update)
     label = "" if projector.label is None else names[projector.label]
-    _save_images(target, found, out)
+    heads = ["target", *("\n".join([name, *result.distances]) for name, result in found.items())]
+    row = [target[0], *(result.image for result in found.values())]
+    save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
     if save_to is not None:
         write_atomic(save_to, _latents(found, {"class": label, "seed": sampler.seed, "steps": config.steps}))
     where = f"start ({label})" if label else "start"
     return [f"{name}: {', '.join(result.distances)}" for name, result in {where: start, **found}.items()]
-
-
-def _save_images(target: Tensor, found: dict[str, Projection], out: Path) -> None:
-    heads = ["target", *("\n".join([name, *result.distances]) for name, result in found.items())]
-    row = [target[0], *(result.image for result in found.values())]
-    save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
 
 
 def _latents(found: dict[str, Projection], about: dict[str, Any]) -> bytes:

@@ -37,9 +37,7 @@ class ClassificationCounts:
     def update(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Add a batch: logits [n, K] and labels int64 [n]; returns the probabilities [n, K], float64 on the CPU.
 
-        Raises:
-            UserError: a logit is not finite, or a label lies beyond the classes.
-            ValueError: shapes that do not fit.
+        Raises UserError where a logit is not finite or a label lies beyond the classes, ValueError for other shapes.
         """
         logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
         if logits.shape != (len(labels), self.classes):
@@ -133,13 +131,9 @@ def evaluate_classifier(
 ) -> dict[str, Any]:
     """Figures over every image of the file exactly once, whatever the number of ranks; the same on each rank.
 
-    Pass the unwrapped module: wrappers that talk to other ranks in `forward` hang on uneven shares.
-
-    Returns:
-        `n`, `accuracy`, `top5_accuracy` (None below 5 classes), `ece`, `per_class` and `confusion` [true][named].
-
-    Raises:
-        UserError: no labels, other classes than the classifier's, no image, or outputs that are not finite.
+    Pass the unwrapped module: wrappers that talk to other ranks in `forward` hang on uneven shares. Returns
+    `ClassificationCounts.figures`. Raises UserError for images without labels or of other classes than the
+    classifier's, for no image, and for outputs that are not finite.
     """
     counts = ClassificationCounts(_checked_classes(classifier, reader))
     device = device_of(classifier)

@@ -53,8 +53,7 @@ def evaluate_generator(
         `diversity_ratio`), `recognised`, `recognised_by_class`, `diversity_ratio`, `diversity_by_class`,
         `diversity_extractor`, `diversity_images`, `memorisation` (see `metrics.copies.search_copies`), `notes`.
 
-    Raises:
-        UserError: images or classes of a file or the judge do not fit the generator; fewer than two images.
+    Raises UserError where images or classes of a file or the judge do not fit the generator; for less than two images.
     """
     if not extractors:
         raise ValueError("at least one extractor is needed")

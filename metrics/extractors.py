@@ -90,8 +90,7 @@ PLACES = (CHECKOUT / "weights" / FILE_NAME, CHECKOUT.parent / "shared" / "weight
 def find_weights(given: str | Path | None = None) -> Path | None:
     """The weights file: the given one, else $DUET_WEIGHTS, else one in `weights/` or `../shared/weights/`, else None.
 
-    Raises:
-        UserError: the given file, or the one that the variable names, is not there.
+    Raises UserError where the given file, or the one that the variable names, is not there.
     """
     for source, name in (("--weights", given), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
         if name:
@@ -139,10 +138,8 @@ def load_resnet50(path: Path) -> nn.Module:
     """A ResNet-50 without its head, float32, in evaluation mode, with the weights of a `.safetensors` or `.pth` file.
 
     The file has torchvision's parameter names. A safetensors file whose metadata says `stride: conv1 ...` is He's
-    original network; every other file is taken for torchvision's, whose stride of 2 sits in `conv2`.
-
-    Raises:
-        UserError: the file cannot be read, or a key or a shape is not ResNet-50's.
+    original network; every other file is taken for torchvision's, whose stride of 2 sits in `conv2`. Raises UserError
+    where the file cannot be read, or a key or a shape is not ResNet-50's.
     """
     state, metadata = read_state_dict(path)
     he_strides = metadata.get("stride", "").startswith("conv1")
@@ -218,9 +215,8 @@ WITH_WEIGHTS = ("resnet50", "inception")
 def build(specs: list[str], options: Options) -> list[Extractor]:
     """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`.
 
-    Raises:
-        UserError: an unknown name (the near one is told), one that comes twice, a weights file that fits no or two of
-            them, or something that the extractor needs is missing.
+    Raises UserError for an unknown name (the near one is told), one that comes twice, a weights file that fits no or
+    two of them, and where something that the extractor needs is missing.
     """
     kinds = [spec.partition(":")[0] for spec in specs]
     for spec, kind in zip(specs, kinds, strict=True):
@@ -242,11 +238,7 @@ def build(specs: list[str], options: Options) -> list[Extractor]:
 
 
 def extract(extractor: Extractor, images: Tensor) -> Tensor:
-    """Features float32 [n, dim] on the CPU, computed in full float32.
-
-    Raises:
-        UserError: a feature is not finite.
-    """
+    """Features float32 [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
     with exact_float32(extractor.device):
         features = extractor(images).cpu()
     if not torch.isfinite(features).all():

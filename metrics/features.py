@@ -1,6 +1,6 @@
 """From images to feature sets: which images are taken, and one pass over them for all extractors."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,13 +51,6 @@ def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int =
     return Selection(order, labels[order], n, f"{role} {seed} {n} {per_class}")
 
 
-def read_images(reader: Dataset, indices: np.ndarray, batch_size: int) -> Iterator[Tensor]:
-    """Images uint8 [<= batch_size, C, H, W] on the CPU, in the order of `indices`."""
-    for start in range(0, len(indices), batch_size):
-        images, _ = reader.read(indices[start : start + batch_size])
-        yield torch.from_numpy(images)
-
-
 def feature_sets(
     batches: Iterable[Tensor],  # uint8 [b, C, H, W] each
     extractors: Sequence[Extractor],
@@ -98,8 +91,9 @@ class RealFeatures:
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:
+            order, size = selection.indices, self.batch_size
             found = feature_sets(
-                read_images(reader, selection.indices, self.batch_size),
+                (torch.from_numpy(reader.read(order[i : i + size])[0]) for i in range(0, len(order), size)),
                 list(missing.values()),
                 n=selection.n,
                 total=len(selection.indices),

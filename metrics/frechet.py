@@ -1,7 +1,5 @@
 """Frechet distance of two sets of features, each taken for a Gaussian (Heusel et al. 2017, 1706.08500, eq. 6)."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,6 @@ from torch import Tensor
 class Moments:
     """Count, sum and sum of outer products of feature vectors, in float64 on the CPU.
 
-    Sums rather than means: those of several processes add up, so one `reduce` makes them all equal.
     float64 leaves 10 digits of the covariance where the mean is a thousand times the spread, which features are not.
     """
 
@@ -20,10 +17,8 @@ class Moments:
         self.outer = torch.zeros(dim, dim, dtype=torch.float64)  # [F, F]
 
     def update(self, features: Tensor) -> None:
-        """Add a batch of features [n, F], of any floating type and on any device; n may be 0.
-
-        Raises:
-            ValueError: another shape than [n, F].
+        """Add a batch of features [n, F], of any floating type and on any device; n may be 0. ValueError for
+        another shape.
         """
         if features.ndim != 2 or features.shape[1] != self.dim:
             raise ValueError(f"expected features [n, {self.dim}], got {list(features.shape)}")
@@ -31,14 +26,6 @@ class Moments:
         self.count += len(rows)
         self.total += rows.sum(0)
         self.outer += rows.T @ rows
-
-    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Replace the sums by their sums over all processes; `sum_over_ranks` takes and returns a float64 vector."""
-        packed = torch.cat([torch.tensor([self.count], dtype=torch.float64), self.total, self.outer.flatten()])
-        packed = sum_over_ranks(packed).cpu()
-        self.count = round(packed[0].item())
-        self.total = packed[1 : 1 + self.dim].clone()
-        self.outer = packed[1 + self.dim :].view(self.dim, self.dim).clone()
 
     @property
     def mean(self) -> Tensor:
@@ -59,8 +46,7 @@ class Moments:
 def frechet_distance(first: Moments, second: Moments) -> float:
     """Frechet distance between the Gaussians of two feature sets; at least 0, in squared units of the features.
 
-    Raises:
-        ValueError: different dimensions, or fewer than two vectors in a set.
+    Raises ValueError for different dimensions, or fewer than two vectors in a set.
     """
     if first.dim != second.dim:
         raise ValueError(f"features of {first.dim} and of {second.dim} dimensions have no distance")

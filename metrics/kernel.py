@@ -38,9 +38,7 @@ def kernel_distance(
 
     Subset i is drawn without replacement by the key (seed, "eval", "kernel", i). Where both sets have no more than
     `subset_size` vectors, all subsets would be the whole sets, which are then taken once.
-
-    Raises:
-        ValueError: different dimensions, or fewer than two vectors in a set.
+    Raises ValueError for different dimensions, or fewer than two vectors in a set.
     """
     size = min(subset_size, len(first), len(second))
     if size < 2 or first.shape[1] != second.shape[1]:

@@ -43,10 +43,8 @@ def nearest(queries: Tensor, references: Tensor) -> Nearest:
     """Nearest of the references [m, F] for each of the queries [n, F], exactly; the first of equally near ones.
 
     Computed in float64 and in blocks, so that memory does not grow with n times m. The distances of the pairs found
-    are taken from the differences themselves: that of a copy is 0, not a rounding error.
-
-    Raises:
-        ValueError: no reference, or other dimensions.
+    are taken from the differences themselves: that of a copy is 0, not a rounding error. Raises ValueError
+    for no reference, or other dimensions.
     """
     if queries.ndim != 2 or references.ndim != 2 or queries.shape[1] != references.shape[1] or len(references) == 0:
         raise ValueError(f"no nearest neighbours of {list(queries.shape)} among {list(references.shape)}")

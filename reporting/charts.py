@@ -53,10 +53,8 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
 def line_chart(series: Mapping[str, Points], *, title: str, x_label: str = "step") -> Chart:
     """The curves of `series` in one chart.
 
-    The y axis is logarithmic when all values are positive and the largest is 100 times the smallest or more.
-
-    Raises:
-        ValueError: no finite value in any series.
+    The y axis is logarithmic when all values are positive and the largest is 100 times the smallest or more. Raises
+    ValueError if there is no finite value in any series.
     """
     values = [y for points in series.values() for _, y in points if math.isfinite(y)]
     if not values:

@@ -62,11 +62,16 @@ def read_run(folder: str | Path) -> Run:
     return run
 
 
+def _integer(digits: str) -> float:
+    """A JSON integer; one that no float holds is infinite, as JSON's other numbers are."""
+    return int(digits) if len(digits) < 300 else float(digits)
+
+
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(), parse_int=_integer)
     except (OSError, ValueError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}
@@ -84,7 +89,7 @@ def _read_records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     torn = 0
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = json.loads(line, parse_int=_integer)
             step = int(record["step"])
             by_step[step] = by_step.get(step, {}) | record
         except (ValueError, OverflowError, TypeError, KeyError):
