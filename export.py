@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     from inference.export.weights_file import open_checkpoint
 
     path, checkpoint = open_checkpoint(options.checkpoint, options.which)
-    rows, subject, wrong = export(job, checkpoint, say=lambda text: print(text, file=sys.stderr))
+    rows, subject, wrong = export(job, checkpoint)
     checked = sum(len(batch[0]) for batch in subject.batches)
     if options.json:
         head: dict[str, Any] = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"]}

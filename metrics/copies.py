@@ -11,7 +11,7 @@ from torch import Tensor
 from data.dataset import Dataset
 from metrics.extractors import ClassifierFeatures, Extractor, PixelFeatures
 from metrics.features import FeatureSet, RealFeatures, Selection, select
-from metrics.memorisation import Nearest, RealSet, memorisation
+from metrics.memorisation import RealSet, memorisation
 from metrics.precision import exact_float32
 from models.gan import ImageGenerator
 from models.sampling import generate
@@ -73,20 +73,13 @@ def search_copies(
     real = RealSet(held_out.counted, labels[0][: held_out.n])
     figures, neighbours = memorisation(samples.counted, RealSet(features, labels[1]), real)
     order = neighbours.distances.sort(stable=True).indices
-    lists = {
-        name: [_pair(int(i), neighbours, side, train.side) for i in rows[:PAIRS]]
-        for name, rows in (("closest", order), ("first", torch.arange(len(order))))
-    }
+    records = train.side.indices[neighbours.indices.numpy()]
+    pairs = [
+        {"sample": i, "label": int(side.labels[i]), "train": int(records[i]), "distance": float(distance)}
+        for i, distance in enumerate(neighbours.distances)
+    ]
+    lists = {"closest": [pairs[i] for i in order[:PAIRS].tolist()], "first": pairs[:PAIRS]}
     return {"extractor": train.place.name, "weights": train.place.source, **figures, **lists}
-
-
-def _pair(index: int, neighbours: Nearest, side: Selection, train_side: Selection) -> dict[str, Any]:
-    return {
-        "sample": index,
-        "label": int(side.labels[index]),
-        "train": int(train_side.indices[neighbours.indices[index]]),
-        "distance": float(neighbours.distances[index]),
-    }
 
 
 def neighbour_images(

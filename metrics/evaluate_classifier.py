@@ -135,7 +135,12 @@ def evaluate_classifier(
     `ClassificationCounts.figures`. Raises UserError for images without labels or of other classes than the
     classifier's, for no image, and for outputs that are not finite.
     """
-    counts = ClassificationCounts(_checked_classes(classifier, reader))
+    own, given = classifier.classes, len(reader.classes)
+    if not given:
+        raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
+    if given != own:
+        raise UserError(f"the images have {given} classes, the classifier {own}; give its own data")
+    counts = ClassificationCounts(own)
     device = device_of(classifier)
     total = min(len(reader), len(reader) if limit is None else limit) // world_size
     bar = tqdm(total=total, desc="images", unit="image", disable=None if show else True)
@@ -149,13 +154,3 @@ def evaluate_classifier(
     if reduce is not None:
         counts.reduce(lambda packed: reduce(packed.to(device)))  # a backend such as NCCL wants it on its device
     return counts.figures(reader.classes)
-
-
-def _checked_classes(classifier: Classifier, reader: Dataset) -> int:
-    """Number of classes; UserError unless the file has as many as the classifier."""
-    own = classifier.classes
-    if not reader.classes:
-        raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
-    if len(reader.classes) != own:
-        raise UserError(f"the images have {len(reader.classes)} classes, the classifier {own}; give its own data")
-    return own

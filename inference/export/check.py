@@ -6,7 +6,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ from inference.export.subject import Inputs, Subject, classifier_subject, genera
 from inference.settings import ExportConfig
 from utils.errors import TrainingHalted, UserError
 from utils.files import check_writable, replace_file
+from utils.logging import say
 from utils.text import columns
 
 ACCURACY_LOSS = 0.01  # of int8, at most: one point
 SINGLE_CALLS = 10  # of batch 1 in a repeat
-Progress = Callable[[str], None]
 
 
 class CheckFailed(TrainingHalted):
@@ -62,15 +62,11 @@ def compare(name: str, size: int, found: Tensor, original: Tensor, labels: Tenso
     row = Row(name=name, bytes=size, largest_difference=difference, agreement=None, accuracy=None, accuracy_change=None)
     if classes:
         named, before = found.argmax(1), original.argmax(1)
-        row.agreement = _share(named == before)
+        row.agreement = float((named == before).double().mean())
         if labels is not None:
-            row.accuracy = _share(named == labels)
-            row.accuracy_change = row.accuracy - _share(before == labels)
+            row.accuracy = float((named == labels).double().mean())
+            row.accuracy_change = row.accuracy - float((before == labels).double().mean())
     return row
-
-
-def _share(right: Tensor) -> float:
-    return int(right.sum()) / len(right)
 
 
 def judge(row: Row, form: Format, original: Tensor) -> str | None:
@@ -117,7 +113,7 @@ def _seconds(run: Runner, inputs: Inputs) -> float:
 
 
 def examine(
-    subject: Subject, exported: tuple[str, int, Runner], form: Format, *, batch: int, repeats: int, say: Progress
+    subject: Subject, exported: tuple[str, int, Runner], form: Format, *, batch: int, repeats: int
 ) -> tuple[list[Row], str | None]:
     """The table's rows, the original's first and the exported file's last, and what is wrong with the file or None.
 
@@ -215,7 +211,7 @@ def _readable(
     raise UserError(f"no images to check the export with ({reason}); give packed ones with {option} X.lmdb")
 
 
-def export(job: ExportConfig, checkpoint: dict[str, Any], *, say: Progress) -> tuple[list[Row], Subject, str | None]:
+def export(job: ExportConfig, checkpoint: dict[str, Any]) -> tuple[list[Row], Subject, str | None]:
     """Write, load again, check, rename. Returns the table's rows, what was exported and what is wrong, or None.
 
     Where something is wrong, no file is left behind and one that was there stays. Raises UserError.
@@ -230,7 +226,7 @@ def export(job: ExportConfig, checkpoint: dict[str, Any], *, say: Progress) -> t
             say(f"writing {job.format}")
             form.write(subject, written)
             exported = (job.format, written.stat().st_size, form.open(subject, written))
-            rows, wrong = examine(subject, exported, form, batch=job.batch_size, repeats=job.repeats, say=say)
+            rows, wrong = examine(subject, exported, form, batch=job.batch_size, repeats=job.repeats)
             if wrong is None:
                 replace_file(job.out, written.read_bytes())
     except OSError as error:
