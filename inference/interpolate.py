@@ -75,7 +75,8 @@ class Journey:
         ends = (None, None) if labels is None else (labels[before], labels[after])
         sampler, between = self.sampler, slerp(z[before], z[after], t)
         if not sampler.generator.has_styles:
-            return sampler.generator(between, _mixture(ends[0], ends[1], sampler.generator.classes, t), noise=maps)
+            mixed = [one_hot(end, sampler.generator.classes, t.dtype) for end in ends if end is not None]
+            return sampler.generator(between, torch.lerp(mixed[0], mixed[1], t) if mixed else None, noise=maps)
         generator = with_styles(sampler.generator, "interpolate")
         if self.space == "w":
             w = generator.mapping(z, labels)
@@ -85,13 +86,6 @@ class Journey:
             w = w if labels is None else torch.lerp(w, generator.mapping(between, ends[1]), t)
         ws = w[:, None].expand(-1, generator.num_ws, -1)
         return generator.synthesis(generator.truncate(ws, sampler.truncation_psi, sampler.truncation_cutoff), maps)
-
-
-def _mixture(first: Tensor | None, second: Tensor | None, classes: int, t: Tensor) -> Tensor | None:
-    """Weights of the classes [n, classes] at t [n, 1] of the way from the first ones [n] to the second."""
-    if first is None or second is None:
-        return None
-    return torch.lerp(one_hot(first, classes, t.dtype), one_hot(second, classes, t.dtype), t)
 
 
 def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:

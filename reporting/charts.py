@@ -50,7 +50,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
-def line_chart(series: Mapping[str, Points], *, title: str, x_label: str = "step") -> Chart:
+def line_chart(series: Mapping[str, Points], *, title: str) -> Chart:
     """The curves of `series` in one chart.
 
     The y axis is logarithmic when all values are positive and the largest is 100 times the smallest or more. Raises
@@ -64,11 +64,11 @@ def line_chart(series: Mapping[str, Points], *, title: str, x_label: str = "step
     return Chart(
         title + " (log scale)" * log,
         [(name, number(found[0]) if found else "") for name, found in last.items()],
-        Markup(_svg([thin(points) for points in series.values()], x_label, log=log)),
+        Markup(_svg([thin(points) for points in series.values()], log=log)),
     )
 
 
-def _svg(curves: Sequence[Points], x_label: str, *, log: bool) -> str:
+def _svg(curves: Sequence[Points], *, log: bool) -> str:
     from matplotlib import rc_context, ticker  # a second that no start of a training should wait for
     from matplotlib.figure import Figure
 
@@ -89,7 +89,7 @@ def _svg(curves: Sequence[Points], x_label: str, *, log: bool) -> str:
         axes.grid(axis="y", color=LINE)
         axes.spines[["left", "bottom"]].set_color(SOFT)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(x_label, color=SOFT)
+        axes.set_xlabel("step", color=SOFT)
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)

@@ -89,15 +89,13 @@ Figure = tuple[str, str]  # (value, what it is)
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
 
 
-def write_report(run_dir: str | Path, *, commands: Sequence[str] = ()) -> Path:
-    """Write `run_dir/report.html` for one run and return its path.
-
-    It shows how to train it again, the command of the last evaluation, and `commands` as they are.
+def write_report(run_dir: str | Path) -> Path:
+    """Write `run_dir/report.html` for one run, with the commands to train it again and of the last evaluation; returns
+    its path.
     """
     run = read_run(run_dir)
     title = f"Run {run.folder.resolve().name}" + (f" ({run.task})" if run.task else "")
-    commands = list(dict.fromkeys([*_commands(run), *commands]))  # each once, in this order
-    return _write(run.folder / "report.html", title, {"": run}, commands)
+    return _write(run.folder / "report.html", title, {"": run}, _commands(run))
 
 
 def _commands(run: Run) -> list[str]:
