@@ -154,6 +154,9 @@ def test_without_auto_the_remedy_is_told(packed: Path):
     assert told is not None
     assert "memory ran out at step 4: batch_size 12 over 1 process, at most 12 samples of 16 px" in told
     assert "--micro-batch (same global batch; auto finds one)" in told
+    on = explain(caught.value, config_of(micro_batch="auto"), 4, 16)
+    assert on is not None
+    assert "--micro-batch (same global batch)" in on  # what is on already is no remedy
 
 
 def test_processes_that_synchronise_batchnorm_cannot_halve():
