@@ -126,8 +126,9 @@ class Dataset(AbstractContextManager["Dataset"]):
         shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
         images = np.empty(shape, np.uint8) if out is None else out
         fits = images.shape == shape and images.dtype == np.uint8
-        layouts = [images] if self.gathers or not fits else [images, images.transpose(0, 2, 3, 1)]
-        if not fits or not any(layout.flags.c_contiguous for layout in layouts):
+        if not fits or not (
+            images.flags.c_contiguous or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
+        ):
             raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
         labels = self.labels()  # a damaged index has no labels to go on with: it always stops reading
         while len(wanted):
