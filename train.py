@@ -12,6 +12,7 @@ from utils.cli import Parser, did_you_mean, positive
 from utils.config import UnknownKey, read_yaml
 from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
 from utils.errors import UserError, run_cli
+from utils.recipes import listing, recipes
 
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
@@ -37,6 +38,8 @@ def parser() -> Parser:
     add("--lr-find-from", type=float, metavar="RATE", help="the first of them (default: 1e-6)")
     add("--lr-find-to", type=float, metavar="RATE", help="the last of them (default: 10)")
     add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
+    add("--list", action="store_true", help="print the recipes of configs/ with a line each")
+    add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
     add("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
     return parse
 
@@ -83,9 +86,11 @@ def check_gpus(text: str, count: int) -> None:
 
 def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
+    if options.list or options.keys is not None:
+        return tell(options)
     check_names(overrides, config=options.config)
     if options.config is None:
-        raise UserError("--config FILE is missing; recipes are in configs/, e.g. --config configs/quickstart_gan.yaml")
+        raise UserError("--config FILE is missing; `python train.py --list` prints the recipes")
     read_yaml(options.config)  # what is wrong with it is told before torch is imported, and once
     if options.profile is not None and (options.dry_run or options.max_steps is not None):
         raise UserError("--profile N trains its own few steps and stops; leave --dry-run and --max-steps out")
@@ -112,6 +117,17 @@ def main(argv: list[str]) -> int:
     # a process of a launcher ends as it is told to, and the launcher says so
     with nullcontext() if under_launcher() else leaving_on_signals():
         return train_here(options, overrides, gpus, sweep)
+
+
+def tell(options: Namespace) -> int:
+    """Print what --list or --keys asks for."""
+    if options.list:
+        print(listing(recipes()))
+    else:
+        from training.engine.reference import as_text, matching  # imports torch
+
+        print(as_text(matching(options.keys)))
+    return 0
 
 
 def train_here(options: Namespace, overrides: list[str], gpus: list[str], sweep: dict[str, Any]) -> int:

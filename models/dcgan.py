@@ -38,7 +38,7 @@ class DcganConfig(Checked):
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
     width: PositiveInt = 64  # channels at the full resolution; they double towards 4 px
-    width_max: PositiveInt = 512
+    width_max: PositiveInt = 512  # channels at most
 
     def widths(self, resolution: int) -> list[int]:
         """Channels from 4 px up to `resolution`. Raises UserError for one that is no power of two from 8."""

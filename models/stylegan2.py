@@ -34,7 +34,7 @@ class SizeConfig(Checked):
     """What both networks have: their width, and how they save memory and time."""
 
     channel_base: PositiveInt = 16384  # channels at a resolution: min(channel_base / resolution, channel_max)
-    channel_max: PositiveInt = 512
+    channel_max: PositiveInt = 512  # at most
     # precision fp16: the largest resolutions that run in it, 8 px and up; the others in fp32
     fp16_resolutions: NonNegativeInt = 4
     # precision fp16: convolutions' outputs stay within +- this, times sqrt(0.5) on residual branches; null: no clamp
@@ -49,7 +49,7 @@ class GeneratorConfig(SizeConfig, section="generator"):
     z_dim: PositiveInt = 512  # latent dimensions
     w_dim: PositiveInt = 512  # intermediate latent dimensions
     mapping_layers: PositiveInt = 8  # 2 for small sets
-    mapping_lr_multiplier: PositiveFloat = 0.01
+    mapping_lr_multiplier: PositiveFloat = 0.01  # of the mapping network's learning rate
     w_avg_beta: Decay = 0.995  # decay of the moving mean of w
 
 
@@ -57,7 +57,7 @@ class GeneratorConfig(SizeConfig, section="generator"):
 class DiscriminatorConfig(SizeConfig, section="discriminator"):
     """Size and form of the discriminator."""
 
-    architecture: Literal["residual", "plain"] = "residual"
+    architecture: Literal["residual", "plain"] = "residual"  # plain: no skip connections; cheaper, for small images
     minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
     mapping_layers: NonNegativeInt = 0  # layers that map the label's embedding before the projection
 

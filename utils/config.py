@@ -34,6 +34,19 @@ RENAMED = {
 }
 
 
+# names that people try and that have no near match -> what to give instead
+INSTEAD = {
+    **dict.fromkeys(
+        ("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"),
+        "a training is counted in steps, the updates of each network: --steps N, where an epoch is images / batch_size "
+        "of them (the plan of --dry-run has both)",
+    ),
+    "image_size": "--data.resolution N (px), or data.pack --size N",
+    "learning_rate": "--optimizer.lr (classifier), --generator_optimizer.lr, --discriminator_optimizer.lr (GAN)",
+    "num_workers": "--data.workers N",
+}
+
+
 def renamed(key: str) -> str:
     """The name that a dotted key has today."""
     for old, new in RENAMED.items():
@@ -59,6 +72,9 @@ class UnknownKey(UserError):
         if renamed(name) in known:
             super().__init__(f"{source}: {name} is now {renamed(name)}")
             return
+        if name in INSTEAD:
+            super().__init__(f"{source}: there is no {name}; {INSTEAD[name]}")
+            return
         typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
         leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}  # the key may lack its section
         near = did_you_mean(name, typed | dict(zip(known, known, strict=True)))
@@ -77,7 +93,8 @@ def read_yaml(path: str | Path) -> Tree:
         told = f"give {inside}" if inside.is_file() else "a configuration is a YAML file"
         raise UserError(f"{path} is a folder: {told}")
     if not path.is_file():
-        raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}")
+        listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
+        raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
@@ -96,8 +113,14 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def near_file(path: Path, pattern: str = "*") -> str:
-    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string."""
-    return did_you_mean(path.name, {near.name: str(near) for near in sorted(path.parent.glob(pattern))})
+    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string.
+
+    Where the name has numbers, a near one has the same: a recipe for 256 px is not near to one for 64.
+    """
+    numbers = re.findall(r"\d+", path.name)
+    found = sorted(path.parent.glob(pattern))
+    files = [near for near in found if not numbers or re.findall(r"\d+", near.name) == numbers]
+    return did_you_mean(path.name, {near.name: str(near) for near in files})
 
 
 def keys_of(config_class: type, prefix: str = "") -> Iterator[str]:

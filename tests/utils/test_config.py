@@ -11,6 +11,7 @@ from utils.config import (
     build,
     differences,
     keys_of,
+    near_file,
     of_today,
     read_yaml,
     renamed,
@@ -311,3 +312,20 @@ def test_differences():
         "more": (None, 4),
     }
     assert differences(before, before) == {}
+
+
+# --- names that are near, and names that only look it
+
+
+def test_a_recipe_of_another_size_is_not_near(tmp_path):
+    for name in ("r3gan_256.yaml", "gan_64.yaml", "cifar10_gan.yaml"):
+        (tmp_path / name).write_text("task: gan")
+    for wrong, told in (("gan_96", ""), ("gann_64", "gan_64.yaml"), ("cifar_gan", "cifar10_gan.yaml")):
+        assert near_file(tmp_path / f"{wrong}.yaml", "*.yaml").endswith(f"{told}'?)" if told else "")
+
+
+@pytest.mark.parametrize("name", ["epochs", "num_epochs", "learning_rate", "image_size"])
+def test_a_name_without_a_near_match_is_told_what_to_give(name):
+    with pytest.raises(UnknownKey, match=rf"^command line: there is no {name}; .*--") as error:
+        build(GanConfig, {"task": "gan"}, [f"--{name}", "1"])
+    assert str(error.value.among(["--procs"])) == str(error.value)

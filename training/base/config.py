@@ -42,7 +42,7 @@ class LogConfig(Checked, section="log"):
 
     every: PositiveInt = 50  # rows of metrics.jsonl
     samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
-    tensorboard: bool = True
+    tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
     layers: list[str] = field(default_factory=list)  # whose statistics go to TensorBoard: names or patterns
     layers_every: PositiveInt = 100  # steps from one look at these layers to the next
 
@@ -83,7 +83,7 @@ class EvaluationConfig(Checked, section="evaluation"):
     n: Annotated[int, at_least(2)] = 1000  # GAN: generated images; fewer than for a final figure
     extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    batch_size: PositiveInt = 100
+    batch_size: PositiveInt = 100  # images a forward pass
 
 
 @dataclass(kw_only=True)
@@ -104,15 +104,15 @@ class RunConfig(Checked):
 
     can_halve: ClassVar[bool] = False  # whether the task's micro-batches can be cut up where memory runs out
 
-    task: str
-    seed: int = 0
+    task: str  # gan or classifier
+    seed: int = 0  # of every random draw (docs/randomness.md)
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
     steps: PositiveInt = 10_000  # length of the training and of its schedules; a step is one update of each network
     batch_size: PositiveInt = 64  # global: over all processes and micro-batches
     # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    precision: PrecisionName = "fp32"
-    channels_last: bool = True
+    precision: PrecisionName = "fp32"  # of convolutions and matrix products; weights stay in fp32
+    channels_last: bool = True  # memory layout of images; faster in nearly every case
     deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
     nonfinite_cap: NonNegativeInt = 20  # updates skipped for non-finite gradients before training stops itself
     data: DataConfig = field(default_factory=DataConfig)

@@ -39,7 +39,7 @@ class FineTuneConfig(Checked, section="finetune"):
     # part -> factor of the rate; the last that fits counts
     stage_lr: dict[str, PositiveFloat] = field(default_factory=dict)
     layer_decay: Share = 1.0  # factor of the rate a layer further from the head, on top of stage_lr; 1: none
-    layer_decay_by: Literal["stage", "block"] = "block"
+    layer_decay_by: Literal["stage", "block"] = "block"  # what counts as a layer there
 
     @property
     def regrouped(self) -> bool:

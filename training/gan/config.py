@@ -100,7 +100,7 @@ class GanConfig(RunConfig):
     """A GAN of StyleGAN2's networks; `config_of` has the other architectures'."""
 
     task: Literal["gan"] = "gan"
-    architecture: str = DEFAULT
+    architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
     loss: GanLossConfig = field(default_factory=GanLossConfig)

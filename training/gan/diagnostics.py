@@ -34,7 +34,7 @@ MORE_DATA = (
 class WatchConfig(Checked, section="watch"):
     """When a warning is given. Thresholds come in pairs: it appears at the first and is cleared at the second."""
 
-    on: bool = True
+    on: bool = True  # warnings about known failures at log ticks
     warmup_kimg: NonNegativeFloat = 20.0  # thousand images before the first word: both networks' beginnings are wild
     memory: Share = 0.1  # half-life of the means that are judged, as a share of the images seen
     patience: PositiveInt = 2  # evaluations in a row that must agree, where evaluations are judged

@@ -30,19 +30,19 @@ class OptimizerConfig(Checked, section="optimizer"):
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
     betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
     beta2_final: Decay | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
-    eps: NonNegativeFloat = 1e-8
+    eps: NonNegativeFloat = 1e-8  # Adam's
     momentum: Decay = 0.9  # SGD's (Nesterov); for schedulefree-sgd the share of the average, beta
     weight_decay: NonNegativeFloat = 0.0  # decoupled for adamw; not applied to norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
     warmup_steps: NonNegativeInt = 0  # linear from 0; with one-cycle on top of its own rise
-    schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"
+    schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"  # of the rate over the steps
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
     # step: at each of these updates the rate is multiplied by gamma
     milestones: list[PositiveInt] = field(default_factory=list)
-    gamma: Share = 0.1
+    gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
     cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1) at the ends and at the peak: [0.95, 0.85]

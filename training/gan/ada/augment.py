@@ -29,7 +29,7 @@ KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 
 class AdaConfig(Checked, section="ada"):
     """What the discriminator's images go through, and how often. Raises UserError for values out of range."""
 
-    mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"
+    mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"  # adaptive: by the sign of D(real), for few images
     p: Probability = 0.0  # probability of each operation; fixed: always; adaptive, scheduled: where it starts
     p_final: Probability = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
     target: Annotated[float, INNER_SIGN] = 0.6  # adaptive: mean sign of D(real) above which p grows

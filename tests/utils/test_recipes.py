@@ -1,0 +1,55 @@
+"""The list of recipes, from the heads of configs/."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from training.engine.tasks import build_run_config
+from utils.config import read_yaml
+from utils.recipes import CONFIGS, LENGTH, Recipe, listing, recipe_of, recipes
+
+ALL = recipes()
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
+def test_every_head_says_what_for_what_it_needs_and_what_to_change(recipe):
+    lines = (CONFIGS / f"{recipe.name}.yaml").read_text().splitlines()
+    head = lines[: next(place for place, line in enumerate(lines) if not line.startswith("#"))]
+    assert len(recipe.purpose) <= LENGTH
+    assert [line for line in head if line.startswith("# Needs: ")], "what it needs"
+    assert [line for line in head if line.startswith("# Change first: ")], "what to change first"
+
+
+def test_a_recipes_task_is_its_configs():
+    for recipe in ALL:
+        path = CONFIGS / f"{recipe.name}.yaml"
+        assert build_run_config(read_yaml(path), [], str(path)).task == recipe.task
+
+
+def test_all_are_listed_by_task_and_size():
+    assert {recipe.name for recipe in ALL} == {path.stem for path in CONFIGS.glob("*.yaml")}
+    for task in ("gan", "classifier"):
+        sizes = [recipe.size for recipe in ALL if recipe.task == task]
+        assert sizes == sorted(sizes)
+    lines = listing(ALL).splitlines()
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [recipe.name for recipe in ALL]
+    assert max(map(len, lines)) <= 120
+
+
+def test_a_head(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("# Draws at 64 px\n# more\ntask: gan\n")
+    assert recipe_of(path) == Recipe("x", "gan", 64, "Draws at 64 px")
+    for text in ("task: gan\n", "# Draws\ntask: gan\n", "# Draws at 64 px\nsteps: 1\n"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"x\.yaml"):
+            recipe_of(path)
+
+
+def test_the_list_needs_no_torch():
+    code = "import sys, train; assert train.main(['--list']) == 0; assert 'torch' not in sys.modules"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "gan_64_cpu" in ended.stdout

@@ -1,0 +1,53 @@
+"""The recipes of configs/: what each is for, in a line, from the head of its file. Imports neither torch nor YAML."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+TITLES = {"gan": "GANs", "classifier": "Classifiers"}
+LENGTH = 88  # characters of a head's first line, so that a listed line stays within 120
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A file of configs/ and what its head says."""
+
+    name: str  # of the file, without .yaml
+    task: str
+    size: int  # px of the images it was made for
+    purpose: str  # the first line of the head
+
+
+def recipe_of(path: Path) -> Recipe:
+    """What a recipe's head says. Raises ValueError where the file has no head of the usual form."""
+    text = path.read_text(encoding="utf-8")
+    head = re.match(r"# (.+)\n", text)
+    task = re.search(r"^task: (\w+)", text, re.MULTILINE)
+    size = re.search(r"(\d+) px", head[1]) if head else None
+    if not (head and task and size):
+        raise ValueError(f"{path}: begins with a comment that names its purpose and size (`64 px`), and has a task")
+    return Recipe(path.stem, task[1], int(size[1]), head[1])
+
+
+def recipes(folder: Path = CONFIGS) -> list[Recipe]:
+    """All recipes of a folder, sorted by task, size and name."""
+    found = [recipe_of(path) for path in folder.glob("*.yaml")]
+    order = list(TITLES)
+    return sorted(found, key=lambda recipe: (order.index(recipe.task), recipe.size, recipe.name))
+
+
+def listing(found: Sequence[Recipe]) -> str:
+    """The text of `train.py --list`."""
+    width = max(len(recipe.name) for recipe in found)
+    lines: list[str] = []
+    for task, title in TITLES.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {recipe.name:{width}}  {recipe.purpose}" for recipe in found if recipe.task == task]
+    lines += [
+        "",
+        "A recipe's head says what it needs and what to change first: configs/NAME.yaml.",
+        "Train: python train.py --config configs/NAME.yaml [--data.path X.lmdb --data.val-path Y.lmdb]",
+    ]
+    return "\n".join(lines[1:])
