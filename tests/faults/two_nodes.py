@@ -69,7 +69,7 @@ class Node:
     def keep_store(self) -> "Node":
         """A store apart from torchrun, as docs/scaling.md has it, in this namespace; `host` of every node's `train`."""
         document = (REPOSITORY / "docs" / "scaling.md").read_text()
-        program = document.partition('python -c "')[2].partition('"\n')[0].replace("\n  ", "\n")
+        program = document.partition('python -c "')[2].partition('"\n')[0].replace("\n    ", "\n")
         program = program.replace("29400", str(PORT))
         assert "TCPStore" in program
         prefix = ["ip", "netns", "exec", self.namespace]
