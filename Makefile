@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --custom-compile-command 'make lock'
 
-.PHONY: help setup quickstart test test-all lint format bench lock clean
+.PHONY: help setup quickstart test test-all lint format bench docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -44,6 +44,10 @@ format: $(STAMP) ## Sort imports and apply ruff's safe fixes
 bench: $(STAMP) ## Every benchmark; each prints its ratios as JSON
 	@set -e; for script in benchmarks/[a-z]*.py; do \
 		echo "== $$script"; $(BIN)/python $$script --json; done
+
+docs: $(STAMP) ## The documentation as a site: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 lock: $(STAMP) ## Resolve the dependencies of pyproject.toml anew and write the lock files
 	$(UV_COMPILE) --upgrade --output-file requirements.lock

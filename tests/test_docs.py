@@ -116,6 +116,32 @@ def test_names_in_files_exist(current):
     assert [each[0] for each in named if each and each[2] not in (ROOT / each[1]).read_text()] == []
 
 
+def test_tests_named_exist(current):
+    """`tests/folder/test_file.py::test_name`, as the pitfalls name theirs."""
+    named = [re.fullmatch(r"(tests/[\w/]+\.py)::(\w+)", text) for text in code(current)]
+    found = [(ROOT / each[1], each[2]) for each in named if each]
+    assert [f"{file}::{name}" for file, name in found if f"def {name}(" not in file.read_text()] == []
+
+
+def test_every_pitfall_names_a_test():
+    text = (ROOT / "docs" / "pitfalls.md").read_text()
+    lessons = text.split("\n### ")[1:]
+    assert len(lessons) > 40
+    assert [lesson.partition("\n")[0] for lesson in lessons if "- Test: `tests/" not in lesson] == []
+    assert [lesson.partition("\n")[0] for lesson in lessons if "- Here: " not in lesson] == []
+
+
+BAD = (  # phrases that are no idiomatic English, and what was meant
+    "goes on to the bit where it was", "also read are", "beside their floor", "beside its floor", "are taken back",
+    "ride on the pass", "rides on the pass", "can be told in the samples", "is not for the probe", "named right",
+)  # fmt: skip
+
+
+def test_no_unidiomatic_phrase_is_left(page):
+    text = " ".join(page.read_text().split())
+    assert [phrase for phrase in BAD if phrase in text] == []
+
+
 class Reached(Exception):
     """A script has come to the parsing of its options."""
 
@@ -175,7 +201,7 @@ def test_commands_can_be_typed(page):
         options, overrides = parser_of(module).parse_known_args(normalise(shlex.split(command)))
         if module != "train":
             assert overrides == [], command
-        elif "FILE" not in command:
+        elif options.config is not None and "FILE" not in command:
             tree = read_yaml(ROOT / options.config)
             build_run_config(tree, overrides, command)
 

@@ -1,0 +1,98 @@
+"""The documentation as a site: it builds without a warning, shows what GitHub shows, and needs no network."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.conftest import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+FILLED = {"keys", "recipes"}  # by docs/hooks.py
+BLOCKS = ("ul", "ol", "li", "table", "tr", "pre", "h2", "h3", "img", "strong", "em")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+class Article(HTMLParser):
+    """Counts the elements of a page's article, and keeps its text; the site's own parts are left out."""
+
+    def __init__(self, html: str, within: str | None = None) -> None:
+        super().__init__()
+        self.counts = dict.fromkeys(BLOCKS, 0)
+        self.inside = within is None
+        self.within, self.texts = within, [""]
+        self.loads: list[str] = []  # what the page loads when it is opened
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, Any]]) -> None:
+        named = dict(attrs)
+        if tag == self.within:
+            self.inside = True
+        if self.inside and tag in self.counts:
+            self.counts[tag] += 1
+        if tag in ("script", "img", "iframe", "source"):
+            self.loads.append(named.get("src") or "")
+        if tag == "link" and named.get("rel") not in ("canonical", "next", "prev"):
+            self.loads.append(named.get("href") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == self.within:
+            self.inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.texts.append(data)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in FILLED], ids=lambda page: page.stem)
+def test_a_page_has_the_lists_tables_and_fences_that_github_shows(site, page):
+    html = MarkdownIt("commonmark").enable("table").render(page.read_text())
+    article = Article((site / f"{page.stem}.html").read_text(), within="article")
+    assert article.counts == Article(html).counts
+
+
+def test_every_page_is_in_the_menu_and_in_the_search(site):
+    menu = Article((site / "index.html").read_text())
+    assert menu.counts["li"] > len(PAGES)
+    found = {entry["location"].partition(".html")[0] for entry in json.loads(index_of(site))["docs"]}
+    assert found >= {page.stem for page in PAGES}
+
+
+def index_of(site: Path) -> str:
+    return (site / "search" / "search_index.js").read_text().removeprefix("var __index = ")
+
+
+def test_nothing_is_fetched(site):
+    for page in site.glob("*.html"):
+        loaded = [place for place in Article(page.read_text()).loads if re.match(r"(https?:)?//", place)]
+        assert loaded == [], page
+    for sheet in [*site.rglob("*.css")]:
+        assert "@import" not in sheet.read_text()
+        assert not re.findall(r"url\(\"?https?:", sheet.read_text()), sheet
+
+
+def test_pages_are_filled_from_the_code(site):
+    keys = "".join(Article((site / "keys.html").read_text(), within="article").texts)
+    assert "loss.r1_gamma" in keys
+    assert "early_stopping.patience" in keys
+    recipes = "".join(Article((site / "recipes.html").read_text(), within="article").texts)
+    assert all(path.name in recipes for path in (REPOSITORY / "configs").glob("*.yaml"))
+
+
+def test_images_are_small():
+    assert [path.name for path in (DOCS / "images").iterdir() if path.stat().st_size > 300_000] == []
