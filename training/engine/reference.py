@@ -148,7 +148,7 @@ def as_markdown(found: dict[str, list[Key]]) -> str:
         lines += [f"## {title}", ""]
         for section, inside in _by_section(listed):
             lines += [f"### {section}", ""] if section else []
-            lines += [f"- `{key.name}`: `{key.default}` ({_plain(key.takes)}). {_plain(key.meaning)}" for key in inside]
+            lines += [f"- `{key.name}`: `{key.default}`. {_plain(_told(key))}" for key in inside]
             lines.append("")
     return "\n".join(lines)
 
