@@ -18,11 +18,11 @@ from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, confirm, near
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
-from utils.files import building
+from utils.files import building, write_atomic
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
-LISTED = 10  # groups and pairs in the report for people
+LISTED = 5  # groups and pairs in the report for people
 MEMBERS = 5  # of a group there
 
 
@@ -66,8 +66,18 @@ class Report:
     names: tuple[Name, Name]  # of the first file's records, and of the other's
 
     def document(self) -> dict[str, object]:
-        """The report for programs."""
-        return {name: value for name, value in asdict(self).items() if name != "names"}
+        """The report for programs; `names` are those of the records in it, by their numbers."""
+        records: tuple[set[int], set[int]] = (set(), set())
+        for group in self.exact:
+            records[0].update(group.records)
+            records[1].update(group.other_records)
+        for pair in self.near or []:
+            records[0].add(pair.record)
+            records[1 if self.other_file else 0].add(pair.other_record)
+        names = [
+            {record: name(record) for record in sorted(some)} for name, some in zip(self.names, records, strict=True)
+        ]
+        return asdict(self) | {"names": names[0], "other_names": names[1]}
 
 
 def exact(signatures: np.ndarray) -> list[np.ndarray]:
@@ -84,7 +94,7 @@ def find(
     other: LMDBReader | None = None,
     *,
     similar: bool = False,
-    item_name: Name = str,  # of `reader`'s records: the file itself knows numbers only
+    item_name: Name | None = None,  # of `reader`'s records; None: what the file says, else their numbers
 ) -> Report:
     """Duplicates within a packed file, or images that it and another one share, for example training and held-out
     data. Raises DamageError.
@@ -105,7 +115,7 @@ def find(
         exact_duplicates=sum(len(group.other_records) if other else len(group.records) - 1 for group in groups),
         exact_comparable=_form(reader) == _form(second),
         exact=groups,
-        names=(_named(reader, item_name), _named(second, str if other else item_name)),
+        names=(_named(reader, item_name), _named(second, None if other else item_name)),
     )
     if similar:
         candidates = near(signatures, others)
@@ -119,10 +129,15 @@ def _form(reader: LMDBReader) -> tuple[int, int]:
     return reader.meta.channels, reader.meta.resolutions[-1]
 
 
-def _named(reader: LMDBReader, item_name: Name) -> Name:
+def _named(reader: LMDBReader, item_name: Name | None) -> Name:
     """Records with their classes."""
-    labels, classes = reader.labels(), reader.classes
-    return lambda record: item_name(record) + (f" ({classes[labels[record]]})" if classes else "")
+    labels, classes, stored = reader.labels(), reader.classes, [] if item_name else reader.names()
+
+    def name(record: int) -> str:
+        text = item_name(record) if item_name else stored[record] or str(record)
+        return text + (f" ({classes[labels[record]]})" if classes else "")
+
+    return name
 
 
 def _differ(reader: LMDBReader, here: np.ndarray, other: LMDBReader, there: np.ndarray) -> bool:
@@ -142,15 +157,16 @@ def _confirmed(candidates: Candidates, reader: LMDBReader, other: LMDBReader) ->
     ]
 
 
-def lines(report: Report, limit: int = LISTED) -> list[str]:
-    """The report for people: counts, then `limit` groups and pairs, those with different labels first."""
+def lines(report: Report, limit: int | None = LISTED) -> list[str]:
+    """The report for people: counts, then `limit` groups and pairs (None: all), those with different labels first."""
     name, other_name = report.names
     found = _count(report.exact_duplicates, "exact duplicate")
     if report.other_file:
         found = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
     groups = []
+    most = report.images + (report.other_images or 0) if limit is None else MEMBERS
     for group in report.exact:
-        sides = (_members(name, group.records), _members(other_name, group.other_records))
+        sides = (_members(name, group.records, most), _members(other_name, group.other_records, most))
         groups.append((" = ".join(filter(None, sides)), group.labels_differ))
     text = _listed(f"{found} in {_count(len(groups), 'group')}", groups, "group", limit)
     if not report.exact_comparable:
@@ -169,14 +185,32 @@ def lines(report: Report, limit: int = LISTED) -> list[str]:
     return text
 
 
-def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int) -> list[str]:
+def brief(reports: Sequence[Report], everything: Path) -> list[str]:
+    """The reports for people. Where they leave something out, all of it goes into the file `everything`; else one of
+    that name, which an earlier run left, is removed. Raises UserError if it cannot be written.
+    """
+    text = [line for report in reports for line in lines(report)]
+    all_of_it = [line for report in reports for line in lines(report, None)]
+    if text == all_of_it:
+        everything.unlink(missing_ok=True)
+        return text
+    write_lines(everything, all_of_it)
+    return [*text, f"all of them: {everything}"]
+
+
+def write_lines(path: Path, text: Sequence[str]) -> None:
+    """A text file; names that are not UTF-8 are escaped."""
+    write_atomic(path, "".join(f"{line}\n" for line in text).encode(errors="backslashreplace"))
+
+
+def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int | None) -> list[str]:
     """A head line with the number of items with different labels, and the first items, those with different labels
     before the others.
     """
     wrong = sum(differ for _, differ in items)
     head += f", {wrong:,} of them with different labels" if wrong else ""
     shown = sorted(items, key=lambda item: not item[1])[:limit]
-    more = [f"  and {_count(len(items) - limit, what)} more"] if len(items) > limit else []
+    more = [f"  and {_count(len(items) - len(shown), what)} more"] if len(items) > len(shown) else []
     return [head, *(f"  {text}{': different labels' if differ else ''}" for text, differ in shown), *more]
 
 
@@ -184,10 +218,10 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _members(name: Name, records: list[int]) -> str:
-    """A group's records in a file, the first few by name."""
-    more = f" and {len(records) - MEMBERS:,} more" if len(records) > MEMBERS else ""
-    return ", ".join(map(name, records[:MEMBERS])) + more
+def _members(name: Name, records: list[int], most: int) -> str:
+    """A group's records in a file, so many by name."""
+    more = f" and {len(records) - most:,} more" if len(records) > most else ""
+    return ", ".join(map(name, records[:most])) + more
 
 
 def sheet(report: Report, reader: LMDBReader, other: LMDBReader) -> Image.Image:
@@ -229,6 +263,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("other", type=Path, metavar="B.lmdb", nargs="?")
     parser.add_argument("--similar", action="store_true", help="also search for images that look alike")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--list", type=Path, metavar="FILE", help="write all groups and pairs into a text file")
     parser.add_argument("--out", type=Path, metavar="PNG", help=f"draw up to {SHOWN} pairs side by side")
     args = parser.parse_args(argv)
     if args.out and args.out.suffix.lower() != ".png":
@@ -237,7 +272,11 @@ def main(argv: list[str]) -> None:
         if args.other and args.other.samefile(args.path):
             raise UserError(f"{args.other} and {args.path} are the same file: give it once to search within it")
         report = find(reader, other if args.other else None, similar=args.similar)
-        print(json.dumps(report.document(), indent=2) if args.json else "\n".join(lines(report)))
+        if args.list:
+            write_lines(args.list, lines(report, None))
+        text = lines(report)
+        hint = [] if args.list or text == lines(report, None) else ["all of them: add --list FILE"]
+        print(json.dumps(report.document(), indent=2) if args.json else "\n".join(text + hint))
         if args.out and (report.exact or report.near):
             with building(args.out) as temporary:
                 sheet(report, reader, other).save(temporary, format="PNG")

@@ -47,6 +47,10 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 def _text(value: object) -> str:
     if isinstance(value, list):
         return "none" if not value else " ".join(_text(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+    if value is None:
+        return "none"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 

@@ -30,6 +30,7 @@ LEAST_BEFORE = 0.8  # before registration
 MOST_SHIFT = 0.04  # by registration, of the side
 CROWD_CORRELATION, CROWD_CHANGE = 0.995, 0.2  # without registration, in a crowd
 LEAST_CONTRAST = 1.0  # standard deviation in grey levels
+MOST_COLOUR = 12.0  # root mean square difference of the colours (Cr and Cb together), in levels of 0 to 255
 BATCH = 1024  # pairs compared at a time
 
 Read = Callable[[int], np.ndarray]  # a record -> its image, uint8 [H, W, C]
@@ -124,7 +125,8 @@ def confirm(
 
     Both images are scaled by area averaging to 32x32 px in grey (those below 64 px to 16x16, below 24 px to 8x8),
     and brought to the same mean and contrast. Small shifts and stretches are taken out (MOST_SHIFT). What correlates
-    by LEAST_CORRELATION then is a near duplicate; changed colours do not matter.
+    by LEAST_CORRELATION then is a near duplicate, unless the colours of the scaled images differ by more than
+    MOST_COLOUR (chrominance of ITU-R 601, after the same shifts). Of files of one channel the colours are not known.
 
     Where one of the images has more than CROWD candidates, they are of one kind, and high correlations mean little:
     then CROWD_CORRELATION is needed without the shifts, and no part of 1/8 x 1/8 of the image may differ by more than
@@ -134,36 +136,55 @@ def confirm(
     side = 32 if size >= 64 else 16 if size >= 24 else 8
     a, first = _thumbnails(read_a, pairs[:, 0], side)
     b, second = _thumbnails(read_b, pairs[:, 1], side)
+    planes = min(a.shape[1], b.shape[1])
     score = np.zeros(len(pairs), np.float32)
     for start in range(0, len(pairs), BATCH):
         part = slice(start, start + BATCH)
-        score[part] = _scores(a[first[part]], b[second[part]], crowded[part])
+        score[part] = _scores(a[first[part], :planes], b[second[part], :planes], crowded[part])
     return pairs[score > 0], score[score > 0]
 
 
 def _thumbnails(read: Read, records: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """The different records' images in grey, uint8 [u, S, S], and the row of each record there."""
+    """The different records' images, uint8 [u, P, S, S], and the row of each record there. P is 1, grey, or 3: grey,
+    Cr and Cb.
+    """
     wanted, rows = np.unique(records, return_inverse=True)
-    thumbnails = np.empty((len(wanted), side, side), np.uint8)
+    channels = read(int(wanted[0])).shape[2] if len(wanted) else 1
+    thumbnails = np.empty((len(wanted), channels, side, side), np.uint8)
     for row, record in enumerate(tqdm(wanted.tolist(), "reading images", disable=None, delay=1)):
-        image = read(record)
-        grey = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) if image.shape[2] == 3 else np.ascontiguousarray(image[:, :, 0])
-        thumbnails[row] = cv2.resize(grey, (side, side), interpolation=cv2.INTER_AREA)
+        image = np.ascontiguousarray(read(record))
+        if channels == 3:
+            grey, chroma = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.cvtColor(image, cv2.COLOR_RGB2YCrCb)[:, :, 1:]
+            image = np.dstack([grey, chroma])
+        small = cv2.resize(image, (side, side), interpolation=cv2.INTER_AREA)
+        thumbnails[row] = small.reshape(side, side, channels).transpose(2, 0, 1)
     return thumbnails, rows
 
 
 def _scores(a: np.ndarray, b: np.ndarray, crowded: np.ndarray) -> np.ndarray:
-    """Correlations of pairs of thumbnails [n, S, S]; 0 where they are no near duplicates."""
-    a, b = _standardised(a), _standardised(b)
+    """Correlations of pairs of thumbnails [n, P, S, S]; 0 where they are no near duplicates."""
+    colours_a, colours_b = (images[:, 1:].astype(np.float32) for images in (a, b))
+    a, b = _standardised(a[:, 0]), _standardised(b[:, 0])
     before = _correlation(b - a)
     scores = np.zeros(len(a), np.float32)
     rows = np.flatnonzero(crowded & (before >= CROWD_CORRELATION))
     rows = rows[_greatest(b[rows] - a[rows]) <= CROWD_CHANGE]
-    scores[rows] = before[rows]
+    change = _colour_change(colours_b[rows] - colours_a[rows])
+    scores[rows] = np.where(change <= MOST_COLOUR, before[rows], 0)
     rows = np.flatnonzero(~crowded & (before >= LEAST_BEFORE))
-    after = _correlation(_registered(a[rows], b[rows]))
-    scores[rows] = np.where(after >= LEAST_CORRELATION, after, 0)
+    shifts = _shifts(a[rows], b[rows])
+    after = _correlation(_without(shifts, a[rows], b[rows]))
+    difference = np.empty_like(colours_a[rows])
+    for plane in range(difference.shape[1]):
+        difference[:, plane] = _without(shifts, colours_a[rows, plane], colours_b[rows, plane])
+    near = (after >= LEAST_CORRELATION) & (_colour_change(difference) <= MOST_COLOUR)
+    scores[rows] = np.where(near, after, 0)
     return scores
+
+
+def _colour_change(difference: np.ndarray) -> np.ndarray:
+    """The root mean square over pixels of the colours' difference, [n, 2 (none of a grey file), S, S] -> [n]."""
+    return np.sqrt(np.square(difference).sum(axis=1).mean(axis=(1, 2)))
 
 
 def _standardised(images: np.ndarray) -> np.ndarray:
@@ -185,15 +206,25 @@ def _greatest(difference: np.ndarray) -> np.ndarray:
     return np.abs(difference.reshape(-1, 8, size, 8, size).mean(axis=(2, 4))).max(axis=(1, 2))
 
 
-def _registered(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The difference of standardised images [n, S, S] without what a small shift and stretch in x and y explain, to
-    first order in the gradient (Lucas & Kanade 1981).
+def _moves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """How images [n, S, S] change with a small shift and stretch in x and y, to first order in the gradient (Lucas &
+    Kanade 1981): [n, 4, S * S].
     """
     n, side, _ = a.shape
     from_middle = np.linspace(-1, 1, side, dtype=np.float32)
     down, right = np.gradient((a + b) / 2, axis=(1, 2))
-    moves = np.stack([right, down, right * from_middle, down * from_middle[:, None]], axis=1).reshape(n, 4, side * side)
-    difference = (b - a).reshape(n, side * side, 1)
+    return np.stack([right, down, right * from_middle, down * from_middle[:, None]], axis=1).reshape(n, 4, side * side)
+
+
+def _shifts(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The shift and stretch in px that explain most of the difference of standardised images [n, S, S]: [n, 4, 1]."""
+    moves, side = _moves(a, b), a.shape[1]
     normal = moves @ moves.transpose(0, 2, 1) + np.eye(4, dtype=np.float32)  # the identity: no texture, no move
-    shifts = np.linalg.solve(normal, moves @ difference).clip(-MOST_SHIFT * side, MOST_SHIFT * side)
-    return (difference - moves.transpose(0, 2, 1) @ shifts).reshape(a.shape)
+    shifts = np.linalg.solve(normal, moves @ (b - a).reshape(len(a), side * side, 1))
+    return np.asarray(shifts.clip(-MOST_SHIFT * side, MOST_SHIFT * side))
+
+
+def _without(shifts: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The difference of images [n, S, S] without what the shifts explain."""
+    explained = _moves(a, b).transpose(0, 2, 1) @ shifts
+    return (b - a) - explained.reshape(a.shape)

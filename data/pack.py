@@ -8,46 +8,31 @@ if __name__ == "__main__" and not __package__:  # the modules beside this file w
 
 import argparse
 import contextlib
-import hashlib
-import itertools
+import dataclasses
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from data.duplicates import find
-from data.duplicates import lines as report_lines
-from data.lmdb.format import ENCODINGS, Meta
+from data.duplicates import Name, Report, brief, find
+from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
-from data.packing import make_plan
+from data.packing import Plan, make_plan
+from data.packing_parts import Fingerprint, Written, publish_both, write_parts
 from data.packing_processes import KEPT_BYTES, Conversion
-from data.sources import NAMED, SPLITS, Problem, Source, open_source
+from data.packing_summary import Summary, summary_lines
+from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
+from data.split import check_splittable, to_share, val_path
 from utils.classes import require_same_classes
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
-from utils.text import columns
 
-LISTED = 10  # names in the summary
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
-
-
-@dataclass(kw_only=True)
-class Summary:
-    """What was packed."""
-
-    meta: Meta
-    problems: list[Problem] = field(default_factory=list)  # skipped
-    ignored: list[str] = field(default_factory=list)  # no images by their name
-    enlarged: int = 0  # images that were smaller than --size and scaled up
-    workers: int = 0  # processes that converted images besides this one
-    seconds: float = 0.0  # until the file was complete
-    duplicates: list[str] | None = None  # the report's lines; None: not searched
-    search_seconds: float = 0.0  # for them, afterwards
 
 
 class _Skipped:
@@ -75,10 +60,11 @@ class _Skipped:
                 f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: fix them or raise --max-skipped"
             )
 
-    def check_packed(self, histogram: np.ndarray, count: int) -> None:
-        """Raise UserError if so much was skipped that a class or everything is missing."""
+    def check_packed(self, histogram: np.ndarray, count: int, dropped: int) -> None:
+        """Raise UserError if so much was left out that a class or everything is missing."""
         name, classes = self._source.name, self._source.classes
         what = f"could be used, {len(self.problems)} skipped"
+        what += f", {dropped} dropped as duplicates" if dropped else ""
         what += f"; the first: {self.problems[0]}" if self.problems else ""
         if not count:
             raise UserError(f"{name}: no image {what}")
@@ -86,7 +72,7 @@ class _Skipped:
             raise UserError(f"{name}: no image of class {classes[int(histogram.argmin())]} {what}")
 
 
-def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
+def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
     """Raise UserError for an empty class, and for classes that differ from those of the file `against`."""
     if source.classes:
         counts = np.bincount(source.labels(), minlength=len(source.classes))
@@ -94,7 +80,7 @@ def _check_classes(source: Source, against: Path | None, dest: Path) -> None:
             raise UserError(f"{source.name}: class {source.classes[int(counts.argmin())]} has no images; add some")
     if against is None:
         return
-    if against.exists() and dest.exists() and against.samefile(dest):
+    if against.exists() and any(target.exists() and against.samefile(target) for target in targets):
         raise UserError(f"--against {against} is the file to be written: name another one")
     with LMDBReader(against) as reader:
         theirs = reader.classes
@@ -118,40 +104,44 @@ def pack(
     against: Path | None = None,  # a packed file whose classes must be the same and whose images are searched here
     duplicates: bool = True,  # report equal images
     similar: bool = False,  # and those that look alike
+    drop_duplicates: bool = False,  # keep only the first of equal images
+    val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
+    val_dest: str | Path | None = None,  # that file; None: data.split.val_path
+    seed: int = 0,  # of the draw of held-out images
 ) -> Summary:
-    """Pack a source into the file `dest`; the file does not depend on `workers`.
+    """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.
 
     Raises UserError for anything that is wrong with source, images, options or target; then nothing is left behind
-    and an existing file is as it was.
+    and existing files are as they were.
     """
     started = time.perf_counter()
-    dest = Path(dest)
-    check_target(dest, overwrite)
+    share = None if val_share is None else to_share(val_share)
+    targets = _targets(source, Path(dest), share, val_dest, overwrite)
     skipped = _Skipped(source, on_error, max_skipped)
-    _check_classes(source, against, dest)
+    _check_classes(source, against, targets)
     plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize, smallest=smallest)
     conversion = Conversion(source, plan, workers=workers, stop=on_error == "stop")
-    with LMDBWriter(
-        dest,
-        plan.layout,
-        classes=source.classes,
-        resize_filter=plan.resize_filter,
-        source=source.name,
-        overwrite=overwrite,
-    ) as writer:
-        fingerprint, enlarged, left_out = _write(source, conversion, writer, skipped)
-        skipped.check_packed(writer.histogram, writer.count)
-        meta = writer.finish(fingerprint)
-    packed = time.perf_counter()
-    rows = np.delete(np.arange(len(source)), left_out)  # of the source, by record
-    lines = None
-    if duplicates or similar:
-        lines = _find_duplicates(dest, against, similar, lambda record: source.item_name(int(rows[record])))
+    with contextlib.ExitStack() as stack:
+        writers, whole = _open_writers(stack, source, plan, targets, overwrite)
+        written, fingerprint = _write(source, conversion, whole, skipped, drop_duplicates, share is not None)
+        skipped.check_packed(whole.histogram, whole.count, written.dropped)
+        metas, report = [whole.finish(fingerprint)], None
+        name = written.names(source)
+        if share is not None:
+            metas, report = write_parts(whole.path, written, writers, share, seed, name)
+            publish_both(writers)
+        packed, lines = time.perf_counter(), None
+        if duplicates or similar:
+            lines = _find_duplicates(whole.path, targets[0], against, similar, name, report)
     return Summary(
-        meta=meta,
+        meta=metas[0],
+        held_out=metas[1] if len(metas) > 1 else None,
+        held_out_path=targets[-1] if len(targets) > 1 else None,
         problems=skipped.problems,
         ignored=source.ignored,
-        enlarged=enlarged,
+        enlarged=written.enlarged,
+        dropped=written.dropped,
+        dropped_otherwise=written.dropped_otherwise,
         workers=conversion.workers or 0,
         seconds=packed - started,
         duplicates=lines,
@@ -159,74 +149,111 @@ def pack(
     )
 
 
-def _write(source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped) -> tuple[str, int, list[int]]:
-    """Write every usable image; returns the source's fingerprint, how many images were enlarged, and the indices of
-    those that were left out.
+def _targets(
+    source: Source, dest: Path, share: Fraction | None, val_dest: str | Path | None, overwrite: bool
+) -> list[Path]:
+    """The files to be written: one, or of training and held-out images. Raises UserError if that cannot be."""
+    targets = [dest]
+    if share is not None:
+        check_splittable(source.name, source.labels(), share)
+        targets.append(val_path(dest) if val_dest is None else Path(val_dest))
+        if targets[0].absolute() == targets[1].absolute():
+            raise UserError(f"--val-dest {val_dest} is the file of the training images: name another one")
+    elif val_dest is not None:
+        raise UserError("--val-dest is for --val-share: add it or drop --val-dest")
+    for target in targets:
+        check_target(target, overwrite)
+    return targets
 
-    The fingerprint is the SHA-256 of label (int64, little-endian) and content digest of each image in order.
+
+def _open_writers(
+    stack: contextlib.ExitStack, source: Source, plan: Plan, targets: Sequence[Path], overwrite: bool
+) -> tuple[list[LMDBWriter], LMDBWriter]:
+    """Writers of the targets, and the one for all images: the only one, or that of a hidden file that is to be split.
+    The stack closes them.
     """
-    fingerprint = hashlib.sha256()
-    enlarged, left_out = 0, []
+
+    def writer(path: Path, replace: bool) -> LMDBWriter:
+        return stack.enter_context(
+            LMDBWriter(
+                path,
+                plan.layout,
+                classes=source.classes,
+                resize_filter=plan.resize_filter,
+                source=source.name,
+                overwrite=replace,
+            )
+        )
+
+    writers = [writer(target, overwrite) for target in targets]
+    if len(writers) == 1:
+        return writers, writers[0]
+    hidden = targets[0].with_name(f".{targets[0].name}.whole")
+    whole = writer(hidden, True)
+    stack.callback(hidden.unlink, missing_ok=True)
+    return writers, whole
+
+
+def _write(
+    source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped, drop: bool, keep: bool
+) -> tuple[Written, str]:
+    """Write every usable image, with `drop` without exact duplicates, and return what was written and its fingerprint;
+    `keep` what a split needs.
+    """
+    written, fingerprint, row = Written(), Fingerprint(), 0
+    labels: dict[int, int] = {}  # by the digest of their pixels, for `drop`
     bar = tqdm(total=len(source), desc="packing", unit="image", disable=None)
     with bar, contextlib.closing(iter(conversion)) as parts:
         for found in parts:
             for index, reason in found.problems:
                 skipped.add(Problem(source.item_name(index), reason))
-                left_out.append(index)
-            for record, digest in zip(found.records, found.digests, strict=True):
-                writer.add_record(record)
-                fingerprint.update(record.label.to_bytes(8, "little") + digest)
-            enlarged += found.enlarged
-            bar.update(len(found.records) + len(found.problems))
-    return fingerprint.hexdigest(), enlarged, left_out
+            count = len(found.records) + len(found.problems)
+            bad = {index for index, _ in found.problems}
+            rows = [index for index in range(row, row + count) if index not in bad]
+            for index, record, digest in zip(rows, found.records, found.digests, strict=True):
+                pixels = int(record.signature["digest"][0])
+                if drop and pixels in labels:
+                    written.dropped += 1
+                    written.dropped_otherwise += labels[pixels] != record.label
+                    continue
+                if drop:
+                    labels[pixels] = record.label
+                writer.add_record(record, source.stored_name(index))
+                fingerprint.add(record.label, digest)
+                written.rows.append(index)
+                if keep:
+                    written.digests.append(digest)
+                    written.sums.append(record.sums)
+                    written.pixels.append(record.pixels)
+            written.enlarged += found.enlarged
+            row += count
+            bar.update(count)
+    return written, str(fingerprint)
 
 
-def _find_duplicates(dest: Path, against: Path | None, similar: bool, name: Callable[[int], str]) -> list[str]:
-    """The report on equal images, and `similar` ones, within the file, and between it and `against`."""
+def _find_duplicates(
+    path: Path,  # of all images
+    dest: Path,
+    against: Path | None,
+    similar: bool,
+    name: Name,  # of its records
+    known: Report | None,  # what was found within the file, look-alikes included
+) -> list[str]:
+    """The report on equal images, and `similar` ones, within the file, and between it and `against`. What is too long
+    for people goes into a file beside `dest`.
+    """
     try:
-        with LMDBReader(dest) as reader:
-            lines = report_lines(find(reader, similar=similar, item_name=name))
+        with LMDBReader(path) as reader:
+            reports = [known or find(reader, similar=similar, item_name=name)]
+            if known and not similar:
+                reports = [dataclasses.replace(known, near=None)]
             if against is not None:
                 with LMDBReader(against) as other:
-                    lines += report_lines(find(reader, other, similar=similar, item_name=name))
-        return lines
+                    reports.append(find(reader, other, similar=similar, item_name=name))
+        reports = [dataclasses.replace(report, file=str(dest)) for report in reports]
+        return brief(reports, dest.with_name(f"{dest.stem}.duplicates.txt"))
     except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
-
-
-def summary_lines(summary: Summary, dest: Path) -> list[str]:
-    """The table at the end."""
-    meta = summary.meta
-    sides = meta.resolutions
-    search = "" if summary.duplicates is None else f"; search for duplicates {summary.search_seconds:.1f} s"
-    side = f"{sides[-1]}x{sides[-1]}" if sides[-1] else "sizes of their own"
-    rows = [
-        ("packed", f"{dest} ({dest.stat().st_size:,} bytes)"),
-        ("source", meta.source),
-        ("images", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
-        ("time", f"{summary.seconds:.1f} s, {meta.count / summary.seconds:,.0f} images/s{search}"),
-        ("workers", str(summary.workers) if summary.workers else "0, this process alone"),
-        ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
-        ("mean, std", f"{_numbers(meta.mean)}, {_numbers(meta.std)}"),
-        ("content", meta.content_hash[:16]),
-        ("fingerprint", meta.fingerprint[:16]),
-    ]
-    rows += [("pyramid", f"also at {', '.join(map(str, reversed(sides[:-1])))} px")] if len(sides) > 1 else []
-    rows += [("enlarged", f"{summary.enlarged:,} images were smaller than asked for")] if summary.enlarged else []
-    rows += [("classes", "none, unlabelled")] if not meta.classes else []
-    rows += [(f"  {name}", f"{count:,}") for name, count in zip(meta.classes, meta.histogram, strict=True)]
-    lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
-    rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
-    for title, names in (("skipped", [str(problem) for problem in summary.problems]), ("ignored", summary.ignored)):
-        if names:
-            rows.append((title, f"{len(names):,}"))
-            rows += [("", name) for name in itertools.islice(names, LISTED)]
-            rows += [("", f"and {len(names) - LISTED:,} more")] if len(names) > LISTED else []
-    return columns(rows, "<").splitlines()
-
-
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:.4f}" for value in values)
 
 
 def _workers(text: str) -> int | None:
@@ -248,13 +275,19 @@ def make_parser() -> Parser:
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
     add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
     add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: the data set's own, 3 for image files")
-    add("--split", choices=tuple(dict.fromkeys([*SPLITS, "val"])), default="train", help="default: train")
+    add("--split", choices=tuple(SPLITS), help="of a source that has splits (default: train)")
+    add("--val-share", metavar="X", help="hold this share out (0.1: a tenth), into DEST-val.lmdb")
+    add("--val-dest", type=Path, metavar="FILE", help="for the held-out images, instead of DEST-val.lmdb")
+    add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
     add("--root", type=Path, metavar="DIR", help="folder of the fashion-mnist, cifar10 or idx files")
+    add("--label-column", metavar="NAME", help="of a .csv or .parquet file; none: without labels")
+    add("--classes-from", choices=CLASSES_FROM, help="class folders: those at the top, or those that hold the images")
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
     add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
     add("--against", type=Path, metavar="OTHER.lmdb", help="refuse other classes than its; report images in both")
     add("--similar", action="store_true", help="also report images that look alike")
+    add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
     add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")
     add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
@@ -270,11 +303,30 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
     check_target(args.dest, args.overwrite)
     keep_freed_memory(KEPT_BYTES)
-    options = {name: value for name, value in vars(args).items() if name not in ("source", "split", "root", "debug")}
-    split = args.split if args.split in SPLITS else "test"
-    with open_source(args.source, split=split, root=args.root, size=args.size) as source:
+    of_source = ("split", "root", "label_column", "classes_from")
+    options = {name: value for name, value in vars(args).items() if name not in ("source", "debug", *of_source)}
+    asked = {name: getattr(args, name) for name in of_source}
+    with open_source(args.source, size=args.size, **asked) as source:
+        _check_split(source, args.split, args.val_share)
+        for remark in source.remarks:
+            print(remark, file=sys.stderr)
         summary = pack(source, **options)
     print("\n".join(summary_lines(summary, args.dest)))
+
+
+def _check_split(source: Source, split: str | None, val_share: str | None) -> None:
+    """Raise UserError for a share of a split that was asked for; remark that a source has splits of its own."""
+    if val_share is None or not source.splits:
+        return
+    splits = " and ".join(source.splits)
+    if split is not None:
+        raise UserError(
+            f"{source.name} has splits of its own ({splits}): drop --val-share to pack --split {split}, or drop --split"
+            " to hold out a part of its training images"
+        )
+    source.remarks.append(
+        f"{source.name} has splits of its own ({splits}): --val-share holds out a part of its training images"
+    )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import json
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 import numpy as np
 
 FORMAT = "duet-lmdb"
 VERSION = 1
 FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
-SIGNATURES = 4096  # per record
+SIGNATURES = 4096  # per record, as of names
 ENCODINGS = ("raw", "jpeg", "png", "source")
 
 BLOCK_IMAGES = 4096  # images per block at most
@@ -41,7 +42,8 @@ class Meta:
     `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the
     images have sizes of their own (encoding "source"). `content_hash` is the SHA-256 of classes, labels, shapes and
     payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
-    own bytes and labels in order, whatever was made of them; empty if the source was not asked.
+    own bytes and labels in order, whatever was made of them; empty if the source was not asked. `split` says how the
+    file was drawn from a larger set (data/packing_parts.py); None: it was not.
     """
 
     version: int = VERSION
@@ -58,10 +60,12 @@ class Meta:
     fingerprint: str
     content_hash: str
     blocks: list[int]  # images per block, one number for each resolution
+    split: dict[str, Any] | None = None
 
     def to_json(self) -> bytes:
         """The metadata record."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        known = {key: value for key, value in asdict(self).items() if (key, value) != ("split", None)}
+        return json.dumps(known, sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, record: bytes) -> "Meta":
@@ -112,6 +116,11 @@ def index_key(block: int, resolution: int) -> bytes:
 def signature_key(record: int) -> bytes:
     """Key of SIGNATURES signatures: their CRC-32 (u32), then the array of SIGNATURE."""
     return b"hash/%08d" % record
+
+
+def name_key(record: int) -> bytes:
+    """Key of SIGNATURES names: the CRC-32 (u32) of the rest, a JSON list of strings."""
+    return b"name/%08d" % record
 
 
 def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:

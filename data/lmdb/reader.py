@@ -1,9 +1,10 @@
 """Read a packed data set: `LMDBReader`. The format is in data/lmdb/format.py and docs/lmdb.md."""
 
+import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from data.lmdb.format import (
     entry_checksum,
     image_key,
     index_key,
+    name_key,
     pixels_key,
     signature_key,
 )
@@ -116,16 +118,28 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def signatures(self) -> np.ndarray:
         """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
         parts = []
+        for records, value in self._beside(signature_key, "signatures"):
+            if len(value) != len(records) * SIGNATURE.itemsize:
+                raise self.damage(records, "its signatures are missing or have another length")
+            parts.append(np.frombuffer(value, SIGNATURE))
+        return np.concatenate(parts)
+
+    def names(self) -> list[str]:
+        """The images' names in the source that was packed, "" where it had none. Raises DamageError."""
+        names: list[str] = []
+        for records, value in self._beside(name_key, "names"):
+            names += json.loads(value) if value else [""] * len(records)
+        return names
+
+    def _beside(self, key: Callable[[int], bytes], what: str) -> Iterator[tuple[range, bytes]]:
+        """The records that hold something of SIGNATURES images each, without their checksums; b"" if there is none."""
         with self.handle().environment.begin(buffers=True) as transaction:
             for start in range(0, len(self), SIGNATURES):
                 records = range(start, min(len(self), start + SIGNATURES))
-                value = self._get(transaction, signature_key(start // SIGNATURES), records)
-                if len(value) != 4 + len(records) * SIGNATURE.itemsize or zlib.crc32(value[4:]) != int.from_bytes(
-                    value[:4], "little"
-                ):
-                    raise self.damage(records, "the checksum of its signatures does not match")
-                parts.append(np.frombuffer(value, SIGNATURE, offset=4).copy())
-        return np.concatenate(parts)
+                value = bytes(self._get(transaction, key(start // SIGNATURES), records))
+                if value and zlib.crc32(value[4:]) != int.from_bytes(value[:4], "little"):
+                    raise self.damage(records, f"the checksum of its {what} does not match")
+                yield records, value[4:]
 
     def decoded_bytes(self) -> int:
         """Bytes of all images when they are decoded. Raises DamageError."""

@@ -54,6 +54,7 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
             digests[meta.resolutions[number]].append(block.digest)
     try:
         reader.signatures()
+        reader.names()
     except DamageError as error:
         damage.records |= dict.fromkeys(error.records, error.reason)
     if not damage.records:

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -26,6 +27,7 @@ from data.lmdb.format import (
     content_hash,
     image_key,
     index_key,
+    name_key,
     pixels_key,
     signature_key,
 )
@@ -84,6 +86,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._sums = np.zeros((2, layout.channels), np.int64)  # exact for up to 10**14 pixels
         self._pixels = 0  # in them
         self._signatures: list[np.ndarray] = []  # since the last record of them
+        self._names: list[str] = []  # likewise
         self._partial = partial_path(self.path)
         self._environment: lmdb.Environment | None = None
         self._undo = contextlib.ExitStack()  # what `abort` does, the last of it first
@@ -117,8 +120,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         """Append an image uint8 [H, W, C] of the largest resolution; see `make_record` and `add_record`."""
         self.add_record(make_record(image, label, self.layout, payload))
 
-    def add_record(self, record: Record) -> None:
-        """Append an image. Raises ValueError for a label that has no class."""
+    def add_record(self, record: Record, name: str = "") -> None:
+        """Append an image, with its name in the source if it has one. Raises ValueError for a label without a class."""
         if not 0 <= record.label < max(1, len(self.classes)):
             raise ValueError(f"label {record.label} is outside 0..{max(1, len(self.classes)) - 1}")
         for level, entry, payload in zip(self._levels, record.entries, record.payloads, strict=True):
@@ -129,6 +132,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             else:
                 self._put(image_key(self.count, level.side), level.entries[-1] + payload)
         self._signatures.append(record.signature)
+        self._names.append(name)
         self._sums += record.sums
         self._pixels += record.pixels
         self.count += 1
@@ -160,7 +164,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             record = (self.count - 1) // SIGNATURES
             signatures = np.concatenate(self._signatures).tobytes()
             self._put(signature_key(record), zlib.crc32(signatures).to_bytes(4, "little") + signatures)
-            self._signatures = []
+            if any(self._names):
+                names = json.dumps(self._names).encode()
+                self._put(name_key(record), zlib.crc32(names).to_bytes(4, "little") + names)
+            self._signatures, self._names = [], []
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._batch.append((key, value))
@@ -187,6 +194,12 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def finish(self, fingerprint: str = "") -> Meta:
         """Write metadata and completion record, sync, rename. Raises ValueError if no image was added."""
+        meta = self.complete(fingerprint)
+        self.publish()
+        return meta
+
+    def complete(self, fingerprint: str = "", split: dict[str, Any] | None = None) -> Meta:
+        """`finish` up to the renaming, which `publish` does: for files that are to appear together."""
         if not self.count:
             raise ValueError("no images were added")
         for level in self._levels:
@@ -208,6 +221,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             fingerprint=fingerprint,
             content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests),
             blocks=[level.block for level in self._levels],
+            split=split,
         )
         record = meta.to_json()
         self._put(META_KEY, record)
@@ -215,10 +229,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         complete = {"content_hash": meta.content_hash, "count": meta.count, "meta_checksum": zlib.crc32(record)}
         self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
         self._commit()
-        self._publish()
+        self._sync()
         return meta
 
-    def _publish(self) -> None:
+    def _sync(self) -> None:
         environment = self._opened()
         needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
         environment.close()
@@ -228,6 +242,12 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
                 if os.fstat(file.fileno()).st_size < needed:  # pages that were reserved but never written
                     file.truncate(needed)
                 os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; free some space or choose another folder") from None
+
+    def publish(self) -> None:
+        """Give the file that is complete its name."""
+        try:
             os.replace(self._partial, self.path)
             sync_folder(self.path.parent)
         except OSError as error:

@@ -3,12 +3,13 @@
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from data.lmdb.environment import is_lmdb
 from data.sources.base import Item, Problem, Source
 from data.sources.cifar10 import open_cifar10
-from data.sources.files import ZipSource, open_folder
-from data.sources.listing import SPLITS
+from data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
+from data.sources.listing import CLASSES_FROM, SPLITS
 from data.sources.lmdb_files import open_lmdb
 from data.sources.manifest import open_manifest
 from data.sources.mnist import find_idx, idx_source, open_fashion_mnist, open_sample
@@ -17,7 +18,7 @@ from data.sources.remote import RemoteSource
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
-__all__ = ["NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
+__all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
 
 ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".7z", ".rar")
 
@@ -38,56 +39,91 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
 KINDS = f"a folder, a .zip, .csv, .parquet or LMDB file, a URL, or a name: {', '.join(NAMED)}"
 
 
-def open_source(spec: str, *, split: str = "train", root: str | Path | None = None, size: int | None = None) -> Source:
+def open_source(
+    spec: str,
+    *,
+    split: str | None = None,  # "train", "test" or "val"; None: train, if there are splits
+    root: str | Path | None = None,  # where a named source lies
+    size: int | None = None,  # px: among the resolutions of a source that has several; else the largest
+    label_column: str | None = None,  # of a CSV or Parquet file; "none": unlabelled; None: by its name
+    classes_from: str | None = None,  # "top" or "parent"; None: see data/sources/listing.py
+) -> Source:
     """Open a source: a name of NAMED, a URL, a folder (of images, idx files, Parquet files, or an LMDB's) or a file
     (zip, CSV manifest, Parquet, LMDB).
 
-    `split` is "train" or "test"; a source without splits is taken whole. `root` says where a named source lies. `size`
-    in px chooses among the resolutions of a source that has several; without it, or if it is none of them, the largest
-    is taken. Raises UserError if there is nothing there, no images in it, or if it is something else.
+    A source without splits is taken whole. Raises UserError if there is nothing there, no images in it, if it is
+    something else, or for an option that does not apply to it.
     """
-    if split not in SPLITS:
-        raise UserError(f"split {split!r}: choose train or test")
+    if split not in (None, *SPLITS):
+        raise UserError(f"split {split!r}: choose train, test or val")
     place = None if root is None else Path(root).expanduser()
     if place is not None and not place.is_dir():
         raise UserError(f"--root {place}: no such folder")
+    source = _open(spec, place, Asked(split, size, label_column, classes_from))
+    manifest = isinstance(source, LocalSource) and Path(spec).expanduser().is_file()
+    for option, value, applies in (
+        ("label-column", label_column, manifest or isinstance(source, ParquetSource)),
+        ("classes-from", classes_from, isinstance(source, ListedSource) and not manifest),
+    ):
+        if value is not None and not applies:
+            source.__exit__()
+            raise UserError(f"--{option} does not apply to {spec}: leave it out")
+    return source
+
+
+class Asked(NamedTuple):
+    """`open_source`'s options."""
+
+    split: str | None
+    size: int | None
+    label_column: str | None
+    classes_from: str | None
+
+
+def _open(spec: str, place: Path | None, asked: Asked) -> Source:
     name = spec.replace("_", "-")
     if name in NAMED:
-        return NAMED[name](split, place)
+        source = NAMED[name]("test" if asked.split in ("test", "val") else "train", place)
+        source.splits = ("test", "train")
+        return source
     if place is not None:
         raise UserError(f"--root does not apply to {spec}: it is for fashion-mnist, cifar10 and idx")
     if "://" in spec:
-        return RemoteSource(spec, split=split)
+        return RemoteSource(spec, split=asked.split, classes_from=asked.classes_from)
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _open_folder(path, split, size)
+        return _open_folder(path, asked)
     if path.is_file():
-        return _open_file(path, split, size)
+        return _open_file(path, asked)
     near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
     raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
 
 
-def _open_folder(path: Path, split: str, size: int | None) -> Source:
+def _open_folder(path: Path, asked: Asked) -> Source:
     if (path / "data.mdb").is_file():
-        return open_lmdb(path / "data.mdb", split=split, size=size)
-    if find_idx(path, "train") or find_idx(path, "test"):
-        return idx_source(f"{path.name} {split}", path, split)
+        return open_lmdb(path / "data.mdb", split=asked.split, size=asked.size)
+    found = tuple(split for split in ("test", "train") if find_idx(path, split))
+    if found:
+        split = "test" if asked.split in ("test", "val") else "train"
+        source = idx_source(f"{path.name} {split}", path, split)
+        source.splits = found
+        return source
     if is_parquet_folder(path):
-        return ParquetSource(path, split=split)
-    return open_folder(path, split=split)
+        return ParquetSource(path, split=asked.split, label_column=asked.label_column)
+    return open_folder(path, split=asked.split, classes_from=asked.classes_from)
 
 
-def _open_file(path: Path, split: str, size: int | None) -> Source:
+def _open_file(path: Path, asked: Asked) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
     suffix = path.suffix.lower()
     if is_lmdb(path) or suffix in (".lmdb", ".mdb"):
-        return open_lmdb(path, split=split, size=size)
+        return open_lmdb(path, split=asked.split, size=asked.size)
     if suffix == ".parquet":
-        return ParquetSource(path, split=split)
+        return ParquetSource(path, split=asked.split, label_column=asked.label_column)
     if suffix == ".csv":
-        return open_manifest(path, split=split)
+        return open_manifest(path, split=asked.split, label_column=asked.label_column)
     if suffix == ".zip" or zipfile.is_zipfile(path):
-        return ZipSource(path, split=split)
+        return ZipSource(path, split=asked.split, classes_from=asked.classes_from)
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
     raise UserError(f"{path} is not a source of images; give {KINDS}")

@@ -40,7 +40,8 @@ class Source(AbstractContextManager["Source"]):
 
     `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
     known too. `problems` were found while listing, for example an empty class folder; `ignored` names files that are no
-    images by their name.
+    images by their name. `splits` names those that the source itself has; one of them is open. `remarks` are lines for
+    people, for example a warning that something looks like labels but is not used.
     """
 
     name: str  # for people and the metadata
@@ -49,6 +50,8 @@ class Source(AbstractContextManager["Source"]):
     channels: int | None = None
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    splits: tuple[str, ...] = ()
+    remarks: list[str] = field(default_factory=list)
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:
@@ -65,6 +68,10 @@ class Source(AbstractContextManager["Source"]):
     def item_name(self, index: int) -> str:
         """Name of an image, also where it cannot be read."""
         return f"record {index}"
+
+    def stored_name(self, index: int) -> str:
+        """Name of an image within the source, which is kept in the packed file; "" if it has none but its number."""
+        return ""
 
     def __exit__(self, *error: object) -> None:
         """Leave the source; one that holds files open closes them."""

@@ -27,13 +27,17 @@ class ListedSource(Source):
     """Images that have names; a subclass reads them."""
 
     def __init__(self, name: str, listing: Listing) -> None:
-        super().__init__(name, listing.classes, problems=listing.problems, ignored=listing.ignored)
+        more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks")}
+        super().__init__(name, listing.classes, **more)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
 
     def item(self, index: int) -> Item:
         return Item(self.item_name(index), int(self._labels[index]), self.read(self.names[index]))
 
     def item_name(self, index: int) -> str:
+        return self.names[index]
+
+    def stored_name(self, index: int) -> str:
         return self.names[index]
 
     @abstractmethod
@@ -63,9 +67,9 @@ def read_file(path: Path) -> bytes:
         raise ImageError(f"cannot be read ({error.strerror})") from None
 
 
-def open_folder(folder: Path, *, split: str) -> LocalSource:
+def open_folder(folder: Path, *, split: str | None, classes_from: str | None = None) -> LocalSource:
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
-    listing = arrange(str(folder), *_walk(folder), split, lambda name: read_file(folder / name))
+    listing = arrange(str(folder), *_walk(folder), split, lambda name: read_file(folder / name), classes_from)
     return LocalSource(folder, folder.name or str(folder), listing)
 
 
@@ -95,23 +99,23 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
 class ZipSource(ListedSource):
     """A zip file: class folders, flat, or with StyleGAN's `dataset.json`."""
 
-    def __init__(self, path: Path, *, split: str) -> None:
+    def __init__(self, path: Path, *, split: str | None, classes_from: str | None = None) -> None:
         self.path = path
         self._archive = PerProcess(functools.partial(_open_zip, path))
         try:
-            super().__init__(path.name, self._list(split))
+            super().__init__(path.name, self._list(split, classes_from))
         except BaseException:
             self.__exit__()
             raise
 
-    def _list(self, split: str) -> Listing:
+    def _list(self, split: str | None, classes_from: str | None) -> Listing:
         members = self._archive.get().infolist()
         files = [member.filename for member in members if not member.is_dir()]
         folders = [member.filename for member in members if member.is_dir()]
         name, times = Counter(files).most_common(1)[0] if files else ("", 0)
         if times > 1:
             raise UserError(f"{self.path} holds {name} {times} times: make the zip file again")
-        return arrange(str(self.path), files, folders, split, self.read)
+        return arrange(str(self.path), files, folders, split, self.read, classes_from)
 
     def item_name(self, index: int) -> str:
         return f"{self.path}:{self.names[index]}"

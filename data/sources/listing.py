@@ -5,24 +5,35 @@
 - A `dataset.json` at the top (StyleGAN's) names the labels: `{"labels": [["name", class], ...]}` or null.
 - Images at the top only: unlabelled, in order of name. Images in sub-folders only: a class per sub-folder, in order
   of name (text order, as torchvision's ImageFolder), images at any depth. Both: refused.
-- Sub-folders called train, test, val, valid or validation and no others: the split's folder is entered; test stands for
-  val, valid and validation too. A single sub-folder that holds only sub-folders is entered. Without such folders
-  everything is taken, unless the split asked for is test.
+- Sub-folders called train, training, test, testing, val, valid or validation in any case, also with "set" behind it
+  (`Test`, `training_set`), and no others: the split's folder is entered; test stands for val, valid and validation too.
+  Others beside a train and a test folder are left out if they hold no class folders; where it is unclear what the
+  folders are, UserError asks for the split or for `classes_from`. Without such folders everything is taken, unless the
+  split asked for is test.
+- A single sub-folder that holds only sub-folders is entered.
+- Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
+  top) or "parent" (a class per name of the folder in which images lie).
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import Any
 
 from data.images import SUFFIXES, ImageError
 from data.sources.base import Problem
+from utils.classes import listed
 from utils.errors import UserError
 
 MANIFEST = "dataset.json"
-SPLITS = {"train": ("train",), "test": ("test", "val", "valid", "validation")}
-SPLIT_NAMES = frozenset(name for names in SPLITS.values() for name in names)
+TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
+SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
+SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
+CLASSES_FROM = ("top", "parent")
+LISTED = 4  # folders in a message
 
 
 @dataclass
@@ -34,19 +45,34 @@ class Listing:
     classes: list[str]
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    splits: tuple[str, ...] = ()  # the source's own, as it calls them
+    remarks: list[str] = field(default_factory=list)  # for people
+
+
+def split_name(text: str) -> str:
+    """The name of SPLIT_NAMES that a folder's name, or another text, stands for, or ""."""
+    name = re.sub(r"[-_ ]?set$", "", text.strip().lower())
+    return name if name in SPLIT_NAMES else ""
+
+
+def first_of(split: str, names: Iterable[str]) -> str | None:
+    """Which of the names stands for the split: the first by SPLITS."""
+    ranks = {name: SPLITS[split].index(split_name(name)) for name in names if split_name(name) in SPLITS[split]}
+    return min(sorted(ranks), key=lambda name: ranks[name], default=None)
 
 
 def arrange(
     where: str,  # the source, for errors
     files: Collection[str],  # relative names with "/"
     folders: Iterable[str],
-    split: str,
+    split: str | None,  # None: train, if there are splits
     read: Callable[[str], bytes],  # a file's bytes; raises ImageError
+    classes_from: str | None = None,  # of CLASSES_FROM
 ) -> Listing:
     """Sort files into images and classes.
 
-    Raises UserError if there is no image, if images lie both at the top and in sub-folders, or if the split's folder is
-    missing; and for a `dataset.json` that cannot be read or does not fit.
+    Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the split's folder is
+    missing, or if it is unclear what is a class; and for a `dataset.json` that cannot be read or does not fit.
     """
     if MANIFEST in files:
         try:
@@ -55,25 +81,55 @@ def arrange(
             raise UserError(f"{where}: {MANIFEST} {error}; fix it") from None
     images, ignored = _images(where, files)
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
-    prefix = _enter(where, images, folders, split)
+    prefix, splits, remarks = _enter(where, images, folders, split, classes_from)
     images = [name for name in images if name.startswith(prefix)]
     parts = {name: name[len(prefix) :].split("/") for name in images}
     loose = [name for name in images if len(parts[name]) == 1]
     if len(loose) == len(images):
-        return Listing(images, [0] * len(images), [], [], ignored)
+        remarks += _lists(where, prefix, ignored)
+        return Listing(images, [0] * len(images), [], [], ignored, splits, remarks)
     if loose:
         raise UserError(
             f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
             " move the loose ones into class folders or away"
         )
-    filled = {path[0] for path in parts.values()}
+    _check_depth(where, prefix, list(parts.values()), classes_from)
+    place = -2 if classes_from == "parent" else 0  # of the class in a path
+    filled = {path[place] for path in parts.values()}
     problems = []
-    for name in sorted(_tops(prefix, folders) - filled):
+    for name in [] if place else sorted(_tops(prefix, folders) - filled):
         instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
         problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
     classes = sorted(filled)
     labels = {name: label for label, name in enumerate(classes)}
-    return Listing(images, [labels[parts[name][0]] for name in images], classes, problems, ignored)
+    numbers = [labels[parts[name][place]] for name in images]
+    return Listing(images, numbers, classes, problems, ignored, splits, remarks)
+
+
+def _lists(where: str, prefix: str, ignored: list[str]) -> list[str]:
+    """A warning if a table, which may hold labels, lies beside images that have none."""
+    tables = [name for name in ignored if name.startswith(prefix) or "/" not in name]
+    tables = [name for name in tables if PurePosixPath(name).suffix.lower() in (".csv", ".parquet")]
+    if not tables:
+        return []
+    return [
+        f"warning: {where}: packed without labels, although {tables[0]} lies there; if it holds labels, give it as the"
+        " source, with the columns path and label"
+    ]
+
+
+def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
+    """Raise UserError where class folders lie below every one of several folders, unless told what is a class."""
+    tops = sorted({path[0] for path in paths})
+    parents = sorted({tuple(path[:-1]) for path in paths})
+    if classes_from or len(tops) < 2 or len(parents) == len(tops) or any(len(path) == 2 for path in paths):
+        return
+    inner = sorted({parent[-1] for parent in parents})
+    raise UserError(
+        f"{where}: there are folders of images below every folder ({prefix}{'/'.join(parents[0])}, ...): pass"
+        f" --classes-from top for the classes {listed(tops, LISTED)}, or --classes-from parent for the classes"
+        f" {listed(inner, LISTED)}; or give one folder alone, for example {where}/{prefix}{tops[0]}"
+    )
 
 
 def _by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
@@ -87,7 +143,12 @@ def _by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
     where = f"{where}: {MANIFEST}"
     try:
         pairs = json.loads(manifest)["labels"]
-        known = {str(name): label for name, label in pairs or []}
+        known: dict[str, Any] = {}
+        for name, label in pairs or []:
+            if known.setdefault(str(name), label) != label:
+                raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
+    except UserError:
+        raise
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
     if not known:
@@ -141,24 +202,70 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
     return {name[len(prefix) :].split("/")[0] for name in names if name.startswith(prefix) and name != prefix}
 
 
-def _enter(where: str, images: list[str], folders: list[str], split: str) -> str:
-    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end."""
-    prefix, entered = "", False
+def _enter(
+    where: str, images: list[str], folders: list[str], split: str | None, classes_from: str | None
+) -> tuple[str, tuple[str, ...], list[str]]:
+    """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end; the
+    splits that there are; remarks.
+    """
+    prefix: str = ""
+    splits: tuple[str, ...] = ()
+    remarks: list[str] = []
     while True:
         below = [name[len(prefix) :].split("/") for name in images if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
-        if tops <= SPLIT_NAMES and not entered and all(len(path) > 1 for path in below):
-            chosen = [name for name in SPLITS[split] if name in tops]
-            if not chosen:
-                found = ", ".join(sorted(tops))
-                raise UserError(f"{where} has no {split} split, its folders are {found}: pass another --split")
-            entered = True
-            prefix += chosen[0] + "/"
+        nested = all(len(path) > 1 for path in below)
+        if nested and not splits and _are_splits(where, below, tops, split, classes_from):
+            splits = tuple(sorted(filter(split_name, tops)))
+            chosen = first_of(split or "train", splits)
+            if chosen is None:
+                found = ", ".join(splits)
+                raise UserError(
+                    f"{where} has no {split or 'train'} split, its folders are {found}: pass another --split"
+                )
+            others = sorted({path[0] for path in below} - set(splits))
+            remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
+            prefix += chosen + "/"
             if not any(name.startswith(prefix) for name in images):
                 raise UserError(f"{where}: the folder {prefix} holds no images")
         elif len(tops) == 1 and all(len(path) > 2 for path in below):
             prefix += tops.pop() + "/"
-        elif split == "test" and not entered:
-            raise UserError(f"{where} has no split folders: leave --split out to take all of it")
+        elif split in ("test", "val") and not splits:
+            raise UserError(
+                f"{where} has no split folders: leave --split out to take all of it, or add --val-share 0.1 to hold out"
+                " a part of it"
+            )
         else:
-            return prefix
+            return prefix, splits, remarks
+
+
+def _are_splits(
+    where: str, paths: list[list[str]], tops: Collection[str], split: str | None, classes_from: str | None
+) -> bool:
+    """Whether the folders at the top are splits, maybe with others beside them. Raises UserError if it is unclear."""
+    named = sorted(filter(split_name, tops))
+    if not named or (classes_from == "top" and split is None):
+        return False
+    others = {path[0] for path in paths} - set(named)
+    both = all(first_of(side, named) for side in ("train", "test"))
+    if len(named) == len(tops) or (both and not others):
+        return True
+    classes = {path[0] for path in paths if len(path) > 2}  # folders with class folders
+    if not others:
+        return bool(classes)
+    if both and not others & classes and classes:
+        return True
+    if not both and not (others <= classes and classes & set(named)):  # a class that is called train
+        return False
+    if split is not None:
+        return True
+    raise UserError(
+        f"{where}: {' and '.join(named)} may be splits, but there are other folders with images:"
+        f" {listed(sorted(others), LISTED)}; pass --split {split_side(named[0])} to take {named[0]} alone, or"
+        " --classes-from top if every folder is a class"
+    )
+
+
+def split_side(name: str) -> str:
+    """train or test: what `--split` calls it."""
+    return "train" if split_name(name) in TRAIN else "test"

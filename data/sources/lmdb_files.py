@@ -22,13 +22,13 @@ LENGTH_KEY = b"length"
 KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
 
 
-def open_lmdb(path: Path, *, split: str, size: int | None = None) -> Source:
+def open_lmdb(path: Path, *, split: str | None, size: int | None = None) -> Source:
     """Open an LMDB file of data.pack or of rosinality's StyleGAN2, at `size` px where it holds that resolution.
 
-    Raises UserError if it is damaged, truncated or of another program, or if the split "test" is asked for.
+    Raises UserError if it is damaged, truncated or of another program, or for a split other than "train".
     """
-    if split == "test":
-        raise UserError(f"{path} has no splits: leave --split out to take all of it")
+    if split not in (None, "train"):
+        raise UserError(f"{path} has no splits: leave --split out to take all of it, or add --val-share 0.1")
     handle = acquire(path)
     try:
         with handle.environment.begin() as transaction:
@@ -55,6 +55,7 @@ class PackedSource(Source):
         self.reader = reader = LMDBReader(path, tolerant=True)
         if size in reader.meta.resolutions:
             reader.resolution = size
+        self._names: list[str] | None = None
         side = reader.resolution
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
 
@@ -67,6 +68,11 @@ class PackedSource(Source):
 
     def item_name(self, index: int) -> str:
         return f"{self.path}: record {index}"
+
+    def stored_name(self, index: int) -> str:
+        if self._names is None:
+            self._names = self.reader.names()
+        return self._names[index]
 
     def labels(self) -> np.ndarray:
         return self.reader.labels()

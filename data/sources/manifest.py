@@ -1,10 +1,12 @@
 """CSV manifests: a header with the column `path` and, if wanted, `label` and `split`; then a row for each image.
 
+Without `label` the only column that has the name of one is taken for it (data/sources/labels.py).
+
 - Separated by commas, semicolons or tabs; UTF-8 with or without a byte order mark. Other columns are not used.
 - Paths are relative to the manifest's folder, or absolute. Blanks around a field are dropped.
 - Labels that are all whole numbers from 0 are the classes "0" to the largest; other labels are classes in text order.
   Classes are those of all rows, so that the parts of a split agree.
-- `split` is train, test, val, valid or validation; test stands for the last three too, as for split folders.
+- `split` holds the names that split folders may have (data/sources/listing.py).
 - Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems,
   named with their line. Rows that contradict each other are refused.
 """
@@ -12,13 +14,15 @@
 import csv
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from data.sources.base import Problem
 from data.sources.files import LocalSource
-from data.sources.listing import SPLIT_NAMES, SPLITS, Listing
+from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels
+from data.sources.listing import SPLIT_NAMES, Listing, first_of, split_name
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -37,34 +41,37 @@ class Row(NamedTuple):
     split: str
 
 
-def open_manifest(path: Path, *, split: str) -> LocalSource:
+def open_manifest(path: Path, *, split: str | None, label_column: str | None = None) -> LocalSource:
     """The images that a CSV file names. Raises UserError if it cannot be used."""
-    rows, problems, columns = _parse(path)
+    rows, problems, columns, remarks = _parse(path, label_column)
     if not rows and not problems:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
     classes, number = _classes(path, rows) if "label" in columns else ([], {"": 0})
     rows = _without_repeats(path, rows, problems)
+    splits = tuple(sorted({row.split for row in rows} - {""}))
     if "split" in columns:
-        rows = _of_split(path, rows, split)
-    elif split == "test":
-        raise UserError(f"{path} has no column split: leave --split out to take all of it")
+        rows = _of_split(path, rows, split or "train")
+    elif split in ("test", "val"):
+        raise UserError(f"{path} has no column split: leave --split out to take all of it, or add --val-share 0.1")
     present = []
     for row in rows:
         if os.path.isfile(path.parent / row.path):
             present.append(row)
         else:
             problems.append(Problem(str(path.parent / row.path), f"is no file (line {row.line} of {path.name})"))
-    listing = Listing([row.path for row in present], [number[row.label] for row in present], classes, problems)
+    names, labels = [row.path for row in present], [number[row.label] for row in present]
+    listing = Listing(names, labels, classes, problems, splits=splits, remarks=remarks)
     return LocalSource(path.parent, path.name, listing)
 
 
-def _parse(path: Path) -> tuple[list[Row], list[Problem], list[str]]:
-    """The usable rows, the others as problems, and those of COLUMNS that the header has."""
+def _parse(path: Path, label_column: str | None) -> tuple[list[Row], list[Problem], list[str], list[str]]:
+    """The usable rows, the others as problems, those of COLUMNS that there are, and remarks."""
     lines = _lines(path)
     _, header = next(lines, (1, []))
     names = _names(header)
-    places = _places(path, names)
+    places, remarks = _places(path, names, label_column)
     rows, problems = [], []
+    others = {place: Counter[str]() for place in range(len(names)) if place not in places.values()}
     for line, fields in lines:
         where = f"{path} line {line}"
         if len(fields) != len(names):
@@ -75,12 +82,18 @@ def _parse(path: Path) -> tuple[list[Row], list[Problem], list[str]]:
         if empty:
             problems.append(Problem(where, f"has an empty {empty[0]}"))
             continue
-        part = found.get("split", "").lower()
-        if "split" in found and part not in SPLIT_NAMES:
+        part = split_name(found.get("split", ""))
+        if "split" in found and not part:
+            part = found["split"].lower()
             hint = did_you_mean(part, sorted(SPLIT_NAMES))
             raise UserError(f"{where}: split {part!r}{hint} is none of {', '.join(sorted(SPLIT_NAMES))}")
         rows.append(Row(line, found["path"], found.get("label", ""), part))
-    return rows, problems, list(places)
+        for place, counts in others.items():
+            if len(counts) <= MOST_VALUES:
+                counts[fields[place].strip()] += 1
+    if "label" not in places and label_column is None:
+        remarks += looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
+    return rows, problems, list(places), remarks
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -117,17 +130,23 @@ def _names(header: list[str]) -> list[str]:
     return [name.strip().lower() for name in header]
 
 
-def _places(path: Path, names: list[str]) -> dict[str, int]:
-    """Where COLUMNS stand in the header. A near miss is refused: without it images would lose their labels unseen."""
-    others = [name for name in names if name not in COLUMNS]
+def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dict[str, int], list[str]]:
+    """Where COLUMNS stand in the header, and remarks. A near miss is refused: without it images would lose their
+    labels unseen.
+    """
+    label, remarks = choose_label(str(path), names, label_column and label_column.lower())
+    others = [name for name in names if name not in (*COLUMNS, label)]
+    wanted = {"path": "path", "split": "split"} | ({} if label is None else {"label": label})
     for column in COLUMNS:
-        if names.count(column) > 1:
-            raise UserError(f"{path} line 1: the column {column} appears {names.count(column)} times; rename one")
-        hint = did_you_mean(column, others)
-        if column not in names and (hint or column == "path"):
+        name = wanted.get(column, column)
+        if names.count(name) > 1:
+            raise UserError(f"{path} line 1: the column {name} appears {names.count(name)} times; rename one")
+        hint = did_you_mean(column, others) if column not in wanted or name not in names else ""
+        asked = column == "label" and label_column is not None
+        if name not in names and ((hint and not asked) or column == "path"):
             found = ", ".join(names) or "none"
             raise UserError(f"{path} line 1: no column {column}{hint}, its columns are {found}; rename one")
-    return {column: names.index(column) for column in COLUMNS if column in names}
+    return {column: names.index(name) for column, name in wanted.items() if name in names}, remarks
 
 
 def _classes(path: Path, rows: list[Row]) -> tuple[list[str], dict[str, int]]:
@@ -164,7 +183,7 @@ def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> li
 def _of_split(path: Path, rows: list[Row], split: str) -> list[Row]:
     """The rows of a split; of several names that stand for it the first one's, as with folders."""
     there = {row.split for row in rows}
-    chosen = [name for name in SPLITS[split] if name in there]
-    if rows and not chosen:
+    chosen = first_of(split, there)
+    if rows and chosen is None:
         raise UserError(f"{path} has no {split} split, only {', '.join(sorted(there))}: pass another --split")
-    return [row for row in rows if row.split in chosen[:1]]
+    return [row for row in rows if row.split == chosen]

@@ -1,8 +1,9 @@
 """Parquet files with images' bytes, as the Hugging Face hub has them: one file, or a folder of shards.
 
 - Images: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
-- Labels: the column `label`, else the only one of LABEL_COLUMNS: text, or whole numbers, whose names may stand in the
-  schema's metadata (key "huggingface": a ClassLabel). Images without a label (null or negative) are problems.
+- Labels: the column `label`, else the only one that has the name of one (data/sources/labels.py), else the only
+  ClassLabel: text, or whole numbers, whose names may stand in the schema's metadata (key "huggingface": a ClassLabel).
+  Images without a label (null or negative) are problems.
 - Shards are taken in order of name. Names that begin with a split's (`train-00000-of-00002.parquet`) are its shards;
   `-of-N` says that there are N of them.
 
@@ -15,7 +16,7 @@ import functools
 import importlib
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,12 @@ import numpy as np
 
 from data.images import SUFFIXES, ImageError
 from data.sources.base import Item, PerProcess, Problem, Source
-from data.sources.listing import SPLIT_NAMES, SPLITS
+from data.sources.labels import choose_label, looks_like_labels, only_label
+from data.sources.listing import SPLIT_NAMES, first_of
 from utils.errors import UserError
 
 SUFFIX = ".parquet"
-LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+LOOKED_AT = 10_000  # rows of a column that may be labels
 SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.].*)?")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 PIECE_ROWS = 16
@@ -71,20 +73,20 @@ def reason(error: Exception) -> str:
 class ParquetSource(Source):
     """The images of a Parquet file or of a folder of them. Raises UserError for what cannot be used, by name."""
 
-    def __init__(self, path: Path, *, split: str) -> None:
+    def __init__(self, path: Path, *, split: str | None, label_column: str | None = None) -> None:
         super().__init__(path.name, [])
         names = [path]
         if path.is_dir():
             visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
             names = [entry for entry in visible if entry.suffix.lower() == SUFFIX]
             self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
-        self.shards = choose_shards(path, names, split)
+        self.shards, self.splits = choose_shards(path, names, split)
         schemas, counts = [], [0]
         for shard in self.shards:
             with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
                 schemas.append(file.schema_arrow)
                 counts.append(file.metadata.num_rows)
-        image, label = choose_columns(self.shards[0], schemas[0])
+        image, label, self.remarks = choose_columns(self.shards[0], schemas[0], label_column)
         for name in filter(None, (image, label)):
             kind = schemas[0].field(name).type
             for shard, schema in zip(self.shards, schemas, strict=True):
@@ -113,6 +115,10 @@ class ParquetSource(Source):
     def item_name(self, index: int) -> str:
         return self._row_name(int(self._rows[index]))
 
+    def stored_name(self, index: int) -> str:
+        shard, row = self._place(int(self._rows[index]))
+        return f"{self.shards[shard].name}: row {row}"
+
     def _place(self, row: int) -> tuple[int, int]:
         """The shard in which a row lies, and its number there."""
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
@@ -126,8 +132,14 @@ class ParquetSource(Source):
         self._reader.release()
 
 
-def choose_shards(where: Path, paths: Sequence[Path], split: str) -> list[Path]:
-    """The files of a split. Raises UserError if there are none, if a shard is missing, or if only some name a split."""
+def choose_shards(
+    where: Path,
+    paths: Sequence[Path],
+    split: str | None,  # None: train, if there are splits
+) -> tuple[list[Path], tuple[str, ...]]:
+    """The files of a split, and the splits that there are. Raises UserError if it has none, if a shard is missing, or
+    if only some name a split.
+    """
     groups: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         match = SPLIT_PREFIX.fullmatch(path.stem.lower())
@@ -136,19 +148,24 @@ def choose_shards(where: Path, paths: Sequence[Path], split: str) -> list[Path]:
         named = next(iter(groups[name] for name in groups if name))[0]
         raise UserError(f"{where}: {named.name} names a split, {groups[''][0].name} does not: rename or remove one")
     if "" in groups:
-        if split == "test":
-            raise UserError(f"{where} has no splits in its files' names: leave --split out to take all of it")
+        if split in ("test", "val"):
+            raise UserError(
+                f"{where} has no splits in its files' names: leave --split out to take all of it, or add"
+                " --val-share 0.1"
+            )
         chosen = groups[""]
-    elif where.is_file() and split == "train":
+    elif where.is_file() and split in (None, "train"):
         chosen = list(paths)  # a file that is named is meant, whatever its split
     else:
-        name = next((name for name in SPLITS[split] if name in groups), None)
+        name = first_of(split or "train", groups)
         if name is None:
-            raise UserError(f"{where} has no {split} split, only {', '.join(sorted(groups))}: pass another --split")
+            raise UserError(
+                f"{where} has no {split or 'train'} split, only {', '.join(sorted(groups))}: pass another --split"
+            )
         chosen = groups[name]
     if where.is_dir():
         _check_complete(where, chosen)
-    return chosen
+    return chosen, tuple(sorted(filter(None, groups))) if where.is_dir() else ()
 
 
 def _check_complete(where: Path, paths: Sequence[Path]) -> None:
@@ -161,9 +178,8 @@ def _check_complete(where: Path, paths: Sequence[Path]) -> None:
                 raise UserError(f"{where}: {wanted}{SUFFIX} is missing beside {match[0]}{SUFFIX}: add it")
 
 
-def choose_columns(path: Path, schema: Any) -> tuple[str, str | None]:
-    """The columns of images and of labels (None: unlabelled). Raises UserError if that is unclear."""
-    types = pyarrow("types")
+def choose_columns(path: Path, schema: Any, label_column: str | None = None) -> tuple[str, str | None, list[str]]:
+    """The columns of images and of labels (None: unlabelled), and remarks. Raises UserError if that is unclear."""
     columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
     images = [field.name for field in schema if _holds_bytes(field.type)]
     if "image" in images:
@@ -171,17 +187,29 @@ def choose_columns(path: Path, schema: Any) -> tuple[str, str | None]:
     if len(images) != 1:
         found = f"{' and '.join(images)} could be images, call one image" if images else "no column holds bytes"
         raise UserError(f"{path}: {found}; its columns are {columns}")
-    labels = [name for name in LABEL_COLUMNS if name in schema.names]
-    if "label" in labels:
-        labels = ["label"]
-    if len(labels) > 1:
-        raise UserError(f"{path}: {' and '.join(labels)} could be labels, call one label; its columns are {columns}")
-    if not labels:
-        return images[0], None
-    kind = schema.field(labels[0]).type
-    if not types.is_integer(kind) and not _is_text(kind):
-        raise UserError(f"{path}: the column {labels[0]} is {kind}; labels are whole numbers or text")
-    return images[0], labels[0]
+    fitting = [field.name for field in schema if field.name == "label" or _may_label(field.type)]
+    names = fitting if label_column is None else schema.names
+    label, remarks = choose_label(str(path), names, label_column)
+    if label is None and label_column is None:
+        label, remarks = only_label(str(path), [name for name in fitting if _class_names(path, schema, name)], columns)
+        remarks = remarks or looks_like_labels(str(path), _first_values(path, fitting))
+    if label is not None and not _may_label(schema.field(label).type):
+        kind = schema.field(label).type
+        raise UserError(f"{path}: the column {label} is {kind}; labels are whole numbers or text")
+    return images[0], label, remarks
+
+
+def _may_label(kind: Any) -> bool:
+    return pyarrow("types").is_integer(kind) or _is_text(kind)
+
+
+def _first_values(path: Path, columns: Sequence[str]) -> dict[str, Counter[str]]:
+    """How often each value appears in the first rows of some columns."""
+    if not columns:
+        return {}
+    with reading(path), pyarrow("parquet").ParquetFile(path) as file:
+        batch = next(file.iter_batches(LOOKED_AT, columns=list(columns)), None)
+    return {} if batch is None else {name: Counter(map(str, batch[name].to_pylist())) for name in columns}
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -26,15 +26,15 @@ FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionErr
 class RemoteSource(ListedSource):
     """A "folder" below a URL: class folders, flat, or with StyleGAN's `dataset.json`."""
 
-    def __init__(self, url: str, *, split: str) -> None:
+    def __init__(self, url: str, *, split: str | None, classes_from: str | None = None) -> None:
         if "::" in url:
             raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
         self.url = without_secrets(url).rstrip("/")
         self._sizes: dict[str, int] = {}
         self._place = PerProcess(functools.partial(_connect, url))
-        super().__init__(self.url, self._list(split))
+        super().__init__(self.url, self._list(split, classes_from))
 
-    def _list(self, split: str) -> Listing:
+    def _list(self, split: str | None, classes_from: str | None) -> Listing:
         filesystem, root = self._place.get()
         try:
             found = attempt(lambda: filesystem.find(root, withdirs=True, detail=True))
@@ -57,7 +57,7 @@ class RemoteSource(ListedSource):
             files.append(name)
             if isinstance(details.get("size"), int):
                 self._sizes[name] = details["size"]
-        return arrange(self.url, files, folders, split, self.read)
+        return arrange(self.url, files, folders, split, self.read, classes_from)
 
     def item_name(self, index: int) -> str:
         return f"{self.url}/{self.names[index]}"

@@ -2,7 +2,6 @@
 
 import resource
 from functools import reduce
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -50,9 +49,13 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
     try:
         return Dataset(config.val_path, resolution=size, workers=training.workers, cache=cached)
     except UserError as error:
-        if Path(config.val_path).exists():
+        if all(path.exists() for path in shard_paths(config.val_path)):
             raise
-        raise UserError(f"data.val_path {error}, or leave it out: --data.val_path null") from None
+        lack = str(error).removesuffix("; make it with data.pack")
+        raise UserError(
+            f"data.val_path {lack}; give images held out from {config.path} with --data.val_path FILE (`python -m"
+            " data.pack SOURCE FILE --val-share 0.1` makes both files), or leave it out: --data.val_path null"
+        ) from None
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:

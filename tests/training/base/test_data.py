@@ -94,6 +94,11 @@ def test_missing_files_are_named(folder: Path) -> None:
     told = r"^data\.val_path .*tset\.lmdb: no such file.*did you mean 'test\.lmdb'.*--data\.val_path null$"
     with pytest.raises(UserError, match=told):
         opened(config_of(folder, val_path=str(folder / "tset.lmdb")))
+    gone = (
+        r"none/x\.lmdb: no such file, nor a folder .*none; give images held out from .*train\.lmdb with --data\.val_pa"
+    )
+    with pytest.raises(UserError, match=gone + r"th FILE .*--val-share 0\.1"):  # a recipe's own (U21)
+        opened(config_of(folder, val_path=str(folder / "none" / "x.lmdb")))
     with pytest.raises(UserError, match=r"shard-\*\.lmdb: no file matches"):
         opened(config_of(folder, name="shard-*.lmdb"))
 

@@ -1,0 +1,53 @@
+"""Which column of a table holds the labels, and whether one looks like it: what manifests and Parquet files share."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+LABEL = "label"
+LABEL_COLUMNS = ("labels", "label_name", "fine_label", "class", "class_name", "category", "target")
+NO_LABELS = "none"  # asked for: pack without labels
+MOST_VALUES = 1000  # different ones, of a column that is taken for labels
+
+
+def choose_label(where: str, columns: Sequence[str], asked: str | None) -> tuple[str | None, list[str]]:
+    """The column of labels (None: unlabelled) and remarks: the one that is asked for, else `label`, else the only one
+    of LABEL_COLUMNS. Raises UserError if it is not there, or if there are several.
+    """
+    if asked == NO_LABELS:
+        return None, []
+    shown = ", ".join(columns)
+    if asked is not None:
+        if asked not in columns:
+            hint = did_you_mean(asked, columns)
+            raise UserError(f"{where}: --label-column {asked}: no such column{hint}, its columns are {shown}")
+        return asked, []
+    if LABEL in columns:
+        return LABEL, []
+    found = [name for name in LABEL_COLUMNS if name in columns]
+    return only_label(where, found, shown)
+
+
+def only_label(where: str, found: Sequence[str], shown: str) -> tuple[str | None, list[str]]:
+    """The only column found, or none. Raises UserError for several; `shown` are all columns."""
+    if len(found) > 1:
+        raise UserError(
+            f"{where}: {' and '.join(found)} could be labels: pass --label-column {found[0]}, call one label, or pass"
+            f" --label-column {NO_LABELS}; its columns are {shown}"
+        )
+    if not found:
+        return None, []
+    return found[0], [f"{where}: the labels are those of the column {found[0]}; without: --label-column {NO_LABELS}"]
+
+
+def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
+    """A warning if a column of an unlabelled set has the values of labels: few different ones, most several times."""
+    for name, counts in columns.items():
+        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2):
+            return [
+                f"warning: {where}: packed without labels, although the column {name} has {len(counts):,} values for"
+                f" {counts.total():,} images; if they are labels, pass --label-column {name}"
+            ]
+    return []

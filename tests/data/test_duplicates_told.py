@@ -1,0 +1,178 @@
+"""Duplicates by name, counted once, told in a few lines, and left out when that is asked for (U4)."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from data.duplicates import find
+from data.duplicates import main as duplicates_main
+from data.lmdb.reader import LMDBReader
+from data.lmdb.verify import verify
+from data.lmdb.writer import pack_arrays
+from data.pack import main, pack
+from data.sources import open_source
+from tests.data.conftest import change, images
+from tests.data.test_duplicates import photos as photo_like
+from tests.data.test_duplicates import saved
+from utils.errors import EXIT_OK, UserError, run_cli
+
+
+def heart(colour: str, side: int = 64) -> Image.Image:
+    """A heart on white."""
+    image = Image.new("RGB", (side, side), "white")
+    draw = ImageDraw.Draw(image)
+    middle = side // 2
+    draw.polygon([(4, middle - 4), (side - 4, middle - 4), (middle, side - 4)], fill=colour)
+    for left in (3, middle - 2):
+        draw.ellipse([left, 8, left + middle - 1, middle + 10], fill=colour)
+    return image
+
+
+def write(folder: Path, **pictures: Image.Image) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        picture.save(folder / f"{name}.png")
+    return folder
+
+
+def test_colours_count(tmp_path: Path) -> None:
+    green, purple = np.array(heart("#00b050")), np.array(heart("#a04bd0"))
+    grey = [np.array(Image.fromarray(one).convert("L")).astype(int) for one in (green, purple)]
+    assert np.corrcoef(grey[0].ravel(), grey[1].ravel())[0, 1] > 0.999  # by their greys they are one
+    arrays = np.stack([green, purple, np.array(heart("#00b858")), np.array(heart("#08a850"))]).transpose(0, 3, 1, 2)
+    pack_arrays(tmp_path / "x.lmdb", arrays)
+    pairs = find(LMDBReader(tmp_path / "x.lmdb"), similar=True).near or []
+    assert {(pair.record, pair.other_record) for pair in pairs} == {(0, 2), (0, 3), (2, 3)}
+
+
+def test_colours_count_in_a_crowd(tmp_path: Path) -> None:
+    shades = [(0, 170 + number, 80) for number in range(7)] + [(160 + number, 75, 208) for number in range(7)]
+    arrays = np.stack([np.array(heart("#{:02x}{:02x}{:02x}".format(*shade))) for shade in shades]).transpose(0, 3, 1, 2)
+    pack_arrays(tmp_path / "x.lmdb", arrays)
+    report = find(LMDBReader(tmp_path / "x.lmdb"), similar=True)
+    assert report.candidates == 14 * 13 // 2  # each has 13, a crowd
+    assert len(report.near or []) == 2 * 7 * 6 // 2
+
+
+def test_colours_move_with_the_image(tmp_path: Path) -> None:
+    wide = np.zeros((68, 68, 3), np.uint8) + 255
+    wide[2:66, 2:66] = np.array(heart("#e00010"))
+    arrays = np.stack([wide[2:66, 2:66], wide[2:66, 4:68]]).transpose(0, 3, 1, 2)  # shifted by 2 px of 64
+    pack_arrays(tmp_path / "x.lmdb", arrays)
+    assert len(find(LMDBReader(tmp_path / "x.lmdb"), similar=True).near or []) == 1
+
+
+def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arrays = photo_like(40)
+    copies = saved(arrays[:30], 70)
+    folder = tmp_path / "photos"
+    for kind, some in (("first", arrays), ("second", copies), ("third", arrays[:8])):
+        write(
+            folder,
+            **{f"{kind}{number:02d}": Image.fromarray(one.transpose(1, 2, 0)) for number, one in enumerate(some)},
+        )
+    dest = tmp_path / "x.lmdb"
+    assert run_cli(main, [str(folder), str(dest), "--similar"]) == EXIT_OK
+    packed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert run_cli(duplicates_main, [str(dest), "--similar", "--list", str(tmp_path / "all.txt")]) == EXIT_OK
+    later = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for count in ("8 exact duplicates in 8 groups", "30 pairs of near duplicates"):
+        assert any(line.endswith(count) for line in packed)
+        assert count in later
+    # A handful, by name; all of them in a file.
+    assert sum(" ~ " in line for line in packed) == sum(" ~ " in line for line in later) == 5
+    assert packed[-1] == f"all of them: {tmp_path / 'x.duplicates.txt'}"
+    assert "and 25 pairs more" in later
+    for path, prefix in ((tmp_path / "x.duplicates.txt", f"{folder}/"), (tmp_path / "all.txt", "")):
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        assert f"{prefix}first03.png, {prefix}third03.png" in lines
+        pairs = [re.fullmatch(r"(\S+) ~ (\S+), correlation [01]\.\d{3}", line) for line in lines if " ~ " in line]
+        found = {(match[1], match[2]) for match in pairs if match}
+        assert found == {(f"{prefix}first{n:02d}.png", f"{prefix}second{n:02d}.png") for n in range(30)}
+    assert run_cli(duplicates_main, [str(dest), "--similar"]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines()[-1] == "all of them: add --list FILE"
+    assert run_cli(duplicates_main, [str(dest), "--json"]) == EXIT_OK
+    document = json.loads(capsys.readouterr().out)
+    assert document["names"][str(document["exact"][0]["records"][0])] == "first00.png"
+    # Packed anew without most of them: the old list is no longer true.
+    for path in folder.glob("[st]*.png"):
+        path.unlink()
+    assert run_cli(main, [str(folder), str(dest), "--similar", "--overwrite"]) == EXIT_OK
+    assert not (tmp_path / "x.duplicates.txt").exists()
+
+
+def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arrays = [Image.fromarray(one.transpose(1, 2, 0)) for one in photo_like(3)]
+    train = write(tmp_path / "train", a=arrays[0], b=arrays[1])
+    val = write(tmp_path / "val", c=arrays[1], d=arrays[2])
+    assert run_cli(main, [str(train), str(tmp_path / "train.lmdb")]) == EXIT_OK
+    capsys.readouterr()
+    assert run_cli(main, [str(val), str(tmp_path / "val.lmdb"), "--against", str(tmp_path / "train.lmdb")]) == EXIT_OK
+    assert f"{val}/c.png = b.png" in [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert run_cli(duplicates_main, [str(tmp_path / "train.lmdb"), str(tmp_path / "val.lmdb")]) == EXIT_OK
+    assert "b.png = c.png" in capsys.readouterr().out
+
+
+def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
+    arrays = [Image.fromarray(one.transpose(1, 2, 0)) for one in images(3)]
+    folder = write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2])
+    pack(open_source(str(folder)), tmp_path / "x.lmdb")
+    pack(open_source(str(tmp_path / "x.lmdb")), tmp_path / "y.lmdb", encoding="png")
+    assert LMDBReader(tmp_path / "y.lmdb").names() == ["a.png", "b.png", "c.png"]
+    pack_arrays(tmp_path / "z.lmdb", images(2))
+    assert LMDBReader(tmp_path / "z.lmdb").names() == ["", ""]
+    change(tmp_path / "y.lmdb", b"name/00000000", b'\0\0\0\0["a.png", "b.png", "d.png"]')
+    with pytest.raises(UserError, match="record 0 to 2 is damaged: the checksum of its names does not match"):
+        LMDBReader(tmp_path / "y.lmdb").names()
+    assert sorted(verify(LMDBReader(tmp_path / "y.lmdb")).records) == [0, 1, 2]
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Path:
+    """Cats a and b = a, dog c = a (another label), dogs d and e = d, and dog f."""
+    arrays = [Image.fromarray(one.transpose(1, 2, 0)) for one in images(3)]
+    write(tmp_path / "x" / "cat", a=arrays[0], b=arrays[0])
+    write(tmp_path / "x" / "dog", c=arrays[0], d=arrays[1], e=arrays[1], f=arrays[2])
+    return tmp_path / "x"
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_drop_duplicates(copies: Path, tmp_path: Path, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dest = tmp_path / "x.lmdb"
+    assert run_cli(main, [str(copies), str(dest), "--drop-duplicates", "--workers", workers]) == EXIT_OK
+    told = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    assert ["dropped", "3 exact duplicates of images that were kept, 1 of them with another label"] in told
+    assert ["duplicates", "0 exact duplicates in 0 groups"] in told
+    reader = LMDBReader(dest)
+    assert reader.names() == ["cat/a.png", "dog/d.png", "dog/f.png"]
+    assert (reader.labels().tolist(), reader.meta.histogram) == ([0, 1, 1], [1, 2])
+    assert not verify(reader)
+    for path in ("cat/b.png", "dog/c.png", "dog/e.png"):
+        (copies / path).unlink()
+    assert pack(open_source(str(copies)), tmp_path / "y.lmdb").meta == reader.meta
+
+
+def test_drop_duplicates_of_the_pixels_that_are_packed(tmp_path: Path) -> None:
+    pixels = images(1, side=16)[0].transpose(1, 2, 0)
+    write(tmp_path / "x", a=Image.fromarray(pixels))
+    Image.fromarray(pixels).save(tmp_path / "x" / "b.bmp")  # another file with the same pixels
+    assert pack(open_source(str(tmp_path / "x")), tmp_path / "x.lmdb", drop_duplicates=True).dropped == 1
+
+
+def test_a_class_of_duplicates_alone_is_named(copies: Path, tmp_path: Path) -> None:
+    for name in "def":
+        (copies / "dog" / f"{name}.png").unlink()
+    with pytest.raises(UserError, match="no image of class dog could be used, 0 skipped, 2 dropped as duplicates"):
+        pack(open_source(str(copies)), tmp_path / "x.lmdb", drop_duplicates=True)
+    assert not (tmp_path / "x.lmdb").exists()
+
+
+def test_drop_and_split(copies: Path, tmp_path: Path) -> None:
+    summary = pack(open_source(str(copies)), tmp_path / "x.lmdb", drop_duplicates=True, val_share=0.5)
+    assert summary.held_out is not None
+    assert (summary.meta.count, summary.held_out.count, summary.dropped) == (2, 1, 3)
+    assert summary.held_out.histogram == [0, 1]
