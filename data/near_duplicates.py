@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import cv2
 import numpy as np
-from tqdm import tqdm
 
 from utils.memory import cores
+from utils.progress import Bar
 
 # Candidates, by their hashes. Of photos of 128 px that were saved as JPEG of quality 50 to 90, halved and enlarged
 # again, made 5 % brighter or darker, or cropped by 1 or 2 px, 96 to 100 % differ in at most 7 bits of 64.
@@ -101,7 +101,7 @@ def _close(a: np.ndarray, b: np.ndarray, *, within: bool) -> Iterator[tuple[tupl
         return (i + start, j + skipped), distances[i, j]
 
     starts, several = range(0, len(a), step), cores()
-    with ThreadPoolExecutor(several) as pool, tqdm(starts, "comparing hashes", disable=None, delay=1) as bar:
+    with ThreadPoolExecutor(several) as pool, Bar(starts, "comparing hashes", unit="tile", delay=1) as bar:
         for first in range(0, len(starts), several):  # no more at a time: where all look alike a tile has TILE pairs
             for found in pool.map(tile, starts[first : first + several]):
                 yield found
@@ -151,7 +151,7 @@ def _thumbnails(read: Read, records: np.ndarray, side: int) -> tuple[np.ndarray,
     wanted, rows = np.unique(records, return_inverse=True)
     channels = read(int(wanted[0])).shape[2] if len(wanted) else 1
     thumbnails = np.empty((len(wanted), channels, side, side), np.uint8)
-    for row, record in enumerate(tqdm(wanted.tolist(), "reading images", disable=None, delay=1)):
+    for row, record in enumerate(Bar(wanted.tolist(), "reading images", unit="image", delay=1)):
         image = np.ascontiguousarray(read(record))
         if channels == 3:
             grey, chroma = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), cv2.cvtColor(image, cv2.COLOR_RGB2YCrCb)[:, :, 1:]

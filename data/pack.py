@@ -15,7 +15,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from data.duplicates import Name, Report, brief, find
 from data.lmdb.format import ENCODINGS
@@ -31,6 +30,7 @@ from utils.classes import require_same_classes
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
+from utils.progress import Bar
 
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
 
@@ -202,7 +202,7 @@ def _write(
     """
     written, fingerprint, row = Written(), Fingerprint(), 0
     labels: dict[int, int] = {}  # by the digest of their pixels, for `drop`
-    bar = tqdm(total=len(source), desc="packing", unit="image", disable=None)
+    bar = Bar(total=len(source), desc="packing", unit="image")
     with bar, contextlib.closing(iter(conversion)) as parts:
         for found in parts:
             for index, reason in found.problems:

@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from data.duplicates import Name, Report, find
 from data.lmdb.format import Meta
@@ -16,6 +15,7 @@ from data.lmdb.record import Record
 from data.lmdb.writer import LMDBWriter
 from data.sources import Source
 from data.split import check_drawn, draw, look_alikes
+from utils.progress import Bar
 
 PARTS = ("train", "val")
 
@@ -70,7 +70,7 @@ def write_parts(
         held = draw(groups, reader.labels(), written.digests, share, seed)
         check_drawn(reader.meta.source, held, groups)
         names, prints = reader.names(), (Fingerprint(), Fingerprint())
-        for index, record in enumerate(tqdm(_records(reader, written), "splitting", len(reader), disable=None)):
+        for index, record in enumerate(Bar(_records(reader, written), "splitting", len(reader), unit="image")):
             part = int(held[index])
             writers[part].add_record(record, names[index])
             prints[part].add(record.label, written.digests[index])

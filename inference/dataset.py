@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data.lmdb.format import Meta
 from data.lmdb.record import Layout
@@ -13,6 +12,7 @@ from inference.samples import Sampler
 from inference.settings import DATASET, check_suffix
 from utils.checkpoint import file_sha256
 from utils.errors import UserError
+from utils.progress import Bar
 
 
 def write_dataset(
@@ -46,7 +46,7 @@ def write_dataset(
         source=source,
         overwrite=overwrite,
     )
-    bar = tqdm(total=count, desc="samples", unit="image", disable=None)
+    bar = Bar(total=count, desc="samples", unit="image")
     with writer, bar:
         for start in range(0, count, sampler.batch_size):
             numbers = range(start, min(start + sampler.batch_size, count))

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from tqdm import tqdm
 
 from data.dataset import Dataset
 from data.loader import Batch, evaluation_batches
@@ -23,6 +22,7 @@ from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
 from utils.cli import did_you_mean
 from utils.errors import UserError
+from utils.progress import Bar
 
 MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
 
@@ -243,7 +243,7 @@ def _passes(
     snapshots: Sequence[Snapshot], reader: Dataset, batch_size: int
 ) -> Iterator[tuple[float, Classifier, slice, Batch]]:
     """For each checkpoint its share and the model, with all images in batches and their places."""
-    with tqdm(total=len(reader) * len(snapshots), desc="images", unit="image", disable=None) as bar:
+    with Bar(total=len(reader) * len(snapshots), desc="images", unit="image") as bar:
         for snapshot, share in zip(snapshots, weights_of(snapshots), strict=True):
             model = snapshot.load()
             if model.classes != len(reader.classes):

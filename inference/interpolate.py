@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from inference.samples import Sampler, default_count, with_styles
 from inference.settings import FilmConfig, check_film
@@ -21,6 +20,7 @@ from models.gan import NoiseMode, one_hot
 from models.sampling import to_uint8
 from utils.errors import UserError
 from utils.files import building
+from utils.progress import Bar
 
 
 def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:
@@ -32,7 +32,7 @@ def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:
     check_film(out, fps=config.fps)
     journey = Journey(sampler, config)
     scale = enlargement(sampler.generator.resolution, config.scale)
-    bar = tqdm(total=len(journey), desc="frames", unit="frame", disable=None)
+    bar = Bar(total=len(journey), desc="frames", unit="frame")
     with bar, film(out, fps=config.fps, scale=scale) as add:
         for frame in journey:
             add(frame)

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
 
 from data.images import ImageError
 from inference.perceptual import Distance, build_features
@@ -27,6 +26,7 @@ from models.sampling import to_uint8
 from utils.errors import UserError
 from utils.files import write_atomic
 from utils.image_tables import save_table
+from utils.progress import Bar
 from utils.seeding import generator as keyed_generator
 
 MEAN_SAMPLES = 1000  # z whose w give the mean of a class and the spread around it
@@ -208,7 +208,7 @@ def project(
     projector = Projector(generator, distance, config, seed=sampler.seed)
     start = projector.start(sampler.chosen)
     found: dict[str, Projection] = {}
-    with tqdm(total=config.steps * len(SPACES[space]), desc="projecting", unit="step", disable=None) as bar:
+    with Bar(total=config.steps * len(SPACES[space]), desc="projecting", unit="step") as bar:
         for name in SPACES[space]:
             before = next(reversed(found.values()), start)
             found[name] = projector.search(name, before, refine=bool(found), tick=bar.update)

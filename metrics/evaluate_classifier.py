@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.dataset import Dataset
 from data.loader import evaluation_batches
@@ -17,6 +16,7 @@ from metrics.extractors import classifier_input
 from metrics.precision import device_of, evaluating, exact_float32
 from models.classifier import Classifier
 from utils.errors import UserError
+from utils.progress import Bar
 
 TOP = 5  # labels among so many largest logits are counted
 BINS = 15  # of the calibration error, as in Guo et al. 2017 (1706.04599)
@@ -143,7 +143,7 @@ def evaluate_classifier(
     counts = ClassificationCounts(own)
     device = device_of(classifier)
     total = min(len(reader), len(reader) if limit is None else limit) // world_size
-    bar = tqdm(total=total, desc="images", unit="image", disable=None if show else True)
+    bar = Bar(total=total, desc="images", unit="image", disable=not show)
     with bar, evaluating(classifier), exact_float32(device), raising_together():
         for batch in evaluation_batches(reader, batch_size, rank=rank, world_size=world_size, limit=limit):
             logits = classifier(classifier_input(classifier, batch.images))

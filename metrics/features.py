@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from data.dataset import Dataset
 from metrics.extractors import Extractor, extract
 from metrics.frechet import Moments
+from utils.progress import Bar
 from utils.seeding import numpy_generator
 
 
@@ -64,7 +64,7 @@ def feature_sets(
     rows: list[list[Tensor]] = [[] for _ in extractors]
     moments = [Moments(extractor.dim) for extractor in extractors]
     done = 0
-    with tqdm(total=total, desc=what, unit="image", disable=None if show else True) as bar:
+    with Bar(total=total, desc=what, unit="image", disable=not show) as bar:
         for images in batches:
             for position, extractor in enumerate(extractors):
                 features = extract(extractor, images)

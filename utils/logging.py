@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,8 +17,8 @@ from tqdm import tqdm
 
 from utils.distributed import collectives
 from utils.files import replace_file
+from utils.progress import Bar
 
-SECONDS_BETWEEN_LINES = 30.0
 Metrics = dict[str, float | int]
 
 
@@ -123,8 +122,7 @@ class RunLog:
         self._tensorboard = tensorboard and active
         self._total = total_steps
         self._events: Events | None = None
-        self._bar: tqdm[Any] | None = None
-        self._said = time.monotonic()
+        self._bar: Bar | None = None
         self._refused: set[str] = set()  # by the disk
 
     def open(self, step: int) -> None:
@@ -134,8 +132,7 @@ class RunLog:
         cut_back(self._path, step)
         if self._tensorboard:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
-        shown: Any = {"unit": "step", "dynamic_ncols": True, "mininterval": 1.0, "disable": None}
-        self._bar = tqdm(total=self._total, initial=step, **shown)
+        self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
     def advance(self) -> None:
         """One step is done."""
@@ -152,10 +149,11 @@ class RunLog:
         if self._events is not None:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
-        self._progress_line(step, metrics)
         losses = {key[5:]: f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
+            rate = {"images/s": f"{metrics['images_per_second']:.4g}"} if "images_per_second" in metrics else {}
+            self._bar.more = "".join(f", {name} {value}" for name, value in (losses | rate).items())
 
     def _append(self, line: str) -> None:
         """A full disk costs rows, and not the training. Half a row is taken away, or the next would be glued to it."""
@@ -177,14 +175,6 @@ class RunLog:
         if without not in self._refused:
             self._refused.add(without)
             say_refused(path, error, without)
-
-    def _progress_line(self, step: int, metrics: Metrics) -> None:
-        """Where no bar can be drawn (a log file, CI): a line about twice a minute."""
-        if self._bar is None or not self._bar.disable or time.monotonic() - self._said < SECONDS_BETWEEN_LINES:
-            return
-        self._said = time.monotonic()
-        shown = {k: v for k, v in metrics.items() if k.startswith("loss/") or k == "images_per_second"}
-        say(f"step {step} of {self._total}: " + ", ".join(f"{key} {value:.4g}" for key, value in shown.items()))
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
         """A uint8 [H, W] or [H, W, 3] image for TensorBoard."""

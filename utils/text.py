@@ -22,6 +22,15 @@ def decimal(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds for a person: `90 s`, `12 min`, `3.5 h`, `4.2 days`."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
+
+
 def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str:
     """Text of at most so many characters (or whatever `length` measures), its middle left out where it is longer."""
     short, keep = text, len(text)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import lmdb
 import numpy as np
-from tqdm import tqdm
 
 from data.decode import decode
 from data.images import ImageError
 from data.lmdb.format import content_hash
 from data.lmdb.reader import DamageError, LMDBReader
 from utils.memory import cores
+from utils.progress import Bar
 
 
 @dataclass
@@ -47,7 +47,7 @@ def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     digests: dict[int, list[bytes]] = {side: [] for side in meta.resolutions}
     with ThreadPoolExecutor(workers or cores()) as pool:
         found = pool.map(lambda job: check_block(levels[job[0]], job[1]), jobs)
-        progress = tqdm(found, "verifying", len(jobs), unit="block", disable=None)
+        progress = Bar(found, "verifying", len(jobs), unit="block")
         for (number, _), block in zip(jobs, progress, strict=True):
             damage.records |= block.damaged
             labels[number].append(block.labels)

@@ -1,0 +1,89 @@
+"""Progress where no bar can be drawn: lines with clock and time left, however long a step takes."""
+
+import io
+import os
+import pty
+import re
+import sys
+import time
+
+import pytest
+
+from utils import progress
+from utils.progress import Bar, has_terminal
+
+LINE = re.compile(r"\d\d:\d\d:\d\d packing: 3 of 12 images \(25%\), [\d.,]+/s, \d+ s left")
+
+
+def wait_for(capsys, text: str) -> str:
+    """What stderr has once `text` is in it."""
+    shown, deadline = "", time.monotonic() + 10
+    while text not in shown and time.monotonic() < deadline:
+        shown += capsys.readouterr().err
+        time.sleep(0.01)
+    return shown
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.05)
+
+
+def test_lines_come_while_nothing_moves_and_end_with_the_bar(capsys):
+    with Bar(total=12, desc="packing", unit="image") as bar:
+        bar.update(3)
+        assert LINE.search(wait_for(capsys, "left"))
+        assert wait_for(capsys, "packing")  # and again, though nothing was done in between
+    time.sleep(0.15)
+    capsys.readouterr()
+    time.sleep(0.15)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_done_before_counts_as_done_and_not_for_the_speed(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    bar = Bar(total=100, initial=60, unit="step")
+    bar.update(10)
+    clock[0] = 5.0
+    assert bar.text() == "70 of 100 steps (70%), 2/s, 15 s left"
+    bar.more = ", loss 0.5"
+    assert bar.text().endswith("left, loss 0.5")
+    bar.close()
+
+
+def test_iterating_counts_and_closes(capsys):
+    bar = Bar([1, 2, 3], "reading", unit="image")
+    assert list(bar) == [1, 2, 3]
+    assert bar.done == 3
+    assert bar.text().startswith("reading: 3 of 3 images (100%)")
+    assert bar._closed.is_set()
+
+
+def test_bar_that_is_switched_off_says_nothing(capsys):
+    with Bar(total=12, disable=True) as bar:
+        bar.update(3)
+        time.sleep(0.15)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_terminal_without_a_size_gets_lines(monkeypatch):
+    """N13: some containers' terminals are 0x0."""
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((0, 0)))
+        assert not has_terminal()
+        monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((80, 24)))
+        assert has_terminal()
+        with Bar(total=2, desc="packing") as bar:
+            bar.update(2)
+        shown = b""
+        while b"packing: 100%" not in shown:  # a pseudo-terminal gives what it has; pytest's time limit ends this
+            shown += os.read(parent, 10_000)
+    os.close(parent)
+
+
+def test_no_stream_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert not has_terminal()

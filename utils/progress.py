@@ -1,0 +1,86 @@
+"""How far something is that takes a while: a bar on a terminal, elsewhere a line now and then with clock and time left.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from tqdm import tqdm
+
+from utils.text import duration
+
+SECONDS_BETWEEN_LINES = 25.0  # where no bar can be drawn, however long a step or an evaluation takes
+
+
+class Bar(tqdm):
+    """tqdm's bar; where none can be drawn (a log file, CI, a terminal without a size) lines on stderr instead:
+    `14:03:21 packing: 1,200 of 5,000 images (24 %), 85.3/s, 45 s left`.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any] | None = None,
+        desc: str = "",
+        total: int | None = None,
+        *,
+        disable: bool = False,  # show nothing at all
+        **more: Any,
+    ) -> None:
+        self.lines = not disable and not has_terminal()
+        self.more = ""  # what a line says besides
+        self.done = self._first = int(more.get("initial", 0))
+        self._what, self._unit = desc, more.get("unit", "it")
+        self._started = time.monotonic()
+        self._closed = threading.Event()
+        super().__init__(iterable, desc, total, file=sys.stderr, disable=disable or self.lines, **more)
+        if self.lines:
+            threading.Thread(target=self._say_now_and_then, name="progress", daemon=True).start()
+
+    def update(self, n: float | None = 1) -> bool | None:
+        """So many more are done."""
+        self.done += int(n or 0)
+        return super().update(n)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.lines:
+            yield from super().__iter__()
+            return
+        try:
+            for each in self.iterable:
+                yield each
+                self.update()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the bar as it is; no more lines."""
+        self._closed.set()
+        super().close()
+
+    def _say_now_and_then(self) -> None:
+        while not self._closed.wait(SECONDS_BETWEEN_LINES):
+            with suppress(OSError, ValueError):  # the stream has been closed
+                tqdm.write(f"{time.strftime('%H:%M:%S')} {self.text()}", file=sys.stderr)
+                sys.stderr.flush()
+
+    def text(self) -> str:
+        """What a line says, but for the clock."""
+        seconds, total = time.monotonic() - self._started, self.total
+        rate = (self.done - self._first) / max(seconds, 1e-9)
+        what = f"{self._what}: " if self._what else ""
+        unit = self._unit if self._unit.endswith("s") or self._unit == "it" else f"{self._unit}s"
+        far = f"{self.done:,} of {total:,} {unit} ({self.done / total:.0%})" if total else f"{self.done:,} {unit}"
+        left = f", {duration((total - self.done) / rate)} left" if total and rate > 0 else ""
+        return f"{what}{far}, {rate:,.3g}/s{left}{self.more}"
+
+
+def has_terminal() -> bool:
+    """Whether a bar can be drawn on stderr: some containers' terminals are 0 columns wide."""
+    try:
+        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
