@@ -52,6 +52,8 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
     All are compared with all, on all cores: seconds for 60,000 images, and with their square. Of exact duplicates only
     the first is searched, and pairs of equal digest are left out. Images without texture are not searched: those with
     fewer than LEAST_BITS bits set, since all flat images have the hash 0.
+
+    An image's crowd is that of both sets together: so the pairs of two parts are those of the whole.
     """
     second = a if b is None else b
     rows, textureless = _searched(a)
@@ -74,6 +76,10 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     if b is None:
         crowds = [crowds[0] + crowds[1]] * 2  # of either side
+    elif len(pairs):
+        for crowd, signatures, searched in ((crowds[0], a, rows), (crowds[1], b, columns)):
+            for places, _ in _close(signatures["dhash"][searched], signatures["dhash"][searched], within=True):
+                crowd += np.bincount(searched[np.concatenate(places)], minlength=len(crowd))
     crowd = np.maximum(crowds[0][pairs[:, 0]], crowds[1][pairs[:, 1]])
     return Candidates(pairs, crowd, total - len(pairs), textureless + others)
 

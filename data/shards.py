@@ -65,6 +65,7 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
         source=" + ".join(meta.source for meta in metas),
         fingerprint=_joined([meta.fingerprint for meta in metas]),
         content_hash=_joined([meta.content_hash for meta in metas]),
+        split=None,
     )
 
 

@@ -181,6 +181,16 @@ def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
             assert any({f"cat/{name}" for name in group} <= side for side in sides)
 
 
+def test_no_look_alike_is_on_both_sides_of_a_crowd(tmp_path: Path) -> None:
+    """In a crowd stricter rules hold (data/near_duplicates.py); the parts' crowds are those of the whole."""
+    source, dest = open_source("sample", split="test"), tmp_path / "x.lmdb"
+    pack(source, dest, val_share=0.3, duplicates=False)
+    training, held_out = halves(dest)
+    report = find(training, held_out, similar=True)
+    assert report.candidates > 100
+    assert report.near == []
+
+
 def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
     source = open_source(str(pets))
     whole = pack(source, tmp_path / "whole.lmdb").meta
