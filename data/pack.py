@@ -281,7 +281,11 @@ def make_parser() -> Parser:
     add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
     add("--root", type=Path, metavar="DIR", help="folder of the fashion-mnist, cifar10 or idx files")
     add("--label-column", metavar="NAME", help="of a .csv or .parquet file; none: without labels")
-    add("--classes-from", choices=CLASSES_FROM, help="class folders: those at the top, or those that hold the images")
+    add(
+        "--classes-from",
+        choices=CLASSES_FROM,
+        help="classes: folders at the top, folders that hold the images, or files' names",
+    )
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
     add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")

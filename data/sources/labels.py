@@ -1,8 +1,11 @@
-"""Which column of a table holds the labels, and whether one looks like it: what manifests and Parquet files share."""
+"""Which column of a table holds the labels, and what looks like labels but is not used: columns, names of files."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
+from utils.classes import listed
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -10,6 +13,20 @@ LABEL = "label"
 LABEL_COLUMNS = ("labels", "label_name", "fine_label", "class", "class_name", "category", "target")
 NO_LABELS = "none"  # asked for: pack without labels
 MOST_VALUES = 1000  # different ones, of a column that is taken for labels
+NUMBERED = (
+    "dsc",
+    "dscf",
+    "dscn",
+    "frame",
+    "image",
+    "img",
+    "mvi",
+    "photo",
+    "picture",
+    "pxl",
+    "screenshot",
+)  # no classes
+SHOWN = 4  # classes in a message
 
 
 def choose_label(where: str, columns: Sequence[str], asked: str | None) -> tuple[str | None, list[str]]:
@@ -51,3 +68,21 @@ def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[s
                 f" {counts.total():,} images; if they are labels, pass --label-column {name}"
             ]
     return []
+
+
+def class_of_name(name: str) -> str:
+    """The class in a file's name, what stands before its number: `cat` of `cat.12.jpg`, "" of `12.jpg`."""
+    return re.sub(r"[\W\d_]+$", "", PurePosixPath(name).stem)
+
+
+def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
+    """A warning if the names of unlabelled images begin with one of a few words, as in `cat.0.jpg`, `dog.0.jpg`."""
+    counts = Counter(map(class_of_name, names))
+    if "" in counts or all(word.lower() in NUMBERED for word in counts):
+        return []
+    if not 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2):
+        return []
+    return [
+        f"warning: {where}: packed without labels, although all names begin with one of {len(counts):,} words; for the"
+        f" classes {listed(sorted(counts), SHOWN)} pass --classes-from name"
+    ]

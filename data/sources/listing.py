@@ -12,7 +12,7 @@
   split asked for is test.
 - A single sub-folder that holds only sub-folders is entered.
 - Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
-  top) or "parent" (a class per name of the folder in which images lie).
+  top) or "parent" (a class per name of the folder in which images lie). "name" makes classes of the files' names.
 """
 
 import json
@@ -25,6 +25,7 @@ from typing import Any
 
 from data.images import SUFFIXES, ImageError
 from data.sources.base import Problem
+from data.sources.labels import class_of_name, names_look_like_labels
 from utils.classes import listed
 from utils.errors import UserError
 
@@ -32,7 +33,7 @@ MANIFEST = "dataset.json"
 TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
 SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
 SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
-CLASSES_FROM = ("top", "parent")
+CLASSES_FROM = ("top", "parent", "name")
 LISTED = 4  # folders in a message
 
 
@@ -85,8 +86,10 @@ def arrange(
     images = [name for name in images if name.startswith(prefix)]
     parts = {name: name[len(prefix) :].split("/") for name in images}
     loose = [name for name in images if len(parts[name]) == 1]
+    if classes_from == "name":
+        return _by_name(where, images, ignored, splits, remarks)
     if len(loose) == len(images):
-        remarks += _lists(where, prefix, ignored)
+        remarks += _lists(where, prefix, ignored) or names_look_like_labels(where, images)
         return Listing(images, [0] * len(images), [], [], ignored, splits, remarks)
     if loose:
         raise UserError(
@@ -104,6 +107,16 @@ def arrange(
     labels = {name: label for label, name in enumerate(classes)}
     numbers = [labels[parts[name][place]] for name in images]
     return Listing(images, numbers, classes, problems, ignored, splits, remarks)
+
+
+def _by_name(where: str, images: list[str], ignored: list[str], splits: tuple[str, ...], remarks: list[str]) -> Listing:
+    """Classes by the names of the files. Raises UserError for a name that has none."""
+    found = [class_of_name(name) for name in images]
+    if not all(found):
+        raise UserError(f"{where}: {images[found.index('')]} has no class in its name, as cat.12.jpg has; rename it")
+    classes = sorted(set(found))
+    labels = {name: label for label, name in enumerate(classes)}
+    return Listing(images, [labels[name] for name in found], classes, [], ignored, splits, remarks)
 
 
 def _lists(where: str, prefix: str, ignored: list[str]) -> list[str]:

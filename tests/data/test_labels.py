@@ -241,6 +241,38 @@ def test_dataset_json_with_two_labels_for_a_file(tmp_path: Path) -> None:
             assert open_source(str(tmp_path / "x")).labels().tolist() == [0, 1]
 
 
+def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
+    names = ("cat.0.jpg", "cat.1.jpg", "guinea_pig_12.png", "guinea_pig_7.png", "dog (3).png", "dog-4.png")
+    where = folder(tmp_path / "x", *names)
+    (remark,) = open_source(str(where)).remarks
+    assert (
+        "all names begin with one of 3 words; for the classes cat, dog, guinea_pig pass --classes-from name" in remark
+    )
+    source = open_source(str(where), classes_from="name")
+    assert (source.classes, source.remarks) == (["cat", "dog", "guinea_pig"], [])
+    labels = {source.stored_name(index): source.classes[label] for index, label in enumerate(source.labels())}
+    assert labels == dict(zip(names, ["cat", "cat", "guinea_pig", "guinea_pig", "dog", "dog"], strict=True))
+    folder(where, "77.png")
+    with pytest.raises(UserError, match=r"x: 77\.png has no class in its name"):
+        open_source(str(where), classes_from="name")
+    split = folder(tmp_path / "y", "train/cat1.png", "train/dog1.png", "test/cat2.png")
+    assert open_source(str(split), classes_from="name").labels().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("IMG_1.png", "IMG_2.png", "DSC_1.png", "DSC_2.png"),  # cameras
+        ("1.png", "2.png", "3.png", "4.png"),
+        ("a.png", "b.png", "c.png", "d.png"),
+        ("cat1.png", "cat2.png", "cat3.png", "cat4.png"),
+        ("cat1.png", "cat2.png", "dog1.png", "3.png"),
+    ],
+)
+def test_names_that_are_no_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
+    assert open_source(str(folder(tmp_path / "x", *names))).remarks == []
+
+
 def test_options_of_other_sources_are_refused(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--label-column does not apply to .*photos: leave it out"):
         open_source(str(photos), label_column="x")
