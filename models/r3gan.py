@@ -8,7 +8,7 @@ cardinalities are those of the configuration up to 32 px and halve with every do
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from models.fir import fir_kernel
 from models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
 from utils.errors import UserError
-from utils.ranges import Checked, PositiveInt
+from utils.ranges import Checked, PositiveInt, between
 
 FULL_WIDTH_UP_TO = 32  # px
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
@@ -32,7 +32,7 @@ class R3Config(Checked):
 
     width: PositiveInt = 768  # channels up to 32 px
     cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to 32 px
-    blocks: PositiveInt = 2  # residual blocks a resolution
+    blocks: Annotated[int, between(1, 100)] = 2  # residual blocks a resolution
     expansion: PositiveInt = 2  # channels inside a block / outside
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from models.stylegan2_layers import (
     is_one,
     minibatch_std,
 )
-from utils.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt
+from utils.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt, between
 
 
 @dataclass(kw_only=True)
@@ -48,7 +48,7 @@ class GeneratorConfig(SizeConfig, section="generator"):
 
     z_dim: PositiveInt = 512  # latent dimensions
     w_dim: PositiveInt = 512  # intermediate latent dimensions
-    mapping_layers: PositiveInt = 8  # 2 for small sets
+    mapping_layers: Annotated[int, between(1, 100)] = 8  # 2 for small sets
     mapping_lr_multiplier: PositiveFloat = 0.01  # of the mapping network's learning rate
     w_avg_beta: Decay = 0.995  # decay of the moving mean of w
 
@@ -59,7 +59,7 @@ class DiscriminatorConfig(SizeConfig, section="discriminator"):
 
     architecture: Literal["residual", "plain"] = "residual"  # plain: no skip connections; cheaper, for small images
     minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
-    mapping_layers: NonNegativeInt = 0  # layers that map the label's embedding before the projection
+    mapping_layers: Annotated[int, between(0, 100)] = 0  # layers that map the label's embedding before the projection
 
     @property
     def group(self) -> int:

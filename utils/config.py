@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
+from utils import bounded_yaml
 from utils.cli import did_you_mean, normalise
 from utils.errors import UserError
 from utils.files import replace_file
-from utils.ranges import check_ranges
+from utils.ranges import check_finite, check_ranges
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -96,14 +97,15 @@ def read_yaml(path: str | Path) -> Tree:
         listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
         raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            tree = bounded_yaml.load(file.read(bounded_yaml.LONGEST + 1))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         hint = " (YAML is indented with spaces, not tabs)" if "'\\t'" in str(problem) else ""
         raise UserError(f"{path}: not valid YAML: {where}{problem}{hint}") from error
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or a number of 5,000 digits
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no date
         raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(
@@ -143,9 +145,14 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
             raise UserError(f"command line: {token!r} belongs to no option; write overrides as --section.key value")
     known = list(keys_of(config_class))
     _check_tree(tree, config_class, source, known)
-    for name in (token[2:].partition("=")[0] for token in tokens if token.startswith("--")):
+    name = ""
+    for token in tokens:
+        value = token
+        if token.startswith("--"):
+            name, _, value = token[2:].partition("=")
         if name not in known:
             raise UnknownKey("command line", name, known)
+        _check_value("command line", name, value)
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(config_class)
     where = source
@@ -189,10 +196,26 @@ def _check_tree(tree: Tree, config_class: Any, source: str, known: Sequence[str]
             raise UnknownKey(source, name, known)
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise UserError(f"{source}: {name!r} is a section with keys of its own, but holds {value!r}")
+                raise UserError(f"{source}: {name!r} is a section with keys of its own, but holds {repr(value)[:40]}")
             _check_tree(value, hint, source, known, f"{name}.")
         elif value is None and type(None) not in typing.get_args(hint):
             raise UserError(f"{source}: {name!r} needs a value, but holds null")
+        else:
+            _check_value(source, name, value)
+
+
+def _check_value(source: str, key: str, value: Any) -> None:
+    """Raise UserError for a number beyond all ranges, and for text that, read as YAML, would be out of bounds."""
+    if isinstance(value, str):
+        try:
+            bounded_yaml.check(value)
+        except bounded_yaml.BoundError as error:
+            raise UserError(f"{source}: {key}: {error.problem}") from error
+    elif isinstance(value, int):
+        check_finite(key, value)
+    elif isinstance(value, (list, tuple, dict)):
+        for part in [*value, *value.values()] if isinstance(value, dict) else value:
+            _check_value(source, key, part)
 
 
 def to_tree(config: object) -> Tree:

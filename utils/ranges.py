@@ -25,12 +25,18 @@ Decay = Annotated[float, restricted_number_type(None, float, [(">=", 0), ("<", 1
 Share = Annotated[float, restricted_number_type(None, float, [(">", 0), ("<=", 1)])]  # not 0
 AboveOne = Annotated[float, restricted_number_type(None, float, (">", 1))]
 
+FINITE = "a finite number below 2^63"
 WORDS = {"v>=": "at least ", "v<=": "at most ", "v>": "above ", "v<": "below "}
 
 
 def at_least(limit: int) -> Any:
     """For `Annotated[int, at_least(2)]`."""
     return restricted_number_type(None, int, (">=", limit))
+
+
+def between(low: float, high: float, kind: type = int) -> Any:
+    """For `Annotated[int, between(1, 8)]`, `Annotated[float, between(0, 9, float)]`; both ends are allowed."""
+    return restricted_number_type(None, kind, [(">=", low), ("<=", high)])
 
 
 @dataclass(kw_only=True)
@@ -88,13 +94,27 @@ def _words(arm: Any) -> Sequence[str]:
 
 def _check_number(key: str, value: float, kind: type, bounds: list[Any], otherwise: str) -> None:
     rule = "a whole number" if kind is int and isinstance(value, float) else ""
-    rule = rule if abs(value) < 2**63 else "a finite number below 2^63"  # nan is none either
+    if not abs(value) < 2**63:  # nan is none either
+        rule = FINITE
     try:
-        for bound in bounds:
+        for bound in bounds if abs(value) < 2**63 or isinstance(value, float) else []:
             bound(value)
     except ValueError as error:  # "-1 does not conform to restriction v>0"
         rule = str(error).rpartition("restriction ")[2]
         for sign, words in WORDS.items():
             rule = rule.replace(sign, words)
     if rule:
-        raise UserError(f"{key} {str(value)[:40]}: must be {rule}{otherwise}")
+        raise UserError(f"{key} {_shown(value)}: must be {rule}{otherwise}")
+
+
+def check_finite(key: str, value: float) -> None:
+    """Raise UserError for a number that no key takes, whatever its type."""
+    if not abs(value) < 2**63:
+        raise UserError(f"{key} {_shown(value)}: must be {FINITE}")
+
+
+def _shown(value: float) -> str:
+    """A number in a message; Python does not write whole ones of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"(of {value.bit_length()} bits)"
+    return str(value)

@@ -6,8 +6,9 @@ from typing import Annotated, ClassVar, Literal
 from training.base.spikes import SpikesConfig
 from training.base.stopping import EarlyStoppingConfig
 from utils.errors import UserError
-from utils.ranges import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Share, at_least
+from utils.ranges import Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, at_least, between
 
+Seconds = Annotated[float, between(1e-3, 1e9, float)]
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
@@ -21,13 +22,15 @@ class DataConfig(Checked, section="data"):
     crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
     crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
-    workers: NonNegativeInt | Literal["auto"] = "auto"  # decoding threads; auto: measured. Raw images need none
+    # decoding threads; auto: measured. Raw images need none
+    workers: Annotated[int, between(0, 1024)] | Literal["auto"] = "auto"
     cache: Literal["off", "ram"] = "off"  # ram: keep decoded images in memory where they fit
     on_damage: Literal["stop", "skip"] = "stop"  # skip: the next whole record takes a damaged one's place
     sampling: Literal["uniform", "balanced"] = "uniform"  # balanced: every class is seen equally often
-    class_rates: dict[str, float] = field(default_factory=dict)  # how often images of a class are seen; others: 1
+    # how often images of a class are seen; others: 1
+    class_rates: dict[str, NonNegativeFloat] = field(default_factory=dict)
     sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
-    prefetch: NonNegativeInt = 2  # batches prepared ahead on accelerators
+    prefetch: Annotated[int, between(0, 1024)] = 2  # batches prepared ahead on accelerators
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +94,8 @@ class DistributedConfig(Checked, section="distributed"):
     """Several processes: how long they wait for each other, and how often their numbers are compared."""
 
     # seconds an operation may take until the first step is done (compiling, first reads)
-    start_timeout: PositiveFloat = 600.0
-    timeout: PositiveFloat = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
+    start_timeout: Seconds = 600.0
+    timeout: Seconds = 180.0  # and afterwards; what rank 0 does alone is waited for as long as it is alive
     compress: Literal["off", "bf16"] = "off"  # bf16: gradients travel in half the bytes, rounded to bfloat16
     # steps from one comparison of weights and averages over the processes to the next; 0: never
     check_every: NonNegativeInt = 100

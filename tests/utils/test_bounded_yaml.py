@@ -1,0 +1,68 @@
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from training.classifier.task import ClassifierConfig
+from utils import bounded_yaml
+from utils.config import build, read_yaml
+from utils.errors import UserError
+
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
+REFUSED = {
+    "steps: 3\nseed: 1\nsteps: 5\n": "line 3, column 1: key 'steps' is given twice; keep one of them",  # H7
+    "data: {path: a, path: b}": "line 1, column 17: key 'path' is given twice; keep one of them",
+    "!!set {a, a}": "line 1, column 11: key 'a' is given twice; keep one of them",
+    LAUGHS: "line 6, column 5: more than 20000 values, with those that aliases repeat",  # H13
+    "a: &a [1, *a]": "line 1, column 11: an alias inside of what it stands for",
+    "a: &a {b: *a}": "line 1, column 11: an alias inside of what it stands for",
+    "[" * 100_000: "line 1, column 21: more than 20 levels inside one another",  # H23
+    "- " * 100_000: "line 1, column 41: more than 20 levels inside one another",
+    "[" + "1," * 30_000 + "]": "line 1, column 1: more than 20000 values, with those that aliases repeat",
+    "x" * 2**21: "line 1, column 1: more than 1048576 characters",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_out_of_bounds_is_refused_in_seconds(tmp_path: Path, text: str) -> None:
+    path, began = tmp_path / "recipe.yaml", time.monotonic()
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        read_yaml(path)
+    assert str(error.value) == f"{path}: not valid YAML: {REFUSED[text]}"
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("text", ["[" * 30_000, "{a: 1, a: 2}", "&a [*a]", LAUGHS, "9" * 5000])
+def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(text: str) -> None:
+    """Deep lists there ended the process: jsonargparse reads such values with libyaml."""
+    with pytest.raises(UserError, match=r"^command line: data.class_rates: .*(given twice|levels|alias|characters)"):
+        build(ClassifierConfig, {}, ["--data.class_rates", text])
+    with pytest.raises(UserError, match=r"^command line: data.class_rates: .*(given twice|levels|alias|characters)"):
+        build(ClassifierConfig, {}, [f"--data.class_rates={text}"])
+    with pytest.raises(UserError, match=r"^configuration: data.class_rates: .*(given twice|levels|alias|characters)"):
+        build(ClassifierConfig, {"data": {"class_rates": text}})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [1, 2]\nb: *a\nc: [*a, *a]\n",
+        "a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n",
+        "a: 1\nb:\n  a: 2\n",
+        "[{a: 1}, {a: 1}]",
+        "- [1.5, .inf, 0x10, 1e3, null, 2020-01-01]\n",
+        "",
+        "just words",
+    ],
+)
+def test_what_is_within_bounds_is_read_as_ever(text: str) -> None:
+    assert bounded_yaml.load(text) == yaml.safe_load(text)
+
+
+def test_recipes_are_within_bounds() -> None:
+    recipes = sorted(Path("configs").glob("*.yaml"))
+    assert len(recipes) > 20
+    for recipe in recipes:
+        assert read_yaml(recipe) == yaml.safe_load(recipe.read_text())
