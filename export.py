@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
 
     from inference.export.check import document, export, failed, table
     from inference.export.weights_file import open_checkpoint
+    from reporting.report import refresh
 
     path, checkpoint = open_checkpoint(options.checkpoint, options.which)
     rows, subject, wrong = export(job, checkpoint)
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> int:
     if wrong is not None:
         raise failed(job, wrong)
     print(f"wrote {job.out}, {job.out.stat().st_size / 2**20:.2f} MiB", file=sys.stderr)
+    refresh(job.out)
     return 0
 
 

@@ -193,6 +193,9 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     run = {"interpolate": interpolate, "project": project, "dataset": write_dataset}.get(options.command, draw_table)
     print(run(options))
+    from reporting.report import refresh
+
+    refresh(options.out)
     return 0
 
 

@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
     path = resolve(options.checkpoint, options.which)
     from inference.predictions import predict  # with torch, now that the options are known to be right
     from models.restore import classifier_from
+    from reporting.report import refresh
     from utils.distributed.collectives import choose_device
 
     checkpoint = load(path)
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> int:
     how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps}
     results = predict(classifier, checkpoint, options.images, **how)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
+    if options.gradcam is not None:
+        refresh(options.gradcam / "maps")
     unreadable = sum("error" in result for result in results)
     if unreadable:
         print(f"error: {unreadable} of {len(results)} images could not be read", file=sys.stderr)

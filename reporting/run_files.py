@@ -8,6 +8,9 @@ from typing import Any
 
 import yaml
 
+OWN = ("checkpoints", "eval", "samples", "tensorboard")  # folders whose files are shown elsewhere or not at all
+OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -18,9 +21,12 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl, one a step, in order of steps
     status: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)  # checkpoints/last.json
+    best: dict[str, Any] = field(default_factory=dict)  # checkpoints/best.json
+    data: dict[str, Any] = field(default_factory=dict)  # data.json: facts of the images, by their role
     evaluation: dict[str, Any] = field(default_factory=dict)  # eval/metrics.json
     samples: list[Path] = field(default_factory=list)  # in order of steps
     images: list[Path] = field(default_factory=list)  # eval/*.png
+    outputs: list[Path] = field(default_factory=list)  # what predict.py, generate.py, export.py wrote into the folder
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -53,13 +59,28 @@ def read_run(folder: str | Path) -> Run:
     run.records = _read_records(folder / "metrics.jsonl", run.notes)
     run.status = _read_object(folder / "status.json", run.notes)
     run.last = _read_object(folder / "checkpoints" / "last.json", run.notes)
+    run.best = _read_object(folder / "checkpoints" / "best.json", run.notes)
+    run.data = _read_object(folder / "data.json", run.notes)
     run.evaluation = _read_object(folder / "eval" / "metrics.json", run.notes)
     run.samples = sorted(path for path in (folder / "samples").glob("step-*.png") if path.stem[5:].isdecimal())
     run.images = sorted((folder / "eval").glob("*.png"))
+    run.outputs = _outputs(folder)
     order = run.evaluation.get("images")  # as the evaluation lists them; another evaluation's leftovers are not shown
     if isinstance(order, list):
         run.images = sorted((p for p in run.images if p.name in order), key=lambda path: order.index(path.name))
     return run
+
+
+def of_run(path: Path) -> Path | None:
+    """The run folder that a file or folder lies in, directly or in a folder of it; None where it lies in none."""
+    above = path.resolve().parents[:2]
+    return next((folder for folder in above if (folder / "config.yaml").is_file()), None)
+
+
+def _outputs(folder: Path) -> list[Path]:
+    """Files of the folder and of folders in it that training and evaluation have not written."""
+    files = [*folder.glob("*"), *(path for path in folder.glob("*/*") if path.parent.name not in OWN)]
+    return sorted(path for path in files if path.suffix in OUTPUTS and path.is_file() and path.name[0] != ".")
 
 
 def _integer(digits: str) -> float:

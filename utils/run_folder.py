@@ -1,5 +1,6 @@
 """The run folder: who may write into it, its status file, its config, its metrics."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -28,6 +29,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
         self._lock: int | None = None
+        self._opened, self._before = time.monotonic(), 0.0  # seconds that earlier processes have spent on the run
 
     def open(self) -> None:
         """Create the folder where it is missing and take its lock; a lock left by a killed process does not block."""
@@ -47,6 +49,8 @@ class RunFolder:
         os.truncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a run of before, or none
+            self._before = float(json.loads((self.path / "status.json").read_text())["seconds"])
 
     def close(self) -> None:
         """Give the lock back."""
@@ -86,13 +90,16 @@ class RunFolder:
             f"config changed since the last start: {key} was {old!r}, is {new!r}" for key, (old, new) in changed.items()
         ]
 
-    def save_config(self, config: Tree) -> None:
-        """Write the resolved config: it can be given to train.py again."""
+    def save_config(self, config: Tree, data: dict[str, Any] | None = None) -> None:
+        """Write the resolved config, which can be given to train.py again, and `data.json`: what its images are."""
         save_yaml(config, self.path / "config.yaml")
+        if data is not None:
+            replace_file(self.path / "data.json", f"{json.dumps(data, indent=1)}\n".encode())
 
     def write_status(self, state: str, step: int, reason: str = "", exit_code: int | None = None) -> None:
-        """`status.json`: state is running, finished, stopped or failed."""
+        """`status.json`: state is running, finished, stopped or failed; `seconds` that its processes took in all."""
         status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
+        status["seconds"] = round(self._before + time.monotonic() - self._opened, 1)
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         replace_file(self.path / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
 

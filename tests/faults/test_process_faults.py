@@ -141,6 +141,7 @@ def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: st
     assert "The same command resumes" in lines[0]
     told = status(run)
     assert (told["state"], told["reason"], told["exit_code"], told["step"]) == ("stopped", name, 3, last(run))
+    assert "SIG" in (run / "report.html").read_text()  # a stopped run has a report too (U9)
     assert not any(alive(pid) for pid in pids)
     assert not list((run / "heartbeat").glob("rank-*.json")) or all(sign(run, r)["left"] for r in range(processes))
     again = start("--procs", str(processes), "--max-steps", str(told["step"] + 1))

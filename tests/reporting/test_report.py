@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 
 from reporting.charts import line_chart, number, thin
-from reporting.report import LARGEST_SIDE, write_quickstart_report, write_report
+from reporting.figures import time_taken
+from reporting.pictures import LARGEST_SIDE
+from reporting.report import refresh, write_quickstart_report, write_report
 from reporting.run_files import read_run
 from utils.images import grid, save_png
 from utils.provenance import environment
@@ -127,7 +129,7 @@ def test_report_of_a_gan_run_shows_everything(tmp_path):
     assert report == tmp_path / "gan" / "report.html"
     found = page(report)
     assert found.tags.count("svg") == 3  # adversarial losses together, r1, speed
-    assert found.tags.count("img") == 1 + 3 + 1  # newest grid, three over time, one of the evaluation
+    assert found.tags.count("img") == 3 + 1  # three grids over time, one of the evaluation
     assert "Evaluation at step 20,000" in found.text
     assert f"step-00020000.pt, 2,000 images, data test {EVIL}.lmdb, seed 4" in found.text
     assert "no sign of copies" in found.text
@@ -223,8 +225,71 @@ def test_quickstart_report_holds_both_runs(tmp_path):
     headings = ["What the GAN draws", "What the classifier gets right"]
     shown = [*headings, "89.8 %", "87.2 %", "1 min 15 s", "72.5 %", "one\ntwo"]
     assert [text for text in shown if text not in found.text] == []
-    assert found.tags.count("img") == 5 + 1
+    assert found.tags.count("img") == 4 + 1
     assert found.tags.count("details") >= 2  # both configurations, folded away
+
+
+# --- what a person asks first comes first (U9)
+
+
+def make_told_run(folder: Path) -> Path:
+    """A run with all that the report tells of one."""
+    make_gan(folder)
+    save_png(grid(sample_images()), folder / "eval" / "real.png")
+    write(folder / "status.json", {"state": "stopped", "step": 50, "reason": "SIGTERM", "seconds": 3725.0})
+    best = {"file": "step-00000040.pt", "step": 40, "metric": "diversity_ratio", "value": 0.625}
+    write(folder / "checkpoints" / "best.json", best)
+    images = {"path": "train.lmdb", "count": 650, "channels": 3, "resolution": 32, "content_hash": "abcdef" * 8}
+    write(folder / "data.json", {"training": images | {"by_class": {"Bag": 400, EVIL: 250}}, "held-out": "odd"})
+    return folder
+
+
+def test_headline_and_images_come_before_training_and_curves(tmp_path):
+    run = make_told_run(tmp_path / "gan")
+    text = page(write_report(run)).text
+    order = ["samples recognised as asked", "Samples, a row for each class", "Real test images", "Evaluation at step"]
+    order += ["Images over time", "Training", "images seen", "adversarial losses", "Data", "How this was made"]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+    assert "samples.png" not in text  # captions are words
+
+
+def test_time_best_step_and_data_are_shown(tmp_path):
+    text = page(write_report(make_told_run(tmp_path / "gan"))).text
+    shown = ["1 h 2 min", "step 40", "best checkpoint: diversity ratio 0.625", "SIGTERM"]
+    shown += ["train.lmdb", "650", "32 px, 3 channel(s)", "abcdefabcdef", "400", "250"]
+    assert [words for words in shown if words not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(45.9, "45 s"), (725, "12 min 5 s"), (3599, "59 min 59 s"), (7290, "2 h 1 min")]
+)
+def test_time_taken_is_for_people(seconds, words):
+    assert time_taken(seconds) == words
+
+
+def test_what_other_commands_wrote_into_the_run_is_shown_or_linked(tmp_path):
+    run = make_told_run(tmp_path / "gan")
+    save_png(grid(sample_images()), run / "maps" / "cat.png")
+    write(run / "out" / "a film.mp4", "x" * 2048)
+    write(run / "model.onnx", "x")
+    before = page(write_report(run)).tags.count("img")
+    found = page(run / "report.html")
+    assert before == 3 + 2 + 1
+    assert "maps/cat.png" in found.text
+    assert "a film.mp4, 2.0 KiB" in found.text
+    assert [a for a in found.addresses if not a.startswith("data:")] == ["model.onnx", "out/a%20film.mp4"]
+    whole = page(write_quickstart_report(tmp_path))
+    assert [a for a in whole.addresses if not a.startswith("data:")] == ["gan/model.onnx", "gan/out/a%20film.mp4"]
+
+
+def test_report_is_written_again_for_what_lands_in_its_run(tmp_path):
+    run = make_told_run(tmp_path / "gan")
+    for output in (tmp_path / "elsewhere.png", tmp_path):
+        refresh(output)
+    assert list(tmp_path.rglob("report.html")) == []
+    refresh(run / "out" / "film.mp4")
+    assert (run / "report.html").is_file()
 
 
 def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
@@ -248,8 +313,9 @@ def test_charts_of_a_gan_are_grouped_by_what_is_read_together(tmp_path):
         ("logits/real_sign", "ada/p"),
         ("val/logits/held_out", "val/logits/real", "val/logits/fake"),
         ("loss/path_length",),
-        ("val/memorised/pixels", "val/memorised_p/pixels"),
+        ("val/memorised/pixels",),
         ("path_length/mean",),
+        ("val/memorised_p/pixels",),
         ("gradient_norm/generator", "gradient_norm/discriminator"),
     ]
     row = {"step": 1} | {key: 0.5 for group in groups for key in group}

@@ -199,3 +199,18 @@ def test_status(tmp_path):
     expected = {"state": "failed", "step": 7, "reason": "non-finite gradients", "exit_code": 4, "pid": os.getpid()}
     assert {key: status[key] for key in expected} == expected
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_the_time_of_all_processes_of_a_run_is_counted(tmp_path, monkeypatch):
+    """U9: the report says how long a run took; a resume goes on counting."""
+    now = 100.0
+    monkeypatch.setattr("utils.run_folder.time.monotonic", lambda: now)
+    for expected in (7.5, 15.0):
+        folder = RunFolder(tmp_path)
+        folder.open()
+        now += 7.5
+        folder.write_status("stopped", 3)
+        folder.close()
+        assert json.loads((tmp_path / "status.json").read_text())["seconds"] == expected
+    (tmp_path / "status.json").write_text("{")
+    RunFolder(tmp_path).open()

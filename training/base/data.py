@@ -2,6 +2,7 @@
 
 import resource
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,24 @@ def open_training(config: DataConfig) -> Dataset:
         cache=config.cache == "ram",
         on_damage=config.on_damage,
     )
+
+
+def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
+    """What the run's report says of its images, by their role."""
+    found = {}
+    for role, reader in (("training", training), ("held-out", held_out)):
+        if reader is not None:
+            meta = reader.meta
+            found[role] = {
+                "path": str(reader.path),
+                "count": len(reader),
+                "by_class": dict(zip(meta.classes, meta.histogram, strict=False)),
+                "channels": meta.channels,
+                "resolution": reader.resolution,
+                "encoding": meta.encoding,
+                "content_hash": meta.content_hash,
+            }
+    return found
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.dataset import Dataset
 from data.loader import Batch
 
 
@@ -17,6 +18,7 @@ class Task(ABC):
     A new one is one file and one line in `training.engine.tasks`; it is made as `(config, reader, val_reader, device)`.
     """
 
+    val_reader: Dataset | None  # the held-out images
     shape: dict[str, int]  # channels, classes, resolution: what a checkpoint's models are built from
     best_metric: str  # key of `evaluate()` that chooses the best checkpoint
     best_is_lower: bool

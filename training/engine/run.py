@@ -177,13 +177,16 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
         raise UserError(f"--steps {loop.config.steps}: the run has done {loop.step} already; give as many or more")
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
-    collectives.on_main(lambda: loop.folder.save_config(to_tree(loop.config)))
+    facts = data.facts(loop.loader.reader, loop.task.val_reader)
+    collectives.on_main(lambda: loop.folder.save_config(to_tree(loop.config), facts))
     with _signs_of_life(loop):
         try:
             loop.folder_status("running")
             loop.run(max_steps, profile=profile_steps)
-        except (StoppedBySignal, TrainingHalted):
-            raise  # the loop has written the status
+        except (StoppedBySignal, TrainingHalted) as error:  # the loop has written the status
+            if not error.rank_specific:  # all ranks are here
+                collectives.on_main(lambda: _report(loop.folder.path))
+            raise
         except BaseException as error:
             if not collectives.is_peer_error(error):
                 loop.folder_status("failed", _one_line(error), getattr(error, "exit_code", 1))
@@ -195,12 +198,17 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     if collectives.is_main():
         if profile_steps is not None:
             print((loop.folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
-        try:
-            say(f"report: {write_report(loop.folder.path)}")
-        except UserError as error:  # a full disk: what was trained is safe
-            say_refused(loop.folder.path / "report.html", error, "the report")
+        _report(loop.folder.path)
         say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
     return 0
+
+
+def _report(folder: Path) -> None:
+    """Write the run's report and say where it is. On a full disk a warning: what was trained is safe."""
+    try:
+        say(f"report: {write_report(folder)}")
+    except UserError as error:
+        say_refused(folder / "report.html", error, "the report")
 
 
 @contextmanager

@@ -270,3 +270,22 @@ def test_fault_20_held_out_classes_of_a_gan(tmp_path: Path) -> None:
             gan.GanTask(config, made["train"], made[other], torch.device("cpu"))
     gan.GanTask(config, made["train"], made["plain"], torch.device("cpu"))
     gan.GanTask(config, made["train"], None, torch.device("cpu"))
+
+
+def test_what_the_report_says_of_the_images(folder: Path) -> None:
+    """U9: count, classes, size and content of both files, as plain data."""
+    training, held_out = opened(config_of(folder, val_path=str(folder / "test.lmdb")))
+    found = data.facts(training, held_out)
+    assert held_out is not None
+    assert list(found) == ["training", "held-out"]
+    assert found["training"]["by_class"] == dict(zip(CLASSES, (6, 3, 1), strict=True))
+    assert found["held-out"] == {
+        "path": str(folder / "test.lmdb"),
+        "count": 4,
+        "by_class": dict(zip(CLASSES, (2, 1, 1), strict=True)),
+        "channels": 3,
+        "resolution": 8,
+        "encoding": "raw",
+        "content_hash": held_out.meta.content_hash,
+    }
+    assert list(data.facts(training, None)) == ["training"]

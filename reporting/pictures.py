@@ -1,0 +1,84 @@
+"""The images of a report, embedded in the page, and links to what else lies in a run folder."""
+
+import base64
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from reporting.charts import number
+from reporting.run_files import Run
+
+MOST_SAMPLES = 12  # grids shown of the samples over time
+MOST_OUTPUTS = 12  # images shown of what other commands have written
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for bad images
+EMBED_WHOLE = 300_000  # bytes; larger images are shrunk before they are embedded
+LARGEST_SIDE = 1400  # pixels of a shrunk image
+CAPTIONS = {  # name of an image in eval/: what it shows
+    "samples": "Samples, a row for each class",
+    "real": "Real test images, in the same rows",
+    "recognised_best": "Samples that the classifier is surest of: the class asked for, its probability",
+    "recognised_worst": "Samples that the classifier is least sure of: asked for, and predicted",
+    "neighbours": "Samples beside the training images nearest to them",
+    "confusion": "Confusion matrix: true classes in rows, predicted ones in columns",
+    "mistakes": "The most confident mistakes: record and true class, and predicted",
+}
+BESIDE = ("samples", "real")  # come first, side by side
+
+Picture = dict[str, str]  # caption, and the address inside the page; empty where the image cannot be shown
+
+
+def pictures(run: Run) -> list[Picture]:
+    """The images of the evaluation: samples and real ones first."""
+    beside = sorted((path for path in run.images if path.stem in BESIDE), key=lambda path: BESIDE.index(path.stem))
+    rest = [path for path in run.images if path not in beside]
+    return [_picture(path, CAPTIONS.get(path.stem, path.stem.replace("_", " "))) for path in [*beside, *rest]]
+
+
+def samples(run: Run) -> list[Picture]:
+    """At most MOST_SAMPLES of the grids, evenly chosen, the newest last."""
+    last = len(run.samples) - 1
+    count = min(MOST_SAMPLES, last + 1)
+    picked = [run.samples[round(i * last / max(1, count - 1))] for i in range(count)]
+    return [_picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
+
+
+def outputs(run: Run) -> list[Picture]:
+    """Images that other commands have written into the run folder: Grad-CAM maps, grids, projections."""
+    shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
+    return [_picture(path, str(path.relative_to(run.folder))) for path in shown]
+
+
+def links(run: Run, folder: Path) -> list[tuple[str, str]]:
+    """(address seen from the page in `folder`, size) of the run's other files: films, exports, and more images."""
+    shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
+    files = [path for path in run.outputs if path not in shown]
+    return [(path.relative_to(folder).as_posix(), _size(path)) for path in files]
+
+
+def _size(path: Path) -> str:
+    size = path.stat().st_size
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+
+
+def _picture(path: Path, caption: str) -> Picture:
+    """The caption and the address of an image inside the page; what is wrong with one that cannot be read."""
+    try:
+        return {"caption": caption, "address": _data_address(path)}
+    except UNREADABLE as error:
+        return {"caption": f"{path.name} cannot be shown: {error}", "address": ""}
+
+
+def _data_address(path: Path) -> str:
+    """The `data:` address of a checked image; a large one is shrunk and stored as JPEG. Raises UNREADABLE."""
+    content = path.read_bytes()
+    with Image.open(io.BytesIO(content)) as image:
+        image.load()
+        kind = "png" if image.format == "PNG" else "jpeg"
+        if len(content) > EMBED_WHOLE or image.format not in ("PNG", "JPEG"):
+            small = image.convert("RGB")
+            small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
+            buffer = io.BytesIO()
+            small.save(buffer, format="JPEG", quality=88)
+            content, kind = buffer.getvalue(), "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
