@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import load, resolve
 from utils.cli import Parser, add_model_options, did_you_mean, positive
+from utils.door import printable
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ def gradcam_options(options: Namespace, classes: list[str], layer: str) -> "Maps
 def line(result: dict[str, Any]) -> str:
     """A result as text."""
     if "error" in result:
-        return f"{result['file']}: {result['error']}"
+        return printable(f"{result['file']}: {result['error']}")
     found = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
-    return f"{result['file']}: {found}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
+    return printable(f"{result['file']}: {found}" + (f" ({result['gradcam']})" if "gradcam" in result else ""))
 
 
 if __name__ == "__main__":

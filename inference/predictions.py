@@ -19,6 +19,7 @@ from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
 from models.hooks import find_layer, output_gradient
+from utils import door
 from utils.errors import UserError
 from utils.files import check_writable
 from utils.image_tables import save_captioned
@@ -35,9 +36,12 @@ def read_image(path: str | Path, checkpoint: Mapping[str, Any], *, resize: str |
     """
     shape = checkpoint["shape"]
     try:
-        pixels = decode_file(Path(path).read_bytes(), shape["channels"])
-    except OSError as error:
-        raise ImageError(f"cannot be read: {error.strerror}") from error
+        content = door.read_file(path, door.IMAGE)
+    except door.Refused as error:
+        raise ImageError(str(error)) from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise ImageError(f"cannot be read: {getattr(error, 'strerror', error)}") from error
+    pixels = decode_file(content, shape["channels"])
     pixels = fit(pixels, shape["resolution"], resize or trained_mode(checkpoint))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 

@@ -17,6 +17,7 @@ from models.backbones.base import Backbone
 from models.backbones.registry import BACKBONES, backbone_of
 from models.classifier import Classifier, ModelConfig
 from utils import checkpoint as checkpoints
+from utils import door
 from utils.cli import did_you_mean
 from utils.config import build, near_file
 from utils.distributed import collectives
@@ -44,6 +45,10 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     remedy = f"fetch the file again, or give another with {option}"
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
+    try:
+        door.check(path, door.WEIGHTS)
+    except OSError as error:
+        raise UserError(f"{option} {path} {error}; {remedy}") from error
     if path.suffix == ".safetensors":
         try:
             with safe_open(str(path), framework="pt") as file:

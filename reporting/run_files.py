@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from utils import door
+
 OWN = ("checkpoints", "eval", "samples", "tensorboard")  # folders whose files are shown elsewhere or not at all
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
 
@@ -45,7 +47,7 @@ class Run:
         """What the config says that is trained; empty without a readable one."""
         try:
             config = yaml.safe_load(self.config)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             config = None
         return str(config.get("task", "")) if isinstance(config, dict) else ""
 
@@ -55,7 +57,7 @@ def read_run(folder: str | Path) -> Run:
     folder = Path(folder)
     run = Run(folder=folder)
     config = folder / "config.yaml"
-    run.config = config.read_text(errors="replace") if config.is_file() else ""
+    run.config = _read_text(config, run.notes)
     run.records = _read_records(folder / "metrics.jsonl", run.notes)
     run.status = _read_object(folder / "status.json", run.notes)
     run.last = _read_object(folder / "checkpoints" / "last.json", run.notes)
@@ -83,6 +85,17 @@ def _outputs(folder: Path) -> list[Path]:
     return sorted(path for path in files if path.suffix in OUTPUTS and path.is_file() and path.name[0] != ".")
 
 
+def _read_text(path: Path, notes: list[str]) -> str:
+    """A text file, or nothing and a note; nothing at all where there is none."""
+    if not path.exists():
+        return ""
+    try:
+        return door.read_file(path, door.TABLE).decode(errors="replace")
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error}")
+        return ""
+
+
 def _integer(digits: str) -> float:
     """A JSON integer; one that no float holds is infinite, as JSON's other numbers are."""
     return int(digits) if len(digits) < 300 else float(digits)
@@ -92,8 +105,8 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(), parse_int=_integer)
-    except (OSError, ValueError) as error:
+        value = json.loads(door.read_file(path, door.TABLE), parse_int=_integer)
+    except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):
@@ -104,16 +117,14 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _read_records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The records of one step become one; the later value of a key counts; torn lines are counted in `notes`."""
-    if not path.is_file():
-        return []
     by_step: dict[int, dict[str, Any]] = {}
     torn = 0
-    for line in path.read_text(errors="replace").splitlines():
+    for line in _read_text(path, notes).splitlines():
         try:
             record = json.loads(line, parse_int=_integer)
             step = int(record["step"])
             by_step[step] = by_step.get(step, {}) | record
-        except (ValueError, OverflowError, TypeError, KeyError):
+        except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
             torn += 1
     if torn:
         notes.append(f"{torn} line(s) of {path.name} cannot be read")

@@ -14,7 +14,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils import inject
+from utils import door, inject
 from utils.config import near_file, of_today
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
@@ -54,7 +54,7 @@ class CorruptCheckpoint(UserError):
 
 def file_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file."""
-    with open(path, "rb") as file:
+    with door.open_file(path, door.WEIGHTS) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -107,8 +107,8 @@ def pointer(folder: Path, which: str) -> dict[str, Any] | None:
     Raises UserError where it names a file of the folder that `file_name` would call otherwise: such a run is not empty.
     """
     try:
-        entry = json.loads((folder / f"{which}.json").read_text())
-    except (OSError, ValueError):
+        entry = json.loads(door.read_file(folder / f"{which}.json", door.CONFIG))
+    except (OSError, ValueError, RecursionError):
         return None
     name = str(entry.get("file")) if isinstance(entry, dict) else ""
     if find_step(name) is not None:
@@ -181,6 +181,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
+        door.check(path, door.WEIGHTS)
         if verify:
             _verify(path)
         import torch  # not for who only looks for a file
@@ -213,7 +214,7 @@ def _verify(path: Path) -> None:
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
-        if (checksum.read_bytes().split() or [b""])[0] != file_sha256(path).encode():
+        if (door.read_file(checksum, door.CONFIG).split() or [b""])[0] != file_sha256(path).encode():
             raise CorruptCheckpoint(
                 f"{path}: damaged (its SHA-256 is not the one in {checksum.name}); use an earlier one"
             )

@@ -1,10 +1,14 @@
 """Errors a user can act on, the exit codes of the command line, and the one place that prints them."""
 
+import errno
+import io
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+
+from utils.door import printable
 
 EXIT_OK = 0  # 1: a fault of ours
 EXIT_USER = 2  # the user's input or environment
@@ -46,6 +50,9 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     """Call `main(argv)`; what it raises becomes a line on stderr (`--debug`: a traceback too) and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks must not end the work
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = main(argv) or EXIT_OK
         sys.stdout.flush()  # here, where a closed pipe can be told from a fault
@@ -62,8 +69,13 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
         if told and not error.quiet:
             label = "stopped" if isinstance(error, StoppedBySignal) else "error"
             where = f" on rank {rank}" if rank != "0" else ""
-            print(f"{label}{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"{label}{where}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:  # a path that no file can have may fail wherever it is first looked at
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
+            raise
+        print(f"error: {printable(str(error.filename)[:60])}...: {error.strerror}; shorten it", file=sys.stderr)
+        return EXIT_USER
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("stopped: interrupted from the keyboard", file=sys.stderr, flush=True)

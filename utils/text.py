@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from utils.door import printable
+
 
 def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
-    """Rows of equally many cells as aligned text, two spaces between the columns, nothing at a line's end.
+    """Rows of equally many cells as aligned text that can be shown anywhere (`printable`), two spaces between the
+    columns, nothing at a line's end.
 
     Args: `align` a character a column, `<` to the left and `>` to the right; the last one holds for all that follow.
     """
-    table = [list(row) for row in rows]
+    table = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = align.ljust(len(widths), align[-1])
     return "\n".join(

@@ -17,6 +17,7 @@ import lmdb
 import numpy as np
 
 from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Meta
+from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -100,7 +101,7 @@ def _status(path: Path) -> os.stat_result:
     if path.is_dir():
         raise UserError(f"{path} is a folder, not a packed file: pack it with `python -m data.pack {path} DEST.lmdb`")
     try:
-        return path.stat()
+        return door.check(path, door.ARCHIVE)
     except FileNotFoundError:
         if partial_path(path).exists():
             raise UserError(f"{path} was not finished: run data.pack again") from None
@@ -119,7 +120,7 @@ def partial_path(path: Path) -> Path:
 def is_lmdb(path: Path) -> bool:
     """Whether a file begins as LMDB's do. Raises UserError if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with door.open_file(path, door.ARCHIVE) as file:
             return file.read(20)[16:] == MAGIC
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None

@@ -15,6 +15,7 @@ from data.sources.manifest import open_manifest
 from data.sources.mnist import find_idx, idx_source, open_fashion_mnist, open_sample
 from data.sources.parquet import ParquetSource, is_parquet_folder
 from data.sources.remote import RemoteSource
+from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -95,6 +96,11 @@ def _open(spec: str, place: Path | None, asked: Asked) -> Source:
         return _open_folder(path, asked)
     if path.is_file():
         return _open_file(path, asked)
+    if path.exists():
+        try:
+            door.check(path, door.ARCHIVE)
+        except OSError as error:
+            raise UserError(f"{spec} {error}; give {KINDS}") from None
     near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
     raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
 
@@ -113,6 +119,11 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     return open_folder(path, split=asked.split, classes_from=asked.classes_from)
 
 
+def _is_zip(path: Path) -> bool:
+    with door.open_file(path, door.ARCHIVE) as file:
+        return zipfile.is_zipfile(file)
+
+
 def _open_file(path: Path, asked: Asked) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
     suffix = path.suffix.lower()
@@ -122,7 +133,7 @@ def _open_file(path: Path, asked: Asked) -> Source:
         return ParquetSource(path, split=asked.split, label_column=asked.label_column)
     if suffix == ".csv":
         return open_manifest(path, split=asked.split, label_column=asked.label_column)
-    if suffix == ".zip" or zipfile.is_zipfile(path):
+    if suffix == ".zip" or _is_zip(path):
         return ZipSource(path, split=asked.split, classes_from=asked.classes_from)
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")

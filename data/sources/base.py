@@ -9,6 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from utils import door
+
 T = TypeVar("T")
 
 
@@ -29,7 +31,7 @@ class Problem:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.reason}"
+        return door.printable(f"{self.name} {self.reason}")
 
 
 @dataclass

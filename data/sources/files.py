@@ -13,10 +13,10 @@ import numpy as np
 
 from data.images import ImageError
 from data.sources.base import Item, PerProcess, Source
-from data.sources.listing import Listing, arrange
+from data.sources.listing import Listing, arrange, kind_of
+from utils import door
 from utils.errors import UserError
 
-MAX_MEMBER = 1 << 30  # bytes of one unpacked zip member
 # A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
 # LZMA would fill the memory.
 METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -28,7 +28,7 @@ class ListedSource(Source):
 
     def __init__(self, name: str, listing: Listing) -> None:
         more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks")}
-        super().__init__(name, listing.classes, **more)
+        super().__init__(door.printable(name), [door.printable(name) for name in listing.classes], **more)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
 
     def item(self, index: int) -> Item:
@@ -56,20 +56,26 @@ class LocalSource(ListedSource):
         return str(self.folder / self.names[index])
 
     def read(self, name: str) -> bytes:
-        return read_file(self.folder / name)
+        return read_file(self.folder / name, kind_of(name))
 
 
-def read_file(path: Path) -> bytes:
-    """A file's bytes. Raises ImageError."""
+def read_file(path: Path, kind: door.Kind = door.IMAGE) -> bytes:
+    """An image file's bytes. Raises ImageError."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ImageError(f"cannot be read ({error.strerror})") from None
+        return door.read_file(path, kind)
+    except door.Refused as error:
+        raise ImageError(str(error)) from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise ImageError(f"cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
 def open_folder(folder: Path, *, split: str | None, classes_from: str | None = None) -> LocalSource:
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
-    listing = arrange(str(folder), *_walk(folder), split, lambda name: read_file(folder / name), classes_from)
+
+    def read(name: str) -> bytes:
+        return read_file(folder / name, kind_of(name))
+
+    listing = arrange(str(folder), *_walk(folder), split, read, classes_from)
     return LocalSource(folder, folder.name or str(folder), listing)
 
 
@@ -101,6 +107,7 @@ class ZipSource(ListedSource):
 
     def __init__(self, path: Path, *, split: str | None, classes_from: str | None = None) -> None:
         self.path = path
+        self._stored: dict[str, str] = {}  # the names in the archive of those that are written otherwise there
         self._archive = PerProcess(functools.partial(_open_zip, path))
         try:
             super().__init__(path.name, self._list(split, classes_from))
@@ -109,9 +116,11 @@ class ZipSource(ListedSource):
             raise
 
     def _list(self, split: str | None, classes_from: str | None) -> Listing:
-        members = self._archive.get().infolist()
-        files = [member.filename for member in members if not member.is_dir()]
-        folders = [member.filename for member in members if member.is_dir()]
+        # Tools for Windows write backslashes, where the format has "/" only.
+        members = [(member.filename.replace("\\", "/"), member.filename) for member in self._archive.get().infolist()]
+        self._stored = {name: stored for name, stored in members if name != stored}
+        files = [name for name, _ in members if not name.endswith("/")]
+        folders = [name for name, _ in members if name.endswith("/")]
         name, times = Counter(files).most_common(1)[0] if files else ("", 0)
         if times > 1:
             raise UserError(f"{self.path} holds {name} {times} times: make the zip file again")
@@ -123,11 +132,11 @@ class ZipSource(ListedSource):
     def read(self, name: str) -> bytes:
         archive = self._archive.get()
         try:
-            member = archive.getinfo(name)
+            member = archive.getinfo(self._stored.get(name, name))
         except KeyError:
             raise ImageError("is no longer in the zip file") from None
-        if member.file_size > MAX_MEMBER:
-            raise ImageError(f"is {member.file_size:,} bytes when unpacked, more than {MAX_MEMBER:,}")
+        if reason := door.too_large(member.file_size, kind_of(name)):
+            raise ImageError(reason)
         if stat.S_ISLNK(member.external_attr >> 16):
             raise ImageError("is a symbolic link; put the file itself into the zip file")
         if member.compress_type not in METHODS:
@@ -151,6 +160,7 @@ class ZipSource(ListedSource):
 
 def _open_zip(path: Path) -> zipfile.ZipFile:
     try:
+        door.check(path, door.ARCHIVE)
         return zipfile.ZipFile(path)
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read as a zip file ({error}); copy or make it again") from None

@@ -26,6 +26,7 @@ from typing import Any
 from data.images import SUFFIXES, ImageError
 from data.sources.base import Problem
 from data.sources.labels import class_of_name, names_look_like_labels
+from utils import door
 from utils.classes import listed
 from utils.errors import UserError
 
@@ -60,6 +61,11 @@ def first_of(split: str, names: Iterable[str]) -> str | None:
     """Which of the names stands for the split: the first by SPLITS."""
     ranks = {name: SPLITS[split].index(split_name(name)) for name in names if split_name(name) in SPLITS[split]}
     return min(sorted(ranks), key=lambda name: ranks[name], default=None)
+
+
+def kind_of(name: str) -> door.Kind:
+    """What a file of a source is read as."""
+    return door.TABLE if name == MANIFEST else door.IMAGE
 
 
 def arrange(
@@ -162,7 +168,7 @@ def _by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
                 raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
     except UserError:
         raise
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
     if not known:
         return Listing(images, [0] * len(images), [], [], ignored)

@@ -12,6 +12,7 @@ Without `label` the only column that has the name of one is taken for it (data/s
 """
 
 import csv
+import io
 import os
 import re
 from collections import Counter
@@ -23,6 +24,7 @@ from data.sources.base import Problem
 from data.sources.files import LocalSource
 from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels
 from data.sources.listing import SPLIT_NAMES, Listing, first_of, split_name
+from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
@@ -100,7 +102,8 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number of each row's first line and its fields; empty lines are left out."""
     line = 1
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        content = door.open_file(path, door.TABLE)
+        with io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as file:
             delimiter = _delimiter(file.readline())
             file.seek(0)
             reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -113,7 +116,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     except csv.Error as error:
         raise UserError(f"{path} line {line} cannot be read ({error}); fix it") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+        raise UserError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
 
 
 def _delimiter(header: str) -> str:

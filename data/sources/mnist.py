@@ -4,16 +4,15 @@ A file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each 
 then the values in C order.
 """
 
-import gzip
 import math
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
 
 from data.sources.base import ArraySource
 from data.sources.download import cache_folder, downloading
+from utils import door
 from utils.errors import UserError
 
 PREFIX = {"train": "train", "test": "t10k"}
@@ -25,8 +24,8 @@ SAMPLE = Path(__file__).parents[1] / "sample"
 def read_idx(path: Path) -> np.ndarray:
     """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a damaged one."""
     try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
+        content = (door.read_gzip if path.suffix == ".gz" else door.read_file)(path, door.ARRAY)
+    except OSError as error:
         raise UserError(f"{path} cannot be read ({error}); get it again") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise UserError(f"{path} is not an idx file of bytes; get it again")

@@ -27,6 +27,7 @@ from data.images import SUFFIXES, ImageError
 from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.labels import choose_label, looks_like_labels, only_label
 from data.sources.listing import SPLIT_NAMES, first_of
+from utils import door
 from utils.errors import UserError
 
 SUFFIX = ".parquet"
@@ -34,6 +35,7 @@ LOOKED_AT = 10_000  # rows of a column that may be labels
 SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.].*)?")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 PIECE_ROWS = 16
+PACKED = 50  # times; pages of images never shrink so far
 BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 
 
@@ -65,6 +67,40 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be read as a Parquet file ({reason(error)}); copy or get it again") from None
 
 
+def open_parquet(path: Path, **options: Any) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. Raises OSError and what pyarrow raises."""
+    door.check(path, door.ARCHIVE)
+    return pyarrow("parquet").ParquetFile(path, **options)
+
+
+def check_group(metadata: Any, group: int, column: str) -> None:
+    """Raise door.Refused for a row group whose images are too large: a cell or a page that was packed small may fill
+    the memory. Images are compressed already; what shrinks to a part of PACKED is none.
+    """
+    for size, packed, rows in _chunks(metadata, group, column):
+        found = door.too_large(size // max(1, rows), door.IMAGE) or (
+            door.too_large(size, door.IMAGE) if size > PACKED * packed else None
+        )
+        if found:
+            raise door.Refused(f"lies in a row group that {found}")
+
+
+def check_labels(metadata: Any, column: str) -> None:
+    """Raise door.Refused for a column that is too large to be read at once."""
+    chunks = [chunk for group in range(metadata.num_row_groups) for chunk in _chunks(metadata, group, column)]
+    if found := door.too_large(sum(size for size, _, _ in chunks), door.TABLE):
+        raise door.Refused(f"its column {column} {found}")
+
+
+def _chunks(metadata: Any, group: int, column: str) -> Iterator[tuple[int, int, int]]:
+    """Bytes unpacked, bytes in the file, and rows of a column's parts (a struct's fields) in a row group."""
+    row_group = metadata.row_group(group)
+    for place in range(row_group.num_columns):
+        chunk = row_group.column(place)
+        if chunk.path_in_schema.split(".")[0] == column:
+            yield chunk.total_uncompressed_size, chunk.total_compressed_size, row_group.num_rows
+
+
 def reason(error: Exception) -> str:
     """The first line of pyarrow's text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
@@ -83,7 +119,7 @@ class ParquetSource(Source):
         self.shards, self.splits = choose_shards(path, names, split)
         schemas, counts = [], [0]
         for shard in self.shards:
-            with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
+            with reading(shard), open_parquet(shard) as file:
                 schemas.append(file.schema_arrow)
                 counts.append(file.metadata.num_rows)
         image, label, self.remarks = choose_columns(self.shards[0], schemas[0], label_column)
@@ -207,7 +243,9 @@ def _first_values(path: Path, columns: Sequence[str]) -> dict[str, Counter[str]]
     """How often each value appears in the first rows of some columns."""
     if not columns:
         return {}
-    with reading(path), pyarrow("parquet").ParquetFile(path) as file:
+    with reading(path), open_parquet(path) as file:
+        for column in columns:
+            check_labels(file.metadata, column)
         batch = next(file.iter_batches(LOOKED_AT, columns=list(columns)), None)
     return {} if batch is None else {name: Counter(map(str, batch[name].to_pylist())) for name in columns}
 
@@ -232,7 +270,8 @@ def _labels(where: Path, shards: Sequence[Path], schemas: Sequence[Any], column:
     text = _is_text(schemas[0].field(column).type)
     kind = arrow.large_string() if text else arrow.int64()
     for shard in shards:
-        with reading(shard), pyarrow("parquet").ParquetFile(shard) as file:
+        with reading(shard), open_parquet(shard) as file:
+            check_labels(file.metadata, column)
             chunks += file.read(columns=[column], use_threads=False).column(0).cast(kind).chunks
     values = arrow.chunked_array(chunks, kind)
     classes = sorted(filter(None, values.unique().to_pylist())) if text else []
@@ -264,7 +303,7 @@ def _class_names(path: Path, schema: Any, column: str) -> list[str]:
     try:
         content = json.loads(record)
         names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its metadata record huggingface is damaged ({error}); get it again") from None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")
@@ -297,6 +336,7 @@ class CellReader:
         offset = row - (int(self._ends[group - 1]) if group else 0)
         try:
             if group != self._group or offset < self._piece_start:
+                check_group(self._file.metadata, group, self._column)
                 struct = pyarrow("types").is_struct(self._file.schema_arrow.field(self._column).type)
                 columns = [f"{self._column}.bytes" if struct else self._column]  # of a struct only its bytes
                 self._pieces = self._file.iter_batches(PIECE_ROWS, [group], columns=columns, use_threads=False)
@@ -307,11 +347,13 @@ class CellReader:
             return self._piece.column(0)[offset - self._piece_start].as_py()
         except (OSError, MemoryError, IndexError, StopIteration, pyarrow().ArrowException) as error:
             self._group = -1
-            raise ImageError(f"cannot be read ({reason(error)})") from None
+            raise ImageError(
+                str(error) if isinstance(error, door.Refused) else f"cannot be read ({reason(error)})"
+            ) from None
 
     def _open(self, shard: int) -> None:
         self._shard = self._group = -1
-        self._file = pyarrow("parquet").ParquetFile(
+        self._file = open_parquet(
             self._paths[shard], buffer_size=BUFFER, pre_buffer=False, page_checksum_verification=True
         )
         metadata = self._file.metadata

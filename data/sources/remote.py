@@ -12,15 +12,24 @@ from typing import Any, TypeVar
 
 from data.images import ImageError
 from data.sources.base import PerProcess
-from data.sources.files import MAX_MEMBER, ListedSource
-from data.sources.listing import Listing, arrange
+from data.sources.files import ListedSource
+from data.sources.listing import Listing, arrange, kind_of
+from utils import door
 from utils.errors import UserError
 
 T = TypeVar("T")
 
 PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
 # Another attempt would end the same way. All else is tried again: drivers raise their libraries' own exceptions.
-FINAL = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError, NotImplementedError, MemoryError)
+FINAL = (
+    door.Refused,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    NotImplementedError,
+    MemoryError,
+)
 
 
 class RemoteSource(ListedSource):
@@ -64,18 +73,26 @@ class RemoteSource(ListedSource):
 
     def read(self, name: str) -> bytes:
         size = self._sizes.get(name)
-        if size is not None and size > MAX_MEMBER:
-            raise ImageError(f"is {size:,} bytes, more than {MAX_MEMBER:,}")
+        if size is not None and (reason := door.too_large(size, kind_of(name))):
+            raise ImageError(reason)
         try:
             return attempt(functools.partial(self._fetch, name, size))
         except UserError:
             raise
+        except door.Refused as error:
+            raise ImageError(str(error)) from None
         except Exception as error:  # whatever the driver raises, see FINAL
             raise ImageError(f"cannot be read ({_reason(error)})") from None
 
     def _fetch(self, name: str, size: int | None) -> bytes:
         filesystem, root = self._place.get()
-        content: bytes = filesystem.cat_file(f"{root.rstrip('/')}/{name}" if root else name)
+        place = f"{root.rstrip('/')}/{name}" if root else name
+        if size is None:  # a web server: what it sends is read as it comes, up to the limit
+            # Of a web server without a cache, which would ask for the size and for parts.
+            options = {"block_size": 0} if "http" in filesystem.protocol else {}
+            with filesystem.open(place, "rb", **options) as file:
+                return door.read_stream(file, kind_of(name))
+        content: bytes = filesystem.cat_file(place)
         if size is not None and len(content) != size:
             raise OSError(f"{len(content):,} of {size:,} bytes arrived")
         return content

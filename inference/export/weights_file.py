@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from utils import door
 from utils.checkpoint import SCHEMA, load, resolve
 from utils.errors import UserError
 
@@ -60,10 +61,11 @@ def read_weights(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
+        door.check(path, door.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
             told = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         tensors = load_file(str(path))
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
     if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in NETWORKS:
         raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")

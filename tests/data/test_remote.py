@@ -12,6 +12,7 @@ from fsspec.registry import known_implementations, register_implementation
 from data.images import ImageError
 from data.sources import open_source, remote
 from tests.data.source_files import contents, pickled
+from utils.door import Kind
 from utils.errors import UserError
 
 
@@ -39,10 +40,12 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         store.pipe("/pets/cat/a.png", b"shorter")
         with pytest.raises(ImageError, match=r"7 of 9 bytes arrived, after 3 attempts"):
             source.item(0)
-        monkeypatch.setattr(remote, "MAX_MEMBER", 8)
-        with pytest.raises(ImageError, match="is 9 bytes, more than 8"):
-            source.item(0)
-        monkeypatch.setattr(remote, "MAX_MEMBER", 100)
+        with monkeypatch.context() as small:
+            small.setattr("utils.door.IMAGE", Kind("an image file", 1))
+            assert isinstance(source, remote.RemoteSource)
+            source._sizes["cat/a.png"] = 1 + (1 << 20)
+            with pytest.raises(ImageError, match="has 1,048,577 bytes, more than the 1 MiB for an image file"):
+                source.item(0)
         store.rm("/pets/cat/a.png")
         with pytest.raises(ImageError, match="cannot be read"):
             source.item(0)

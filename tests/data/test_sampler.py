@@ -269,7 +269,7 @@ def test_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
     path = tmp_path / "weights.npy"
     with pytest.raises(UserError, match=r"weights\.npy: No such file"):
         load_sample_weights(path, 3)
-    with pytest.raises(UserError, match="Is a directory"):
+    with pytest.raises(UserError, match="is a folder, not a regular file"):
         load_sample_weights(tmp_path, 3)
     np.save(path, np.ones(1000))
     whole = path.read_bytes()

@@ -204,10 +204,13 @@ def test_zip_members_never_touch_the_disk(tmp_path: Path) -> None:
 
 
 def test_huge_zip_member_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.sources.files.MAX_MEMBER", 1000)
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("bomb.png", bytes(1001))
-    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="1,001 bytes when unpacked"):
+        archive.writestr("bomb.png", bytes(1_048_577))
+    with (
+        open_source(str(tmp_path / "x.zip")) as source,
+        pytest.raises(ImageError, match="1,048,577 bytes, more than the 1 MiB"),
+    ):
         source.item(0)
 
 

@@ -1,0 +1,300 @@
+"""The door that every file of the user's comes in through: regular files, bounded, names that can be shown."""
+
+import ast
+import contextlib
+import gzip
+import io
+import os
+import resource
+import socket
+import zipfile
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from PIL import Image
+
+from data.images import ImageError
+from data.inspect import main as inspect
+from data.pack import main as pack
+from data.sources import open_source
+from data.sources.remote import RemoteSource
+from inference.predictions import read_image
+from models.weights import read_state_dict
+from utils import door
+from utils.cli import did_you_mean
+from utils.errors import UserError, run_cli
+
+ROOT = Path(__file__).parents[2]
+OWN = {  # what opens files without the door, and why
+    "data/lmdb/environment.py": "LMDB opens by path, after the door's check",
+    "data/lmdb/writer.py": "writes our own file",
+    "data/images.py": "bytes in memory",
+    "data/sampler.py": "NumPy maps the file, after the door's check",
+    "data/sources/cifar10.py": "bytes in memory",
+    "data/sources/files.py": "zipfile opens by path, after the door's check",
+    "data/sources/remote.py": "fsspec's files, read by door.read_stream",
+    "inference/export/check.py": "reads what was just written",
+    "inference/export/formats.py": "reads what was just written",
+    "inference/export/weights_file.py": "safetensors opens by path, after the door's check",
+    "inference/interpolate.py": "writes a film",
+    "metrics/evaluate_run.py": "our own run",
+    "models/weights.py": "torch and safetensors open by path, after the door's check",
+    "quickstart.py": "its own runs",
+    "reporting/pictures.py": "bytes in memory",
+    "training/engine/loop.py": "its own log",
+    "training/engine/run.py": "its own run's profile",
+    "utils/bounded_yaml.py": "text in memory",
+    "utils/checkpoint.py": "torch and zipfile open by path, after the door's check",
+    "utils/checkpoint_writer.py": "writes our own file",
+    "utils/config.py": "a regular file that is read up to a limit of characters",
+    "utils/distributed/heartbeat.py": "its own signs of life",
+    "utils/door.py": "the door",
+    "utils/errors.py": "the null device",
+    "utils/files.py": "writes our own files",
+    "utils/logging.py": "its own rows",
+    "utils/memory.py": "the kernel's figures",
+    "utils/processes.py": "the kernel's figures",
+    "utils/provenance.py": "the kernel's figures",
+    "utils/recipes.py": "our own recipes",
+    "utils/run_folder.py": "its own lock",
+}
+OPENERS = {
+    *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),
+    *("ZipFile", "GzipFile", "ParquetFile", "read_table", "loadtxt", "genfromtxt", "urlopen", "memmap"),
+}
+
+
+def _openers(path: Path) -> set[str]:
+    """Names of functions that open files, as a module calls them."""
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    names = {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+    return names & OPENERS
+
+
+def test_nothing_else_opens_what_the_user_names() -> None:
+    """Whoever needs a file of the user's takes it from utils/door.py; who does not has a reason in OWN."""
+    folders = ("data", "inference", "metrics", "models", "reporting", "training", "utils")
+    modules = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    found = {path.relative_to(ROOT).as_posix() for path in modules if _openers(path)}
+    others = {name for name in found if name not in OWN}
+    told = others & {"data/sources/parquet.py"}  # its one ParquetFile stands behind `open_parquet`
+    assert others == told
+    assert (ROOT / "data/sources/parquet.py").read_text().count(".ParquetFile(") == 1
+    for name in set(OWN) - {"utils/bounded_yaml.py"}:
+        assert (ROOT / name).is_file(), f"{name} is gone: drop it from OWN"
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Path:
+    """A folder with an image and a named pipe beside it, which nobody writes into."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    os.mkfifo(folder / "b.png")
+    return folder
+
+
+def test_h8_pipe_never_hangs(pipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([str(pipe), str(tmp_path / "x.lmdb")], [str(pipe / "b.png"), str(tmp_path / "x.lmdb")]):
+        assert run_cli(pack, argv) == 2
+        error = capsys.readouterr().err
+        assert "b.png is a named pipe, not a regular file" in error
+        assert error.count("\n") == 1 or "packing" in error  # the bar
+    assert run_cli(inspect, [str(pipe / "b.png")]) == 2
+    assert "is a named pipe, not a regular file" in capsys.readouterr().err
+    with pytest.raises(ImageError, match=r"^is a named pipe, not a regular file$"):
+        read_image(pipe / "b.png", {"shape": {"channels": 3, "resolution": 8}})
+    assert not (tmp_path / "x.lmdb").exists()
+
+
+def test_h8_every_other_kind(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        for path, what in ((tmp_path / "s", "a socket"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
+            for reader in (door.read_file, door.read_gzip, door.open_file, door.check):
+                with pytest.raises(door.Refused, match=f"^is {what}, not a regular file$"):
+                    reader(path, door.IMAGE)
+    with pytest.raises(FileNotFoundError):
+        door.read_file(tmp_path / "none", door.IMAGE)
+
+
+def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
+    (tmp_path / "zero.png").symlink_to("/dev/zero")
+    with (tmp_path / "sparse.png").open("wb") as file:
+        file.truncate(60 << 30)
+    source = open_source(str(tmp_path))
+    with pytest.raises(ImageError, match="is a device"):
+        source.item(1)
+    told = r"has 64,424,509,440 bytes, more than the 256 MiB for an image file: make it smaller or set DUET_MAX_IMAGE"
+    with pytest.raises(ImageError, match=told):
+        source.item(0)
+    with pytest.raises(ImageError, match=told):
+        read_image(tmp_path / "sparse.png", {"shape": {"channels": 3, "resolution": 8}})
+
+
+def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_bytes(bytes((1 << 20) + 1))
+    assert len(door.read_file(tmp_path / "x", door.IMAGE)) == (1 << 20) + 1
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
+    with pytest.raises(door.Refused, match="1,048,577 bytes, more than the 1 MiB"):
+        door.read_file(tmp_path / "x", door.IMAGE)
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "none")  # no number: the limit stays
+    assert door.IMAGE.limit == 256 << 20
+
+
+def test_what_does_not_tell_its_size() -> None:
+    """The kernel's files are regular, of 0 bytes, and hold text."""
+    assert door.read_file("/proc/self/status", door.TABLE).startswith(b"Name:")
+
+
+class Endless:
+    """Zeros without an end; counts them."""
+
+    given = 0
+
+    def read(self, size: int, /) -> bytes:
+        self.given += size
+        return bytes(size)
+
+
+def test_h10_streams_stop_at_the_limit() -> None:
+    stream = Endless()
+    with pytest.raises(door.Refused, match="has more than the 4 MiB for a configuration"):
+        door.read_stream(stream, door.CONFIG)
+    assert stream.given == (4 << 20) + 1
+    assert door.read_stream(io.BytesIO(b"abc"), door.CONFIG) == b"abc"
+
+
+def test_h10_url_without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A web server that does not say how long a file is, and never ends it."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    fsspec.filesystem("memory").pipe({"/h10/a.png": b"a", "/h10/b.png": b"b"})
+    with open_source("memory://h10") as source:
+        assert isinstance(source, RemoteSource)
+        source._sizes.clear()
+        assert source.item(1).content == b"b"
+        stream = Endless()
+        monkeypatch.setattr(MemoryFileSystem, "open", lambda *args, **options: contextlib.nullcontext(stream))
+        monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "3")
+        with pytest.raises(ImageError, match=r"^has more than the 3 MiB for an image file: make it smaller"):
+            source.item(1)
+        assert stream.given == (3 << 20) + 1
+
+
+def _idx_bomb(folder: Path, size: int) -> None:
+    header = bytes([0, 0, 8, 3]) + np.array([size // 784, 28, 28], ">u4").tobytes()
+    with gzip.open(folder / "train-images-idx3-ubyte.gz", "wb", compresslevel=9) as file:
+        file.write(header)
+        for _ in range(size >> 20):
+            file.write(bytes(1 << 20))
+    with gzip.open(folder / "train-labels-idx1-ubyte.gz", "wb") as file:
+        file.write(bytes([0, 0, 8, 1, 0, 0, 0, 1, 0]))
+
+
+def test_h10_gzip_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _idx_bomb(tmp_path, 64 << 20)
+    monkeypatch.setenv("DUET_MAX_ARRAY_MIB", "8")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"has more than the 8 MiB for a file of many images.*DUET_MAX_ARRAY_MIB"):
+        open_source(str(tmp_path))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 40 << 10  # KiB
+
+
+def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    cells = [bytes(3 << 20), b"x"]
+    parquet.write_table(arrow.table({"image": cells}), tmp_path / "x.parquet", compression="zstd", use_dictionary=False)
+    assert (tmp_path / "x.parquet").stat().st_size < 10_000
+    assert open_source(str(tmp_path / "x.parquet")).item(0).content == cells[0]
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
+    with (
+        open_source(str(tmp_path / "x.parquet")) as source,
+        pytest.raises(ImageError, match=r"lies in a row group that has .* bytes, more than the 1 MiB for an image"),
+    ):
+        source.item(0)
+    monkeypatch.setenv("DUET_MAX_TABLE_MIB", "1")
+    table = arrow.table({"image": [b"a"], "label": ["x" * (2 << 20)]})
+    parquet.write_table(table, tmp_path / "y.parquet", compression="zstd", use_dictionary=False)
+    with pytest.raises(UserError, match=r"its column label has .* more than the 1 MiB for a list"):
+        open_source(str(tmp_path / "y.parquet"))
+
+
+def test_h10_zip_member(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive, archive.open("a.png", "w") as file:
+        for _ in range(257):
+            file.write(bytes(1 << 20))
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="more than the 256 MiB"):
+        source.item(0)
+
+
+def test_h1_backslashes_in_zips(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name in ("cat\\0.png", "dog\\0.png", "dog\\deep\\1.png", "..\\evil.png"):
+            archive.writestr(name, name.encode())
+    with open_source(str(tmp_path / "x.zip")) as source:
+        assert source.classes == ["cat", "dog"]
+        assert [source.item(index).content for index in range(3)] == [
+            b"cat\\0.png",
+            b"dog\\0.png",
+            b"dog\\deep\\1.png",
+        ]
+        assert source.ignored == ["../evil.png"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("plain name-1.png", "plain name-1.png"),
+        ("Katze 猫 é 👩‍🚀.png", "Katze 猫 é 👩‍🚀.png"),
+        ("a\nb\r\t\x1b[31m\x7f\x85", "a\\nb\\r\\t\\x1b[31m\\x7f\\x85"),
+        ("a\u2028b\u2029\u202egnp.exe", "a\\u2028b\\u2029\\u202egnp.exe"),
+        (os.fsdecode(b"caf\xe9"), "caf\\xe9"),
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_printable(name: str, shown: str) -> None:
+    assert door.printable(name) == shown
+    shown.encode()
+    assert door.printable(shown) == shown
+
+
+def test_h14_names_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a class folder, an image, a file that is no image, and a broken one: packed, listed, shown and searched."""
+    folder = os.fsencode(tmp_path) + b"/in\xff"
+    rng = np.random.default_rng(0)
+    for place in (b"caf\xe9", b"dog"):
+        os.makedirs(folder + b"/" + place)
+        for name in (b"a\xe9.png", b"b\x1b[31m.png"):
+            buffer = io.BytesIO()
+            Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(buffer, "PNG")
+            Path(os.fsdecode(folder + b"/" + place + b"/" + name)).write_bytes(buffer.getvalue())
+    Path(os.fsdecode(folder + b"/dog/\xe9.txt")).write_bytes(b"")
+    Path(os.fsdecode(folder + b"/dog/x\xe9.png")).write_bytes(b"")
+    out = tmp_path / "x.lmdb"
+    assert run_cli(pack, [os.fsdecode(folder), str(out), "--on-error", "skip", "--workers", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "caf\\xe9" in shown
+    assert "x\\xe9.png is an empty file" in shown
+    shown.encode()
+    assert run_cli(inspect, [str(out), "--out", str(tmp_path / "x.png")]) == 0
+    assert "in\\xff" in capsys.readouterr().out
+    assert "\x1b" not in shown
+
+
+def test_weights_are_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "w.pth").open("wb") as file:
+        file.truncate(2 << 20)
+    monkeypatch.setenv("DUET_MAX_WEIGHTS_MIB", "1")
+    with pytest.raises(UserError, match=r"w\.pth has 2,097,152 bytes, more than the 1 MiB for a file of weights"):
+        read_state_dict(tmp_path / "w.pth")
+
+
+def test_h23_a_name_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(pack, [str(tmp_path / ("x" * 300)), str(tmp_path / "x.lmdb")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "File name too long" in error
+    assert did_you_mean("x" * 300, ["y"]) == ""

@@ -1,0 +1,150 @@
+"""One door for the user's files: every byte of theirs comes in through it.
+
+- Regular files only, by `stat` before `open`: a named pipe never hangs, a device is never read.
+- No more of a file than the limit of its kind, whatever it claims to hold: sizes are checked before anything is read,
+  and what is compressed is unpacked no further than the limit.
+- Names are shown with what would disturb a terminal, or has no character, escaped (`printable`).
+
+tests/test_door.py keeps other ways of opening a file out of the program.
+"""
+
+import errno
+import gzip
+import io
+import os
+import stat
+import unicodedata
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+STEP = 1 << 20  # bytes read at a time from what does not say how long it is
+OTHERS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+BIDIRECTIONAL = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # controls
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file and how large one may be."""
+
+    name: str
+    mib: int  # limit; 0: none, it is read in parts
+    variable: str = ""  # of the environment: another limit
+
+    @property
+    def limit(self) -> int:
+        """In bytes."""
+        told = os.environ.get(self.variable, "") if self.variable else ""
+        mib = int(told) if told.isascii() and told.isdigit() and len(told) < 10 else self.mib
+        return mib << 20 if mib else 1 << 63
+
+
+IMAGE = Kind("an image file", 256, "DUET_MAX_IMAGE_MIB")  # Pillow's limit of pixels in 24 bits, uncompressed
+ARRAY = Kind("a file of many images", 2048, "DUET_MAX_ARRAY_MIB")  # idx and CIFAR-10: they are held whole
+TABLE = Kind("a list", 512, "DUET_MAX_TABLE_MIB")  # CSV, JSON, weights of images; a million names are 50 MiB
+CONFIG = Kind("a configuration", 4, "DUET_MAX_CONFIG_MIB")
+WEIGHTS = Kind("a file of weights", 64 << 10, "DUET_MAX_WEIGHTS_MIB")
+ARCHIVE = Kind("an archive", 0)  # zip, Parquet, LMDB: their parts have limits
+
+
+class Refused(OSError):
+    """A file that does not come in; `strerror` is the reason without its name."""
+
+    def __init__(self, reason: str, path: object = None) -> None:
+        super().__init__(errno.EINVAL, reason, path)
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class Readable(Protocol):
+    """What bytes can be read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Up to `size` bytes, b"" at the end."""
+
+
+def too_large(size: int, kind: Kind) -> str | None:
+    """Why a file of so many bytes does not come in, or None."""
+    if size <= kind.limit:
+        return None
+    told = f"has {size:,} bytes, more than the {kind.limit >> 20:,} MiB for {kind.name}"
+    return f"{told}: make it smaller or set {kind.variable}"
+
+
+def check(path: str | Path, kind: Kind) -> os.stat_result:
+    """The status of a regular file that is not too large; what a link points to counts. Raises OSError."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        what = next((name for test, name in OTHERS if test(status.st_mode)), "something else")
+        raise Refused(f"is {what}, not a regular file", path)
+    if reason := too_large(status.st_size, kind):
+        raise Refused(reason, path)
+    return status
+
+
+def open_file(path: str | Path, kind: Kind) -> io.BufferedReader:
+    """A file that `check` accepts, for reading. Raises OSError."""
+    check(path, kind)
+    # Not blocking: where a pipe has taken the file's place since, there is an error or no content, and never a wait.
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+
+
+def read_file(path: str | Path, kind: Kind) -> bytes:
+    """The bytes of a file that `check` accepts. Raises OSError."""
+    size = check(path, kind).st_size
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        content = os.read(descriptor, size + 1)
+        if len(content) == size:  # nearly always
+            return content
+        with os.fdopen(os.dup(descriptor), "rb", buffering=0) as rest:  # it grew, or a read was cut short
+            return content + read_stream(rest, kind, len(content))
+    finally:
+        os.close(descriptor)
+
+
+def read_stream(stream: Readable, kind: Kind, already: int = 0) -> bytes:
+    """All that is left in a stream, of which `already` bytes were read. Raises OSError, at the kind's limit Refused."""
+    parts, size, limit = [], already, kind.limit
+    while part := stream.read(min(STEP, limit + 1 - size)):
+        size += len(part)
+        parts.append(part)
+        if size > limit:
+            told = f"has more than the {limit >> 20:,} MiB for {kind.name}"
+            raise Refused(f"{told}: make it smaller or set {kind.variable}")
+    return b"".join(parts)
+
+
+def read_gzip(path: str | Path, kind: Kind) -> bytes:
+    """The unpacked bytes of a gzip file. Raises OSError, also for what is damaged; at the kind's limit Refused."""
+    try:
+        with open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
+            return read_stream(unpacked, kind)
+    except (EOFError, zlib.error) as error:
+        raise Refused(str(error), path) from None
+
+
+def printable(text: str) -> str:
+    r"""A name as it can be shown anywhere: control characters, separators of lines, controls of the writing direction
+    and bytes that are no UTF-8 become \n, \x1b, \u2028, \xff.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a name that is no UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDIRECTIONAL:
+        return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return character
