@@ -14,6 +14,8 @@ from data.sources.base import ArraySource
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# what `precision: auto` means: two runs that are compared must train in the same, and nothing is measured
+os.environ.setdefault("DUET_PRECISION", "fp32")
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -20,6 +20,11 @@ def switch_on() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def switch_off() -> None:
+    """Let accelerators choose each convolution's algorithm by speed: shapes are the same step after step."""
+    torch.backends.cudnn.benchmark = True
+
+
 def refused(error: BaseException) -> str | None:
     """The operation that has no deterministic form, if that is what `error` says."""
     text = str(error)

@@ -1,7 +1,7 @@
 """What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar, Literal, Self
 
 from training.base.spikes import SpikesConfig
 from training.base.stopping import EarlyStoppingConfig
@@ -9,7 +9,7 @@ from utils.errors import UserError
 from utils.ranges import Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, at_least, between
 
 Seconds = Annotated[float, between(1e-3, 1e9, float)]
-PrecisionName = Literal["fp32", "bf16", "fp16"]
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,8 @@ class RunConfig(Checked):
     batch_size: PositiveInt = 64  # global: over all processes and micro-batches
     # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None
-    precision: PrecisionName = "fp32"  # of convolutions and matrix products; weights stay in fp32
+    # of convolutions and matrix products, weights stay in fp32; auto: measured (CPU) or native (accelerator), then kept
+    precision: PrecisionName = "auto"
     channels_last: bool = True  # memory layout of images; faster in nearly every case
     deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
     nonfinite_cap: NonNegativeInt = 20  # updates skipped for non-finite gradients before training stops itself
@@ -151,6 +152,25 @@ class RunConfig(Checked):
     def batches_per_step(self) -> int:
         """Training batches that a step takes."""
         return 1
+
+    @property
+    def smallest_batch(self) -> int:
+        """Samples of the smallest forward pass that is tried; larger ones hold a multiple of it."""
+        return 2  # BatchNorm has no statistics of one, and pairs are mixed
+
+    def for_trial(self, samples: int) -> Self:
+        """The config of a task that makes a few steps of so many samples on its own, beyond the run's, to be measured:
+        all of what a step costs, and no file of weights, no evaluation.
+        """
+        return replace(
+            self,
+            batch_size=samples,
+            micro_batch=None,
+            steps=self.steps + 1000,  # so that a step beyond the run's is one of this
+            init_from=None,
+            evaluation=EvaluationConfig(),
+            early_stopping=EarlyStoppingConfig(),
+        )
 
     def share(self, world_size: int) -> int:
         """Samples of the global batch that each process holds. Raises UserError when that is no whole number."""

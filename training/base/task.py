@@ -45,6 +45,12 @@ class Task(ABC):
     def images_at(self, step: int) -> int:
         """Training images seen before update number `step`; a step counts its batch once."""
 
+    def typical_steps(self, first: int) -> dict[int, float]:
+        """A step of each kind from `first` on: number -> share of all steps, the largest first. They are measured to
+        know what training takes.
+        """
+        return {first: 1.0}
+
     def sample_grid(self, step: int) -> np.ndarray | None:
         """A uint8 image to save, if there is something to show."""
         return None

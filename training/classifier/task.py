@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -75,6 +75,10 @@ class ClassifierConfig(RunConfig):
         if self.model.split != "off" and self.compile == "on":
             reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
             raise UserError(f"compile on cannot be combined with model.split: {reason}")
+
+    def for_trial(self, samples: int) -> Self:
+        model = replace(self.model, weights=None, split="off")
+        return replace(super().for_trial(samples), compile="off", model=model)
 
     @property
     def several_devices(self) -> bool:
@@ -155,7 +159,7 @@ class ClassifierTask(Task):
         if config.model.split == "off":
             model = model.to(device)
         else:
-            devices, reduced = collectives.own_devices(device), config.precision != "fp32"
+            devices, reduced = collectives.own_devices(device), config.precision not in ("auto", "fp32")
             self.placement = place(model, devices, samples=self.micro.size, reduced=reduced)
         self.ema = EMA(model, buffers="average")
         synced = world > 1 and config.sync_bn == "auto"

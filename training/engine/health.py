@@ -68,10 +68,11 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
     if ran_out(error):
         world = collectives.world_size()
         auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
+        half = "--precision bf16, " if config.precision == "fp32" else ""
         return (
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world} process{'es' * (world > 1)}, "
-            f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. Three "
-            f"settings help: a smaller --micro-batch (same global batch{auto}), --precision bf16, "
+            f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. These "
+            f"settings help: a smaller --micro-batch (same global batch{auto}), {half}"
             f"activation_checkpointing true; then {REMEDY}"
         )
     operation = determinism.refused(error)

@@ -48,16 +48,21 @@ def check_disk(folder: Path, task: Task, keep: int) -> None:
 
 
 def plan_rows(
-    config: RunConfig, task: Task, reader: Dataset, val_reader: Dataset | None, reading: str, device: torch.device
+    config: RunConfig,
+    task: Task,
+    reader: Dataset,
+    val_reader: Dataset | None,
+    reading: str,
+    device: torch.device,
+    precision: str = "",
 ) -> dict[str, str]:
-    """The preflight's table: label -> value."""
+    """The preflight's table: label -> value. `reading`, `precision`: what was chosen there, in words."""
     world = collectives.world_size()
-    slow = config.precision == "fp16" and device.type == "cpu"
     images = task.images_at(config.steps)
     rows = {
         "task": config.task,
-        "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads, "
-        f"{config.precision}" + (" (slow on CPUs: bf16 is faster)" if slow else ""),
+        "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads",
+        "precision": precision or config.precision,
     }
     rows["training data"] = data_text(reader)
     rows["held-out data"] = data_text(val_reader) if val_reader else "none (data.val_path is not set)"

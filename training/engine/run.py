@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig
 from training.base.task import Task
-from training.engine import health, lr_find, preflight, transfer
+from training.engine import health, lr_find, preflight, speed, transfer
 from training.engine.loop import Loop
 from training.engine.tasks import TASKS, build_run_config
 from training.profile import measure as profiling
@@ -80,6 +81,8 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
         keep_freed_memory()
     if config.deterministic:
         determinism.switch_on()
+    elif device.type != "cpu":
+        determinism.switch_off()
     inject.check()
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device
@@ -108,12 +111,19 @@ def _of_a_run(config_file: Path) -> bool:
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
+    there = collectives.on_main(lambda: _precision_there(folder))
+    if there is not None and config.precision == "auto":
+        config = replace(config, precision=there)
     collectives.on_main(lambda: _accept_config(folder, config) and None)
     with collectives.raising_together():  # each node may have files of its own
         reader = data.open_training(config.data)
         val_reader = data.open_held_out(config.data, reader)
         data.check_data(config, reader, val_reader)
     data.check_same_images(config.data, reader, val_reader)
+    choice = speed.choose(config, reader, device, kept=there == config.precision)
+    config = replace(config, precision=choice.precision)
+    if choice.warning:
+        say_main(f"warning: {choice.warning}")
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
     task: Task = TASKS[config.task].task(config, reader, val_reader, device)
     there = len(newest_first(folder.checkpoints))
@@ -125,7 +135,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         taken = transfer.transfer(donor, task.registry(), resolution=resolution, classes=reader.meta.classes)
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
-    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device)
+    rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice.text)
     say_main(preflight.table(rows | {"run folder": str(folder.path)}))
     if taken is not None:
         say_main(taken)
@@ -138,6 +148,12 @@ def _print_plan(loop: Loop) -> None:
     for name in loop.task.networks():
         print(preflight.model_summary(loop.task, name, loop.config.micro(collectives.world_size())))
     print("dry run: everything up to the first step is in order; nothing was written")
+
+
+def _precision_there(folder: RunFolder) -> Any:
+    """The precision in which the run that is here began; None where there is none."""
+    there = None if lr_find.only_searched(folder.path) else folder.saved_config()
+    return (there or {}).get("precision")
 
 
 def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:

@@ -1,8 +1,9 @@
 """All settings of a GAN's training."""
 
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cache, partial
-from typing import Annotated, Any, Literal
+from math import lcm
+from typing import Annotated, Any, Literal, Self
 
 from data.augment.transforms import Augment
 from models.registry import DEFAULT, architecture_of
@@ -144,6 +145,15 @@ class GanConfig(RunConfig):
     @property
     def batches_per_step(self) -> int:
         return 2 if self.loss.game.paired else 1
+
+    @property
+    def smallest_batch(self) -> int:
+        matching = self.loss.feature_matching_group if self.loss.feature_matching_weight else 1
+        return lcm(self.discriminator.group, matching, 2)  # path lengths are of half a batch
+
+    def for_trial(self, samples: int) -> Self:
+        """Of the full networks, as in a growing run's last stage."""
+        return replace(super().for_trial(samples), compile="off", progressive=ProgressiveConfig())
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError unless every stage's batch can be shared out in whole groups."""

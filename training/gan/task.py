@@ -177,6 +177,15 @@ class GanTask(Task):
         self.precision.update_scale()
         return metrics
 
+    def typical_steps(self, first: int) -> dict[int, float]:
+        """One with each combination of the lazy penalties that are due together."""
+        loss, steps = self.config.loss, range(first, first + 240)
+        kinds: dict[tuple[bool, bool], list[int]] = {}
+        for step in steps:
+            kinds.setdefault((loss.penalty_due(step), loss.path_length_due(step)), []).append(step)
+        often = sorted(kinds.values(), key=len, reverse=True)
+        return {numbers[0]: len(numbers) / len(steps) for numbers in often}
+
     def _begin(self, step: int) -> Work:
         """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
         stage = self.stages.at(step)

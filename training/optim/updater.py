@@ -59,15 +59,21 @@ def build_optimizer(
 class Precision:
     """Precision of a run: the autocast context and, for fp16, the one loss scaler that all networks share."""
 
-    def __init__(self, precision: PrecisionName, device: torch.device) -> None:
-        self.precision = precision
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.device = device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
+        self.switch(name)
+
+    def switch(self, name: PrecisionName) -> None:
+        """Go on in this precision, with a new loss scale. Training resolves "auto" before it builds a task
+        (`training.engine.speed`); a task that is built without is in fp32.
+        """
+        self.name = "fp32" if name == "auto" else name
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
 
     def autocast(self) -> torch.autocast:
         """Reduced precision inside the block (none for fp32)."""
-        dtype = AUTOCAST_DTYPES.get(self.precision, torch.bfloat16)
-        return torch.autocast(self.device.type, dtype=dtype, enabled=self.precision != "fp32")
+        dtype = AUTOCAST_DTYPES.get(self.name, torch.bfloat16)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=self.name != "fp32")
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
         """Accumulate the gradients of the (scaled) loss in `parameters` alone; None: in all leaves of its graph."""

@@ -24,6 +24,7 @@ LOOK_SECONDS = 10.0  # how often a rank that waits so long looks whether the oth
 _control: dist.ProcessGroup | None = None  # None: the default group
 _patient: dist.ProcessGroup | None = None
 _look: Callable[[], object] | None = None
+_alone = False
 
 
 class PeerLost(RuntimeError):
@@ -31,11 +32,22 @@ class PeerLost(RuntimeError):
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() and not _alone else 0
 
 
 def world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() and not _alone else 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """In the block this process counts as the only one: what it does there the others do not take part in."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def is_main() -> bool:
