@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,9 +32,10 @@ Fixed = Literal["fp32", "bf16", "fp16"]
 FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a measurement
 FIRST = 3.0  # seconds that the first step may take, with the fewest samples
 GIVEN_UP = 3.0  # times of the first candidate's after which the second one's first step is given up
-CLEAR = 1.5  # so many times as slow with the fewest samples: decided
+CLEAR = 3.0  # so many times as slow with the fewest samples: decided
 STEP = 0.4  # seconds; batches are cut where a step would take longer
-BUDGET = 1.0  # seconds in which two candidates that are close are compared
+WHOLE = 3.0  # and here, where the speed itself is asked for: small batches are slower by the image
+BUDGET = 2.0  # seconds in which two candidates that are close are compared
 ROUNDS = 5  # of that, at most
 SLOWER = 1.1  # a precision given by hand is called slower from here on: less may be noise
 
@@ -176,7 +176,7 @@ def race(
     for name in names:
         try:
             warm_up = trial.seconds(name, limit=limit)
-            found[name] = min(trial.seconds(name) for _ in range(2)) / small
+            found[name] = min(trial.seconds(name) for _ in range(3)) / small
             limit = max(0.2, GIVEN_UP * warm_up)
         except TooSlow:
             found[name] = math.inf
@@ -194,7 +194,7 @@ def race(
     begun = time.perf_counter()
     while len(rows) < ROUNDS and (not rows or time.perf_counter() - begun < BUDGET):
         rows.append({name: trial.seconds(name) for name in close})
-    return {name: median(row[name] for row in rows) / large for name in close}
+    return {name: min(row[name] for row in rows) / large for name in close}  # the least disturbed
 
 
 def _fitting(samples: int, small: int, seconds: float, limit: float) -> int:
@@ -232,7 +232,7 @@ def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: s
         small = min(config.smallest_batch, config.micro(1))
         trial = Trial(config, small, reader, here)
         trial.seconds(choice.precision)
-        samples = _fitting(config.micro(1), small, trial.seconds(choice.precision) / small, 2 * STEP)
+        samples = _fitting(config.micro(1), small, trial.seconds(choice.precision) / small, WHOLE)
         trial = Trial(config, samples, reader, here)
         rate = samples / trial.mean_seconds(choice.precision)
     finally:

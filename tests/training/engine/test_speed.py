@@ -175,7 +175,7 @@ def test_close_candidates_are_compared_at_the_runs_batch(
     clock = Clock(monkeypatch, seconds)
     assert raced(config_of(packed, "classifier", tmp_path), reader) == {"fp32": 0.005, "bf16": 0.004}
     alternating = [("fp32", 20), ("bf16", 20)] * (1 + speed.ROUNDS)
-    assert clock.asked == [("fp32", 2)] * 3 + [("bf16", 2)] * 3 + alternating
+    assert clock.asked == [("fp32", 2)] * 4 + [("bf16", 2)] * 4 + alternating
 
 
 def test_slow_steps_are_of_fewer_samples(
@@ -192,9 +192,9 @@ def test_what_is_obviously_slower_is_given_up(
 ) -> None:
     clock = Clock(monkeypatch, {("fp32", 4): 0.1, ("bf16", 4): 1.0})
     assert raced(config_of(packed, "gan", tmp_path), reader) == {"fp32": 0.025, "bf16": math.inf}
-    assert clock.asked == [("fp32", 4)] * 3 + [("bf16", 4)]
-    clock = Clock(monkeypatch, {("fp32", 4): 0.1, ("bf16", 4): 0.2})
-    assert raced(config_of(packed, "gan", tmp_path), reader) == {"fp32": 0.025, "bf16": 0.05}
+    assert clock.asked == [("fp32", 4)] * 4 + [("bf16", 4)]
+    clock = Clock(monkeypatch, {("fp32", 4): 0.01, ("bf16", 4): 0.12})
+    assert raced(config_of(packed, "gan", tmp_path), reader) == {"fp32": 0.0025, "bf16": 0.03}
     assert {samples for _, samples in clock.asked} == {4}
     assert times(math.inf) == "more than 3 times"
 
