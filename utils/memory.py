@@ -1,7 +1,13 @@
 """How much memory and how many cores this process may use."""
 
 import os
+import resource
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
@@ -20,6 +26,16 @@ def available_bytes() -> int:
         used = int((CGROUP / "memory.current").read_text()) - cached
         free = min(free, max(0, int(limit.read_text()) - used))
     return free
+
+
+def peak_bytes(device: "torch.device") -> int:
+    """The most memory that this process has held so far: its tensors' on its GPUs; on a CPU all of it (resident)."""
+    if device.type == "cuda":
+        import torch
+
+        return sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def ran_out(error: BaseException) -> bool:

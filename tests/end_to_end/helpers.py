@@ -80,8 +80,8 @@ def differing(a: Any, b: Any, where: str = "") -> list[str]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl without those figures that are times."""
-    timing = ("images_per_second", "data_wait")
+    """The rows of a run's metrics.jsonl without the figures that are times or memory."""
+    timing = ("images_per_second", "data_wait", "memory_mib")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in timing} for line in lines]
 

@@ -81,13 +81,19 @@ class CheckpointManager:
         """Return when everything that was saved is on the disk, or a warning has told why not."""
         self._background.wait()
 
-    def failure(self) -> str:
-        """The checkpoint that could not be written, where training must stop at that; empty: go on. On all ranks."""
-        if self.config.checkpoint.on_disk_full == "warn":
+    def failure(self, *, last: int | None = None) -> str:
+        """The checkpoint that could not be written, where training must stop at that; empty: go on. On all ranks.
+
+        `last`: the step of the run's last checkpoint, without which no run has ended well.
+        """
+        warns = self.config.checkpoint.on_disk_full == "warn"
+        if warns and last is None:
             return ""
         collectives.barrier()  # rank 0 may have waited for the disk
-        reason = collectives.broadcast_object(self._failure)
-        return reason and f"{reason} and checkpoint.on_disk_full is stop; make room, then the same command resumes"
+        lacks = last is not None and self.saved_step != last
+        reason = collectives.broadcast_object(self._failure if lacks or not warns else "")
+        why = "it is the run's last" if warns else "checkpoint.on_disk_full is stop"
+        return reason and f"{reason} and {why}; make room, then the same command resumes"
 
     def restore(self, registry: Registry, *, up_to: int | None = None) -> checkpoints.Checkpoint | None:
         """Load the newest checkpoint of the run folder that can be read into the registry; returns the checkpoint, or

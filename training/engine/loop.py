@@ -27,6 +27,7 @@ from utils.distributed.heartbeat import Heartbeat
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.images import save_png
 from utils.logging import Metrics, RunLog, say, say_main
+from utils.memory import peak_bytes
 from utils.run_folder import RunFolder
 
 
@@ -95,9 +96,9 @@ class Loop:
         if self.config.data.on_damage == "skip":
             self.damaged = self.damaged.union(*collectives.gather_objects(self.loader.damaged_records))
 
-    def _check_saving(self) -> None:
-        """Stop where a checkpoint could not be written and the config says so; on all ranks."""
-        reason = self.manager.failure()
+    def _check_saving(self, *, at_the_end: bool = False) -> None:
+        """Stop where a checkpoint could not be written and the config says so, or it is the last; on all ranks."""
+        reason = self.manager.failure(last=self.step if at_the_end else None)
         if reason:
             self._halt(reason)
 
@@ -135,7 +136,7 @@ class Loop:
                 self._run_until(target)
                 self._pause(self.save)
                 self._pause(self.manager.wait)
-                self._check_saving()
+                self._check_saving(at_the_end=True)
             finally:
                 self.manager.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
                 self.log.close()
@@ -253,6 +254,7 @@ class Loop:
         rate = (images - self.task.images_at(self._tick_step)) / seconds
         row: Metrics = {"images": images, "images_per_second": rate}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
+        row["memory_mib"] = collectives.agree(peak_bytes(self.loader.device) >> 20)  # of the process that has most
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
         row |= {name: round(count) for name, count in self.updates.items()}
         row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}

@@ -40,8 +40,9 @@ class OptimizerConfig(Checked, section="optimizer"):
     schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"  # of the rate over the steps
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
-    # step: at each of these updates the rate is multiplied by gamma
+    # step: at each of these updates the rate is multiplied by gamma; or every so many updates
     milestones: list[PositiveInt] = field(default_factory=list)
+    step_every: PositiveInt | None = None  # an epoch has (images / batch_size) updates
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
@@ -57,8 +58,11 @@ class OptimizerConfig(Checked, section="optimizer"):
             pair = getattr(self, key)
             if pair is not None and len(pair) != 2:
                 raise UserError(f"optimizer.{key} {pair}: must be two numbers")
-        if self.schedule == "step" and not self.milestones:
-            raise UserError("optimizer: schedule step needs milestones, the updates where the rate falls: [3000, 6000]")
+        if self.schedule == "step" and bool(self.milestones) == bool(self.step_every):
+            raise UserError(
+                "optimizer: schedule step needs milestones, the updates where the rate falls: [3000, 6000], or "
+                "step_every, the updates from one fall to the next: 3000; and not both"
+            )
         if self.milestones != sorted(set(self.milestones)):
             raise UserError(f"optimizer.milestones {self.milestones}: must be rising numbers of updates")
         if self.cycle_momentum is not None and self.name == "sgd" and not self.momentum:
@@ -106,7 +110,8 @@ class OptimizerConfig(Checked, section="optimizer"):
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "step":
-            return self.lr * self.gamma ** bisect_right(self.milestones, step)
+            falls = step // self.step_every if self.step_every else bisect_right(self.milestones, step)
+            return self.lr * self.gamma**falls
         if self.schedule == "constant":
             return self.lr
         start = max(self.warmup_steps, self.hold * steps)

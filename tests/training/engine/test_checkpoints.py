@@ -236,9 +236,11 @@ def test_a_disk_that_refuses(tmp_path, monkeypatch, capsys, asynchronous, settin
     assert (steps(manager), manager.saved_step, pointed(manager)) == ([1], 1, 1)
     reason = manager.failure()
     assert reason == "" if setting == "warn" else "make room, then the same command resumes" in reason
+    assert "checkpoint of step 2 was not written" in manager.failure(last=2)  # H5: whatever the setting
     save(manager, 2)  # there is room again: the last step of a run is tried once more
     manager.wait()
     assert (steps(manager), manager.saved_step) == ([2, 1], 2)
+    assert setting == "stop" or manager.failure(last=2) == ""
 
 
 def test_what_fails_after_the_checkpoint_is_told_apart(tmp_path, monkeypatch, capsys):

@@ -115,6 +115,21 @@ def test_step_is_torchs_multi_step():
     assert [warmed.lr_at(step, 20) for step in range(6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.08])
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, 12), (4, 20), (7, 20), (30, 20)])
+def test_step_every_is_torchs_step(every, steps):
+    """N10."""
+    expected = torch_rates(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, every, gamma=0.2), steps)
+    config = OptimizerConfig(lr=0.4, schedule="step", step_every=every, gamma=0.2)
+    rates = [config.lr_at(step, steps) for step in range(steps)]
+    assert rates == pytest.approx([rate for rate, _ in expected], rel=1e-12)
+
+
+@pytest.mark.parametrize("given", [{}, {"milestones": [3], "step_every": 2}])
+def test_step_is_told_in_one_way(given):
+    with pytest.raises(UserError, match=r"schedule step needs milestones, .*, or step_every"):
+        OptimizerConfig(schedule="step", **given)
+
+
 def test_linear_is_torchs():
     expected = torch_rates(
         lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20), 20
