@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.images import RESIZE_FILTERS, ImageError, decode_file, fit, plain_codec, to_channels
+from data.lmdb.format import MOST_SIDE
 from data.lmdb.record import Layout, Record, halvings, make_record
 from data.sources.base import ArraySource, Item, Problem, Source
 from utils.errors import UserError
@@ -74,6 +75,8 @@ def make_plan(
         mode = "pad" if near else "crop"
     else:
         mode = resize
+    if size > MOST_SIDE:
+        raise UserError(f"{source.name}: {size} px; a packed image has at most {MOST_SIDE} px: lower --size")
     try:
         sides = halvings(size, smallest)
     except ValueError:

@@ -20,7 +20,9 @@ from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION
 from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
+from utils.schema import record, whole
 
+COMPLETE = record({"meta_checksum": whole(0, 2**32 - 1)})
 GATHER_BYTES = 512 << 10  # gathered at once: NumPy makes a copy on the way, which should not leave the cache
 MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page
 
@@ -151,21 +153,29 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
     """The metadata of an open file. Raises UserError if it is not ours, newer, not finished or damaged."""
     try:
         with environment.begin() as transaction:
-            mark, complete, record = (transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY))
+            mark, complete, meta_record = (transaction.get(key) for key in (FORMAT_KEY, COMPLETE_KEY, META_KEY))
+            entries = transaction.stat()["entries"]
     except lmdb.Error as error:
         raise UserError(f"{path} is damaged ({error}); copy or pack it again") from None
     name, _, version = (mark or b"").decode(errors="replace").partition(" ")
-    if name != FORMAT or not version.isdigit():
+    if name != FORMAT or not version.isdecimal():
         raise UserError(f"{path} is an LMDB file but not a packed data set of this program: pack the images again")
-    if int(version) != VERSION:
-        raise UserError(f"{path} has format version {version}, this program reads {VERSION}: update it or pack again")
-    if complete is None or record is None:
+    if version != str(VERSION):
+        told = f"{path} has format version {version[:20]}, this program reads {VERSION}"
+        raise UserError(f"{told}: update it or pack again")
+    if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
     try:
-        if json.loads(complete)["meta_checksum"] != zlib.crc32(record):
+        end = json.loads(complete)
+        COMPLETE("the completion record", end)
+        if end["meta_checksum"] != zlib.crc32(meta_record):
             raise ValueError("checksum does not match")
-        return Meta.from_json(record)
-    except (ValueError, TypeError, KeyError) as error:
+        meta = Meta.from_json(meta_record)
+        if any(end.get(name, getattr(meta, name)) != getattr(meta, name) for name in ("count", "content_hash")):
+            raise ValueError("the completion record has another count or content_hash")
+        meta.check_room((environment.info()["last_pgno"] + 1) * environment.stat()["psize"], entries)
+        return meta
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: its metadata record is damaged ({error}); copy or pack it again") from None
 
 

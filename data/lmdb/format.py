@@ -3,18 +3,24 @@
 import hashlib
 import itertools
 import json
+import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
+
+from utils.schema import items, maybe, number, one_of, record, text, whole
 
 FORMAT = "duet-lmdb"
 VERSION = 1
 FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
 SIGNATURES = 4096  # per record, as of names
 ENCODINGS = ("raw", "jpeg", "png", "source")
+
+MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for files of others, which packing keeps to
+MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 BLOCK_IMAGES = 4096  # images per block at most
 BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
@@ -32,6 +38,33 @@ INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
 # An image's signature, what duplicates are found by: `digest` is the same for equal pixels only; `dhash`, a difference
 # hash, is nearly the same for images that look alike.
 SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
+
+# What the metadata may say; `check` looks at what the fields say together.
+FIELDS = {
+    "version": one_of(VERSION),
+    "count": whole(1, 10**10 - 1),  # as many digits as a key has
+    "classes": items(text),
+    "channels": one_of(1, 3),
+    "resolutions": items(whole(0, MOST_SIDE), least=1),
+    "encoding": one_of(*ENCODINGS),
+    "histogram": items(whole()),
+    "mean": items(number(0, 1)),
+    "std": items(number(0, 1)),
+    "resize_filter": text,
+    "source": text,
+    "fingerprint": text,
+    "content_hash": text,
+    "blocks": items(whole(1, 2**31)),
+}
+SPLIT = {
+    "part": text,
+    "share": number(0, 1),
+    "seed": whole(-(2**63)),
+    "whole": text,
+    "images": whole(1),
+}
+check_fields = record(FIELDS, {"split": maybe(record(SPLIT))})
+check_names = items(text)  # of a record of names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +102,49 @@ class Meta:
 
     @classmethod
     def from_json(cls, record: bytes) -> "Meta":
-        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError or TypeError if unfit."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{key: value for key, value in json.loads(record).items() if key in known})
+        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError if it contradicts FIELDS
+        or itself, RecursionError if it is too deep.
+        """
+        found = json.loads(record)
+        check_fields("", found)
+        meta = cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+        meta.check()
+        return meta
+
+    def check(self) -> None:
+        """Raise ValueError for fields that contradict one another."""
+        for name, wanted in (
+            ("histogram", len(self.classes)),
+            ("mean", self.channels),
+            ("std", self.channels),
+            ("blocks", len(self.resolutions)),
+        ):
+            if len(getattr(self, name)) != wanted:
+                raise ValueError(f"{name} has {len(getattr(self, name))} values, but must have {wanted}")
+        if self.classes and sum(self.histogram) != self.count:
+            raise ValueError(f"histogram counts {sum(self.histogram)} images, but count is {self.count}")
+        check_sides(self.resolutions, self.encoding)
+
+    def check_room(self, size: int, entries: int) -> None:
+        """Raise ValueError for a count of images that a file of `size` bytes and `entries` records cannot hold.
+
+        Half of them may be missing: single damaged records can be skipped.
+        """
+        raw = self.encoding == "raw"
+        records, least = 0, 0
+        for side, block in zip(self.resolutions, self.blocks, strict=True):
+            blocks = -(-self.count // block)
+            records += 2 * blocks if raw else blocks + self.count
+            least += self.count * (ENTRY.itemsize + (self.channels * side * side if raw else ENTRY.itemsize))
+        if records > 2 * entries or least > 2 * size:
+            raise ValueError(f"count is {self.count}, more than a file of {size:,} bytes and {entries:,} records holds")
+
+
+def check_sides(sides: Sequence[int], encoding: str) -> None:
+    """Raise ValueError unless each side is twice the one before, or the only one is 0 for encoding "source"."""
+    doubled = all(larger == 2 * smaller > 0 for smaller, larger in itertools.pairwise(sides))
+    if not sides or not doubled or (sides[0] == 0) != (encoding == "source"):
+        raise ValueError(f"resolutions {list(sides)[:20]} do not fit encoding {encoding!r}")
 
 
 def block_length(channels: int, resolution: int, encoding: str) -> int:

@@ -17,9 +17,11 @@ from data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from data.lmdb.format import (
     ENTRY,
     INDEX_HEAD,
+    MOST_PIXELS,
     SIGNATURE,
     SIGNATURES,
     Meta,
+    check_names,
     entry_checksum,
     image_key,
     index_key,
@@ -98,8 +100,11 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         handle = self.handle()
         with handle.environment.begin(buffers=True) as transaction:
             entry, payload = self.encoded_record(transaction, index)
+            label = int(entry["label"])
+            if not 0 <= label < max(1, len(self.classes)):
+                raise self.damage(index, "its label has no class")
             try:
-                return decode(payload, int(entry["codec"]), self.meta.channels), int(entry["label"])
+                return decode(payload, int(entry["codec"]), self.meta.channels), label
             except ImageError as error:
                 raise self.damage(index, str(error)) from None
 
@@ -111,6 +116,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                 blocks = range(self.blocks)
                 parts = [self.index_record(transaction, block)[1]["label"].astype(np.int64) for block in blocks]
             labels = np.concatenate(parts)
+            unknown = np.flatnonzero((labels < 0) | (labels >= max(1, len(self.classes))))
+            if len(unknown):
+                raise self.damage(unknown.tolist(), "its label has no class")
             labels.setflags(write=False)
             self._labels = labels
         return self._labels
@@ -128,7 +136,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         """The images' names in the source that was packed, "" where it had none. Raises DamageError."""
         names: list[str] = []
         for records, value in self._beside(name_key, "names"):
-            names += json.loads(value) if value else [""] * len(records)
+            try:
+                found = json.loads(value) if value else [""] * len(records)
+                check_names("names", found)
+            except (ValueError, RecursionError) as error:
+                raise self.damage(records, f"its names are none ({error})") from None
+            if len(found) != len(records):
+                raise self.damage(records, f"it has {len(found)} names")
+            names += found
         return names
 
     def _beside(self, key: Callable[[int], bytes], what: str) -> Iterator[tuple[range, bytes]]:
@@ -166,7 +181,19 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         head = np.frombuffer(value, INDEX_HEAD, 1)[0]
         if zlib.crc32(value[INDEX_HEAD.itemsize :]) != head["checksum"]:
             raise self.damage(records, "the checksum of its index does not match")
-        return head, np.frombuffer(value, ENTRY, offset=INDEX_HEAD.itemsize).copy()
+        entries = np.frombuffer(value, ENTRY, offset=INDEX_HEAD.itemsize).copy()
+        self._check_sizes(records, entries)
+        return head, entries
+
+    def _check_sizes(self, records: range, entries: np.ndarray) -> None:
+        """Raise DamageError for entries of a size that the file cannot hold."""
+        height, width = entries["height"], entries["width"]
+        if self.resolution:
+            wrong = (height != self.resolution) | (width != self.resolution)
+        else:
+            wrong = (height == 0) | (width == 0) | (height.astype(np.float64) * width > MOST_PIXELS)
+        if wrong.any():
+            raise self.damage([records[place] for place in np.flatnonzero(wrong).tolist()], "its size cannot be")
 
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
         """The images of a raw block as a view into the file: uint8 [n, C, H, W]; valid within the transaction."""

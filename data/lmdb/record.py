@@ -1,7 +1,6 @@
 """From an image's pixels to what is stored of it: pure functions, so that any process can run them."""
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ import cv2
 import numpy as np
 
 from data.images import encode
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, ENCODINGS, SIGNATURE, make_entry
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES, ENCODINGS, SIGNATURE, check_sides, make_entry
 
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
 
@@ -23,16 +22,9 @@ class Layout:
     encoding: str = "raw"
 
     def __post_init__(self) -> None:
-        sides = self.resolutions
-        doubled = all(larger == 2 * smaller for smaller, larger in itertools.pairwise(sides))
-        if (
-            self.encoding not in ENCODINGS
-            or self.channels not in (1, 3)
-            or not sides
-            or not doubled
-            or (sides == (0,)) != (self.encoding == "source")
-        ):
-            raise ValueError(f"encoding {self.encoding!r}, channels {self.channels}, resolutions {sides} do not fit")
+        if self.encoding not in ENCODINGS or self.channels not in (1, 3):
+            raise ValueError(f"encoding {self.encoding!r} and channels {self.channels} do not fit")
+        check_sides(self.resolutions, self.encoding)
 
 
 @dataclass(frozen=True)
