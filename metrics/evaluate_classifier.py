@@ -83,7 +83,7 @@ class ClassificationCounts:
         }
 
     def figures(self, names: Sequence[str]) -> dict[str, Any]:
-        """All of it for JSON: `n`; `accuracy`; `top5_accuracy` (None with fewer than 5 classes); `ece`, the mean
+        """All of it for JSON: `n`; `accuracy`; `top5_accuracy` (None with 5 classes or fewer); `ece`, the mean
         distance of confidence and accuracy over the bins, weighted by their share (Guo et al. 2017, eq. 3);
         `per_class`; `confusion` [true][named]. Raises UserError where there was no image.
         """
@@ -94,7 +94,7 @@ class ClassificationCounts:
         return {
             "n": count,
             "accuracy": int(self.confusion.trace()) / count,
-            f"top{TOP}_accuracy": int(self.top_k_hits) / count if self.classes >= TOP else None,
+            f"top{TOP}_accuracy": int(self.top_k_hits) / count if self.classes > TOP else None,
             "ece": float((confidence - self.bin_hits).abs().sum()) / count,
             "per_class": self.per_class(names),
             "confusion": self.confusion.tolist(),

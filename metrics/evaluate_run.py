@@ -13,8 +13,10 @@ import torch
 from data.dataset import Dataset, dataset_for_model
 from metrics.copies import neighbour_images
 from metrics.evaluate_classifier import evaluate_classifier
-from metrics.evaluate_gan import evaluate_generator
+from metrics.evaluate_gan import evaluate_generator, judge_images
+from metrics.evidence import few_images, interval_of, leaks, wilson
 from metrics.extractors import Extractor, Options, build, find_weights, fingerprint
+from metrics.features import select
 from metrics.images import MistakeBoard, SampleBoard, save_confusion
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from models.classifier import Classifier
@@ -53,6 +55,11 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         observe=board.observe,
     )
     save_confusion(figures["confusion"], classes, out / "confusion.png")
+    interval = interval_of(figures["accuracy"], figures["n"])
+    train, _ = training_images(checkpoint)
+    with train or nullcontext():
+        notes = few_images(figures["n"], interval=interval) | leaks(reader, train)
+    figures |= {"accuracy_interval": interval, "notes": notes}
     return {**figures, "images": ["confusion.png", *board.save(out)]}
 
 
@@ -88,8 +95,13 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
             save_captioned(*pairs, out / "neighbours.png")
             images.append("neighbours.png")
+        figures["notes"] |= leaks(reader, train)
     if why:
         figures["notes"] |= {"floor": why, "memorisation": why}
+    interval = interval_of(figures["recognised"], figures["n"])
+    figures["notes"] |= few_images(figures["n"], interval=interval, distances=True)
+    seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
+    figures |= {"recognised_interval": interval, "judge": seen}
     teachers = checkpoint.get("teachers", [])
     for extractor in extractors:
         if extractor.source in teachers:
@@ -144,6 +156,17 @@ def load_judge(run: str, checkpoint: Checkpoint, names: list[str], device: torch
     return classifier
 
 
+def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
+    """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth."""
+    chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
+    hits, size = 0, options.batch_size
+    for start in range(0, n, size):
+        images, labels = reader.read(chosen.indices[start : start + size])
+        predicted = judge_images(judge, torch.from_numpy(images)).argmax(1)
+        hits += int((predicted == torch.as_tensor(labels)).sum())
+    return {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
+
+
 def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
     """The images the generator was trained on, the second real set of the floor; or None and the reason."""
     path = checkpoint["config"].get("data", {}).get("path")
@@ -178,13 +201,14 @@ def classifier_table(document: dict[str, Any]) -> str:
     """A classifier's figures, then those of each class."""
     names = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy", "ece": "calibration error (ECE)"}
     figures = [(name, decimal(document[key])) for key, name in names.items() if document[key] is not None]
+    figures[0] = ("accuracy", decimal(document["accuracy"]) + interval_words(document["accuracy_interval"]))
     measures = ("precision", "recall", "f1")
     classes = [
         [name, *(decimal(row[key]) for key in measures), str(row["support"])]
         for name, row in document["per_class"].items()
     ]
     per_class = columns([["class", "precision", "recall", "F1", "images"], *classes])
-    return "\n".join([_heading(document), columns(figures), "", per_class])
+    return "\n".join([_heading(document), columns(figures, "<"), "", per_class, *_notes(document)])
 
 
 def gan_table(document: dict[str, Any]) -> str:
@@ -195,12 +219,14 @@ def gan_table(document: dict[str, Any]) -> str:
         for row in document["distances"]
     ]
     figures = [
-        ["recognised", decimal(document["recognised"])],
+        ["recognised", decimal(document["recognised"]) + interval_words(document["recognised_interval"])],
         [
             "diversity_ratio",
             f"{decimal(document['diversity_ratio'])}  (smallest class; {document['diversity_extractor']})",
         ],
     ]
+    if document["judge"] is not None:
+        figures.insert(1, ["the judge itself", f"{decimal(document['judge']['accuracy'])}  of the real images"])
     if document.get("memorisation") is not None:
         figures.append(["memorisation", memorisation_line(document["memorisation"])])
     head = ["extractor", "frechet", "floor", "kernel", "floor", "diversity", "n"]
@@ -210,7 +236,16 @@ def gan_table(document: dict[str, Any]) -> str:
         ratios = document["diversity_by_class"].items()
         rows = [[name, decimal(recognised.get(name)), decimal(ratio)] for name, ratio in ratios]
         parts += ["", columns([["class", "recognised", "diversity"], *rows])]
-    return "\n".join([*parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
+    return "\n".join([*parts, *_notes(document)])
+
+
+def _notes(document: dict[str, Any]) -> list[str]:
+    return [f"{key}: {note}" for key, note in document["notes"].items()]
+
+
+def interval_words(interval: list[float] | None) -> str:
+    """`  (95 %: 0.8541 to 0.8799)`, nothing where there is no interval."""
+    return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
 
 
 def memorisation_line(copies: dict[str, Any]) -> str:

@@ -60,7 +60,7 @@ def test_observer_and_progress_see_every_image(test_reader, monkeypatch):
         bars.append(tqdm(**named | {"disable": False, "file": io.StringIO()}))
         return bars[-1]
 
-    monkeypatch.setattr("metrics.evaluate_classifier.tqdm", bar)
+    monkeypatch.setattr("metrics.evaluate_classifier.Bar", bar)
     evaluate_classifier(
         ByBrightness(),
         test_reader,

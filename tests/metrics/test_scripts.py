@@ -78,6 +78,36 @@ class TestEvaluate:
         assert command.startswith("python evaluate.py --checkpoint ")
         assert "--seed 3" in command
 
+    def test_weak_evidence_looks_weak(self, runs, files, tmp_path, capsys):
+        """U12: intervals, the judge's own accuracy, few images, and test images that were trained on."""
+        options = ["--checkpoint", runs["gan"], "--classifier", runs["classifier"], "--out", tmp_path, "--n", 40]
+        assert call(evaluate, *options, "--extractor", "pixels", "--per-class", 5) == 0
+        found, printed = read_json(tmp_path / "metrics.json"), capsys.readouterr().out
+        low, high = found["recognised_interval"]
+        assert low <= found["recognised"] <= high
+        assert high - low > 0.1
+        with Dataset(files["val_path"]) as reader:
+            judge = classifier_from(load(resolve(runs["classifier"])), "cpu")
+            images, labels = reader.read(np.arange(60))
+            hits = int((judge_images(judge, torch.from_numpy(images)).argmax(1).numpy() == labels).sum())
+        assert abs(found["judge"]["accuracy"] * 40 - hits * 40 / 60) <= 20  # 40 of the 60 that were drawn
+        assert hits - 20 <= found["judge"]["accuracy"] * 40 <= hits
+        assert "few images (40)" in found["notes"]["n"]
+        assert "same n" in found["notes"]["n"]
+        assert "leaks" not in found["notes"]
+        assert "the judge itself" in printed
+        assert f"(95 %: {low:.4f} to {high:.4f})" in printed
+
+    def test_test_images_that_were_trained_on_are_told(self, runs, files, tmp_path, capsys):
+        """U12."""
+        options = ["--checkpoint", runs["classifier"], "--data", files["path"], "--out", tmp_path]
+        assert call(evaluate, *options) == 0
+        found, printed = read_json(tmp_path / "metrics.json"), capsys.readouterr().out
+        assert "90 of 90 test images are training images" in found["notes"]["leaks"]
+        assert "flatter" in printed
+        low, high = found["accuracy_interval"]
+        assert low <= found["accuracy"] <= high
+
     def test_same_seed_same_document(self, runs, tmp_path, capsys):
         documents = []
         for name in ("a", "b"):
@@ -129,7 +159,7 @@ class TestEvaluate:
         options = ["--checkpoint", run, "--extractor", "pixels", "--n", "20", "--out", tmp_path / "out"]
         assert "supplied a loss" in refused(capsys, evaluate, *options, "--classifier", copy)
         assert call(evaluate, *options, "--classifier", other) == 0
-        assert read_json(tmp_path / "out" / "metrics.json")["notes"] == {}
+        assert read_json(tmp_path / "out" / "metrics.json")["notes"].keys() == {"n"}  # of few images
         features = ["--extractor", f"classifier:{copy},classifier:{other}"]  # its features are taken, with a word
         assert call(evaluate, *options, *features) == 0
         notes = read_json(tmp_path / "out" / "metrics.json")["notes"]

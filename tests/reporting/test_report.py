@@ -261,6 +261,18 @@ def test_time_best_step_and_data_are_shown(tmp_path):
     assert [words for words in shown if words not in text] == []
 
 
+def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
+    """U12."""
+    run = make_gan(tmp_path / "gan")
+    found = json.loads((run / "eval" / "metrics.json").read_text())
+    judge = {"accuracy": 0.625, "n": 164}
+    write(run / "eval" / "metrics.json", found | {"recognised_interval": [0.8125, 0.9375], "judge": judge})
+    text = page(write_report(run)).text
+    assert "95 % interval 81.2 to 93.8 %; the judge predicts 62.5 % of the real images correctly" in text
+    write(run / "eval" / "metrics.json", found | {"recognised_interval": "odd", "judge": 3})
+    assert "interval" not in page(write_report(run)).text
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(45.9, "45 s"), (725, "12 min 5 s"), (3599, "59 min 59 s"), (7290, "2 h 1 min")]
 )

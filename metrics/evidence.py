@@ -1,0 +1,66 @@
+"""How far an evaluation's figures can be trusted: intervals, small samples, images that were trained on."""
+
+import math
+
+import numpy as np
+
+from data.dataset import Dataset
+from utils.errors import UserError
+
+NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
+FEW = 1000  # images a side, below which distances of features are rough
+WIDE = 0.1  # an interval's width from which on a share is rough
+
+
+def wilson(hits: int, count: int) -> list[float] | None:
+    """The 95 % score interval [low, high] of a share (Wilson 1927), within 0 and 1; None of nothing."""
+    if count == 0:
+        return None
+    share, square = hits / count, NORMAL**2
+    centre = (share + square / (2 * count)) / (1 + square / count)
+    half = NORMAL / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def interval_of(share: float | None, count: int) -> list[float] | None:
+    """`wilson` of a share of `count` images."""
+    return None if share is None else wilson(round(share * count), count)
+
+
+def few_images(n: int, *, interval: list[float] | None = None, distances: bool = False) -> dict[str, str]:
+    """A note under the key `n` where so few images leave much to chance, else none."""
+    words = []
+    if interval is not None and interval[1] - interval[0] > WIDE:
+        words.append(f"its share is known to {100 * (interval[1] - interval[0]):.0f} points only")
+    if distances and n < FEW:
+        words.append(
+            f"distances of fewer than {FEW:,} images are rough and depend on n: compare them only with figures of the "
+            "same n, and only large differences"
+        )
+    return {"n": f"few images ({n}): {'; '.join(words)}"} if words else {}
+
+
+def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:
+    """A note under the key `leaks` where test images are among the training images, pixel for pixel; else none.
+
+    Files of other sizes or channels cannot be compared, nor files without signatures.
+    """
+    if train is None or _form(train) != _form(reader):
+        return {}
+    try:
+        tested, trained = reader.signatures()["digest"], train.signatures()["digest"]
+    except UserError:
+        return {}
+    count = int(np.isin(tested, trained).sum())
+    if not count:
+        return {}
+    text = (
+        f"{count} of {len(reader)} test images are training images as well, so the figures flatter: see "
+        f"python -m data.duplicates {train.path} {reader.path}"
+    )
+    return {"leaks": text}
+
+
+def _form(reader: Dataset) -> tuple[int, list[int]]:
+    """Channels and sizes of the images: those of other forms never have the same digest."""
+    return reader.meta.channels, reader.meta.resolutions
