@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from utils.checkpoint import load, resolve
+from utils.checkpoint import load, resolve_for_people
 from utils.cli import Parser, add_model_options, positive
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
@@ -36,7 +36,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Evaluate, write the results, print them."""
     options = parser().parse_args(argv)
-    path = resolve(options.checkpoint, options.which)
+    path = resolve_for_people(options.checkpoint, options.which)
     from data.dataset import dataset_for_model  # and torch with it, now that the options are known to be right
     from metrics.evaluate_run import TASKS, run_folder
     from reporting.report import write_report

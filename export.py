@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from inference.settings import FORMATS, ExportConfig
-from utils.checkpoint import resolve
+from utils.checkpoint import resolve_for_people
 from utils.cli import Parser, positive
 from utils.errors import run_cli
 
@@ -40,7 +40,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Export, print what the check found; CheckFailed (exit code 4) where the file is not as good as the original."""
     options = parser().parse_args(argv)
-    resolve(options.checkpoint, options.which)  # is it there?
+    resolve_for_people(options.checkpoint, options.which)  # is it there?
     job = ExportConfig(**{field.name: getattr(options, field.name) for field in fields(ExportConfig)})
     import torch  # now that the options are known to be right
 

@@ -20,7 +20,7 @@ from inference.settings import (
     check_suffix,
     parse_psis,
 )
-from utils.checkpoint import load, resolve
+from utils.checkpoint import load, resolve_for_people
 from utils.cli import Parser, add_model_options, positive
 from utils.errors import run_cli
 from utils.files import check_writable
@@ -168,7 +168,7 @@ def chosen(options: Namespace, config: type) -> dict[str, Any]:
 def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     """The generator with the options of its sampling, its checkpoint, and that one's file. Raises UserError."""
     check_writable(options.out.parent)
-    path = resolve(options.checkpoint, options.which)
+    path = resolve_for_people(options.checkpoint, options.which)
     from inference.samples import Sampler, chosen_classes
     from models.restore import generator_from
     from utils.distributed.collectives import choose_device

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.checkpoint import load, resolve
+from utils.checkpoint import load, resolve_for_people
 from utils.cli import Parser, add_model_options, did_you_mean, positive
 from utils.door import printable
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
@@ -35,7 +35,7 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Predict, print; exit code 2 if an image could not be read."""
     options = parser().parse_args(argv)
-    path = resolve(options.checkpoint, options.which)
+    path = resolve_for_people(options.checkpoint, options.which)
     from inference.predictions import predict  # with torch, now that the options are known to be right
     from models.restore import classifier_from
     from reporting.report import refresh

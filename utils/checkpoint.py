@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pickle
+import sys
 import zipfile
 from collections.abc import Container
 from pathlib import Path
@@ -242,6 +243,23 @@ def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | No
         )
     pointer(folder, "last")  # UserError where there is one by another name
     return None
+
+
+def resolve_for_people(run_or_file: str | Path, which: str = "last") -> Path:
+    """`resolve`, and a line on stderr where the run folder has another checkpoint that one may have meant: the best
+    beside the last, or the last beside the best.
+    """
+    path = resolve(run_or_file, which)
+    if Path(run_or_file).is_file():
+        return path
+    other = "best" if which == "last" else "last"
+    entry, best = pointer(path.parent, other), pointer(path.parent, "best") or {}
+    if entry is not None and entry["file"] != path.name and (path.parent / entry["file"]).is_file():
+        figure = f" ({best['metric']} {best['value']:.4g})" if {"metric", "value"} <= best.keys() else ""
+        words = {"last": "", "best": figure}
+        there = f"{other} is of step {step_of(Path(entry['file']))}{words[other]}: --which {other} takes it"
+        print(f"{which}: step {step_of(path)}{words[which]}; {there}", file=sys.stderr)
+    return path
 
 
 def resolve(run_or_file: str | Path, which: str = "last") -> Path:

@@ -12,7 +12,7 @@ import torch
 
 from tests.utils.checkpoint_files import content, names, value_of
 from utils import checkpoint as checkpoints
-from utils.checkpoint import load, load_latest, newest_first, point, pointer, resolve, rotate, save
+from utils.checkpoint import load, load_latest, newest_first, point, pointer, resolve, resolve_for_people, rotate, save
 from utils.errors import UserError
 
 
@@ -263,3 +263,25 @@ def test_resolve_names_what_is_missing_and_what_is_near(run, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty"):
         resolve(tmp_path / "empty")
+
+
+def test_the_other_checkpoint_that_may_be_meant_is_named(run, capsys):
+    """U13: the last one silently took the place of the better one."""
+    folder = run / "checkpoints"
+    point(folder, "best", folder / "step-00000001.pt", metric="accuracy", value=0.744)
+    assert resolve_for_people(run).name == "step-00000002.pt"
+    told = capsys.readouterr()
+    assert told.err == "last: step 2; best is of step 1 (accuracy 0.744): --which best takes it\n"
+    assert told.out == ""  # results alone
+    assert resolve_for_people(run, "best").name == "step-00000001.pt"
+    assert capsys.readouterr().err == "best: step 1 (accuracy 0.744); last is of step 2: --which last takes it\n"
+
+
+def test_one_checkpoint_alone_needs_no_word(run, capsys):
+    folder = run / "checkpoints"
+    resolve_for_people(folder / "step-00000002.pt")  # named by hand
+    (folder / "best.json").unlink()
+    resolve_for_people(run)
+    point(folder, "best", folder / "step-00000002.pt")
+    resolve_for_people(run)
+    assert capsys.readouterr().err == ""

@@ -37,6 +37,7 @@ class Loop:
     def __init__(self, config: RunConfig, task: Task, loader: InfiniteLoader, folder: RunFolder) -> None:
         self.config, self.task, self.loader, self.folder = config, task, loader, folder
         self.step = 0  # updates done
+        self.images = 0  # that they have seen: counted, as a resume may have another batch size
         self.best: dict[str, float | int] = {}
         self.origin: dict[str, Any] | None = None  # the checkpoint that the run started from (training.engine.transfer)
         self.updates = {"skipped_updates": 0.0, "nonfinite_updates": 0.0}  # in all; a network's update each
@@ -63,6 +64,7 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
+            "images": self.images,
             "best": dict(self.best),
             "updates": dict(self.updates),
             "stopping": self.stopping.state_dict(),
@@ -73,6 +75,7 @@ class Loop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
+        self.images = state.get("images", self.task.images_at(self.step))  # older runs have none
         if "stopping" in state:  # older runs have none
             self.stopping.load_state_dict(state["stopping"])
         if "spikes" in state:
@@ -108,6 +111,9 @@ class Loop:
         if content is None:
             return False
         self.origin = content.get("origin")
+        if "images" not in content["state"]["loop"]:  # an older version's, seen in batches of the size of then
+            self.images = self.images * content["config"].get("batch_size", self.config.batch_size)
+            self.images //= self.config.batch_size
         return True
 
     # --- the run
@@ -184,6 +190,7 @@ class Loop:
             with self.layers.watching(self.step + 1):
                 metrics = self.task.step(batches, self.step)
             self._watch_metrics(metrics)
+            self.images += self.task.images_at(self.step + 1) - self.task.images_at(self.step)
             self.step += 1
             every = self.config.distributed.check_every
             if every and self.step % every == 0 and collectives.world_size() > 1:
@@ -250,9 +257,8 @@ class Loop:
         means = self.window.take()
         now = time.perf_counter()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
-        images = self.task.images_at(self.step)
-        rate = (images - self.task.images_at(self._tick_step)) / seconds
-        row: Metrics = {"images": images, "images_per_second": rate}
+        rate = (self.task.images_at(self.step) - self.task.images_at(self._tick_step)) / seconds
+        row: Metrics = {"images": self.images, "images_per_second": rate}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
         row["memory_mib"] = collectives.agree(peak_bytes(self.loader.device) >> 20)  # of the process that has most
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
