@@ -26,6 +26,7 @@ from training.optim.updater import Precision
 from utils.config import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.memory import ran_out
 
 Fixed = Literal["fp32", "bf16", "fp16"]
 
@@ -142,7 +143,12 @@ def _choose(config: RunConfig, samples: int, reader: Dataset, device: torch.devi
         return Choice("fp32" if given == "auto" else given, _given_text(given, kept))
     other: Fixed = "bf16" if given == "auto" else given
     with collectives.alone():
-        seconds = race(config, samples, reader, device, ("fp32", other))
+        try:
+            seconds = race(config, samples, reader, device, ("fp32", other))
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):  # if the run has too little as well, it says so
+                raise
+            seconds = {name: convolution_seconds(name, device) for name in ("fp32", other)}
     gc.collect()  # the tasks are gone before the run's is built
     if given == "auto":
         best, slower = sorted(seconds, key=seconds.__getitem__)
@@ -187,6 +193,7 @@ def race(
     large = _fitting(samples, small, best, STEP)
     if len(close) == 1 or large == small:
         return found
+    del trial  # before another needs memory
     trial = Trial(config, large, reader, device)
     for name in close:
         trial.seconds(name)

@@ -209,6 +209,21 @@ def test_networks_that_take_too_long_are_judged_by_a_convolution(
     assert 0 < convolution_seconds("fp16", CPU) < 60
 
 
+def test_a_measurement_without_memory_is_no_failure(
+    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: Any) -> Any:
+        raise raised
+
+    monkeypatch.setattr(speed, "race", short)
+    config = config_of(packed, "gan", tmp_path)
+    raised: Exception = MemoryError()
+    assert choose(config, reader, CPU).precision in ("fp32", "bf16")
+    raised = RuntimeError("another fault")
+    with pytest.raises(RuntimeError, match="another fault"):
+        choose(config, reader, CPU)
+
+
 def test_a_step_ends_at_its_limit(packed: Path, tmp_path: Path, reader: Dataset) -> None:
     trial = Trial(config_of(packed, "gan", tmp_path), 4, reader, CPU)
     with pytest.raises(speed.TooSlow):
