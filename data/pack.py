@@ -23,7 +23,7 @@ from data.lmdb.writer import LMDBWriter, check_target
 from data.packing import Plan, make_plan
 from data.packing_parts import Fingerprint, Written, publish_both, write_parts
 from data.packing_processes import KEPT_BYTES, Conversion
-from data.packing_summary import Summary, summary_lines
+from data.packing_summary import Summary, list_skipped, summary_lines
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from data.split import check_splittable, to_share, val_path
 from utils.classes import require_same_classes
@@ -138,6 +138,7 @@ def pack(
         held_out=metas[1] if len(metas) > 1 else None,
         held_out_path=targets[-1] if len(targets) > 1 else None,
         problems=skipped.problems,
+        listed=list_skipped(skipped.problems, targets[0]),
         ignored=source.ignored,
         enlarged=written.enlarged,
         dropped=written.dropped,

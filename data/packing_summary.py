@@ -1,12 +1,15 @@
 """What data.pack says at its end."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data.duplicates import write_lines
 from data.lmdb.format import Meta
 from data.sources import Problem
 from utils.classes import listed
+from utils.errors import UserError
 from utils.text import columns
 
 LISTED = 10  # names in the summary
@@ -20,6 +23,7 @@ class Summary:
     held_out: Meta | None = None  # with a split
     held_out_path: Path | None = None
     problems: list[Problem] = field(default_factory=list)  # skipped
+    listed: str = ""  # where all of them are
     ignored: list[str] = field(default_factory=list)  # no images by their name
     enlarged: int = 0  # images that were smaller than --size and scaled up
     dropped: int = 0  # exact duplicates that were left out
@@ -28,6 +32,21 @@ class Summary:
     seconds: float = 0.0  # until the file was complete
     duplicates: list[str] | None = None  # the report's lines; None: not searched
     search_seconds: float = 0.0  # for them, afterwards
+
+
+def list_skipped(problems: Sequence[Problem], dest: Path) -> str:
+    """Write what was skipped into a file beside `dest` if it is more than the summary names, and say where; else
+    remove one that an earlier run left. The data set is complete by then: what goes wrong is told, and no more.
+    """
+    path = dest.with_name(f"{dest.stem}.skipped.txt")
+    try:
+        if len(problems) > LISTED:
+            write_lines(path, list(map(str, problems)))
+            return f"all of them: {path}"
+        path.unlink(missing_ok=True)
+    except (UserError, OSError) as error:
+        return f"their list could not be written ({error})"
+    return ""
 
 
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
@@ -39,6 +58,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
     side = f"{sides[-1]}x{sides[-1]}" if sides[-1] else "sizes of their own"
     rows = [
         ("packed", f"{dest} ({dest.stat().st_size:,} bytes)"),
+        *([("", f"a link: {dest.resolve()} was written")] if dest.is_symlink() else []),
         *_held_out_rows(summary),
         ("source", meta.source),
         ("images", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
@@ -63,6 +83,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
             rows.append((title, f"{len(names):,}"))
             rows += [("", name) for name in itertools.islice(names, LISTED)]
             rows += [("", f"and {len(names) - LISTED:,} more")] if len(names) > LISTED else []
+            rows += [("", summary.listed)] if title == "skipped" and summary.listed else []
     return columns(rows, "<").splitlines()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from utils import door
+from utils import bounded_yaml, door
 
 OWN = ("checkpoints", "eval", "samples", "tensorboard")  # folders whose files are shown elsewhere or not at all
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
@@ -46,8 +46,8 @@ class Run:
     def task(self) -> str:
         """What the config says that is trained; empty without a readable one."""
         try:
-            config = yaml.safe_load(self.config)
-        except (yaml.YAMLError, ValueError, RecursionError):
+            config = bounded_yaml.load(self.config)
+        except (yaml.YAMLError, ValueError):
             config = None
         return str(config.get("task", "")) if isinstance(config, dict) else ""
 

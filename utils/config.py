@@ -5,6 +5,7 @@ the near match is named.
 """
 
 import dataclasses
+import io
 import re
 import typing
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
-from utils import bounded_yaml
+from utils import bounded_yaml, door
 from utils.cli import did_you_mean, normalise
 from utils.errors import UserError
 from utils.files import replace_file
@@ -97,7 +98,7 @@ def read_yaml(path: str | Path) -> Tree:
         listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
         raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
     try:
-        with path.open(encoding="utf-8") as file:
+        with io.TextIOWrapper(door.open_file(path, door.CONFIG), encoding="utf-8") as file:
             tree = bounded_yaml.load(file.read(bounded_yaml.LONGEST + 1))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

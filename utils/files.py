@@ -6,7 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from utils import door
 from utils.errors import UserError
+
+
+def replaceable(path: Path) -> Path:
+    """The file that takes the place of `path`: itself, or what it points to if it is a link, which stays.
+
+    Raises OSError for what is there and no regular file.
+    """
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if target.exists():
+        door.check(target, door.ARCHIVE)
+    return target
 
 
 @contextmanager
@@ -15,6 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A crash leaves the old file or the new one, never a part; an exception leaves the old one. Raises OSError.
     """
+    path = replaceable(path)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)

@@ -32,8 +32,9 @@ from data.lmdb.format import (
     signature_key,
 )
 from data.lmdb.record import Layout, Record, halvings, make_record, mean_and_std
+from utils import door
 from utils.errors import UserError
-from utils.files import sync_folder
+from utils.files import replaceable, sync_folder
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
@@ -75,7 +76,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
-        self.path = Path(path)
+        check_target(Path(path), overwrite)
+        self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source = resize_filter, source
         self._levels = [_Level(side, layout) for side in layout.resolutions]
@@ -91,7 +93,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._environment: lmdb.Environment | None = None
         self._undo = contextlib.ExitStack()  # what `abort` does, the last of it first
         try:
-            for folder in _make_folders(self.path, overwrite):
+            for folder in _make_folders(self.path):
                 self._undo.callback(folder.rmdir)
             self._open(first_map)
         except BaseException:
@@ -111,7 +113,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._lock = self._undo.enter_context(lock)
         self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
-        self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=first_map)
+        try:
+            self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=first_map)
+        except (lmdb.Error, OSError) as error:
+            raise self._full(error) from None
         self._undo.callback(self._environment.close)
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
         self._commit()
@@ -189,7 +194,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             except lmdb.MapFullError:
                 environment.set_mapsize(environment.info()["map_size"] * 2)
             except (lmdb.Error, OSError) as error:
-                raise UserError(f"{self.path}: cannot write ({error}); free some space or change the disk") from None
+                raise self._full(error) from None
         self._batch, self._batch_bytes = [], 0
 
     def finish(self, fingerprint: str = "") -> Meta:
@@ -255,6 +260,9 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._undo.pop_all()
         self._lock.close()
 
+    def _full(self, error: Exception) -> UserError:
+        return UserError(f"{self.path}: cannot write ({error}); free some space or change the disk")
+
     def _opened(self) -> lmdb.Environment:
         if self._environment is None:
             raise ValueError(f"{self.path}: the writer is closed")
@@ -270,16 +278,19 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise UserError if `path` must not be written."""
+    """Raise UserError if `path` must not be written. Of a link counts what it points to."""
     if path.is_dir():
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
+    try:
+        replaceable(path)
+    except door.Refused as error:
+        raise UserError(f"{path} {error}: choose another name") from None
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name or add --overwrite")
 
 
-def _make_folders(path: Path, overwrite: bool) -> list[Path]:
+def _make_folders(path: Path) -> list[Path]:
     """Make the folders above `path`; returns the new ones, outermost first."""
-    check_target(path, overwrite)
     missing = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,26 +80,22 @@ def open_folder(folder: Path, *, split: str | None, classes_from: str | None = N
 
 
 def _walk(folder: Path) -> tuple[list[str], list[str]]:
-    """Names of all files and folders below `folder`, relative to it, with "/"."""
+    """Names of all files and folders below `folder`, relative to it, with "/"; however deep they lie."""
     files: list[str] = []
-    folders: list[str] = []
-
-    def refuse(error: OSError) -> None:
-        raise error
-
+    folders = [""]
     try:
-        for entry in folder.iterdir():
-            if not entry.is_dir():
-                files.append(entry.name)
-                continue
-            # os.walk does not follow links to folders, but follows its starting point: class folders may be links.
-            for path, _, names in os.walk(entry, onerror=refuse):
-                relative = Path(path).relative_to(folder).as_posix()
-                folders.append(relative)
-                files += [f"{relative}/{name}" for name in names]
+        for above in folders:  # which grows meanwhile
+            with os.scandir(folder / above) as entries:
+                for entry in entries:
+                    name = f"{above}/{entry.name}" if above else entry.name
+                    if not entry.is_dir():
+                        files.append(name)
+                    elif not above or not entry.is_symlink():  # class folders may be links
+                        folders.append(name)
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; check its permissions") from None
-    return files, folders
+        told = f"{str(error.filename)[:200]}: {error.strerror}"
+        raise UserError(f"{told}; check its permissions, or move its files to another place") from None
+    return files, folders[1:]
 
 
 class ZipSource(ListedSource):
