@@ -1,30 +1,34 @@
-"""The first minutes with Duet: pack the sample, train both models on this machine, evaluate them, write a report.
+"""The first minutes with Duet: pack images, train both models on this machine, evaluate them, write a report.
 
-Each step is one of Duet's own commands, printed before it runs. After an interruption the same command resumes.
+Without a FOLDER the embedded sample; a FOLDER is one of class folders or a flat one, a zip, a CSV, or whatever else
+`data.pack` reads. What fits the images, the machine and --minutes is measured and chosen at the first start. Each step
+is one of Duet's own commands, printed before it runs. After an interruption the same command resumes, by the same plan.
 """
 
 import json
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from data.dataset import Dataset
-from reporting.report import write_quickstart_report
+from planning.choice import Plan, Training, from_tree
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
-from utils.files import write_atomic
-from utils.provenance import environment
+from utils.files import check_writable, write_atomic
+from utils.text import duration
 
 ROOT = Path(__file__).resolve().parent
-SIZE = 32  # pixels of a side
+MINUTES = 15.0
+SAMPLE = "sample"
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
 
 
@@ -41,7 +45,7 @@ class Quickstart:
     """The steps, where they write, and how long each took (kept in timings.json over interruptions)."""
 
     folder: Path
-    quick: bool = False
+    plan: Plan
     timings: dict[str, dict[str, Any]] = field(default_factory=dict)
     commands: list[str] = field(default_factory=list)
 
@@ -50,9 +54,13 @@ class Quickstart:
         timings = self.folder / "timings.json"
         if timings.is_file():
             self.timings = json.loads(timings.read_text())
+        left = dict(self.plan.seconds)
         for step in self.steps():
             self.commands.append(shlex.join(["python", *step.command]))
-            print(f"\n$ {self.commands[-1]}", flush=True)
+            part = "pack" if step.name.startswith("pack") else step.name  # one command or two
+            seconds, rest = left.pop(part, 0.0), sum(left.values())
+            told = f": about {duration(seconds)}, then {duration(rest)}" if seconds and not self.plan.quick else ""
+            print(f"\n{time.strftime('%H:%M:%S')} {step.name}{told}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
                 continue
@@ -67,23 +75,50 @@ class Quickstart:
     def steps(self) -> Iterator[Step]:
         """The steps in order, one by one: whether a step is done already is looked up when its turn comes."""
         train, test = (self.folder / "data" / f"{split}.lmdb" for split in ("train", "test"))
-        for split, file in (("train", train), ("test", test)):
-            pack = ["-m", "data.pack", "sample", shown(file), "--size", str(SIZE), "--split", split]
-            done = file.exists() and complete(file)
-            yield Step(f"pack {split}", pack + (["--overwrite"] if file.exists() and not done else []), done)
-        for task in ("classifier", "gan"):
-            yield Step(f"train {task}", self.training(task, train, test), finished(self.folder / task))
-        images = ["--data", shown(test), *(["--n", str(QUICK_IMAGES)] if self.quick else [])]
-        for task in ("classifier", "gan"):
-            command = ["evaluate.py", "--checkpoint", shown(self.folder / task), *images]
-            judge = ["--classifier", shown(self.folder / "classifier")] if task == "gan" else []
-            yield Step(f"evaluate {task}", command + judge, done=False)
+        trainings = {"classifier": self.plan.classifier, "gan": self.plan.gan}
+        yield from self.packing(train, test)
+        for task, training in trainings.items():
+            if training is not None:
+                command = self.training(task, training, train, test)
+                yield Step(f"train {task}", command, finished(self.folder / task))
+        for task, training in trainings.items():
+            if training is not None:
+                yield Step(f"evaluate {task}", self.evaluation(task, test), done=False)
 
-    def training(self, task: str, train: Path, test: Path) -> list[str]:
+    def packing(self, train: Path, test: Path) -> Iterator[Step]:
+        """The commands that pack: both parts of a source that has them, or one that splits a part off."""
+        plan = self.plan
+        images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
+        images += ["--pyramid", str(plan.smallest)] if plan.smallest < plan.size else []
+        images += ["--on-error", "skip"] if plan.survey.source != SAMPLE else []
+        if plan.val_share is None:
+            parts = [("pack train", train, ["--split", "train"]), ("pack test", test, ["--split", "test"])]
+        else:
+            parts = [("pack", train, ["--val-share", f"{plan.val_share:g}", "--val-dest", shown(test)])]
+        for name, file, options in parts:
+            made = [train, test] if plan.val_share is not None else [file]
+            done = all(each.exists() and complete(each) for each in made)
+            overwrite = ["--overwrite"] if not done and any(each.exists() for each in made) else []
+            pack = ["-m", "data.pack", plan.survey.source, shown(file), *images, *options, *overwrite]
+            yield Step(name, pack, done)
+
+    def training(self, task: str, training: Training, train: Path, test: Path) -> list[str]:
         """The command that trains a task or resumes it."""
-        command = ["train.py", "--config", f"configs/quickstart_{task}.yaml", "--run-dir", shown(self.folder / task)]
-        command += ["--data.path", shown(train), "--data.val-path", shown(test)]
-        return command + (["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)] if self.quick else [])
+        command = ["train.py", "--config", training.config, "--run-dir", shown(self.folder / task)]
+        command += ["--data.path", shown(train), "--data.val-path", shown(test), *training.overrides]
+        quick = ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
+        return command + (quick if self.plan.quick else [])
+
+    def evaluation(self, task: str, test: Path) -> list[str]:
+        """The command that evaluates a task, the GAN with the classifier as judge."""
+        command = ["evaluate.py", "--checkpoint", shown(self.folder / task), "--data", shown(test)]
+        command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
+        if task == "gan":
+            command += ["--classifier", shown(self.folder / "classifier")] if self.plan.classifier else []
+            quick = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
+            quick += [] if self.plan.classifier else ["--extractor", "pixels"]  # there may be no weights
+            command += quick if self.plan.quick else self.plan.evaluation
+        return command
 
     def timed(self, step: Step) -> int:
         """Run a step and note its time; the time of an interrupted step accumulates."""
@@ -97,23 +132,34 @@ class Quickstart:
 
     def finish(self) -> None:
         """Write summary.json and report.html and say where they are."""
+        from reporting.report import write_quickstart_report
+        from utils.provenance import environment
+
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
-        summary = summarise(self.folder, seconds)
+        summary = summarise(self.folder, self.plan, seconds)
         summary |= {"timings": {name: step["seconds"] for name, step in self.timings.items()}}
         summary |= {"versions": environment()}
         write_atomic(self.folder / "summary.json", f"{json.dumps(summary, indent=1)}\n".encode())
-        report = write_quickstart_report(self.folder, commands=self.commands, seconds=seconds)
-        print(f"\nclassifier: {summary['classifier']}\ngan: {summary['gan']}\n{seconds:.0f} seconds in all")
+        report = write_quickstart_report(
+            self.folder,
+            commands=self.commands,
+            seconds=seconds,
+            notes=[self.plan.survey.text(), *self.plan.notes],
+            classifier=self.plan.classifier is not None,
+        )
+        print(f"\nclassifier: {summary['classifier']}\ngan: {summary['gan']}")
+        print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
         print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
 
 
-def summarise(folder: Path, seconds: float) -> dict[str, Any]:
-    """The figures of summary.json from both evaluations; the distance is the first extractor's, named beside it."""
-    classifier, gan = (json.loads((folder / task / "eval/metrics.json").read_text()) for task in ("classifier", "gan"))
+def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
+    """The figures of summary.json from both evaluations, the distance the first extractor's, and what was planned."""
+    figures = {task: json.loads((folder / task / "eval/metrics.json").read_text()) for task in trained(plan)}
+    classifier, gan = figures.get("classifier"), figures["gan"]
     first = gan["distances"][0]
     return {
         "seconds": seconds,
-        "classifier": {"accuracy": classifier["accuracy"]},
+        "classifier": classifier and accuracy_of(classifier),
         "gan": {
             "recognised": gan["recognised"],
             "diversity_ratio": gan["diversity_ratio"],
@@ -122,7 +168,33 @@ def summarise(folder: Path, seconds: float) -> dict[str, Any]:
             "extractor": first["extractor"],
             "n": first["n"],
         },
+        "plan": {
+            "source": plan.survey.source,
+            "minutes": plan.minutes,
+            "expected_seconds": round(plan.total, 1),
+            "notes": plan.notes,
+            **{task: about(folder / task, training, plan.quick) for task, training in trained(plan).items()},
+        },
     }
+
+
+def trained(plan: Plan) -> dict[str, Training]:
+    """The plan's trainings by their task."""
+    return ({"classifier": plan.classifier} if plan.classifier else {}) | {"gan": plan.gan}
+
+
+def accuracy_of(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The accuracy, the interval in which the true one lies at 95 %, and of how many images."""
+    found = {"accuracy": evaluation["accuracy"], "interval": evaluation.get("accuracy_interval")}
+    return found | {"n": evaluation.get("n")}
+
+
+def about(run: Path, training: Training, quick: bool) -> dict[str, Any]:
+    """Which recipe, how long, how fast, and the precision that the run's own config.yaml names."""
+    config = run / "config.yaml"
+    used = re.search(r"^precision: (\w+)", config.read_text(), re.MULTILINE) if config.is_file() else None
+    guessed = {"steps": QUICK_STEPS, "images_per_second": None, "seconds": None} if quick else {}
+    return asdict(training) | guessed | ({"precision": used[1]} if used else {})
 
 
 def shown(path: Path) -> str:
@@ -132,6 +204,8 @@ def shown(path: Path) -> str:
 
 def complete(file: Path) -> bool:
     """Whether a packed file is whole, as its completion record says."""
+    from data.dataset import Dataset
+
     try:
         Dataset(file).close()
     except UserError as error:
@@ -152,7 +226,9 @@ def call(command: list[str]) -> int:
     Ctrl-C reaches the command from the terminal itself, SIGTERM is passed on: it saves its state and we wait for that.
     """
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL) as process, signals_left_to(process):
-        code = process.wait()
+        while (code := process.poll()) is None:
+            with suppress(subprocess.TimeoutExpired):  # a signal just before a wait without end would not be seen
+                process.wait(timeout=5)
     return 128 - code if code < 0 else code
 
 
@@ -172,15 +248,61 @@ def signals_left_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def plan_for(folder: Path, options: Namespace) -> Plan | int:
+    """The plan of the folder's first start, else a new one; or the exit code of what makes it. Raises UserError."""
+    file = folder / "plan.json"
+    source = options.source if options.source == SAMPLE or "://" in options.source else place(options.source)
+    if file.is_file():
+        return check_plan(file, source, options)
+    check_writable(folder)
+    command = [sys.executable, "-m", "planning.here", source, "--out", str(file), "--minutes", f"{options.minutes:g}"]
+    command += ["--weights", str(Path(options.weights).resolve())] if options.weights else []
+    code = call(command + (["--quick"] if options.quick else []))
+    return from_tree(json.loads(file.read_text())) if code == 0 else code
+
+
+def check_plan(file: Path, source: str, options: Namespace) -> Plan:
+    """The plan that an earlier start made. Raises UserError if it is for something else."""
+    another = "give another folder with --dir, or remove this one"
+    try:
+        plan = from_tree(json.loads(file.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{file}: is no plan of this version ({error}); {another}") from error
+    if (plan.survey.source, plan.quick) != (source, options.quick):
+        quick = " with --quick" if plan.quick else ""
+        raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{quick}; {another}")
+    kept = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
+    print(f"going on with the plan of the first start{kept}: {shown(file)}", flush=True)
+    return plan
+
+
+def place(source: str) -> str:
+    """Where the user's images are, seen from any folder: the commands run in the checkout. Named sources stay."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() else source
+
+
+def default_folder(source: str, quick: bool) -> Path:
+    """runs/quickstart for the sample, runs/quickstart_NAME for one's own images."""
+    name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
+    return ROOT / "runs" / f"quickstart{name}{'_quick' * quick}"
+
+
 def main(argv: list[str]) -> int:
     """Parse the options and run the steps."""
     parser = Parser(prog="quickstart.py", description=__doc__)
-    parser.add_argument("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_quick)")
-    parser.add_argument("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
+    add = parser.add_argument
+    add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, CSV (default: the sample)")
+    add("--minutes", type=float, default=MINUTES, help=f"how long it may take in all (default: {MINUTES:g})")
+    add("--weights", metavar="FILE", help="ImageNet weights to fine-tune the classifier from (default: see docs)")
+    add("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_NAME)")
+    add("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
     options = parser.parse_args(argv)
-    default = ROOT / "runs" / ("quickstart_quick" if options.quick else "quickstart")
-    folder = Path(options.dir).resolve() if options.dir else default
-    return Quickstart(folder, options.quick).run()
+    if not 1 <= options.minutes <= 7 * 24 * 60:
+        raise UserError(f"--minutes {options.minutes:g}: must be from 1 to {7 * 24 * 60:,} (a week)")
+    folder = Path(options.dir).resolve() if options.dir else default_folder(options.source, options.quick)
+    plan = plan_for(folder, options)
+    return plan if isinstance(plan, int) else Quickstart(folder, plan).run()
 
 
 if __name__ == "__main__":

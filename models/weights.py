@@ -130,11 +130,22 @@ def find_weights(weights: str, name: str) -> Path:
     return Path(collectives.on_main(lambda: _download(url, f"{OPTION} {weights}")))
 
 
-def _download(url: str, what: str) -> str:
-    """The file of `url` in torch's cache, fetched if it is not there and checked by the hash in its name."""
+def published_at_hand(name: str) -> Path | None:
+    """A published file of the network `name` that was downloaded before, torchvision's latest first."""
+    cached = [_in_cache(url) for url in reversed(backbone_of(name).published(name).values())]
+    return next((path for path in cached if path.is_file()), None)
+
+
+def _in_cache(url: str) -> Path:
+    """Where torch keeps the file of `url`."""
     place = Path(urlparse(url).path)
     name = place.name if place.stem != "model" else f"{place.parts[2]}{place.suffix}"  # timm's are named by the folder
-    path = Path(torch.hub.get_dir()) / "checkpoints" / name
+    return Path(torch.hub.get_dir()) / "checkpoints" / name
+
+
+def _download(url: str, what: str) -> str:
+    """The file of `url` in torch's cache, fetched if it is not there and checked by the hash in its name."""
+    path = _in_cache(url)
     if path.is_file():
         return str(path)
     before = socket.getdefaulttimeout()

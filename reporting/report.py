@@ -81,18 +81,25 @@ def write_quickstart_report(
     *,
     commands: Sequence[str] = (),  # every command that was run, in order
     seconds: float | None = None,  # what the commands took together
+    notes: Sequence[str] = (),  # what was chosen and why
+    classifier: bool = True,  # whether one was trained
 ) -> Path:
-    """Write `folder/report.html` with both runs of the quickstart in one page and return its path."""
-    titles = {"gan": "What the GAN draws", "classifier": "What the classifier gets right"}
+    """Write `folder/report.html` with the quickstart's runs in one page and return its path."""
+    titles = {"gan": "What the GAN draws"} | ({"classifier": "What the classifier gets right"} if classifier else {})
     runs = {title: read_run(Path(folder) / name) for name, title in titles.items()}
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
         first.append((figures.time_taken(seconds), "all steps together"))
-    return _write(Path(folder) / "report.html", "Duet quickstart", runs, commands, first)
+    return _write(Path(folder) / "report.html", "Duet quickstart", runs, commands, first, notes)
 
 
 def _write(
-    path: Path, title: str, runs: Mapping[str, Run], commands: Sequence[str], first: Sequence[Figure] = ()
+    path: Path,
+    title: str,
+    runs: Mapping[str, Run],
+    commands: Sequence[str],
+    first: Sequence[Figure] = (),
+    choices: Sequence[str] = (),
 ) -> Path:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not at the start of a training
 
@@ -101,6 +108,7 @@ def _write(
     text = page.get_template("report.html.j2").render(
         title=title,
         headline=first,
+        choices=choices,
         runs={heading: _view(run, path.parent) for heading, run in runs.items()},
         commands=commands,
         versions=environment(),

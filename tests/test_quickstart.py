@@ -6,35 +6,54 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import quickstart
-from quickstart import ROOT, Quickstart, call, main
+from planning.choice import choose
+from quickstart import ROOT, Quickstart, accuracy_of, call, main
+from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.reporting.test_report import make_classifier, make_gan, write
+from utils.errors import UserError
 
 STEPS = ["data.pack", "data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
+
+
+def option(command: list[str], name: str) -> str:
+    """What follows an option."""
+    return command[command.index(name) + 1]
 
 
 class Commands:
     """Stands for the commands: notes each call, leaves what the real one would, or fails at a given call."""
 
-    def __init__(self, folder: Path, fail_at: int | None = None, code: int = 4) -> None:
-        self.folder, self.fail_at, self.code = folder, fail_at, code
+    def __init__(self, fail_at: int | None = None, code: int = 4) -> None:
+        self.fail_at, self.code = fail_at, code
         self.calls: list[list[str]] = []
+        self.survey, self.machine = replace(SAMPLE, source="sample"), Fast()
 
     def __call__(self, command: list[str]) -> int:
         assert command[0] == sys.executable
-        self.calls.append(command[1:])
+        if "planning.here" not in command:
+            self.calls.append(command[1:])
         if len(self.calls) == self.fail_at:
             return self.code
+        if "planning.here" in command:
+            minutes = float(option(command, "--minutes"))
+            plan = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
+            write(Path(option(command, "--out")), plan.tree())
+            return 0
         if "data.pack" in command:
-            (self.folder / "data").mkdir(parents=True, exist_ok=True)
+            Path(command[4]).parent.mkdir(parents=True, exist_ok=True)
             Path(command[4]).touch()
+            if "--val-dest" in command:
+                Path(option(command, "--val-dest")).touch()
         elif "evaluate.py" in command:
-            make_classifier(self.folder / "classifier")
-            make_gan(self.folder / "gan")
+            folder = Path(option(command, "--checkpoint")).parent
+            make_classifier(folder / "classifier")
+            make_gan(folder / "gan")
         return 0
 
     @property
@@ -44,7 +63,7 @@ class Commands:
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    stub = Commands(tmp_path)
+    stub = Commands()
     monkeypatch.setattr(quickstart, "call", stub)
     monkeypatch.setattr(quickstart, "complete", lambda file: True)
     return stub
@@ -54,7 +73,11 @@ def test_all_steps_in_order_then_summary_and_report(commands, tmp_path, capsys):
     assert main(["--dir", str(tmp_path)]) == 0
     assert commands.names == STEPS
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["classifier"] == {"accuracy": 0.8975}
+    assert summary["classifier"]["accuracy"] == 0.8975
+    assert summary["plan"]["gan"]["steps"] == int(option(commands.calls[3], "--steps"))
+    assert summary["plan"]["gan"]["images_per_second"] == 380.0
+    assert summary["plan"]["minutes"] == 15
+    assert summary["plan"]["expected_seconds"] == pytest.approx(sum(plan_of(tmp_path)["seconds"].values()))
     gan = {"recognised": 0.8725, "diversity_ratio": 0.4375, "distance": 1869.25, "floor": 60.875}
     assert summary["gan"] == {**gan, "extractor": "resnet50", "n": 2000}
     assert summary["seconds"] >= 0
@@ -64,6 +87,10 @@ def test_all_steps_in_order_then_summary_and_report(commands, tmp_path, capsys):
         assert " ".join(["python", *arguments]).replace("&", "&amp;") in (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in shown
     assert str(tmp_path / "summary.json") in shown
+
+
+def plan_of(folder: Path) -> dict:
+    return json.loads((folder / "plan.json").read_text())
 
 
 def test_training_and_evaluation_use_the_packed_sample_and_the_judge(commands, tmp_path):
@@ -80,6 +107,97 @@ def test_training_and_evaluation_use_the_packed_sample_and_the_judge(commands, t
 def test_quick_trains_a_few_steps_only(commands, tmp_path):
     main(["--dir", str(tmp_path), "--quick"])
     assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(quickstart.QUICK_STEPS)]] * 2
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["plan"]["gan"]["images_per_second"] is None  # nothing was measured
+    assert summary["plan"]["gan"]["steps"] == quickstart.QUICK_STEPS
+
+
+def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(commands, tmp_path, capsys):
+    commands.fail_at = 3
+    assert main(["--dir", str(tmp_path), "--minutes", "20"]) == 4
+    first, commands.fail_at = plan_of(tmp_path), None
+    commands.machine.gan = 1.0
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert plan_of(tmp_path) == first
+    assert "of 20 minutes" in capsys.readouterr().out
+    assert option(commands.calls[1], "--steps") == str(first["gan"]["steps"])
+
+
+def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):
+    assert main(["--dir", str(tmp_path)]) == 0
+    with pytest.raises(UserError, match="its plan is for sample; give another folder"):
+        main([str(images), "--dir", str(tmp_path)])
+    with pytest.raises(UserError, match="its plan is for sample"):
+        main(["--quick", "--dir", str(tmp_path)])
+    write(tmp_path / "plan.json", {"minutes": 15})
+    with pytest.raises(UserError, match=r"plan\.json: is no plan of this version .* give another folder"):
+        main(["--dir", str(tmp_path)])
+
+
+def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "call", lambda command: 2)
+    assert main(["--dir", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("minutes", ["0", "nan", "1e9"])
+def test_minutes_out_of_range_are_refused(tmp_path, minutes):
+    with pytest.raises(UserError, match="must be from 1 to"):
+        main(["--dir", str(tmp_path), "--minutes", minutes])
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "my photos"
+    folder.mkdir()
+    return folder
+
+
+def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(commands, tmp_path, images):
+    commands.survey, commands.machine.weights = replace(seen(300, 5), source=str(images)), WEIGHTS
+    assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
+    assert commands.names == ["data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
+    pack, classifier, gan = commands.calls[:3]
+    assert pack[2] == str(images)
+    assert (option(pack, "--size"), option(pack, "--pyramid"), option(pack, "--channels")) == ("128", "32", "3")
+    assert (option(pack, "--val-share"), option(pack, "--on-error")) == ("0.2", "skip")
+    test = option(pack, "--val-dest")
+    assert {option(command, "--data.val-path") for command in (classifier, gan)} == {test}
+    assert option(classifier, "--config") == "configs/finetune_resnet50.yaml"
+    assert (option(classifier, "--data.resolution"), option(gan, "--data.resolution")) == ("128", "32")
+    notes = json.loads((tmp_path / "out" / "summary.json").read_text())["plan"]["notes"]
+    assert notes
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert all(note.replace("'", "&#39;") in report for note in notes)
+
+
+def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):
+    commands.survey = replace(seen(500, 0), source=str(images))
+    assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
+    assert commands.names == ["data.pack", "train.py", "evaluate.py"]
+    assert "--classifier" not in commands.calls[-1]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["classifier"] is None
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "no classifier: the images have no labels" in report
+    assert "What the classifier gets right" not in report
+
+
+@pytest.mark.parametrize(
+    ("source", "quick", "name"),
+    [
+        ("sample", False, "quickstart"),
+        ("sample", True, "quickstart_quick"),
+        ("/tmp/my photos/", False, "quickstart_my_photos"),
+        ("cats.zip", True, "quickstart_cats_quick"),
+    ],
+)
+def test_default_folder_is_named_by_the_images(source, quick, name):
+    assert quickstart.default_folder(source, quick) == ROOT / "runs" / name
+
+
+def test_classifiers_figure_comes_with_the_evaluations_interval():
+    evaluation = {"accuracy": 0.8, "accuracy_interval": [0.7, 0.9], "n": 60, "ece": 0.1}
+    assert accuracy_of(evaluation) == {"accuracy": 0.8, "interval": [0.7, 0.9], "n": 60}
 
 
 @pytest.mark.parametrize("failing", [1, 3, 6])
@@ -116,7 +234,7 @@ def test_time_of_an_interrupted_step_is_added_up_and_of_a_repeated_one_replaced(
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     codes = iter([3, 0, 0])
     monkeypatch.setattr(quickstart, "call", lambda command: next(codes))
-    steps = Quickstart(tmp_path)
+    steps = Quickstart(tmp_path, choose(SAMPLE, Fast(), minutes=15))
     seconds = []
     for _ in range(3):
         steps.timed(quickstart.Step("train gan", ["train.py"], done=False))

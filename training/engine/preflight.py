@@ -55,8 +55,9 @@ def plan_rows(
     reading: str,
     device: torch.device,
     precision: str = "",
+    takes: str = "",
 ) -> dict[str, str]:
-    """The preflight's table: label -> value. `reading`, `precision`: what was chosen there, in words."""
+    """The preflight's table: label -> value. `reading`, `precision`, `takes`: what was measured, in words."""
     world = collectives.world_size()
     images = task.images_at(config.steps)
     rows = {
@@ -79,6 +80,7 @@ def plan_rows(
         remedy = f"make batch_size at most {len(reader)}"
         rows["warning"] = f"batch larger than the data set: each batch holds repeats; {remedy}"
     rows["length"] = f"{config.steps:,} steps = {images:,} images = {images / len(reader):.1f} epochs"
+    rows |= {"time": takes} if takes else {}
     for name, section in vars(config).items():
         if isinstance(section, OptimizerConfig):
             rows[name.replace("_", " ")] = schedule_text(section, config.schedule_steps, config.batch_size)

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from types import FrameType
 
 from utils.distributed import collectives
@@ -37,5 +37,4 @@ class StopSignals:
     def _tell(self, signum: int, what: str) -> None:
         """A line on stderr, from within a signal handler (rank 0)."""
         if collectives.is_main():
-            with suppress(OSError):  # a terminal that is gone, or a full disk
-                os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())
+            os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())

@@ -27,6 +27,7 @@ from utils.config import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.memory import ran_out
+from utils.text import duration
 
 Fixed = Literal["fp32", "bf16", "fp16"]
 
@@ -38,6 +39,8 @@ STEP = 0.4  # seconds; batches are cut where a step would take longer
 WHOLE = 3.0  # and here, where the speed itself is asked for: small batches are slower by the image
 BUDGET = 2.0  # seconds in which two candidates that are close are compared
 ROUNDS = 5  # of that, at most
+FORECAST = 20_000  # images of a training below which it is short, and how long it takes is not measured
+LONG = 24 * 3600.0  # seconds of a training above which the plan says what to take instead
 SLOWER = 1.1  # a precision given by hand is called slower from here on: less may be noise
 
 
@@ -142,24 +145,22 @@ def _choose(config: RunConfig, samples: int, reader: Dataset, device: torch.devi
     if given == "fp32" or forced is not None:
         return Choice("fp32" if given == "auto" else given, _given_text(given, kept))
     other: Fixed = "bf16" if given == "auto" else given
-    names: tuple[Fixed, Fixed] = ("fp32", other)
-    by = ""
     with collectives.alone():
         try:
-            seconds = race(config, samples, reader, device, names)
-        except (TooSlow, RuntimeError, MemoryError) as error:
-            if not (isinstance(error, TooSlow) or ran_out(error)):
+            seconds = race(config, samples, reader, device, ("fp32", other))
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):  # if the run has too little as well, it says so
                 raise
-            seconds, by = {name: convolution_seconds(name, device) for name in names}, ", by a convolution"
+            seconds = {name: convolution_seconds(name, device) for name in ("fp32", other)}
     gc.collect()  # the tasks are gone before the run's is built
     if given == "auto":
         best, slower = sorted(seconds, key=seconds.__getitem__)
         ratio = seconds[slower] / seconds[best]
-        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower}{by})", ratio)
+        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower})", ratio)
     ratio, warning = seconds[other] / seconds["fp32"], ""
     if ratio > SLOWER:
         remedy = "--precision fp32 goes on in it, but no longer bit for bit" if kept else "take --precision auto"
-        warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; {remedy}"
+        warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU; {remedy}"
     return Choice(given, _given_text(given, kept), 1 / ratio, warning)
 
 
@@ -176,8 +177,7 @@ def race(
     config: RunConfig, samples: int, reader: Dataset, device: torch.device, names: Sequence[Fixed]
 ) -> dict[Fixed, float]:
     """Seconds an image in each precision, infinite for what is given up: first of the smallest batch, then, where that
-    does not decide, of one of `samples`, or as many of them as steps of STEP seconds hold. Raises TooSlow where even
-    the smallest takes more than FIRST seconds in the first precision.
+    does not decide, of one of `samples`, or as many of them as steps of STEP seconds hold.
     """
     small = min(config.smallest_batch, samples)
     trial, found = Trial(config, small, reader, device), {}
@@ -190,7 +190,7 @@ def race(
         except TooSlow:
             found[name] = math.inf
             if name == names[0]:  # nothing to compare with
-                raise
+                return {name: convolution_seconds(name, device) for name in names}
     best = min(found.values())
     close = [name for name in names if found[name] < CLEAR * best]
     large = _fitting(samples, small, best, STEP)
@@ -226,6 +226,44 @@ def convolution_seconds(name: Fixed, device: torch.device) -> float:
             layer(images).sum().backward()
         found.append(time.perf_counter() - begun)
     return min(found[1:])
+
+
+def forecast(config: RunConfig, reader: Dataset, device: torch.device, images: int) -> str:
+    """What the plan says of how long `images` images of training take on this CPU; empty for short trainings, and on
+    accelerators, which compile. Collective.
+    """
+    if device.type != "cpu" or images < FORECAST:
+        return ""
+    return collectives.on_main(lambda: _forecast(config, reader, device, images))
+
+
+def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: int) -> str:
+    world = collectives.world_size()
+    small, micro, precision = config.smallest_batch, config.micro(world), config.precision
+    assert precision != "auto"
+    about = "about"
+    with collectives.alone():
+        trial = Trial(config, min(small, micro), reader, device)
+        try:
+            trial.seconds(precision, limit=FIRST)
+            seconds = trial.seconds(precision) / trial.samples
+            large = _fitting(micro, trial.samples, seconds, STEP)
+            if large > trial.samples:
+                trial = Trial(config, large, reader, device)
+                seconds = min(trial.seconds(precision) for _ in range(2)) / large
+        except TooSlow:
+            seconds, about = FIRST / trial.samples, "more than"
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):  # if the run has too little as well, it says so
+                raise
+            return ""
+    gc.collect()
+    whole = seconds * images / world
+    advice = (
+        "; that is long: recipes named cpu are smaller (train.py --list), and "
+        "`python quickstart.py FOLDER --minutes N` chooses what fits"
+    )
+    return f"{about} {duration(whole)} here, {1 / seconds * world:,.3g} images/s" + (advice if whole > LONG else "")
 
 
 def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Measured:

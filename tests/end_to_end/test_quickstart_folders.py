@@ -1,0 +1,144 @@
+"""`quickstart.py --quick` on one's own images, whatever they lie in: a report, or one line with the remedy."""
+
+import csv
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import evaluate
+import quickstart
+import train
+from data import pack
+from planning import here
+from utils.errors import run_cli
+
+SCRIPTS: dict[str, Callable[[list[str]], int | None]] = {
+    "data.pack": pack.main,
+    "planning.here": here.main,
+    "train.py": train.main,
+    "evaluate.py": evaluate.main,
+}
+
+
+def in_process(command: list[str]) -> int:
+    """A command without the seconds that a process of its own takes to import everything."""
+    name, *options = command[2:] if command[1] == "-m" else command[1:]
+    return run_cli(SCRIPTS[name], options)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(quickstart, "call", in_process)
+    monkeypatch.setenv("DUET_PRECISION", "fp32")
+    monkeypatch.setenv("DUET_WEIGHTS", "")
+    monkeypatch.setattr("metrics.extractors.PLACES", ())
+
+
+def draw(file: Path, seed: int) -> None:
+    """A photograph: a bright blot of one of two hues, another place each time."""
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 60, (24, 32, 3))
+    row, column = random.integers(0, 14, 2)
+    pixels[row : row + 10, column : column + 10, seed % 2] += random.integers(120, 190)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(file, quality=95)
+
+
+def class_folders(place: Path, count: int = 48) -> Path:
+    folder = place / "my photos"
+    for seed in range(count):
+        draw(folder / ("cats", "dogs")[seed % 2] / f"{seed}.jpg", seed)
+    return folder
+
+
+def few(place: Path) -> Path:
+    return class_folders(place, 40)
+
+
+def flat(place: Path) -> Path:
+    for seed in range(48):
+        draw(place / "flat" / f"{seed}.jpg", seed)
+    return place / "flat"
+
+
+def archive(place: Path) -> Path:
+    file, folder = place / "photos.zip", class_folders(place)
+    with zipfile.ZipFile(file, "w") as members:
+        for image in sorted(folder.rglob("*.jpg")):
+            members.write(image, image.relative_to(folder))
+    return file
+
+
+def table(place: Path) -> Path:
+    file = place / "photos.csv"
+    with file.open("w", newline="") as rows:
+        writer = csv.writer(rows)
+        writer.writerow(["path", "label"])
+        writer.writerows([image, image.parent.name] for image in sorted(class_folders(place).rglob("*.jpg")))
+    return file
+
+
+def one_class(place: Path) -> Path:
+    for seed in range(48):
+        draw(place / "one" / "cats" / f"{seed}.jpg", seed)
+    return place / "one"
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "make",
+    [class_folders, flat, *(pytest.param(make, marks=slow) for make in (archive, table, few, one_class))],
+)
+def test_images_become_a_report_without_a_question(tmp_path, capfd, make):
+    source, out = make(tmp_path), tmp_path / "out"
+    assert run_cli(quickstart.main, [str(source), "--quick", "--dir", str(out)]) == 0
+    labelled = make not in (flat, one_class)
+    summary = json.loads((out / "summary.json").read_text())
+    shown = capfd.readouterr()
+    assert (summary["classifier"] is not None) is labelled
+    assert (summary["gan"]["recognised"] is not None) is labelled
+    if labelled:
+        low, high = summary["classifier"]["interval"]
+        assert 0 <= low <= summary["classifier"]["accuracy"] <= high <= 1
+        assert summary["classifier"]["n"] == json.loads((out / "classifier/eval/metrics.json").read_text())["n"] >= 2
+    else:
+        assert "no classifier" in shown.out
+        assert "no classifier" in (out / "report.html").read_text()
+    assert summary["plan"]["gan"]["precision"] == "fp32"
+    assert (out / "report.html").stat().st_size > 30_000
+    assert "$ python -m data.pack" in shown.out
+    assert "Traceback" not in shown.err
+
+
+def empty(place: Path) -> Path:
+    (place / "empty").mkdir()
+    return place / "empty"
+
+
+def texts(place: Path) -> Path:
+    for number in range(20):
+        (place / "texts").mkdir(exist_ok=True)
+        (place / "texts" / f"{number}.txt").write_text("words")
+    return place / "texts"
+
+
+def missing(place: Path) -> Path:
+    return place / "photso"
+
+
+@pytest.mark.parametrize("make", [empty, texts, missing])
+def test_what_holds_no_images_is_one_line_and_leaves_nothing(tmp_path, capfd, make):
+    source, out = make(tmp_path), tmp_path / "out"
+    assert run_cli(quickstart.main, [str(source), "--dir", str(out)]) == 2
+    shown = capfd.readouterr()
+    (line,) = shown.err.splitlines()
+    assert line.startswith("error: ")
+    assert source.name in line
+    assert not out.exists()

@@ -1,0 +1,70 @@
+"""Machines and images that plans are made for in tests, without measuring anything."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from planning.choice import GAN, SCRATCH, SIZES, Size, Speed, _work
+from planning.survey import Survey
+
+WEIGHTS = ("resnet50.safetensors", "resnet50", True)
+
+
+class Fast:
+    """Two cores with bf16 units, as measured: images/s of the quickstart's GAN, its classifier, ResNet-50's features.
+
+    Other sizes are slower by their work; fine-tuning ResNet-50 at 128 px takes ten times the small classifier's time,
+    its head alone four times.
+    """
+
+    start, cores = 9.0, 2
+    gan, classifier, features_per_second = 380.0, 350.0, 300.0
+    weights: tuple[str, str, bool] | None = None
+
+    def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
+        given = dict(pairwise(overrides))
+        if config == GAN:
+            size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
+            quick = next(each for each in SIZES if each.side == 32)
+            return Speed("bf16", self.gan * _work(quick) / _work(size), 1.1)
+        if config == SCRATCH:
+            return Speed("bf16", self.classifier * (32 / side) ** 2, 1.5)
+        return Speed("bf16", self.classifier / (4 if "--finetune.freeze" in given else 10), 1.5)
+
+
+class Slow(Fast):
+    """A laptop's instruction set."""
+
+    gan, classifier, features_per_second = 140.0, 110.0, 100.0
+
+
+class Tiny(Fast):
+    """An old core."""
+
+    cores, gan, classifier, features_per_second = 1, 12.0, 10.0, 8.0
+
+
+class Accelerator(Fast):
+    """A GPU."""
+
+    gan, classifier, features_per_second = 8000.0, 6000.0, 4000.0
+
+
+def seen(count: int = 10_000, classes: int = 10, *, held_out: int = 0, side: int = 256, channels: int = 3) -> Survey:
+    """Images as `survey` describes them."""
+    share = count // max(1, classes)
+    return Survey(
+        source="images",
+        count=count,
+        held_out=held_out,
+        classes=classes,
+        smallest_class=share,
+        largest_class=share,
+        side=side,
+        channels=channels,
+        transparent=False,
+        unreadable="",
+        seconds=0.003,
+    )
+
+
+SAMPLE = seen(10_000, 10, held_out=2000, side=28, channels=1)

@@ -1,0 +1,106 @@
+"""This machine: weights that are at hand, speeds on noise, and what is said of a plan."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from models.backbones.registry import backbone_of
+from planning import here
+from planning.choice import GAN, Speed, choose
+from planning.here import Here, Unmeasured, make_plan, plan_lines, weights_at_hand
+from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
+from utils.errors import UserError, run_cli
+
+
+@pytest.fixture
+def nothing_at_hand(monkeypatch, tmp_path):
+    monkeypatch.delenv("DUET_WEIGHTS", raising=False)
+    monkeypatch.setattr("metrics.extractors.PLACES", ())
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+
+
+def write_weights(file, name, **about):
+    """A file of the network's names; numbers do not matter here."""
+    with torch.device("meta"):
+        network = backbone_of(name).build(name, channels=3, stem="imagenet", he_strides=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    state = {key: torch.zeros(value.shape, dtype=torch.float16) for key, value in network.state_dict().items()}
+    if file.suffix == ".safetensors":
+        save_file(state, file, metadata=about)
+    else:
+        torch.save(state, file)
+    return file
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnext50_32x4d", "convnext_tiny", "efficientnet_b0"])
+def test_given_weights_tell_their_network(tmp_path, nothing_at_hand, name):
+    file = write_weights(tmp_path / "w.safetensors", name)
+    assert weights_at_hand(str(file)) == (str(file), name, False)  # resnet50 and resnext50 differ in shapes alone
+
+
+def test_he_strides_are_read_from_the_file(tmp_path, nothing_at_hand):
+    file = write_weights(tmp_path / "w.safetensors", "resnet50", stride="conv1 (He)")
+    assert weights_at_hand(str(file)) == (str(file), "resnet50", True)
+
+
+def test_torchvisions_cached_file_is_found_and_nothing_is_downloaded(tmp_path, nothing_at_hand, monkeypatch):
+    monkeypatch.setattr(torch.hub, "download_url_to_file", lambda *_, **__: pytest.fail("a download"))
+    assert weights_at_hand(None) is None
+    urls = backbone_of("resnet50").published("resnet50")
+    name = urls["IMAGENET1K_V1"].rpartition("/")[2]
+    file = write_weights(tmp_path / "hub" / "checkpoints" / name, "resnet50")
+    assert weights_at_hand(None) == (str(file), "resnet50", False)
+
+
+def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):
+    save_file({"a.weight": torch.zeros(1)}, tmp_path / "w.safetensors")
+    with pytest.raises(UserError, match="is no ResNet, ConvNeXt or EfficientNet"):
+        weights_at_hand(str(tmp_path / "w.safetensors"))
+    with pytest.raises(UserError, match="no such file"):
+        weights_at_hand(str(tmp_path / "missing.safetensors"))
+
+
+def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing_at_hand, monkeypatch, capsys):
+    monkeypatch.setenv("DUET_PRECISION", "fp32")
+    machine = Here(tmp_path, None, tuning=True)
+    options = ["--generator.channel-base", "64", "--discriminator.channel-base", "64", "--batch-size", "8"]
+    first = machine.speed(GAN, options, side=16, channels=3, classes=3)
+    assert first.images_per_second > 0
+    assert "images/s" in capsys.readouterr().out
+    assert machine.speed(GAN, options, side=16, channels=3, classes=3) is first
+    assert capsys.readouterr().out == ""
+    assert [file.name for file in tmp_path.glob("*.lmdb")] == ["16-3-3.lmdb"]
+    machine.speed(GAN, [*options, "--loss.mismatch-weight", "0"], side=16, channels=1, classes=0)  # without labels
+
+
+def test_plan_is_told_with_reasons_lengths_and_times():
+    machine = Fast()
+    machine.weights = WEIGHTS
+    text = "\n".join(plan_lines(choose(seen(300, 5), machine, minutes=20)))
+    for words in (
+        "300 images, 5 classes of 60 to 60",
+        "fine-tuned from resnet50's ImageNet weights",
+        "with ADA, because there are fewer than 10,000",
+        "images/s in bf16",
+        "train classifier",
+        "of --minutes 20, until about",
+    ):
+        assert words in text
+    quick = "\n".join(plan_lines(choose(SAMPLE, Unmeasured(), minutes=15, quick=True)))
+    assert "--quick" in quick
+    assert "images/s" not in quick
+
+
+def test_infinite_ratios_are_told_in_words():
+    assert "inf" not in here._told(Speed("fp32", 10.0, float("inf")))
+    assert "1.50 times" in here._told(Speed("fp32", 10.0, 1.5))
+
+
+def test_command_writes_the_plan(tmp_path, capsys):
+    assert run_cli(here.main, ["sample", "--quick", "--out", str(tmp_path / "plan.json")]) == 0
+    made, tree = make_plan("sample", 15.0, None, quick=True).tree(), json.loads((tmp_path / "plan.json").read_text())
+    for key in ("classifier", "gan", "size", "evaluation"):
+        assert tree[key] == made[key]
+    assert "10,000 images" in capsys.readouterr().out
