@@ -91,7 +91,7 @@ def add_projection_options(add: Callable[..., Any]) -> None:
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
     add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each (default: both)")
-    add("--features", choices=FEATURES, default="resnet50", help="what is compared (default: resnet50)")
+    add("--features", choices=FEATURES, help="what is compared (default: resnet50, without its weights pixels)")
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")
     add("--pixel-weight", type=float, default=SEARCH.pixel_weight, help=f"default: {SEARCH.pixel_weight:g}")
     add("--steps", type=positive, default=SEARCH.steps, help=f"in each space (default: {SEARCH.steps})")

@@ -82,15 +82,14 @@ def resnet_classifier(
         sizes: of a new network: `classes` (default 10), `channels` and `resolution` of its images (default 3, 32 px),
             and the keys of a config's `model` section, e.g. `name="convnext_tiny"`, `stem="small"`.
 
-    Returns the network in evaluation mode; a trained one has `class_names`, a list of str in the order of the logits.
+    Returns the network in evaluation mode. Its `class_names` are a list of str in the order of the logits, empty for a
+    new network; `image_shape` is (channels, height, width) of its images, `image_range` their (-1.0, 1.0).
     Raises ValueError (one line with the remedy) where the checkpoint is missing, damaged or another task's, and for an
     unknown size.
     """
     if checkpoint is not None:
         content = _content(checkpoint, which, sizes)
-        model = _ours("models.restore").classifier_from(content, device)
-        model.class_names = list(content["classes"])
-        return model
+        return _told(_ours("models.restore").classifier_from(content, device), content["classes"])
     networks = _ours("models.classifier")
     return _new(networks.Classifier, networks.ModelConfig, 10, sizes, device, seed)
 
@@ -123,8 +122,7 @@ def _generator(name: str) -> _Any:
             wrong = f"{checkpoint}: its generator is of architecture {found}; load {found!r}"
             raise _ours("utils.errors").UserError(wrong)
         model = _ours("models.restore").generator_from(content, device)
-        model.class_names = list(content["classes"]) if model.classes else []
-        return model
+        return _told(model, content["classes"] if model.classes else ())
 
     entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)
     return entry
@@ -144,7 +142,15 @@ def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, se
     shape |= {name: sizes[name] for name in shape if sizes.get(name) is not None}
     keys = {name: value for name, value in sizes.items() if name not in shape}
     with _ours("utils.seeding").forked(seed, "init", "hub"):
-        return network(_ours("utils.config").build(config, keys, source="sizes"), **shape).to(device).eval()
+        model = network(_ours("utils.config").build(config, keys, source="sizes"), **shape).to(device).eval()
+    return _told(model, ())
+
+
+def _told(model: _Any, names: _Any) -> _Any:
+    """The network with what its user must know."""
+    model.class_names, model.image_range = list(names), (-1.0, 1.0)
+    model.image_shape = (model.channels, model.resolution, model.resolution)
+    return model
 
 
 for _name in _ours("models.registry").ARCHITECTURES:

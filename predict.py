@@ -13,6 +13,7 @@ from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
 if TYPE_CHECKING:
     from inference.predictions import Maps
+    from models.classifier import Classifier
 
 SHOWN = 3  # classes of an image in the table
 
@@ -28,7 +29,7 @@ def parser() -> Parser:
     add("--json", action="store_true", help="print a JSON array instead of a table")
     add("--gradcam", type=Path, metavar="DIR", help="write each image with the evidence for its class")
     add("--gradcam-class", metavar="NAME", help="the class to explain (default: the predicted one)")
-    add("--gradcam-layer", metavar="NAME", help="whose maps are used (default: of a ResNet layer4; layer3 is finer)")
+    add("--gradcam-layer", metavar="NAME", help="whose maps are used (default: a ResNet's last stage of 4x4 or more)")
     return options
 
 
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
 
     checkpoint = load(path)
     classifier = classifier_from(checkpoint, choose_device(options.device))
-    maps = gradcam_options(options, checkpoint["classes"], classifier.backbone.maps)
+    maps = gradcam_options(options, checkpoint["classes"], classifier)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps}
     results = predict(classifier, checkpoint, options.images, **how)
@@ -56,8 +57,8 @@ def main(argv: list[str]) -> int:
     return EXIT_USER if unreadable else EXIT_OK
 
 
-def gradcam_options(options: Namespace, classes: list[str], layer: str) -> "Maps | None":
-    """What `--gradcam` asks for; `layer` is the default.
+def gradcam_options(options: Namespace, classes: list[str], classifier: "Classifier") -> "Maps | None":
+    """What `--gradcam` asks for.
 
     Raises UserError for an unknown class and a folder that cannot be written.
     """
@@ -69,10 +70,11 @@ def gradcam_options(options: Namespace, classes: list[str], layer: str) -> "Maps
     if name is not None and name not in classes:
         known = ", ".join(classes)
         raise UserError(f"--gradcam-class {name}: no class{did_you_mean(name, classes)}; choose one of {known}")
-    from inference.predictions import Maps, output_files
+    from inference.predictions import Maps, default_layer, output_files
 
     label = None if name is None else classes.index(name)
-    return Maps(output_files(options.gradcam, options.images), label, options.gradcam_layer or layer)
+    layer = options.gradcam_layer or default_layer(classifier)
+    return Maps(output_files(options.gradcam, options.images), label, layer)
 
 
 def line(result: dict[str, Any]) -> str:

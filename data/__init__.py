@@ -1,0 +1,3 @@
+"""Images to batches."""
+
+import utils  # noqa: F401  # hears Ctrl-C while the rest is imported

@@ -61,11 +61,21 @@ def decode_by_rules(content: bytes | memoryview, channels: int) -> np.ndarray:
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
             raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")
+        _check_depth(image, content)
         image.load()
         pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
     if min(pixels.shape[:2]) < MIN_SIDE:
         raise ImageError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
     return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _check_depth(image: Image.Image, content: bytes | memoryview) -> None:
+    """Raise ImageError for pixels whose range is not known from their values."""
+    if image.format == "TIFF" and image.mode == "I":  # 16 bits without a sign are I;16
+        bits = "32-bit" if image.tag_v2.get(258) == (32,) else "signed"  # type: ignore[attr-defined]  # BitsPerSample
+        raise ImageError(f"has {bits} pixels; save it with 8 or 16 bits, without a sign")
+    if image.format == "PNG" and image.mode == "RGB" and content[24] == 16 and "transparency" in image.info:
+        raise ImageError("has 16-bit colours of which one is transparent; save it with an alpha channel")
 
 
 def _convert(image: Image.Image, channels: int) -> Image.Image:
@@ -76,7 +86,10 @@ def _convert(image: Image.Image, channels: int) -> Image.Image:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 65535:
             raise ImageError("has 32-bit pixels; save it with 8 or 16 bits")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
+        grey = (values >> 8).astype(np.uint8)
+        if "transparency" in image.info:  # the value that stands for it
+            grey[values == image.info["transparency"]] = 255
+        image = Image.fromarray(grey)
     if image.has_transparency_data:
         coloured = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), coloured).convert("RGB")

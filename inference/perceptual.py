@@ -1,5 +1,6 @@
 """How different two images look: ImageNet ResNet-50 features before pooling, compared as LPIPS does."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.functional import normalize
 
-from metrics.extractors import load_resnet50, needed_weights
+from metrics.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
 from models.backbones.base import MEAN, STD
 from utils.errors import UserError
 
@@ -90,6 +91,17 @@ class Distance:
     def perceptual(self, images: Tensor) -> Tensor | None:
         """The distance of the features [n]; None if there are none."""
         return feature_distance(self._features(images), self._wanted) if self._features else None
+
+
+def at_hand(weights: str | Path | None) -> str:
+    """The features to compare where none are named: resnet50's, or pixels where its weights are not there, and a line
+    on stderr that says so. Weights that are named and missing are an error of `build_features`.
+    """
+    if weights or find_weights(weights) is not None:
+        return "resnet50"
+    told = f"no ResNet-50 weights found: comparing pixels only, which gives blurred images; for more {HOW_TO_GET}"
+    print(told, file=sys.stderr)
+    return "pixels"
 
 
 def build_features(name: str, weights: str | Path | None, device: torch.device) -> ResNetFeatures | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from data.images import ImageError, decode_file, fit, trained_mode
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import classifier_input
-from metrics.precision import device_of, exact_float32
+from metrics.precision import device_of, evaluating, exact_float32
 from models.classifier import Classifier
 from models.hooks import find_layer, output_gradient
 from utils import door
@@ -26,6 +26,8 @@ from utils.image_tables import save_captioned
 
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part
+MAPS_SIDE = 4  # places a side of the coarsest maps that Grad-CAM looks at unasked
+RESNET = ("layer1", "layer2", "layer3", "layer4")  # its stages
 LONGEST = 180  # bytes of a file's name that are kept
 
 
@@ -50,7 +52,7 @@ class Maps(NamedTuple):
     """Which Grad-CAM images are wanted."""
 
     files: list[Path]  # where they go, one for each image
-    label: int | None  # of the class that is asked for; None: the one that is named
+    label: int | None  # of the class that is asked for; None: the predicted one
     layer: str
 
 
@@ -94,18 +96,43 @@ def predict(
 
 def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps) -> None:
     """Write an image beside its Grad-CAM for each of `images`, uint8 [n, C, H, W]."""
-    named = probabilities.argmax(1)
-    asked = named if maps.label is None else torch.full_like(named, maps.label)
+    predicted = probabilities.argmax(1)
+    asked = predicted if maps.label is None else torch.full_like(predicted, maps.label)
     heats = image_heat(classifier, images, asked, maps.layer)
     for image, heat, row, label, place in zip(images, heats, probabilities, asked.tolist(), maps.files, strict=True):
         best = int(row.argmax())
         what = f"evidence for {classes[label]} {row[label]:.3f}" if heat.any() else f"no evidence for {classes[label]}"
-        save_captioned(
-            overlay(image, heat), [f"named {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"], place, columns=2
-        )
+        captions = [f"predicted {classes[best]} {row[best]:.3f}", f"{what}\n{maps.layer}"]
+        save_captioned(overlay(image, heat), captions, place, columns=2)
 
 
 # --- Grad-CAM
+
+
+def default_layer(classifier: Classifier) -> str:
+    """Whose maps Grad-CAM looks at unless told: those that the backbone names; of a ResNet the last stage whose maps
+    have MAPS_SIDE places a side or more (images of 64 px have 2x2 in layer4, one smear), without one layer1.
+    """
+    last = classifier.backbone.maps
+    if last != RESNET[-1]:
+        return last
+    sides: dict[str, int] = {}
+
+    def note(name: str, output: Tensor) -> None:
+        sides[name] = min(output.shape[-2:])
+
+    hooks = [
+        find_layer(classifier, name).register_forward_hook(lambda *call, name=name: note(name, call[-1]))
+        for name in RESNET
+    ]
+    try:
+        side, channels = classifier.resolution, classifier.channels
+        with torch.no_grad(), evaluating(classifier):
+            classifier(next(classifier.parameters()).new_zeros(1, channels, side, side))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next((name for name in reversed(RESNET) if sides[name] >= MAPS_SIDE), RESNET[0])
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
@@ -132,7 +159,7 @@ def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> T
 
 def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: str | None = None) -> Tensor:
     """Heat float32 [n, h, w] on the CPU for images uint8 [n, C, H, W], each scaled to a largest value of 1. Without a
-    layer it is the one that the backbone names.
+    layer it is `default_layer`.
 
     An image without evidence for its class has no heat at all: zeros. In full float32. Raises UserError as
     `grad_cam` does.
@@ -141,7 +168,7 @@ def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: s
     classifier.eval()
     with exact_float32(device):
         heat = grad_cam(
-            classifier, classifier_input(classifier, images), targets.to(device), layer or classifier.backbone.maps
+            classifier, classifier_input(classifier, images), targets.to(device), layer or default_layer(classifier)
         )
     heat = heat.float().cpu()
     largest = heat.amax((1, 2), keepdim=True)

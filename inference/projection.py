@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.images import ImageError
-from inference.perceptual import Distance, build_features
+from inference.perceptual import Distance, at_hand, build_features
 from inference.predictions import read_image
 from inference.samples import Sampler, with_styles
 from inference.settings import SPACES, ProjectionConfig, Space
@@ -189,7 +189,7 @@ def project(
     config: ProjectionConfig,
     *,
     space: str = "both",  # one of SPACES; w+ starts where w ended if both are searched
-    features: str = "resnet50",  # one of FEATURES
+    features: str | None = None,  # one of FEATURES; None: resnet50 where its weights are, else pixels
     weights: str | Path | None = None,  # of the features
     save_to: Path | None = None,  # a .safetensors file for what was found
 ) -> list[str]:
@@ -199,6 +199,7 @@ def project(
     UserError for a generator without w, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
+    features = features or at_hand(weights)
     if features == "pixels" and config.pixel_weight == 0:
         raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     network = build_features(features, weights, sampler.device)

@@ -101,11 +101,17 @@ def find_weights(given: str | Path | None = None) -> Path | None:
     return next((place for place in PLACES if place.is_file()), None)
 
 
+HOW_TO_GET = (
+    f"put {FILE_NAME} into weights/, or give one with --weights (torchvision's will do: "
+    "torchvision.models.ResNet50_Weights.IMAGENET1K_V1.url has its address)"
+)
+
+
 def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Path:
     """`find_weights`, or UserError that says why they are needed and what to do."""
     path = find_weights(given)
     if path is None:
-        raise UserError(f"{why}: put {FILE_NAME} into weights/, or give one with --weights{instead}")
+        raise UserError(f"{why}: {HOW_TO_GET}{instead}")
     return path
 
 

@@ -150,6 +150,8 @@ def test_a_new_network_has_the_sizes_asked_for_and_its_seeds_weights(hub):
     generator = hub("stylegan2", resolution=16, classes=2, **TINY)
     assert generator(torch.zeros(1, 8), torch.tensor([1])).shape == (1, 3, 16, 16)
     assert hub("stylegan2", **TINY).classes == 0
+    assert (generator.class_names, generator.image_shape) == ([], (3, 16, 16))  # U7
+    assert generator.image_range == (-1.0, 1.0)
     assert hub("r3gan", resolution=8, channels=1, **R3)(torch.zeros(2, 4)).shape == (2, 1, 8, 8)
     assert hub("dcgan", resolution=8, channels=1, width=2)(torch.zeros(2, 128)).shape == (2, 1, 8, 8)
     assert not generator.training

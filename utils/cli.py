@@ -4,6 +4,7 @@ options that several of them share.
 
 import argparse
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,6 +22,11 @@ def normalise(argv: Sequence[str]) -> list[str]:
             name = "--" + name[2:].replace("-", "_")
         normal.append(name + equals + value)
     return normal
+
+
+def hyphens(text: str) -> str:
+    """A text for people whose options are written with hyphens: `--on-error`, not `--on_error`."""
+    return re.sub(r"(?<![\w-])--[a-z][a-z_]*", lambda option: option[0].replace("_", "-"), text)
 
 
 def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
@@ -53,8 +59,11 @@ class Parser(argparse.ArgumentParser):
         """This parser's options, and the tokens that are not its own (config overrides)."""
         return self.parse_known_args(normalise(args))
 
+    def format_help(self) -> str:
+        return hyphens(super().format_help())
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; `{self.prog} --help` lists the options")
+        raise UserError(f"{hyphens(message)}; `{self.prog} --help` lists the options")
 
 
 def positive(text: str) -> int:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from utils import streams
 from utils.door import printable
 
 EXIT_OK = 0  # 1: a fault of ours
@@ -46,19 +47,32 @@ class TrainingHalted(Expected, RuntimeError):
     exit_code = EXIT_HALTED
 
 
+def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    try:
+        return main(argv) or EXIT_OK
+    except SystemExit as end:  # of --help
+        if isinstance(end.code, str):
+            raise
+        return int(end.code or EXIT_OK)
+
+
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
     """Call `main(argv)`; what it raises becomes a line on stderr (`--debug`: a traceback too) and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
+    streams.guard()
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks must not end the work
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = main(argv) or EXIT_OK
+        code = _code_of(main, argv)
         sys.stdout.flush()  # here, where a closed pipe can be told from a fault
+        if why := streams.lost():
+            print(f"error: standard output: {why}; what was to be printed is lost", file=sys.stderr, flush=True)
+            return code or EXIT_USER
         return code
     except BrokenPipeError:  # the reader of our output has seen enough: `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        streams.silence_stdout()
         return 128 + signal.SIGPIPE
     except Expected as error:
         if debug:

@@ -191,6 +191,10 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     ignored = [name for name in visible if not _is_image(name)]
     if not images:
         supported = " ".join(sorted(SUFFIXES))
+        below = next((name for name in ignored if name.endswith(".parquet") and "/" in name), None)
+        if below is not None:  # a snapshot of the Hugging Face hub
+            inner = below.rpartition("/")[0]
+            raise UserError(f"{where} holds no images; its Parquet files lie below: give {where}/{inner}")
         raise UserError(f"{where} holds no images{_what_instead(ignored)}; supported are {supported}")
     return images, ignored
 

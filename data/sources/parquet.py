@@ -28,6 +28,7 @@ from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.labels import choose_label, looks_like_labels, only_label
 from data.sources.listing import SPLIT_NAMES, first_of
 from utils import door
+from utils.classes import listed
 from utils.errors import UserError
 
 SUFFIX = ".parquet"
@@ -35,6 +36,7 @@ LOOKED_AT = 10_000  # rows of a column that may be labels
 SPLIT_PREFIX = re.compile(rf"({'|'.join(sorted(SPLIT_NAMES, key=len, reverse=True))})([-_.].*)?")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 PIECE_ROWS = 16
+INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
 PACKED = 50  # times; pages of images never shrink so far
 BUFFER = 1 << 20  # bytes read at a time from a row group, instead of all of it
 
@@ -134,18 +136,31 @@ class ParquetSource(Source):
             raise UserError(f"{path} holds no rows: get it again")
         labels = np.zeros(self._starts[-1], np.int64)
         if label:
-            labels, self.classes = _labels(path, self.shards, schemas, label)
+            labels, classes = _labels(path, self.shards, schemas, label)
+            self.classes = list(map(door.printable, classes))
+            if _class_names(self.shards[0], schemas[0], label):
+                labels = self._without_unused(labels)
         self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
         self.problems = [Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
         self._labels = labels[self._rows]
         self._reader = PerProcess(functools.partial(CellReader, self.shards, image))
+
+    def _without_unused(self, labels: np.ndarray) -> np.ndarray:
+        """Leave out classes that only the schema names, and say so; the others are numbered anew."""
+        used = np.bincount(labels[labels >= 0], minlength=len(self.classes)) > 0
+        unused = [name for name, there in zip(self.classes, used, strict=True) if not there]
+        if not unused:
+            return labels
+        self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
+        self.classes = [name for name, there in zip(self.classes, used, strict=True) if there]
+        return np.where(labels < 0, -1, (np.cumsum(used) - 1)[labels])
 
     def item(self, index: int) -> Item:
         shard, row = self._place(int(self._rows[index]))
         value = self._reader.get().cell(shard, row)
         content = value.get("bytes") if isinstance(value, dict) else value
         if content is None:
-            raise ImageError("holds no bytes")
+            raise ImageError(f"holds no bytes{INSTEAD}")
         return Item(self.item_name(index), int(self._labels[index]), content)
 
     def item_name(self, index: int) -> str:
@@ -221,7 +236,8 @@ def choose_columns(path: Path, schema: Any, label_column: str | None = None) -> 
     if "image" in images:
         images = ["image"]
     if len(images) != 1:
-        found = f"{' and '.join(images)} could be images, call one image" if images else "no column holds bytes"
+        several = f"{' and '.join(images)} could be images, call one image"
+        found = several if images else f"no column holds bytes{INSTEAD}"
         raise UserError(f"{path}: {found}; its columns are {columns}")
     fitting = [field.name for field in schema if field.name == "label" or _may_label(field.type)]
     names = fitting if label_column is None else schema.names

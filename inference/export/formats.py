@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.export.subject import Drawing, Inputs, Subject
-from inference.export.weights_file import ENTRY, contents, read_weights, write_weights
+from inference.export.weights_file import ENTRY, contents, interface, read_weights, write_weights
 from models.restore import classifier_from, generator_from
 from utils.errors import UserError
 
@@ -78,11 +78,12 @@ def _program(subject: Subject) -> torch.export.ExportedProgram:
 
 
 def write_torch_export(subject: Subject, path: Path) -> None:
-    """A program of torch.export; `contents` as JSON in its extra file `duet.json`."""
+    """A program of torch.export; `contents` and `interface` as JSON in its extra file `duet.json`."""
+    told = {f"{ENTRY}.json": json.dumps(interface(subject.checkpoint) | contents(subject.checkpoint))}
     with _quiet(), torch.no_grad():
         program = _program(subject)
         with open(path, "wb") as file:
-            torch.export.save(program, file, extra_files={f"{ENTRY}.json": json.dumps(contents(subject.checkpoint))})
+            torch.export.save(program, file, extra_files=told)
 
 
 def open_torch_export(_subject: Subject, path: Path) -> Runner:
@@ -95,7 +96,7 @@ def open_torch_export(_subject: Subject, path: Path) -> Runner:
 
 
 def write_onnx(subject: Subject, path: Path) -> None:
-    """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`."""
+    """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`, `interface` beside it."""
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             _program(subject),
@@ -106,6 +107,7 @@ def write_onnx(subject: Subject, path: Path) -> None:
         )
         assert program is not None  # it is where dynamo is True
         program.model.metadata_props[ENTRY] = json.dumps(contents(subject.checkpoint))
+        program.model.metadata_props.update(interface(subject.checkpoint))
         program.save(str(path))
 
 

@@ -1,7 +1,8 @@
 """A trained network in one .safetensors file that needs nothing else: the weights, and in the metadata what they are.
 
 The metadata's entry `duet` is JSON with the keys of a checkpoint that building the network takes (`task`, `classes`,
-`shape`, `config`, ...), so that what `read_weights` gives goes where a checkpoint goes: `models.restore`.
+`shape`, `config`, ...), so that what `read_weights` gives goes where a checkpoint goes: `models.restore`. The entries
+`input`, `output` and `classes` (JSON) say how the network is called.
 """
 
 import json
@@ -34,12 +35,28 @@ def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return told | {"config": kept | {"data": {"resolution": resolution}}, "data": data}
 
 
+def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
+    """What a program that runs the network must know, for people and as metadata: `input`, `output`, and `classes`,
+    which is JSON.
+    """
+    shape, classes = checkpoint["shape"], list(checkpoint["classes"])
+    side = (checkpoint["config"].get("data") or {}).get("resolution") or shape["resolution"]
+    sizes, colours = f"[N, {shape['channels']}, {side}, {side}]", "RGB" if shape["channels"] == 3 else "grey"
+    images = f"images: float32 {sizes} in [-1, 1], {colours}: pixels / 127.5 - 1"
+    if checkpoint["task"] == "classifier":
+        output = "logits: float32 [N, classes], in the order of `classes`; softmax gives probabilities"
+        return {"input": images, "output": output, "classes": json.dumps(classes)}
+    names = "; labels: int64 [N], places in `classes`" if classes else ""
+    return {"input": f"z: float32 [N, z_dim], normal{names}", "output": images, "classes": json.dumps(classes)}
+
+
 def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write the network that `checkpoint` is used for, its average one, and what it is. Raises OSError."""
     state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     try:
-        save_file(tensors, str(path), {"format": "pt", ENTRY: json.dumps(contents(checkpoint))})
+        told = {"format": "pt", ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)}
+        save_file(tensors, str(path), told)
     except SafetensorError as error:  # it hides the system's error in its text
         raise OSError(f"{path}: {error}") from error
 

@@ -84,6 +84,38 @@ def test_sixteen_bit_colour_keeps_its_high_byte() -> None:
     assert (decode_file(file, 3) == (0x12, 0xFF, 0x00)).all()
 
 
+def sixteen_bit_png(colour: int, rows: np.ndarray, clear: list[int]) -> bytes:
+    """A PNG of colour type 0 (grey) or 2 (RGB) with one transparent value; `rows` uint16 [H, W, ...]."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    head = struct.pack(">2I5B", rows.shape[1], rows.shape[0], 16, colour, 0, 0, 0)
+    pixels = b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows)
+    parts = ((b"IHDR", head), (b"tRNS", struct.pack(f">{len(clear)}H", *clear)), (b"IDAT", zlib.compress(pixels)))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_h26_transparent_grey_of_sixteen_bits_is_white(channels: int) -> None:
+    """The value alone, not its neighbours with the same high byte."""
+    values = np.arange(64, dtype=np.uint16).reshape(8, 8) + 0x1200
+    expected = np.where(values == 0x1205, 255, 0x12)[:, :, None].repeat(channels, 2)
+    np.testing.assert_array_equal(decode_file(sixteen_bit_png(0, values, [0x1205]), channels), expected)
+    with pytest.raises(ImageError, match="has 16-bit colours of which one is transparent; save it with an alpha"):
+        decode_file(sixteen_bit_png(2, values[:, :, None].repeat(3, 2), [0x1205] * 3), channels)
+
+
+def test_h26_tiff_of_32_bits_or_with_signs_is_refused() -> None:
+    """Small values too: nothing says whether 255 or 65,535 is white."""
+    values = np.arange(256).reshape(16, 16)
+    with pytest.raises(ImageError, match="has 32-bit pixels; save it with 8 or 16 bits"):
+        decode_file(as_file(Image.fromarray(values.astype(np.int32)), "TIFF"), 1)
+    signed = bytearray(as_file(Image.fromarray(values.astype(np.uint16)), "TIFF", tiffinfo={339: 2}))
+    with pytest.raises(ImageError, match="has signed pixels"):
+        decode_file(bytes(signed), 1)
+
+
 def test_cmyk_and_one_bit() -> None:
     cmyk = Image.new("CMYK", (8, 8), (255, 0, 0, 0))
     np.testing.assert_allclose(decode_file(as_file(cmyk, "JPEG", quality=100), 3)[0, 0], (0, 255, 255), atol=3)

@@ -80,7 +80,7 @@ def test_parquet_split_that_is_not_there(tmp_path: Path) -> None:
     ("table", "message"),
     [
         ({"left": [b"1"], "right": [b"2"]}, r"left and right could be images.*left .binary., right .binary."),
-        ({"file": ["a.png"]}, r"no column holds bytes; its columns are file .string."),
+        ({"file": ["a.png"]}, r"no column holds bytes, perhaps only paths.*its columns are file .string."),
         ({"image": [b"1"], "labels": [0], "target": [0]}, "labels and target could be labels"),
         ({"image": [b"1"], "label": [0.5]}, "column label is double"),
         ({"image": [b"1"], "label": [1]}, "labels go up to 1, but there are only 1 images"),
@@ -112,9 +112,32 @@ def test_parquet_without_some_labels_and_bytes(tmp_path: Path, labels: list[Any]
     assert [str(problem)[-22:] for problem in source.problems] == [f"et: row {row} has no label" for row in (1, 3)]
     assert source.labels().tolist() == [0, 1, 0]
     assert source.item(1).content == content_of(3)
-    with pytest.raises(ImageError, match="holds no bytes"):
+    with pytest.raises(ImageError, match="holds no bytes, perhaps only paths: give the folder of the images, or a CSV"):
         source.item(2)
     assert source.item_name(2).endswith("row 4")
+
+
+def test_h24_what_to_give_instead(tmp_path: Path) -> None:
+    """A column of paths, and the top of a snapshot of the hub."""
+    table = {"image": ["a.png", "b.png"], "label": [0, 1]}
+    with pytest.raises(UserError, match="no column holds bytes, perhaps only paths: give the folder of the images, or"):
+        open_source(str(parquet(tmp_path / "x.parquet", table)))
+    (tmp_path / "hub").mkdir()
+    parquet(tmp_path / "hub" / "data" / "train-00000-of-00001.parquet", {"image": cells(1), "label": ["a"]})
+    (tmp_path / "hub" / "README.md").write_text("about")
+    with pytest.raises(UserError, match=rf"its Parquet files lie below: give {tmp_path}/hub/data$"):
+        open_source(str(tmp_path / "hub"))
+
+
+def test_h24_names_that_no_image_has_are_left_out(tmp_path: Path) -> None:
+    table = {"image": cells(1, 2, 3, 4), "label": [3, 1, -1, 3]}
+    path = parquet(tmp_path / "x.parquet", table, names=["ant", "bee", "cat", "dog", "emu"])
+    with open_source(str(path)) as source:
+        assert (source.classes, source.labels().tolist()) == (["bee", "dog"], [1, 0, 1])
+        assert source.remarks == ["left out: ant, cat, emu: classes of x.parquet that no image belongs to"]
+        assert len(source.problems) == 1
+        meta = pack(source, tmp_path / "x.lmdb", on_error="skip").meta
+    assert (meta.classes, meta.histogram) == (["bee", "dog"], [1, 2])
 
 
 def test_damaged_parquet(tmp_path: Path) -> None:

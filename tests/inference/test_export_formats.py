@@ -1,16 +1,22 @@
 """Every format, of every network that it takes: written, loaded again, equal for any number of rows."""
 
 import json
+import shutil
 import sys
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from data.dataset import Dataset
 from inference.export.formats import FORMATS, import_extra
 from inference.export.subject import SAMPLES, classifier_subject, generator_subject
+from inference.predictions import predict
 from metrics.extractors import classifier_input
+from models.restore import classifier_from
 from models.sampling import draw
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, pack
@@ -91,6 +97,42 @@ def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
     types = [i.data_type for i in graph.initializer if i.name.endswith("weight_quantized")]
     assert len(types) >= 20
     assert set(types) == {3}  # int8
+
+
+@pytest.mark.parametrize("form", ["onnx", "int8"])
+def test_a_graph_says_how_it_is_called(written, form):
+    """U7: with images in [0, 1] the predictions are plausible and wrong."""
+    model = import_extra("onnx").load(str(written("classifier", form)))
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    assert told["input"] == "images: float32 [N, 1, 8, 8] in [-1, 1], grey: pixels / 127.5 - 1"
+    assert told["output"].startswith("logits: float32 [N, classes]")
+    assert json.loads(told["classes"]) == CLASSES
+
+
+def test_a_generators_graph_says_what_its_images_are(written):
+    """U7."""
+    model = import_extra("onnx").load(str(written("grey", "onnx")))
+    told = {entry.key: entry.value for entry in model.metadata_props}
+    assert told["input"] == "z: float32 [N, z_dim], normal; labels: int64 [N], places in `classes`"
+    assert "in [-1, 1], grey" in told["output"]
+
+
+def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkeypatch, capsys):
+    """U7: the lines of docs/classifier.md, as they stand there, on an image of the network's size."""
+    page = (Path(__file__).parents[2] / "docs" / "classifier.md").read_text()
+    lines = page.split("```python\n")[1].split("```")[0]
+    checkpoint = load(resolve(runs["classifier"]))
+    side = checkpoint["shape"]["resolution"]
+    shutil.copy(written("classifier", "onnx"), tmp_path / "classifier.onnx")
+    monkeypatch.chdir(tmp_path)
+    for seed in range(4):
+        pixels = np.random.default_rng(seed).integers(0, 64 * (seed + 1), (side, side), dtype=np.uint8)
+        Image.fromarray(pixels).save("image.png")
+        exec(lines, {})
+        (expected,) = predict(
+            classifier_from(checkpoint, "cpu"), checkpoint, ["image.png"], resize=None, top=1, batch_size=1
+        )
+        assert capsys.readouterr().out == f"{expected['label']}\n"
 
 
 @pytest.mark.parametrize("form", ["onnx", "int8"])

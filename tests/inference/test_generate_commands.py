@@ -222,13 +222,14 @@ def test_refusals(runs, sample_image, tmp_path, capsys, no_weights):
         (with_out("interpolate", "x.gif", "--frames", 0), "at least 1"),
         (with_out("mix", "x.png", "--layers", "3-4"), "layers 0-3"),
         (with_out("truncation", "x.png", "--psis", "a"), "--psis a"),
-        (with_out("truncation", "x.png", "--truncation-psi", "1"), "unknown argument --truncation_psi"),
+        (with_out("truncation", "x.png", "--truncation-psi", "1"), "unknown argument --truncation-psi"),
         (with_out("grid", "x.png", "--truncation-cutoff", "9"), "give 0 to 4"),
         (with_out("grid", "x.png", "--classes", "drak"), "did you mean 'dark'"),
         (with_out("grid", "x.png", "--classes", "dark", run="plain"), "unconditional"),
         (with_out("mix", "x.png", run="classifier"), "'gan' checkpoint is needed"),
         (with_out("project", "x.png"), "--image"),
-        (with_out("project", "x.png", "--image", sample_image), "--features pixels"),
+        (with_out("project", "x.png", "--image", sample_image, "--features", "resnet50"), "--features pixels"),
+        (with_out("project", "x.png", "--image", sample_image, "--weights", out / "no"), "no"),
         (with_out("project", "x.png", "--image", tmp_path / "absent.png"), "absent.png: cannot be read: No such file"),
         (with_out("project", "x.png", "--image", runs["grey"]), "is a folder, not a regular file"),
         (with_out("project", "x.png", "--image", runs["grey"] / "checkpoints/last.json"), "is not an image"),
@@ -257,7 +258,7 @@ def test_progress_goes_to_stderr(runs, tmp_path, capsys, monkeypatch):
     shown = []
 
     class Bar:
-        def __init__(self, *, total, desc, unit, disable):
+        def __init__(self, *, total, desc, unit, disable=None):
             shown.append([desc, total, 0, disable])
 
         def update(self, n=1):
@@ -270,7 +271,7 @@ def test_progress_goes_to_stderr(runs, tmp_path, capsys, monkeypatch):
             pass
 
     for module in ("interpolate", "dataset", "projection"):
-        monkeypatch.setattr(f"inference.{module}.tqdm", Bar)
+        monkeypatch.setattr(f"inference.{module}.Bar", Bar)
     for command in ("interpolate", "dataset"):
         name, options = QUICK[command]
         assert call(command, "--checkpoint", runs["grey"], "--out", tmp_path / name, *options) == 0
@@ -284,3 +285,16 @@ def test_a_checkpoint_without_word_of_its_data(tmp_path):
     """Written before there was one."""
     run = coarse_run(tmp_path / "run")
     assert call("dataset", "--checkpoint", run, "--out", tmp_path / "x.lmdb", "--n", 3) == 0
+
+
+def test_a_projection_without_weights_compares_pixels_and_says_so(runs, sample_image, tmp_path, capsys, no_weights):
+    """U11: it failed for a file that nobody had spoken of."""
+    options = ["--image", sample_image, "--steps", 2, "--space", "w"]
+    assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "a.png", *options) == 0
+    told = capsys.readouterr()
+    assert "no ResNet-50 weights found: comparing pixels only" in told.err
+    assert "torchvision.models.ResNet50_Weights" in told.err
+    options += ["--features", "pixels"]
+    assert call("project", "--checkpoint", runs["grey"], "--out", tmp_path / "b.png", *options) == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert "ResNet" not in capsys.readouterr().err

@@ -283,3 +283,27 @@ def test_refusals(tmp_path, capsys, more, told):
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert told in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("stem", "side", "layer"),
+    [
+        ("imagenet", 224, "layer4"),  # 7x7
+        ("imagenet", 128, "layer4"),  # 4x4
+        ("imagenet", 64, "layer3"),  # layer4 has 2x2: one smear
+        ("imagenet", 32, "layer2"),
+        ("imagenet", 8, "layer1"),
+        ("small", 32, "layer4"),
+    ],
+)
+def test_the_layer_that_is_looked_at_unasked_has_places_to_tell_apart(stem, side, layer):
+    """U19."""
+    model = Classifier(ModelConfig(stem=stem), channels=1, classes=3, resolution=side)
+    assert predictions.default_layer(model) == layer
+    assert model.training  # as it was
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_other_backbones_name_their_own_layer():
+    model = Classifier(ModelConfig(name="convnext_tiny", stem="small"), channels=1, classes=3, resolution=32)
+    assert predictions.default_layer(model) == "features.7"

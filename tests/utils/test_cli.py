@@ -32,8 +32,8 @@ def test_hyphens_and_underscores_are_the_same(size, on_error):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["x", "--batch-sise", "3"], r"unknown argument --batch_sise \(did you mean '--batch_size'\?\)"),
-        (["x", "--batch_siz=3"], r"did you mean '--batch_size'"),
+        (["x", "--batch-sise", "3"], r"unknown argument --batch-sise \(did you mean '--batch-size'\?\)"),
+        (["x", "--batch_siz=3"], r"did you mean '--batch-size'"),
         (["x", "--batch", "3"], r"unknown argument --batch"),  # no abbreviations
         (["x", "--zzz"], r"unknown argument --zzz;"),
         (["x", "--batch-size", "many"], r"invalid int value: 'many'"),
@@ -76,3 +76,19 @@ def test_model_options():
         parse.parse_args(["--checkpoint", "x", "--batch-size", "0"])
     with pytest.raises(UserError, match="--checkpoint"):
         parse.parse_args([])
+
+
+def test_help_and_messages_write_options_with_hyphens(capsys):
+    """U20."""
+    parser = Parser("x.py", description="what it_does")
+    parser.add_argument("--on-error", choices=("stop", "skip_it"), metavar="WHAT_NOW", help="as --some_other does")
+    text = parser.format_help()
+    assert "--on-error WHAT_NOW" in text
+    assert "as --some-other does" in text
+    assert "--on_error" not in text
+    assert "it_does" in text
+    with pytest.raises(UserError, match=r"argument --on-error: invalid choice: 'skip' \(choose from .*skip_it"):
+        parser.parse_args(["--on_error", "skip"])
+    with pytest.raises(UserError, match=r"unknown argument --on-eror \(did you mean '--on-error'\?\)"):
+        parser.parse_args(["--on-eror", "skip"])
+    assert parser.parse_args(["--on_error", "stop"]).on_error == "stop"

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import FrameType
 
 from utils.distributed import collectives
@@ -37,4 +37,5 @@ class StopSignals:
     def _tell(self, signum: int, what: str) -> None:
         """A line on stderr, from within a signal handler (rank 0)."""
         if collectives.is_main():
-            os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())
+            with suppress(OSError):  # a terminal that is gone, or a full disk
+                os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())

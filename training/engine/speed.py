@@ -145,22 +145,24 @@ def _choose(config: RunConfig, samples: int, reader: Dataset, device: torch.devi
     if given == "fp32" or forced is not None:
         return Choice("fp32" if given == "auto" else given, _given_text(given, kept))
     other: Fixed = "bf16" if given == "auto" else given
+    names: tuple[Fixed, Fixed] = ("fp32", other)
+    by = ""
     with collectives.alone():
         try:
-            seconds = race(config, samples, reader, device, ("fp32", other))
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):  # if the run has too little as well, it says so
+            seconds = race(config, samples, reader, device, names)
+        except (TooSlow, RuntimeError, MemoryError) as error:
+            if not (isinstance(error, TooSlow) or ran_out(error)):
                 raise
-            seconds = {name: convolution_seconds(name, device) for name in ("fp32", other)}
+            seconds, by = {name: convolution_seconds(name, device) for name in names}, ", by a convolution"
     gc.collect()  # the tasks are gone before the run's is built
     if given == "auto":
         best, slower = sorted(seconds, key=seconds.__getitem__)
         ratio = seconds[slower] / seconds[best]
-        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower})", ratio)
+        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower}{by})", ratio)
     ratio, warning = seconds[other] / seconds["fp32"], ""
     if ratio > SLOWER:
         remedy = "--precision fp32 goes on in it, but no longer bit for bit" if kept else "take --precision auto"
-        warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU; {remedy}"
+        warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; {remedy}"
     return Choice(given, _given_text(given, kept), 1 / ratio, warning)
 
 
@@ -177,7 +179,8 @@ def race(
     config: RunConfig, samples: int, reader: Dataset, device: torch.device, names: Sequence[Fixed]
 ) -> dict[Fixed, float]:
     """Seconds an image in each precision, infinite for what is given up: first of the smallest batch, then, where that
-    does not decide, of one of `samples`, or as many of them as steps of STEP seconds hold.
+    does not decide, of one of `samples`, or as many of them as steps of STEP seconds hold. Raises TooSlow where even
+    the smallest takes more than FIRST seconds in the first precision.
     """
     small = min(config.smallest_batch, samples)
     trial, found = Trial(config, small, reader, device), {}
@@ -190,7 +193,7 @@ def race(
         except TooSlow:
             found[name] = math.inf
             if name == names[0]:  # nothing to compare with
-                return {name: convolution_seconds(name, device) for name in names}
+                raise
     best = min(found.values())
     close = [name for name in names if found[name] < CLEAR * best]
     large = _fitting(samples, small, best, STEP)

@@ -17,6 +17,17 @@ def test_the_help_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "cv2"} & imported("import train\ntrain.parser()")
 
 
+def test_gpus_are_chosen_before_torch_is_imported() -> None:
+    """Once CUDA is initialised CUDA_VISIBLE_DEVICES has no effect."""
+    code = (
+        "import os, sys, train\n"
+        "train.train_here = lambda *_: print('torch' in sys.modules, os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "train.main(['--config', 'configs/quickstart_gan.yaml', '--gpus', '3'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "3"]
+
+
 def test_training_imports_only_what_it_uses() -> None:
     heavy = {"scipy", "matplotlib", "tensorboard", "torchmetrics", "pandas", "pyarrow"}
     assert not heavy & imported("import training.engine.run")

@@ -1,0 +1,95 @@
+"""H20, H21: streams that are closed or full, and Ctrl-C while a script imports what it needs."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import write_config
+
+LOST = "error: standard output: {}; what was to be printed is lost\n"
+CLOSED, FULL = LOST.format("it is closed"), LOST.format("No space left on device")
+
+
+def script(*command: str | Path, streams: str = "", path: str = "", **options: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python command...`, started by a shell with its `streams` redirected."""
+    environment = {**os.environ, "PYTHONPATH": path}
+    line = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, *map(str, command)]
+    done = subprocess.run(line, cwd=REPOSITORY, env=environment, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "told"),
+    [
+        (">&-", 2, CLOSED),
+        (">/dev/full", 2, FULL),
+        ("<&- >&- 2>&-", 2, ""),
+        (">/dev/full 2>/dev/full", 2, ""),
+        ("2>&-", 0, ""),
+        ("2>/dev/full", 0, ""),
+    ],
+)
+def test_results_that_cannot_be_printed_are_one_line_and_an_exit_code(
+    packed: Path, streams: str, code: int, told: str
+) -> None:
+    found = script("-m", "data.inspect", packed / "test.lmdb", "--json", streams=streams)
+    assert (found[0], found[2]) == (code, told)
+    assert bool(found[1]) == (code == 0)
+
+
+@pytest.mark.parametrize(("streams", "told"), [(">&-", CLOSED), (">/dev/full", FULL)])
+def test_help_too(streams: str, told: str) -> None:
+    assert script("train.py", "--help", streams=streams) == (2, "", told)
+
+
+@pytest.mark.parametrize("streams", [">&-", ">/dev/full 2>/dev/full"])
+def test_a_refusal_keeps_its_exit_code(streams: str) -> None:
+    code, out, told = script("train.py", "--config", "nowhere.yaml", streams=streams)
+    assert (code, out, told.count("\n")) == (2, "", int("2>" not in streams))
+
+
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_training_and_packing_need_no_stream(tmp_path: Path, packed: Path, streams: str) -> None:
+    """Files do not get the numbers of closed streams: what is printed would end in them."""
+    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    code, *told = script("train.py", "--config", recipe, "--run-dir", run, "--device", "cpu", streams=streams)
+    assert (code, told) == (0, ["", ""])
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+    assert script("-m", "data.pack", packed / "test.lmdb", tmp_path / "x.lmdb", streams=streams)[0] == 2
+    assert script("-m", "data.inspect", tmp_path / "x.lmdb", "--verify")[0] == 0
+
+
+def test_training_goes_on_where_the_terminal_is_gone(tmp_path: Path, packed: Path) -> None:
+    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "train.py", "--config", str(recipe), "--run-dir", str(run), "--device", "cpu"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=theirs, stderr=theirs, stdin=theirs) as process:
+        os.close(theirs)
+        os.read(ours, 1)
+        os.close(ours)  # writing to the terminal is refused from here on
+        assert process.wait(timeout=120) == 0
+    assert json.loads((run / "status.json").read_text())["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "command", ["-m data.pack", "-m data.inspect", "-m data.duplicates", "quickstart.py"], ids=lambda c: c.split()[-1]
+)
+def test_an_interruption_while_a_script_imports_is_one_line(tmp_path: Path, command: str) -> None:
+    slow = tmp_path / "numpy" / "__init__.py"
+    slow.parent.mkdir()
+    slow.write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n")
+    code, out, told = script(*command.split(), path=str(tmp_path))
+    assert (out, told) == ("", "stopped: interrupted from the keyboard\n")
+    assert code in (-2, 130)  # of SIGINT, as shells expect it
+
+
+def test_others_processes_keep_their_own_ways(tmp_path: Path) -> None:
+    """torch.hub.load and notebooks import a part of this project."""
+    code = "import sys, utils.errors; assert sys.excepthook is sys.__excepthook__; assert sys.stdout is sys.__stdout__"
+    assert script("-c", code) == (0, "", "")
