@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.backbones.base import in_turn
 from models.backbones.registry import backbone_of
 from utils.errors import UserError
-from utils.ranges import Checked, PositiveInt, at_least
+from utils.ranges import Checked, PositiveInt, between
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 
@@ -34,7 +34,7 @@ class ModelConfig(Checked, section="model"):
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: imagenet with weights, else [-1, 1] as it is
     # px that images are scaled to inside the network; None: as they come
-    input_size: Annotated[int, at_least(8)] | None = None
+    input_size: Annotated[int, between(8, 8192)] | None = None
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input
     # training over all of a process's devices (models/model_parallel.py); auto: memory shared evenly; or where each

@@ -28,6 +28,20 @@ def available_bytes() -> int:
     return free
 
 
+def total_bytes(device: "torch.device", *, several: bool = False) -> int:
+    """All the memory of an accelerator (`several`: of all this process's), or of the machine or container."""
+    if device.type == "cuda":
+        import torch
+
+        devices = range(torch.cuda.device_count()) if several else [device]
+        return sum(torch.cuda.get_device_properties(each).total_memory for each in devices)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CGROUP / "memory.max"
+    if limit.exists() and limit.read_text().strip() != "max":
+        total = min(total, int(limit.read_text()))
+    return total
+
+
 def peak_bytes(device: "torch.device") -> int:
     """The most memory that this process has held so far: its tensors' on its GPUs; on a CPU all of it (resident)."""
     if device.type == "cuda":

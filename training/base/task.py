@@ -10,6 +10,7 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from data.loader import Batch
+from training.base.room import Outline
 
 
 class Task(ABC):
@@ -24,6 +25,11 @@ class Task(ABC):
     best_is_lower: bool
     loss_metric: str  # key of what every step returns: the loss that must not jump
     no_rate_search: ClassVar[str] = ""  # why `--lr-find` tells nothing about this task, and what to do instead
+
+    @staticmethod
+    def outline(config: Any, shape: Mapping[str, int]) -> Outline:
+        """The networks whose size the config says: what `training.base.room` weighs before the task is made."""
+        return {}
 
     @abstractmethod
     def registry(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The classifier task: one step of a ResNet, what is saved, how it is evaluated."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -23,6 +23,7 @@ from models.weights import load_pretrained
 from training.base.compiled import Compiled, CompileSetting
 from training.base.config import RunConfig
 from training.base.data import check_same_classes, label_shares
+from training.base.room import Outline
 from training.base.task import Task
 from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
@@ -177,6 +178,12 @@ class ClassifierTask(Task):
         rates, head = config.optimizer.for_batch(config.batch_size), model.head.parameters()
         more: Any = {"head": head, "groups": self.finetuning.groups(rates.weight_decay), "exchange": False}
         self.updater = Updater(self.model, rates, self.precision, config.steps, **more)
+
+    @staticmethod
+    def outline(config: ClassifierConfig, shape: Mapping[str, int]) -> Outline:
+        """Backbones have their known sizes: the layer of a hidden head, after the smallest of them, and its average."""
+        wide = config.model.head_width if config.model.head == "hidden" else 1
+        return {"model": (torch.nn.Linear(128, wide), 2)}
 
     def registry(self) -> dict[str, Any]:
         parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}

@@ -5,14 +5,17 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from data.dataset import Dataset
 from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig
+from training.base.room import check_room
 from training.base.task import Task
 from training.engine import health, lr_find, preflight, speed, transfer
 from training.engine.loop import Loop
@@ -120,6 +123,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         val_reader = data.open_held_out(config.data, reader)
         data.check_data(config, reader, val_reader)
     data.check_same_images(config.data, reader, val_reader)
+    _check_room(config, reader, device)
     choice = speed.choose(config, reader, device, kept=there == config.precision)
     config = replace(config, precision=choice.precision)
     if choice.warning:
@@ -143,6 +147,21 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     loop = Loop(config, task, loader, folder)
     loop.origin = None if donor is None else donor._asdict()
     return loop
+
+
+def _check_room(config: RunConfig, reader: Dataset, device: torch.device) -> None:
+    """Before anything of the configured sizes is made: on any of the ranks, for machines differ."""
+    shape = {"channels": reader.meta.channels, "classes": len(reader.meta.classes), "resolution": reader.resolution}
+    outline = partial(TASKS[config.task].task.outline, config, shape)
+    with collectives.raising_together():
+        check_room(
+            config,
+            outline,
+            channels=shape["channels"],
+            resolution=shape["resolution"],
+            world_size=collectives.world_size(),
+            device=device,
+        )
 
 
 def _print_plan(loop: Loop) -> None:

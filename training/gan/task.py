@@ -20,6 +20,7 @@ from models.registry import architecture_of
 from models.restore import classifier_from
 from models.sampling import generate
 from training.base.data import check_same_classes, label_shares
+from training.base.room import Outline
 from training.base.task import Task
 from training.gan.ada.augment import Ada
 from training.gan.config import GanConfig
@@ -101,6 +102,14 @@ class GanTask(Task):
         self._extractors: list[Extractor] = []
         # now, not at the first evaluation: it may be refused
         collectives.on_main(lambda: self._extractors.extend(build([config.evaluation.extractor], options)))
+
+    @staticmethod
+    def outline(config: GanConfig, shape: Mapping[str, int]) -> Outline:
+        """Each weight has its gradient and the optimizer's moments besides; the generator's its average too."""
+        networks = architecture_of(config.architecture)
+        generator = networks.generator(config.generator, **shape)
+        discriminator = networks.discriminator(config.discriminator, **shape)
+        return {"generator": (generator, 4), "discriminator": (discriminator, 3)}
 
     def _build_networks(self) -> None:
         """Generator, its moving average and discriminator, initialised by their keys."""

@@ -1,0 +1,83 @@
+"""H12: sizes that no memory holds took minutes that Ctrl-C did not end, and then all of it."""
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.helpers import write_config
+from train import main
+from training.base import room
+from training.engine.tasks import TASKS, build_run_config
+from utils.config import read_yaml
+from utils.errors import UserError
+from utils.memory import total_bytes
+
+CPU = torch.device("cpu")
+RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml"))
+
+
+def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_size: int = 1) -> None:
+    """`check_room` on a machine of so much memory."""
+    config = build_run_config(dict(tree), [], "x.yaml")
+    shape = {"channels": 3, "classes": 10, "resolution": resolution}
+    outline = partial(TASKS[config.task].task.outline, config, shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "total_bytes", lambda *_, **__: int(gib * 2**30))
+        room.check_room(config, outline, channels=3, resolution=resolution, world_size=world_size, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "told"),
+    [
+        ("gan", ["--batch-size", "1000000000"], r"batch_size 1000000000: 1000000000 images of 16 px need 1,192.\d GiB"),
+        ("gan", ["--generator.z_dim", "1000000000"], r"generator: .* make generator.z_dim 1000000000 smaller$"),
+        ("gan", ["--generator.w_dim", str(2**62)], r"no memory holds networks .*: make generator.w_dim \d+ smaller$"),
+        ("gan", ["--discriminator.channel_max=99999999", "--discriminator.channel_base=999999999"], "discriminator"),
+        ("classifier", ["--batch-size", "1000000000"], "images of 16 px need .* GiB or more, but this machine has "),
+        ("classifier", ["--model.head", "hidden", "--model.head-width", str(10**12)], "make model.head_width 1000000"),
+        ("classifier", ["--model.input-size", "1000000000"], "model.input_size 1000000000: must be at least 8 and at"),
+    ],
+)
+def test_what_cannot_fit_is_refused_in_seconds(
+    tmp_path: Path, packed: Path, task: str, options: list[str], told: str
+) -> None:
+    recipe, began = write_config(tmp_path / "recipe.yaml", task, packed), time.monotonic()
+    with pytest.raises(UserError, match=told):
+        main(["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--device", "cpu", *options])
+    assert time.monotonic() - began < 20
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes_fit_where_they_are_meant_for(recipe: str) -> None:
+    tree = read_yaml(Path("configs") / f"{recipe}.yaml")
+    check(tree, gib=16, resolution=tree.get("data", {}).get("resolution") or 32)
+
+
+def test_the_batch_that_is_named_fits() -> None:
+    tree = {"task": "classifier", "batch_size": 1_000_000}
+    with pytest.raises(UserError, match=r"1000000 images of 32 px need 14\.3 GiB or more") as error:
+        check(tree, gib=8)
+    fits = int(str(error.value).split("a --batch-size of ")[1].split()[0])
+    check(tree | {"batch_size": fits}, gib=8)
+    with pytest.raises(UserError, match="images of 32 px"):
+        check(tree | {"batch_size": fits + 1000}, gib=8)
+    check(tree, gib=8, world_size=2)  # a process holds its share
+    check(tree | {"micro_batch": 1000}, gib=8)  # as bytes; floats are made of a micro-batch
+    check(tree | {"micro_batch": "auto"}, gib=8)
+
+
+def test_weights_count_with_what_belongs_to_them() -> None:
+    tree = {"task": "gan", "generator": {"z_dim": 500_000}}  # its first layer: 0.95 GiB
+    check(tree, gib=6)
+    with pytest.raises(UserError, match=r"^generator: its weights and what belongs to each need 4\.\d GiB or more"):
+        check(tree, gib=3.5)
+
+
+def test_all_the_memory_there_is() -> None:
+    assert 2**28 < total_bytes(CPU) < 2**50
