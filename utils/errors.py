@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from utils import streams
 from utils.door import printable
+from utils.text import shorten
 
 EXIT_OK = 0  # 1: a fault of ours
 EXIT_USER = 2  # the user's input or environment
@@ -88,7 +89,8 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
     except OSError as error:  # a path that no file can have may fail wherever it is first looked at
         if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
             raise
-        print(f"error: {printable(str(error.filename)[:60])}...: {error.strerror}; shorten it", file=sys.stderr)
+        name = shorten(printable(str(error.filename)), 80)
+        print(f"error: {name}: {error.strerror}; give another path", file=sys.stderr)
         return EXIT_USER
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

@@ -102,6 +102,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def _open(self, first_map: int) -> None:
         try:
+            replaceable(self._partial)  # a pipe would hang
             lock = self._partial.open("ab")
         except OSError as error:
             raise UserError(f"{self._partial}: {error.strerror}; choose a folder that can be written") from None

@@ -124,6 +124,8 @@ class ParquetSource(Source):
             with reading(shard), open_parquet(shard) as file:
                 schemas.append(file.schema_arrow)
                 counts.append(file.metadata.num_rows)
+            if counts[-1] > (size := shard.stat().st_size):  # no image takes less than a byte
+                raise UserError(f"{shard} says that it holds {counts[-1]:,} rows in {size:,} bytes; get it again")
         image, label, self.remarks = choose_columns(self.shards[0], schemas[0], label_column)
         for name in filter(None, (image, label)):
             kind = schemas[0].field(name).type

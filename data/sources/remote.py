@@ -87,6 +87,8 @@ class RemoteSource(ListedSource):
     def _fetch(self, name: str, size: int | None) -> bytes:
         filesystem, root = self._place.get()
         place = f"{root.rstrip('/')}/{name}" if root else name
+        if "file" in filesystem.protocol:
+            return door.read_file(place, kind_of(name))
         if size is None:  # a web server: what it sends is read as it comes, up to the limit
             # Of a web server without a cache, which would ask for the size and for parts.
             options = {"block_size": 0} if "http" in filesystem.protocol else {}
