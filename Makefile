@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 UV_COMPILE := $(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --quiet --custom-compile-command 'make lock'
 
-.PHONY: help setup quickstart test test-all lint format bench docs lock clean
+.PHONY: help setup quickstart test test-all fuzz lint format bench docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## List the targets
@@ -49,6 +49,9 @@ test: $(STAMP) ## The fast tests
 
 test-all: $(STAMP) ## All tests, the slow ones too
 	$(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile
+
+fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begin with); cases that fail: build/fuzz/
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),60) --first $(or $(FIRST),1000)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .

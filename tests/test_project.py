@@ -168,6 +168,7 @@ def planned(target: str, folder: Path) -> str:
         ("quickstart", ".venv/bin/python quickstart.py"),
         ("test", '--dist loadfile -m "not slow"'),
         ("test-all", ".venv/bin/python -m pytest -n auto"),
+        ("fuzz", ".venv/bin/python -m tests.fuzz --minutes 60 --first 1000"),
         ("lint", ".venv/bin/mypy"),
         ("bench", "benchmarks/"),
     ],
