@@ -6,6 +6,7 @@ The image grid goes beside the file as `X.grid.png`, or to `--out`; with `--json
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from utils.text import columns
 COLUMNS = 10
 MAX_ROWS = 20
 CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
+TOLD = 2  # lines on damaged records
 BAR = 40  # characters of the longest bar of the histogram
 
 
@@ -85,11 +87,15 @@ def _grid_rows(reader: LMDBReader) -> list[tuple[str, list[int]]]:
 
 
 def report(damage: Damage, reader: LMDBReader) -> None:
-    """Raise UserError if there is damage, naming the first record; list all of them on stderr."""
+    """Raise UserError if there is damage, naming the first record; two lines on stderr say more, `--json` all."""
     if not damage:
         return
-    for record, reason in sorted(damage.records.items()):
-        print(f"record {record}: {reason}", file=sys.stderr)
+    runs = _runs(damage.records)
+    told = [f"record {first}{f' to {last}' * (last > first)}: {reason}" for first, last, reason in runs]
+    if len(told) > TOLD:
+        rest = len(damage.records) - sum(last - first + 1 for first, last, _ in runs[: TOLD - 1])
+        told[TOLD - 1 :] = [f"and {rest:,} more records; --json lists all"]
+    print("".join(f"{line}\n" for line in told), end="", file=sys.stderr)
     if damage.records:
         first = min(damage.records)
         raise UserError(
@@ -97,6 +103,17 @@ def report(damage: Damage, reader: LMDBReader) -> None:
             f" record {first} ({damage.records[first]}): copy or pack the file again"
         )
     raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
+
+
+def _runs(records: Mapping[int, str]) -> list[tuple[int, int, str]]:
+    """First and last of consecutive records with the same reason."""
+    runs: list[tuple[int, int, str]] = []
+    for record, reason in sorted(records.items()):
+        if runs and runs[-1][1:] == (record - 1, reason):
+            runs[-1] = (runs[-1][0], record, reason)
+        else:
+            runs.append((record, record, reason))
+    return runs
 
 
 def main(argv: list[str]) -> None:

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from data.images import encode
-from data.inspect import grid, main
+from data.inspect import grid, main, report
 from data.lmdb import format as record_format
 from data.lmdb import verify as verify_module
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
-from data.lmdb.verify import check_block, verify
+from data.lmdb.verify import Damage, check_block, verify
 from data.lmdb.writer import LMDBWriter, pack_arrays
 from data.pack import main as pack_main
 from tests.data.conftest import CLASSES, change, flip
@@ -238,8 +238,18 @@ def test_verify_checks_the_signatures(packed: Path, capsys: pytest.CaptureFixtur
     assert run_cli(main, [str(packed), "--verify", "--json"]) == EXIT_USER
     output = capsys.readouterr()
     assert json.loads(output.out)["damaged"] == list(range(20))
-    assert "20 of 20 records are damaged" in output.err.splitlines()[-1]
-    assert "signatures" in output.err.splitlines()[-1]
+    lines = output.err.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("record 0 to 19: ")
+    assert "20 of 20 records are damaged" in lines[1]
+    assert "signatures" in lines[1]
+
+
+def test_damaged_records_are_two_lines_however_many(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage = Damage({0: "a", 1: "a", 3: "a", 4: "b", 7: "b"})
+    with LMDBReader(packed) as reader, pytest.raises(UserError, match="5 of 20 records are damaged"):
+        report(damage, reader)
+    assert capsys.readouterr().err.splitlines() == ["record 0 to 1: a", "and 3 more records; --json lists all"]
 
 
 def test_grid_of_a_damaged_file_names_the_record(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
