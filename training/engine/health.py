@@ -3,6 +3,8 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -17,7 +19,7 @@ from utils import determinism, inject
 from utils.distributed import collectives
 from utils.distributed.heartbeat import silent_ranks
 from utils.distributed.launch import LAUNCHED, REMEDY
-from utils.errors import TrainingHalted
+from utils.errors import TrainingHalted, UserError
 from utils.memory import ran_out
 
 
@@ -67,13 +69,10 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
     """Why a step failed and what to do, for failures that have nothing to do with the program; else None."""
     if ran_out(error):
         world = collectives.world_size()
-        auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
-        half = "--precision bf16, " if config.precision == "fp32" else ""
         return (
             f"memory ran out at step {step}: batch_size {config.batch_size} over {world} process{'es' * (world > 1)}, "
-            f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. These "
-            f"settings help: a smaller --micro-batch (same global batch{auto}), {half}"
-            f"activation_checkpointing true; then {REMEDY}"
+            f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. What helps: "
+            f"{', '.join(_savers(config, world))}; then {REMEDY}"
         )
     operation = determinism.refused(error)
     if operation is not None:
@@ -82,6 +81,20 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
             "(augmentations that turn or scale images do), or set deterministic false"
         )
     return None
+
+
+def _savers(config: RunConfig, world_size: int) -> list[str]:
+    """Options that need less memory and are not on yet."""
+    auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
+    found = [f"a smaller --micro-batch (same global batch{auto})"] if config.micro(world_size) > 1 else []
+    found += ["--precision bf16"] if config.precision == "fp32" else []
+    for name, section in vars(config).items():
+        if getattr(section, "activation_checkpointing", True):  # on, or no network that has it
+            continue
+        with suppress(UserError):  # not for this backbone
+            replace(section, activation_checkpointing=True)
+            found.append(f"--{name}.activation_checkpointing true")
+    return found or ["smaller networks or images"]
 
 
 def lost_rank(folder: Path, error: BaseException) -> TrainingHalted:
