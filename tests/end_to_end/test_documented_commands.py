@@ -45,6 +45,8 @@ def write_photo(path: Path, rng: np.random.Generator) -> None:
 
 def made_small(module: str, arguments: Sequence[str]) -> list[str]:
     """A command that takes seconds, with the page's own options."""
+    if module == "quickstart":
+        return [*arguments, "--quick"]
     if module == "evaluate" and "--classifier" in arguments:
         return [*arguments, "--n=20", "--per-class=4"]
     if module != "train" or "--config" not in arguments:
@@ -54,6 +56,7 @@ def made_small(module: str, arguments: Sequence[str]) -> list[str]:
     return [*arguments, *SMALL[recipe["task"]], *scaled, *EVERY]
 
 
+@pytest.mark.timeout(900)  # a minute or two, more on a busy machine
 @pytest.mark.parametrize("page", ["first-run", "your-data", "recipes"])
 def test_a_pages_commands_run_in_its_order(page: str, folder: Path) -> None:
     if page == "recipes":
