@@ -5,6 +5,7 @@ A process of its own, so that the memory of the networks that are measured is fr
 
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from utils.files import write_atomic
 from utils.memory import cores
 from utils.text import columns, duration
 
+BUSY = 1.5  # processes that want a core, for each core, before anything is measured
 NOISE = 64  # images of the files that speeds are measured on
 CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
 
@@ -168,7 +170,14 @@ def make_plan(source: str, minutes: float, weights: str | None, quick: bool) -> 
     with tempfile.TemporaryDirectory() as folder:
         here = Here(Path(folder), weights, tuning=source != "sample")
         here.look(min(64, found.side), 2 * (time.perf_counter() - started))
-        return choose(found, here, minutes=minutes)
+        busy = os.getloadavg()[0]  # before this process itself counts
+        plan = choose(found, here, minutes=minutes)
+    if busy > BUSY * here.cores:
+        plan.notes.append(
+            f"other programs keep this machine busy (load {busy:.1f} on {here.cores} cores), which makes it many times "
+            "slower: stop them, remove plan.json and start again"
+        )
+    return plan
 
 
 def main(argv: list[str]) -> None:

@@ -104,3 +104,13 @@ def test_command_writes_the_plan(tmp_path, capsys):
     for key in ("classifier", "gan", "size", "evaluation"):
         assert tree[key] == made[key]
     assert "10,000 images" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("load", "told"), [(0.5, False), (64.0, True)])
+def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, load, told):
+    monkeypatch.setattr(here, "survey", lambda _: SAMPLE)
+    monkeypatch.setattr(here.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(Here, "speed", Fast().speed)
+    monkeypatch.setattr(here, "cores", lambda: 2)
+    plan = make_plan("sample", 15.0, None, quick=False)
+    assert any("keep this machine busy" in note for note in plan.notes) is told
