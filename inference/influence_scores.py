@@ -136,7 +136,10 @@ class Snapshot:
 def rate_of(checkpoint: dict[str, Any]) -> float:
     """The largest rate of a checkpoint's optimizer; 1 where it has none."""
     groups = (checkpoint["state"].get("optimizer") or {}).get("param_groups") or []
-    return max((float(group["lr"]) for group in groups), default=1.0)
+    try:
+        return max((float(group["lr"]) for group in groups), default=1.0)
+    except (TypeError, LookupError, ValueError, RuntimeError):
+        raise UserError(f"{checkpoint.get('file')}: state.optimizer has no rates; use another checkpoint") from None
 
 
 def weights_of(snapshots: Sequence[Snapshot]) -> list[float]:

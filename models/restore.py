@@ -7,14 +7,27 @@ import torch
 from models.classifier import Classifier, ModelConfig
 from models.gan import ImageGenerator, StageGenerator
 from models.registry import DEFAULT, architecture_of
+from utils.checkpoint import SHAPE
 from utils.config import build
 from utils.errors import UserError
+from utils.state_schema import FAULTS, loaded
+
+
+def _file(checkpoint: dict[str, Any]) -> str:
+    return str(checkpoint.get("file", "the checkpoint"))
+
+
+def _section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
+    if name not in checkpoint["config"]:
+        raise UserError(f"{_file(checkpoint)}: config.{name} is missing; use another checkpoint")
+    return checkpoint["config"][name]
 
 
 def _require_task(checkpoint: dict[str, Any], task: str) -> None:
     if checkpoint["task"] != task:
-        where = checkpoint.get("file", "the checkpoint")
-        raise UserError(f"{where}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
+        raise UserError(
+            f"{_file(checkpoint)}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here"
+        )
 
 
 def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageGenerator:
@@ -25,21 +38,24 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
     """
     _require_task(checkpoint, "gan")
     architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-    tree = checkpoint["config"]["generator"]
-    config = build(architecture.generator_config, tree, source="checkpoint's generator")
-    model = architecture.generator(config, **checkpoint["shape"])
-    model.load_state_dict(checkpoint["state"]["generator_ema"])
+    config = build(architecture.generator_config, _section(checkpoint, "generator"), source="checkpoint's generator")
+    shape = {key: checkpoint["shape"][key] for key in SHAPE}
+    model: Any = loaded(lambda: architecture.generator(config, **shape), checkpoint, "generator_ema", _file(checkpoint))
     model = model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
     side, alpha = checkpoint.get("stage", [model.resolution, 1.0])
     if (side, alpha) == (model.resolution, 1.0):
         return model
-    return StageGenerator(model, side, alpha, shown=model.resolution).eval()
+    try:
+        return StageGenerator(model, side, alpha, shown=model.resolution).eval()
+    except FAULTS as error:
+        told = f"stage [{side}, {alpha}] is none of its network ({error})"
+        raise UserError(f"{_file(checkpoint)}: {told}; use another checkpoint") from error
 
 
 def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Classifier:
     """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's checkpoint."""
     _require_task(checkpoint, "classifier")
-    config = build(ModelConfig, checkpoint["config"]["model"], source="checkpoint's model")
-    model = Classifier(config, **checkpoint["shape"])
-    model.load_state_dict(checkpoint["state"]["model_ema"])
+    config = build(ModelConfig, _section(checkpoint, "model"), source="checkpoint's model")
+    shape = {key: checkpoint["shape"][key] for key in SHAPE}
+    model = loaded(lambda: Classifier(config, **shape), checkpoint, "model_ema", _file(checkpoint))
     return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]

@@ -22,6 +22,7 @@ from utils.cli import did_you_mean
 from utils.config import build, near_file
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.state_schema import check_tensors
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
@@ -80,8 +81,12 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     """The averaged classifier of our own checkpoint, whose checksum is verified."""
     if content["task"] != "classifier":
         raise UserError(f"{path}: is a checkpoint of task {content['task']!r}; give one of a classifier")
-    checkpoints.load(path)
-    config = build(ModelConfig, content["config"]["model"], source=f"{path}: its model")
+    content = checkpoints.load(path)
+    try:
+        check_tensors("state.model_ema", content["state"].get("model_ema"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; give another checkpoint") from None
+    config = build(ModelConfig, content["config"].get("model", {}), source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     about = {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
     return _plain_names(content["state"]["model_ema"]), about

@@ -19,13 +19,41 @@ from utils import door, inject
 from utils.config import near_file, of_today
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
+from utils.schema import anything, items, mapping, maybe, number, record, text, whole
 
 if TYPE_CHECKING:
     from utils.checkpoint_writer import Snapshot
 
 SCHEMA = 1
+MOST_SIDE = 2**16  # px
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
+
+# What a checkpoint says beside its state, which is compared with the networks (`utils.state_schema`).
+CONFIG = {  # of its config: what is read without its dataclass
+    "architecture": text,
+    "data": maybe(record({}, {"path": maybe(text), "val_path": maybe(text), "resolution": maybe(whole(1, MOST_SIDE))})),
+    "loss": maybe(record({}, {"classifier": maybe(text)})),
+    "generator": record({}),
+    "model": record({}),
+}
+SHAPE = {"channels": whole(1, 16), "classes": whole(0, 10**8), "resolution": whole(1, MOST_SIDE)}
+HEAD = {
+    "schema": whole(),
+    "task": text,
+    "step": whole(),
+    "config": mapping(anything),
+    "classes": items(text),
+    "shape": record(SHAPE),
+    "state": mapping(record({})),
+}
+MORE = {
+    "data": maybe(record({}, {"content_hash": text, "count": whole(), "resize_filter": text})),
+    "origin": maybe(record({"file": text, "step": whole(), "sha256": text})),
+    "teachers": items(text),
+    "stage": items(number(0, MOST_SIDE), 2, 2),
+}
+check_head, check_config = record(HEAD, MORE), record({}, CONFIG)
 
 Checkpoint = dict[str, Any]
 
@@ -197,16 +225,29 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
         reason = str(error).split("\n")[0][:200]
         raise CorruptCheckpoint(f"{path}: cannot be read as a checkpoint ({reason}); use an earlier one") from error
-    whole = isinstance(checkpoint, dict) and all(key in checkpoint for key in KEYS)
-    if not whole or not isinstance(checkpoint["config"], dict):
-        raise CorruptCheckpoint(f"{path}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})")
+    return checked(checkpoint, str(path))
+
+
+def checked(checkpoint: Any, file: str) -> Checkpoint:
+    """What was read from `file`, after a look at all but the state; the config by today's names.
+
+    Raises CorruptCheckpoint naming the key.
+    """
+    if not isinstance(checkpoint, dict) or not all(key in checkpoint for key in KEYS):
+        raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})")
     if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
-        raise CorruptCheckpoint(
-            f"{path}: schema {checkpoint['schema']} is newer than this program's {SCHEMA}; update Duet"
-        )
-    checkpoint["file"] = str(path)  # for messages
-    checkpoint["config"] = of_today(checkpoint["config"])
-    return checkpoint
+        told = checkpoint["schema"] if type(checkpoint["schema"]) is int else repr(checkpoint["schema"])[:40]
+        raise CorruptCheckpoint(f"{file}: schema {told} is newer than this program's {SCHEMA}; update Duet")
+    try:
+        check_head("", checkpoint)
+        classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
+        if classes != named:
+            raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
+        config = of_today(checkpoint["config"])
+        check_config("config", config)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({error}); use an earlier one") from None
+    return checkpoint | {"file": file, "config": config}  # file: for messages
 
 
 def _verify(path: Path) -> None:

@@ -19,7 +19,7 @@ class Unfit(ValueError):
         shown = type(value).__name__
         if isinstance(value, (str, bytes)):
             shown = repr(value[:40])
-        elif value is None or (isinstance(value, (int, float)) and abs(value) < 1e40) or value != value:
+        elif value is None or (isinstance(value, (int, float)) and not abs(value) >= 1e40):  # nan too
             shown = repr(value)
         super().__init__(f"{name} is {shown}, but must be {expected}")
 

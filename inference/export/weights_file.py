@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from utils import door
-from utils.checkpoint import SCHEMA, load, resolve
+from utils.checkpoint import checked, load, resolve
 from utils.errors import UserError
 
 ENTRY = "duet"
@@ -84,8 +84,6 @@ def read_weights(path: Path) -> dict[str, Any]:
         tensors = load_file(str(path))
     except (SafetensorError, ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
-    if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in NETWORKS:
+    if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in tuple(NETWORKS):
         raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
-    if told["schema"] > SCHEMA:
-        raise UserError(f"{path}: schema {told['schema']} is newer than this program's {SCHEMA}; update Duet")
-    return told | {"state": {NETWORKS[told["task"]]: tensors}}
+    return checked(told | {"state": {NETWORKS[told["task"]]: tensors}}, str(path))

@@ -14,6 +14,7 @@ from utils.errors import UserError
 from utils.logging import say
 from utils.provenance import versions
 from utils.run_folder import RunFolder
+from utils.state_schema import FAULTS, check_part
 
 Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
 
@@ -113,26 +114,40 @@ class CheckpointManager:
                 f"{self.folder.path}: was trained on other images ({data.get('count')} then, {meta.count} in "
                 f"{self.config.data.path} now); choose another --run-dir or give its own data"
             )
-        for name, part in registry.items():
-            if name not in content["state"]:
-                if getattr(part, "optional", False):
-                    continue
-                raise UserError(
-                    f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
-                )
-            try:
-                part.load_state_dict(content["state"][name])
-            except RuntimeError as error:  # torch's list of what does not fit
-                raise UserError(
-                    f"{path}: the state of {name!r} does not fit ({shorten(str(error), 160)}); data.resolution or "
-                    "another setting of the networks has changed: give the run's own, or choose another --run-dir"
-                ) from error
+        self._load(registry, content, path)
         self.saved_step = content["step"]
         best = dict(content["state"].get("loop", {}).get("best", {}))
         self._best_step = best.pop("step", -1)
         if collectives.is_main():
             self._catch_up(Path(path), best)
         return content
+
+    def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
+        """Compare the whole state with the registry, then load it. Raises UserError naming file and key."""
+        state = content["state"]
+        found = {name: part for name, part in registry.items() if name in state or not getattr(part, "optional", False)}
+        for name in found:
+            if name not in state:
+                raise UserError(
+                    f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
+                )
+        name = ""
+        try:
+            for name, part in found.items():
+                check_part(f"state.{name}", part, state[name])
+            for name, part in found.items():
+                part.load_state_dict(state[name])
+            name = "loop"
+            if state.get("loop", {}).get("step", content["step"]) != content["step"]:
+                raise ValueError(f"state.loop.step is not the checkpoint's step, {content['step']}")
+        except UserError:
+            raise
+        except FAULTS as error:
+            told = shorten(f"{type(error).__name__ * isinstance(error, LookupError)} {error}", 160)
+            raise UserError(
+                f"{path}: the state of {name!r} does not fit ({told}); data.resolution or another setting of the "
+                "networks has changed, or the file is damaged: give the run's own, or choose another --run-dir"
+            ) from error
 
     def _catch_up(self, path: Path, best: dict[str, float]) -> None:
         """Write the pointers that a kill after a checkpoint has left undone. `best`: its metric and value."""
@@ -141,7 +156,7 @@ class CheckpointManager:
         try:
             if named["last"] != path.name:
                 checkpoints.point(folder, "last", path)
-            if self._best_step == step and named["best"] != path.name:
+            if self._best_step == step and named["best"] != path.name and len(best) == 1:
                 ((metric, value),) = best.items()
                 checkpoints.point(folder, "best", path, metric=metric, value=value)
         except OSError as error:  # the next checkpoint will say more

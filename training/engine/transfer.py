@@ -23,6 +23,7 @@ from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
 from utils.run_folder import RunFolder
+from utils.state_schema import check_tensors
 
 LINES = 4  # of what does not fit, or is new, that are listed for a network; the others are counted
 
@@ -155,8 +156,11 @@ def networks_of(registry: Mapping[str, Any]) -> dict[str, nn.Module]:
 def _tensors(content: Mapping[str, Any], name: str, file: str) -> dict[str, Tensor]:
     """A network's state in the donor; empty where it has none. Raises UserError unless it is made of tensors."""
     state = content["state"].get(name, {})
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise UserError(f"--init-from {file}: its state of {name!r} is not a network's; give a checkpoint of train.py")
+    try:
+        check_tensors(f"state.{name}", state)
+    except ValueError as error:
+        told = f"its state of {name!r} is not a network's ({error})"
+        raise UserError(f"--init-from {file}: {told}; give a checkpoint of train.py") from None
     return state
 
 

@@ -14,6 +14,7 @@ from utils import inject
 from utils.distributed import collectives
 from utils.distributed.gradients import Compression, GradientExchange
 from utils.errors import UserError
+from utils.state_schema import check_moments
 from utils.tensors import by_device
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -214,6 +215,7 @@ class Updater:
                 "the checkpoint's optimizer has other groups of parameters: the finetune section was changed since; "
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
+        check_moments(self.optimizer, state)
         self.optimizer.load_state_dict(state)
 
 

@@ -1,0 +1,163 @@
+"""The state in a checkpoint is compared with what would load it, before anything of it is loaded or allocated.
+
+`network` (perhaps on the meta device) is compared name by name; for other parts their own state is the pattern. All of
+these raise `utils.schema.Unfit` or another ValueError, naming the first key that does not fit.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.errors import UserError
+from utils.schema import Unfit
+
+FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # of a state that is odd
+ADAM = {"step", "exp_avg", "exp_avg_sq"}
+# of a group of parameters: what torch does not fill in itself
+NEEDED = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "counters"}
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """A whole tensor of real numbers in memory, none that stands for more than is stored."""
+    if not isinstance(value, Tensor):
+        raise Unfit(name, value, "a tensor")
+    plain = value.layout == torch.strided and not (value.is_meta or value.is_quantized or value.is_complex())
+    if not plain or value.untyped_storage().nbytes() < value.numel() * value.element_size():
+        raise ValueError(f"{name} is no plain tensor")
+
+
+def check_tensors(name: str, state: Any, wanted: Mapping[str, Tensor] | None = None) -> None:
+    """A dict of plain tensors; those of `wanted` by name, shape and type where it is given."""
+    if not isinstance(state, dict):
+        raise Unfit(name, state, "a mapping of names to tensors")
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise Unfit(f"a key of {name}", key, "a name")
+        check_tensor(f"{name}.{key}", value)
+    if wanted is None:
+        return
+    for key, own in wanted.items():
+        if key not in state:
+            raise ValueError(f"{name}.{key} is missing")
+        _same(f"{name}.{key}", state[key], own)
+    extra = next((key for key in state if key not in wanted), None)
+    if extra is not None:
+        raise ValueError(f"{name}.{extra} is none of the network's")
+
+
+def _same(name: str, value: Tensor, own: Tensor) -> None:
+    there, here = ([str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in (value, own))
+    if there != here:
+        raise ValueError(f"{name} is {there[0]} {there[1:]}, but must be {here[0]} {here[1:]}")
+
+
+def loaded(build: Callable[[], nn.Module], checkpoint: Mapping[str, Any], part: str, file: str) -> nn.Module:
+    """The network that `build` makes, with a checkpoint's state of `part`: compared on the meta device first.
+
+    Raises UserError naming the file and the key.
+    """
+    state = checkpoint["state"].get(part)
+    try:
+        if state is None:
+            raise ValueError(f"state.{part} is missing")
+        try:
+            with torch.device("meta"):
+                wanted = build().state_dict()
+        except (NotImplementedError, RuntimeError):  # another library's, which computes while it is built
+            wanted = build().state_dict()
+        check_tensors(f"state.{part}", state, wanted)
+        network = build()
+        network.load_state_dict(state)
+        return network
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    except FAULTS as error:
+        told = " ".join(str(error).split())[:300]
+        raise UserError(f"{file}: does not fit the network of its config ({told}); use another checkpoint") from error
+
+
+def check_part(name: str, part: Any, state: Any) -> None:
+    """The state of a part of a training: a network's by its tensors, others by the pattern of their own."""
+    own = part.state_dict()
+    network = getattr(part, "model", part)
+    if isinstance(network, nn.Module) and own and all(isinstance(value, Tensor) for value in own.values()):
+        check_tensors(name, state, own)
+    elif isinstance(own, dict) and "param_groups" in own:
+        check_optimizer(name, own, state)
+    else:
+        check_like(name, own, state)
+
+
+def check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
+    """Groups and tensors of torch's optimizers. Whether the groups are the same ones is for who loads them."""
+    if not isinstance(state, dict):
+        raise Unfit(name, state, "a mapping of names")
+    groups, tensors = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise Unfit(f"{name}.param_groups", groups, "a list of groups")
+    for place, (group, known) in enumerate(zip(groups, own["param_groups"], strict=False)):
+        missing = next((key for key in known if key in NEEDED and key not in group), None)
+        if missing is not None:
+            raise ValueError(f"{name}.param_groups[{place}].{missing} is missing")
+        numbers = {key: value for key, value in known.items() if key not in ("params", "param_names")}
+        check_like(f"{name}.param_groups[{place}]", numbers, group)
+    if not isinstance(tensors, dict) or not all(isinstance(value, dict) for value in tensors.values()):
+        raise Unfit(f"{name}.state", tensors, "a mapping of numbers to tensors")
+
+
+def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """What an optimizer keeps of each parameter has its shape. The groups must be the optimizer's own."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        kept = state["state"].get(number, {})
+        wanted = optimizer.state[parameter].keys() if parameter in optimizer.state else set()
+        if isinstance(optimizer, torch.optim.Adam) and kept:  # AdamW is one
+            wanted = ADAM
+        for key in wanted:
+            if key not in kept:
+                raise ValueError(f"state.{number}.{key} is missing")
+        for key, value in kept.items():
+            if value is None:
+                continue
+            check_tensor(f"state.{number}.{key}", value)
+            if value.shape != (torch.Size() if key == "step" else parameter.shape) or not value.is_floating_point():
+                found, shape = list(value.shape), list(parameter.shape)
+                raise ValueError(f"state.{number}.{key} is {value.dtype} {found}, its parameter has {shape}")
+
+
+def check_like(name: str, own: Any, value: Any) -> None:
+    """A value of the same kind as our own. A dict may have other keys and lack some: older versions had fewer."""
+    if isinstance(own, Tensor):
+        check_tensor(name, value)
+        if value.shape != own.shape:
+            raise ValueError(f"{name} has the shape {list(value.shape)}, but must have {list(own.shape)}")
+    elif isinstance(own, dict):
+        if not isinstance(value, dict):
+            raise Unfit(name, value, "a mapping of names")
+        for key, item in value.items():
+            if key in own:
+                check_like(f"{name}.{key}", own[key], item)
+            elif not own and (isinstance(item, bool) or not isinstance(item, (int, float))):
+                raise Unfit(f"{name}.{key}", item, "a number")
+    elif isinstance(own, (list, tuple)):
+        if not isinstance(value, (list, tuple)):
+            raise Unfit(name, value, "a list")
+        kinds = {type(item) for item in own} or {int, float, str}
+        kinds |= {int, float} if kinds & {int, float} else set()
+        for place, item in enumerate(value):
+            if type(item) not in kinds:
+                raise Unfit(f"{name}[{place}]", item, "of the type of its fellows")
+    elif isinstance(own, (bool, str)):
+        if type(value) is not type(own):
+            raise Unfit(name, value, "text" if isinstance(own, str) else "true or false")
+    elif isinstance(own, int):
+        if type(value) is not int or not -(2**63) <= value < 2**63:
+            raise Unfit(name, value, "a whole number")
+    elif isinstance(own, float):
+        if type(value) not in (int, float):
+            raise Unfit(name, value, "a number")
+    elif own is None and not (value is None or isinstance(value, (int, float))):
+        raise Unfit(name, value, "a number or nothing")
