@@ -41,6 +41,7 @@ def parser() -> Parser:
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
     add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")
     add("--dry-run", action="store_true", help="do everything up to the first step and print the plan")
+    add("--layers", action="store_true", help="with --dry-run: every layer too")
     return parse
 
 
@@ -98,6 +99,8 @@ def main(argv: list[str]) -> int:
     sweep = {name: value for name, value in given.items() if value is not None}
     if sweep and not options.lr_find:
         raise UserError("--lr-find-steps, --lr-find-from and --lr-find-to belong to --lr-find; add it")
+    if options.layers and not options.dry_run:
+        raise UserError("--layers belongs to --dry-run; add it")
     if options.lr_find and (options.dry_run or options.max_steps is not None or options.profile is not None):
         raise UserError("--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out")
     if options.init_from is not None:
@@ -148,6 +151,7 @@ def train_here(options: Namespace, overrides: list[str], gpus: list[str], sweep:
             profile_steps=options.profile,
             sweep=sweep if options.lr_find else None,
             dry_run=options.dry_run,
+            layers=options.layers,
         )
     except UnknownKey as error:
         raise error.among([f"--{name.replace('_', '-')}" for name in vars(options)]) from error

@@ -279,6 +279,12 @@ def test_a_device_that_was_asked_for_is_not_replaced_in_silence(
 def test_dry_run_writes_nothing(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli(train.main, ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]) == 0
     out = capsys.readouterr()
+    assert len(out.out.splitlines()) < 10  # U17: not a hundred lines of layers
+    assert "conv1" not in out.out
+    assert "memory of its training step" in out.out
+    more = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run", "--layers"]
+    assert run_cli(train.main, more) == 0
+    out = capsys.readouterr()
     assert "conv1" in out.out
     assert "memory of its training step" in out.out
     assert "Non-trainable params: 0" in out.out

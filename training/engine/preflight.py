@@ -22,18 +22,27 @@ from training.base.config import RunConfig
 from training.base.data import data_text
 from training.base.task import Task
 from training.optim.config import OptimizerConfig
+from training.optim.updater import Updater
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.text import columns
 
 GIB = 2**30
 MIB = 2**20
+# tensors of each parameter that an optimizer's first step makes; sgd's momentum is there before
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0, "schedulefree-sgd": 1, "schedulefree-adamw": 2}
 
 
 def state_bytes(task: Task) -> int:
-    """Bytes of all tensors that a checkpoint will hold (Adam's two moments counted before they exist)."""
-    networks = [part for part in task.registry().values() if isinstance(part, torch.nn.Module)]
-    return sum(4 * p.numel() * p.element_size() for network in networks for p in network.parameters())
+    """Bytes of all tensors that a checkpoint will hold (an optimizer's moments counted before they exist)."""
+    total = 0
+    for part in task.registry().values():
+        leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, Tensor)]
+        total += sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+        if isinstance(part, Updater) and not part.optimizer.state:
+            copies = MOMENTS[part.config.name]
+            total += sum(copies * p.numel() * p.element_size() for p in part.parameters)
+    return total
 
 
 def check_disk(folder: Path, task: Task, keep: int) -> None:
@@ -156,10 +165,14 @@ def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return bytes_.peak
 
 
-def model_summary(task: Task, name: str, micro: int) -> str:
-    """A network's layers with output shapes and parameters, and the memory of a training step at this micro-batch."""
+def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> str:
+    """The memory of a network's training step at this micro-batch; with `layers` first each of them with its output's
+    shape and its parameters.
+    """
     network, inputs = task.networks()[name]
-    layers = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
+    table = ""
+    if layers:
+        table = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
     clone = copy.deepcopy(network).train()  # a forward pass changes statistics
     for key, parameter in clone.named_parameters():
         parameter.requires_grad_(task.trains(name, key))
@@ -171,7 +184,7 @@ def model_summary(task: Task, name: str, micro: int) -> str:
         f"memory of its training step: about {total / GIB:.2f} GiB (activations {activations / MIB:.0f} MiB in fp32 at "
         f"{micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
     )
-    return f"{name}\n{layers}\n{memory}"
+    return f"{name}\n{table}\n{memory}" if layers else f"{name}: {memory}"
 
 
 def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:

@@ -43,9 +43,11 @@ def train(
     profile_steps: int | None = None,
     sweep: dict[str, Any] | None = None,
     dry_run: bool = False,
+    layers: bool = False,
 ) -> int:
     """Train, or resume, or (profile_steps) measure that many steps, or (sweep: what `lr_find.Sweep` is told) search the
-    learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
+    learning rate, or (dry_run; layers: with every layer) say what would be done. Returns the exit code; raises what
+    `run_cli` prints.
     """
     tree = read_yaml(config_file)
     config = build_run_config(of_today(tree) if _of_a_run(Path(config_file)) else tree, overrides, config_file)
@@ -58,7 +60,7 @@ def train(
     try:
         loop = prepare(config, folder, torch_device)
         if dry_run:
-            collectives.on_main(lambda: _print_plan(loop))
+            collectives.on_main(lambda: _print_plan(loop, layers))
             return 0
         if rates is not None:
             return _find_rate(loop, rates)
@@ -164,9 +166,12 @@ def _check_room(config: RunConfig, reader: Dataset, device: torch.device) -> Non
         )
 
 
-def _print_plan(loop: Loop) -> None:
+def _print_plan(loop: Loop, layers: bool) -> None:
+    micro = loop.config.micro(collectives.world_size())
     for name in loop.task.networks():
-        print(preflight.model_summary(loop.task, name, loop.config.micro(collectives.world_size())))
+        print(preflight.model_summary(loop.task, name, micro, layers=layers))
+    if not layers:
+        print("--layers prints every layer")
     print("dry run: everything up to the first step is in order; nothing was written")
 
 

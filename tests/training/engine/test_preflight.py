@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import train
 from data.dataset import Dataset
@@ -19,16 +20,17 @@ from data.lmdb.writer import pack_arrays
 from models.classifier import Classifier, ModelConfig
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
-from tests.end_to_end.helpers import write_config
+from tests.end_to_end.helpers import train_in_process, write_config
 from tests.end_to_end.test_bad_input import refused
 from training.base.config import DataConfig
 from training.base.task import Task
 from training.classifier.finetune import FineTuneConfig
 from training.classifier.task import ClassifierConfig, ClassifierTask
-from training.engine.preflight import activation_bytes, model_summary, plan_rows
-from training.engine.tasks import build_run_config
+from training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
+from training.engine.tasks import TASKS, build_run_config
 from training.gan.task import GanTask
 from training.optim.updater import OptimizerConfig
+from utils.config import read_yaml
 from utils.errors import run_cli
 from utils.seeding import forked
 
@@ -185,12 +187,32 @@ def test_memory_with_activation_checkpointing() -> None:
 
 def test_a_dry_run_prints_the_table(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run"]
+    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run", "--layers"]
     options += ["--finetune.freeze", '["layer4"]']
     assert run_cli(train.main, options) == 0
     rows = rows_of(capsys.readouterr().out)
     assert rows["fc"] == ["Linear", "1 x 10", "5,130", "0.02", "0.0005/0", "yes"]
     assert rows["layer4.1.bn2"][-3:] == ["-", "-", "no"]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), [("gan", "adam"), *(("classifier", each) for each in ("adamw", "sgd", "schedulefree-adamw"))]
+)
+def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: Path, name: str, optimizer: str) -> None:
+    """U17: it said 170.5 MiB of one that has 128.0."""
+    recipe = write_config(tmp_path / "recipe.yaml", name, packed)
+    options = [] if name == "gan" else ["--optimizer.name", optimizer]
+    if optimizer.startswith("schedulefree"):
+        options += ["--optimizer.schedule", "constant", "--optimizer.beta2_final", "null"]
+    config = build_run_config(read_yaml(str(recipe)), options, "x")
+    reader = Dataset(packed / "train.lmdb")
+    planned = state_bytes(TASKS[config.task].task(config, reader, None, torch.device("cpu")))
+    assert train_in_process(recipe, tmp_path / "run", "--max-steps", "1", *options) == 0
+    (path,) = (tmp_path / "run" / "checkpoints").glob("*.pt")
+    content = torch.load(path, weights_only=True)
+    parts = [part for key, part in content["state"].items() if key not in ("loader", "window", "loop")]
+    held = sum(x.numel() * x.element_size() for x in tree_leaves(parts) if isinstance(x, torch.Tensor))
+    assert planned == pytest.approx(held, rel=0.01)
 
 
 # --- refused before the first step
