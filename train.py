@@ -14,6 +14,7 @@ from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse
 from utils.errors import UserError, run_cli
 from utils.recipes import listing, recipes
 
+MOST_PROCESSES = 1024
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 
@@ -108,6 +109,8 @@ def main(argv: list[str]) -> int:
     gpus = parse_gpus(options.gpus) if options.gpus else []
     if (options.procs is not None and options.procs < 1) or (options.max_steps is not None and options.max_steps < 1):
         raise UserError("--procs and --max-steps must be 1 or more")
+    if options.procs is not None and options.procs > MOST_PROCESSES:
+        raise UserError(f"--procs {options.procs}: at most {MOST_PROCESSES} on a machine; give as many as it has cores")
     check_launcher(options.gpus, options.procs)
     if gpus and not under_launcher():
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before CUDA starts, here and in the processes below

@@ -53,6 +53,11 @@ def test_what_cannot_fit_is_refused_in_seconds(
     assert not (tmp_path / "run").exists()
 
 
+def test_no_machine_has_so_many_processes() -> None:
+    with pytest.raises(UserError, match="--procs 1000000000: at most 1024 on a machine"):
+        main(["--config", "configs/quickstart_gan.yaml", "--procs", "1000000000"])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_fit_where_they_are_meant_for(recipe: str) -> None:
     tree = read_yaml(Path("configs") / f"{recipe}.yaml")
