@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 import simplejpeg
+from PIL import Image
 
 from data.images import ImageError, decode_by_rules
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG, MOST_PIXELS
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 
+PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
 TRIES = 10  # draws of a random crop before the middle is taken
 
@@ -59,14 +61,19 @@ def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray
         return _decode_jpeg(payload, channels)
     if codec == CODEC_PNG:
         flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+        width, height = int.from_bytes(payload[16:20], "big"), int.from_bytes(payload[20:24], "big")  # of its header
+        if payload[:8] != PNG or not 0 < width * height <= MOST_PIXELS:
+            raise ImageError("cannot be decoded: it has no header of a PNG, or one of too many pixels")
         pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
         if pixels is None:
             raise ImageError("cannot be decoded")
         return pixels.reshape(*pixels.shape[:2], channels)
     try:
         return decode_by_rules(payload, channels)
-    except (OSError, SyntaxError) as error:
-        raise ImageError(f"cannot be decoded ({error})") from None
+    except ImageError:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, Image.DecompressionBombError) as error:
+        raise ImageError(f"cannot be decoded ({' '.join(str(error).split())[:200]})") from None
 
 
 def decode_crop(

@@ -153,3 +153,18 @@ def test_middle_of_a_long_image_where_no_draw_fits() -> None:
     assert (top, height, width) == (0, 10, 13)
     assert left == (1000 - 13) // 2
     assert centre_box(10, 1001) == (0, 495, 10, 10)
+
+
+@pytest.mark.parametrize("codec", [0, 1, 2])
+def test_an_empty_file_is_an_error_of_one_line(codec: int) -> None:
+    """H11: OpenCV's own error came through."""
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        decode(b"", codec, 3)
+
+
+def test_a_png_whose_header_promises_too_much_is_not_decoded() -> None:
+    """H11: OpenCV has no limit of its own that fits into memory."""
+    forged = bytearray(encode(np.zeros((8, 8, 3), np.uint8), "png"))
+    forged[16:24] = (30000).to_bytes(4, "big") * 2
+    with pytest.raises(ImageError, match="too many pixels"):
+        decode(bytes(forged), 2, 3)
