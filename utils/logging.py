@@ -155,6 +155,11 @@ class RunLog:
             rate = {"images/s": f"{metrics['images_per_second']:.4g}"} if "images_per_second" in metrics else {}
             self._bar.more = "".join(f", {name} {value}" for name, value in (losses | rate).items())
 
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Curves for TensorBoard alone: what metrics.jsonl need not repeat, since the config says it."""
+        if self._events is not None:
+            self._events.scalars(step, values)
+
     def _append(self, line: str) -> None:
         """A full disk costs rows, and not the training. Half a row is taken away, or the next would be glued to it."""
         left = line.encode()

@@ -268,6 +268,7 @@ class Loop:
             self._collect_damage()
             row["damaged_records"] = len(self.damaged)
         self._write_row(row)
+        self.log.scalars(self.step, self._rates())
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         self._check_saving()
@@ -278,6 +279,15 @@ class Loop:
                 "the last checkpoint"
             )
         self._look_for_spikes(values)
+
+    def _rates(self) -> dict[str, float]:
+        """The highest learning rate of each optimizer in the last update."""
+        optimizers = {name: getattr(part, "optimizer", None) for name, part in self.task.registry().items()}
+        return {
+            f"learning_rate/{name}": max(group["lr"] for group in optimizer.param_groups)
+            for name, optimizer in optimizers.items()
+            if isinstance(optimizer, torch.optim.Optimizer)
+        }
 
     def _write_row(self, row: Metrics) -> None:
         self.log.metrics(self.step, row)

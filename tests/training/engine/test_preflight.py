@@ -215,6 +215,21 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: P
     assert planned == pytest.approx(held, rel=0.01)
 
 
+def test_tensorboard_shows_the_learning_rate(tmp_path: Path, packed: Path) -> None:
+    """U15: that of the last update, for each optimizer; metrics.jsonl stays as it is."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    options = ["--max-steps", "4", "--log.every", "2", "--log.tensorboard", "true", "--optimizer.warmup-steps", "4"]
+    options += ["--optimizer.schedule", "constant", "--optimizer.lr", "0.5", "--optimizer.name", "sgd"]
+    assert train_in_process(recipe, tmp_path / "run", *options) == 0
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("learning_rate/optimizer")}
+    assert shown == {2: pytest.approx(0.25), 4: pytest.approx(0.5)}
+    assert "learning_rate" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
 # --- refused before the first step
 
 
