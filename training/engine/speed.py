@@ -266,7 +266,8 @@ def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: 
         "; that is long: recipes named cpu are smaller (train.py --list), and "
         "`python quickstart.py FOLDER --minutes N` chooses what fits"
     )
-    return f"{about} {duration(whole)} here, {1 / seconds * world:,.3g} images/s" + (advice if whole > LONG else "")
+    rate = f"{'at most ' * (about == 'more than')}{world / seconds:,.3g} images/s"
+    return f"{about} {duration(whole)} here, {rate}" + (advice if whole > LONG else "")
 
 
 def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Measured:
