@@ -148,6 +148,9 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
 def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, height: int = 0) -> np.ndarray:
     """A JPEG, at 1/`shrink` of its size (1, 2, 4 or 8)."""
     try:
+        rows, columns, *_ = simplejpeg.decode_jpeg_header(payload, strict=False)
+        if rows * columns > MOST_PIXELS:
+            raise ImageError(f"has {columns}x{rows} px, more than {MOST_PIXELS:,} in all")
         pixels = simplejpeg.decode_jpeg(
             payload,
             "GRAY" if channels == 1 else "RGB",
@@ -155,6 +158,8 @@ def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, he
             min_height=-(-height // shrink) if shrink > 1 else 0,
             strict=False,  # the file's checksum was compared; warnings are those it had when it was packed
         )
+    except ImageError:
+        raise
     except ValueError as error:
         raise ImageError(f"cannot be decoded ({error})") from None
     return np.asarray(pixels)

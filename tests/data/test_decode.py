@@ -168,3 +168,12 @@ def test_a_png_whose_header_promises_too_much_is_not_decoded() -> None:
     forged[16:24] = (30000).to_bytes(4, "big") * 2
     with pytest.raises(ImageError, match="too many pixels"):
         decode(bytes(forged), 2, 3)
+
+
+def test_a_jpeg_whose_header_promises_too_much_is_not_decoded() -> None:
+    """H11: 12 GiB were asked for."""
+    forged = bytearray(encode(np.zeros((8, 8, 3), np.uint8), "jpeg"))
+    at = forged.index(b"\xff\xc0")
+    forged[at + 5 : at + 9] = (65500).to_bytes(2, "big") * 2
+    with pytest.raises(ImageError, match="65500x65500 px, more than"):
+        decode(bytes(forged), 1, 3)
