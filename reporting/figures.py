@@ -52,7 +52,7 @@ DISTANCES = {  # key of each of eval/metrics.json's `distances`: column of their
     "floor": "its floor (real against real)",
     "kernel": "kernel",
     "kernel_floor": "its floor",
-    "n": "images a side",
+    "n": "n",
 }
 
 
