@@ -5,11 +5,12 @@ Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 
-from utils.ranges import Checked, NonNegativeInt, Probability
+from utils.ranges import Checked, Probability, between
 from utils.seeding import Key, generator
 
 ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2
@@ -21,7 +22,7 @@ class Augment(Checked, section="augment"):
     """Augmentation of training images. Raises UserError for values out of range."""
 
     flip: bool = False  # left-right, with probability 1/2
-    shift: NonNegativeInt = 0  # px: padded by so many black pixels on all sides and cropped at a random place
+    shift: Annotated[int, between(0, 512)] = 0  # px: padded by so many black ones on all sides, cropped at random
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
 
