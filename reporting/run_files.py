@@ -10,6 +10,7 @@ import yaml
 
 from utils import bounded_yaml, door
 
+FAR = 1e100  # no figure of a training; a chart's ticks would overflow
 OWN = ("checkpoints", "eval", "samples", "tensorboard")  # folders whose files are shown elsewhere or not at all
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
 
@@ -33,13 +34,14 @@ class Run:
 
     @property
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """(step, value) of every scalar of metrics.jsonl, by key."""
+        """(step, value) of every scalar of metrics.jsonl, by key; NaN for a value that was not finite or beyond FAR."""
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.records:
             for key, value in record.items():
                 value = math.nan if value is None else value  # null stands for a value that was not finite
                 if key not in ("step", "images") and isinstance(value, int | float) and not isinstance(value, bool):
-                    series.setdefault(key, []).append((float(record["step"]), float(value)))
+                    point = float(record["step"]), float(value) if abs(value) < FAR else math.nan
+                    series.setdefault(key, []).append(point)
         return series
 
     @property
@@ -122,7 +124,8 @@ def _read_records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     for line in _read_text(path, notes).splitlines():
         try:
             record = json.loads(line, parse_int=_integer)
-            step = int(record["step"])
+            if abs(step := int(record["step"])) >= FAR:
+                raise ValueError("no step")
             by_step[step] = by_step.get(step, {}) | record
         except (ValueError, OverflowError, TypeError, KeyError, RecursionError):
             torn += 1
