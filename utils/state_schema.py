@@ -48,6 +48,8 @@ def check_tensors(name: str, state: Any, wanted: Mapping[str, Tensor] | None = N
 
 
 def _same(name: str, value: Tensor, own: Tensor) -> None:
+    if own.dtype == torch.get_default_dtype() != value.dtype == torch.float32:
+        own = own.float()  # a program in float64 loads what was stored in float32
     there, here = ([str(tensor.dtype).removeprefix("torch."), *tensor.shape] for tensor in (value, own))
     if there != here:
         raise ValueError(f"{name} is {there[0]} {there[1:]}, but must be {here[0]} {here[1:]}")
@@ -108,7 +110,12 @@ def check_optimizer(name: str, own: Mapping[str, Any], state: Any) -> None:
 
 
 def check_moments(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """What an optimizer keeps of each parameter has its shape. The groups must be the optimizer's own."""
+    """What an optimizer keeps of each parameter has its shape. The groups must be the optimizer's own.
+
+    A state without any moments is that before the first step.
+    """
+    if not state["state"]:
+        return
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -174,7 +174,8 @@ def test_folding_and_gradcam(name, slim):
     if name in OURS:
         assert not any(isinstance(module, _BatchNorm) for module in folded.modules())
     heat = image_heat(model, torch.randint(0, 256, (2, 1, 64, 64), dtype=torch.uint8), torch.tensor([0, 2]))
-    assert heat.shape == (2, 2, 2)
+    side = 4 if "resnet" in name else 2  # a ResNet's last stage is too small at 64 px: the one before it
+    assert heat.shape == (2, side, side)
 
 
 def test_a_transformer_is_not_folded_and_has_no_maps():

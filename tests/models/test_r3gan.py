@@ -359,7 +359,7 @@ def test_every_parameter_gets_a_gradient():
     ("settings", "message"),
     [
         ({"width": 0}, "width 0: must be above 0"),
-        ({"blocks": 0}, "blocks 0: must be above 0"),
+        ({"blocks": 0}, "blocks 0: must be at least 1 and at most 100"),
         ({"cardinality": -1}, "cardinality -1: must be above 0"),
         ({"expansion": 0}, "expansion 0: must be above 0"),
         ({"width": 10, "cardinality": 3}, r"cardinality 3 does not divide the 20 channels .* a divisor of 20"),
