@@ -102,14 +102,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             entry, payload = self.encoded_record(transaction, index)
             label = int(entry["label"])
             if not 0 <= label < max(1, len(self.classes)):
-                raise self.damage(index, "its label has no class")
+                raise self._label_damage([index], label)
             try:
                 return decode(payload, int(entry["codec"]), self.meta.channels), label
             except ImageError as error:
                 raise self.damage(index, str(error)) from None
 
     def labels(self) -> np.ndarray:
-        """All labels, int64 [count], read-only."""
+        """All labels, int64 [count], read-only. Raises DamageError, also for a label that has no class."""
         if self._labels is None:
             handle = self.handle()
             with handle.environment.begin(buffers=True) as transaction:
@@ -118,7 +118,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             labels = np.concatenate(parts)
             unknown = np.flatnonzero((labels < 0) | (labels >= max(1, len(self.classes))))
             if len(unknown):
-                raise self.damage(unknown.tolist(), "its label has no class")
+                raise self._label_damage(unknown.tolist(), int(labels[unknown[0]]))
             labels.setflags(write=False)
             self._labels = labels
         return self._labels
@@ -223,6 +223,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         ):
             if entry_checksum(entry, image.tobytes()) != entry["checksum"]:
                 yield record
+
+    def _label_damage(self, records: Sequence[int], label: int) -> DamageError:
+        """The error for records without a class; `label` is the first one's."""
+        return self.damage(records, f"label {label} has no class, the file has {len(self.classes)} classes")
 
     def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
         """The error for a damaged record or block."""

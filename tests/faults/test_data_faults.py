@@ -199,7 +199,8 @@ def test_fault_19_label_out_of_range(command: Command, packed: Path, tmp_path: P
     pack_arrays(tmp_path / "x.lmdb", images, np.arange(40) % 10, classes)
     change_entry(tmp_path / "x.lmdb", label=label)
     run = ["train.py", "--config", config, "--run-dir", tmp_path / "run", "--data.val-path=null"]
-    command(*run, "--data.path", tmp_path / "x.lmdb").refusal("x.lmdb", f"record 0 has label {label}", "10 classes")
+    told = ("x.lmdb: record 0 ", f"label {label} has no class, the file has 10 classes; copy or pack the file again")
+    command(*run, "--data.path", tmp_path / "x.lmdb").refusal(*told)
     assert not (tmp_path / "run").exists()
 
 

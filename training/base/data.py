@@ -78,16 +78,18 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError unless the files hold images of one size and fit each other; warn of leaks."""
+    """Raise UserError unless the files hold images of one size, labels of their classes and fit each other; warn of
+    leaks.
+    """
     if training.resolution == 0:
         raise UserError(
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "
             "--size N"
         )
-    _check_records(training, "data.path", "pack some images")
+    training.labels()  # a damaged index or a label without a class ends it here, also for a GAN
     if held_out is None:
         return
-    _check_records(held_out, "data.val_path", "pack some images, or leave it out")
+    held_out.labels()
     side, channels = held_out.meta.resolutions[-1], held_out.meta.channels
     scaled = config.data.resolution is not None or side in (0, training.resolution)  # as asked for, or not at all
     if channels != training.meta.channels or not scaled:
@@ -110,18 +112,6 @@ def _warn_of_leaks(config: DataConfig, training: Dataset, held_out: Dataset) -> 
         say(
             f"warning: {leaked:,} of the {len(held_out):,} images of {config.val_path} are training images too; "
             f"see `python -m data.duplicates {config.path} {config.val_path}`"
-        )
-
-
-def _check_records(dataset: Dataset, key: str, remedy: str) -> None:
-    """Raise UserError for no image, or a label that has no class: data.pack did not write that file."""
-    if len(dataset) == 0:
-        raise UserError(f"{key} {dataset.path}: holds no image; {remedy}")
-    wrong = np.flatnonzero((dataset.labels() < 0) | (dataset.labels() >= max(1, len(dataset.classes))))
-    if len(wrong):
-        raise UserError(
-            f"{dataset.path}: record {wrong[0]} has label {dataset.labels()[wrong[0]]}, the file has "
-            f"{len(dataset.classes)} classes; pack again"
         )
 
 

@@ -131,7 +131,10 @@ def test_versions_that_are_none(packed: Path, version: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
-    [("label", 3, "no class"), ("label", -1, "no class"), ("label", 2**62, "no class"), ("height", 2**32 - 1, "size")],
+    [
+        *(("label", label, f"label {label} has no class, the file has 3 classes") for label in (3, -1, 2**62)),
+        ("height", 2**32 - 1, "size"),
+    ],
 )
 def test_an_entry_that_cannot_be_is_named(packed: Path, field: str, value: int, reason: str) -> None:
     with LMDBReader(packed) as reader, reader.handle().environment.begin(buffers=True) as transaction:

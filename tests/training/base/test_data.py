@@ -136,7 +136,8 @@ def test_square_images_are_not_enlarged(folder: Path) -> None:
 def test_labels_without_a_class(folder: Path, name: str, label: int) -> None:
     """Also for a GAN, whose task does not look at them."""
     change_entry(folder / name, label=label)
-    with pytest.raises(UserError, match=rf"{name}: record 0 has label {label}, the file has 3 classes"):
+    told = rf"{name}: record 0 is damaged: label {label} has no class, the file has 3 classes; copy or pack"
+    with pytest.raises(UserError, match=told):
         opened(config_of(folder, val_path=str(folder / "test.lmdb")))
 
 

@@ -277,7 +277,8 @@ def test_labels_beyond_the_head(start: Any, tmp_path: Path) -> None:
         change_entry(Path(bad), label=3)
         paths = {"data.path": good, "data.val_path": good} | {key: bad}
         line = start(*(word for name, path in paths.items() for word in (f"--{name}", path)))
-        assert f"bad{number}.lmdb: record 0 has label 3, the file has 3 classes; pack again" in line
+        told = "record 0 is damaged: label 3 has no class, the file has 3 classes; copy or pack the file again"
+        assert f"bad{number}.lmdb: {told}" in line
 
 
 def test_weights_for_other_shapes(start: Any, tmp_path: Path) -> None:
@@ -308,4 +309,5 @@ def test_no_held_out_images(start: Any, tmp_path: Path) -> None:
     pack(tmp_path / "zero.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"])
     empty_meta(tmp_path / "zero.lmdb")
     line = start("--data.val-path", str(tmp_path / "zero.lmdb"))
-    assert re.search(r"data\.val_path .*zero\.lmdb: holds no image; pack some images, or leave it out", line)
+    told = r"zero\.lmdb: its metadata record is damaged \(count is 0, but must be .* from 1 .*\); copy or pack it again"
+    assert re.search(told, line)
