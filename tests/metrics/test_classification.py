@@ -90,9 +90,13 @@ def test_any_sharding_gives_identical_counts(cuts, order, ranks):
     assert shards[0].figures(names) == whole.figures(names)  # exactly, the calibration error too
 
 
-def test_top5_is_undefined_below_five_classes_and_one_at_five():
+def test_top5_is_undefined_up_to_five_classes_where_it_would_always_be_one():
     assert figures_of(*answers(classes=4))["top5_accuracy"] is None
-    assert figures_of(*answers(classes=5))["top5_accuracy"] == 1
+    assert figures_of(*answers(classes=5))["top5_accuracy"] is None
+    logits, labels = answers(classes=6)
+    expected = top_k_accuracy_score(labels, logits, k=5)
+    assert expected < 1
+    assert figures_of(logits, labels)["top5_accuracy"] == pytest.approx(expected)
 
 
 def test_ties_go_to_the_lower_class():

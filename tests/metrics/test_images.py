@@ -73,6 +73,8 @@ def test_gan_table_shows_figures_floors_and_notes():
         "task": "gan",
         "distances": [{**row, "diversity_ratio": 0.5, "n": 20}],
         "recognised": 0.75,
+        "recognised_interval": [0.5, 0.875],
+        "judge": {"accuracy": 0.9375, "n": 16},
         "recognised_by_class": {"a": 1.0, "b": None},
         "diversity_ratio": 0.5,
         "diversity_by_class": {"a": 0.5, "b": 0.625},
@@ -81,7 +83,8 @@ def test_gan_table_shows_figures_floors_and_notes():
     }
     lines = gan_table(document).splitlines()
     assert "resnet50    12.346      -  0.012346      -      0.500  20" in lines
-    assert "recognised       0.7500" in lines
+    assert "recognised        0.7500  (95 %: 0.5000 to 0.8750)" in lines
+    assert "the judge itself  0.9375  of the real images" in lines
     assert any(line.split() == ["b", "-", "0.6250"] for line in lines)
     assert lines[-1] == "floor: nothing to compare with"
     assert not any("memorisation" in line for line in lines)
@@ -91,14 +94,20 @@ def test_gan_table_shows_figures_floors_and_notes():
         (False, "no sign of copies (p 0.0004)"),
     ):
         text = gan_table({**document, "memorisation": {**copies, "copies": verdict}})
-        assert f"memorisation     {told}" in text
+        assert f"memorisation      {told}" in text
         assert "C_T - (pixels, 500 training images searched)" in text
+    unjudged = document | {"recognised": None, "recognised_interval": None, "judge": None}
+    lines = gan_table(unjudged).splitlines()
+    assert "recognised       -" in lines
+    assert not any("judge" in line or "95 %" in line for line in lines)
 
 
 def test_classifier_table_shows_figures_by_class():
     rows = {"a": {"precision": None, "recall": 0.5, "f1": 0.25, "support": 20}}
     figures = {"accuracy": 0.5, "top5_accuracy": None, "ece": 0.125, "per_class": rows}
-    lines = classifier_table({**HEAD, "task": "classifier", **figures}).splitlines()
-    assert "accuracy                 0.5000" in lines
+    more = {"accuracy_interval": [0.25, 0.75], "notes": {"n": "few images (20)"}}
+    lines = classifier_table({**HEAD, "task": "classifier", **figures, **more}).splitlines()
+    assert "accuracy                 0.5000  (95 %: 0.2500 to 0.7500)" in lines
+    assert lines[-1] == "n: few images (20)"
     assert not any("top-5" in line for line in lines)
     assert any(line.split() == ["a", "-", "0.5000", "0.2500", "20"] for line in lines)

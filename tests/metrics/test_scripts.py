@@ -319,7 +319,7 @@ class TestGenerate:
         for argv, told in (
             ([*base, "--classes", "drak"], "did you mean 'dark'"),
             ([*base, "--classes", "dark,dark"], "named twice"),
-            ([*base, "--noise-mode", "some"], "noise_mode"),
+            ([*base, "--noise-mode", "some"], "--noise-mode: invalid choice: 'some'"),
             ([*base, "--sed", "1"], "unknown argument --sed"),
             (["grid", "--checkpoint", runs["gan"], "--out", tmp_path / "x.jpg"], ".png"),
             (["grid", "--checkpoint", runs["classifier"], "--out", tmp_path / "x.png"], "'gan' checkpoint is needed"),

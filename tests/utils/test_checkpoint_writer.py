@@ -20,14 +20,15 @@ def everything():
     module(torch.ones(2, 3, 5, 5)).sum().backward()
     optimizer.step()
     flat, word = torch.arange(12.0), "twice"
+    kinds = (torch.bfloat16, torch.float16, torch.int64, torch.bool)
     return {
         "module": module.state_dict(),
         "parameters": dict(module.named_parameters()),
         "adam": optimizer.state_dict(),
-        "views": [flat[:4], flat[4:8].view(2, 2), flat[::3], flat],
-        "same": [flat, flat],
-        "types": [torch.zeros(2, dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.int64, torch.bool)],
-        "empty": [torch.zeros(0), torch.zeros(0, 3), torch.tensor(5)],
+        "views": {"x": [flat[:4], flat[4:8].view(2, 2), flat[::3], flat]},
+        "same": {"x": [flat, flat]},
+        "types": {"x": [torch.zeros(2, dtype=kind) for kind in kinds]},
+        "empty": {"x": [torch.zeros(0), torch.zeros(0, 3), torch.tensor(5)]},
         "plain": {word: word, 3: (None, True, 1.5), "list": []},
     }
 
@@ -40,7 +41,7 @@ def test_a_copy_makes_the_same_file_to_the_byte(tmp_path):
         bytes_of[own] = path.read_bytes()
     assert bytes_of[True] == bytes_of[False]
     torch.save(content(state=state), tmp_path / "plain.pt")
-    assert load(path)["state"]["views"][1].equal(torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
+    assert load(path)["state"]["views"]["x"][1].equal(torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
     assert len(bytes_of[True]) == pytest.approx((tmp_path / "plain.pt").stat().st_size, abs=200)  # nothing twice
 
 
@@ -49,21 +50,21 @@ def test_a_copy_does_not_see_what_training_changes(tmp_path):
     before = copy.deepcopy({name: tensor.clone() for name, tensor in state["module"].items()})
     taken = Snapshot(content(state=state), own=True)
     with torch.no_grad():
-        for part in (*state["module"].values(), *state["views"]):
+        for part in (*state["module"].values(), *state["views"]["x"]):
             part.fill_(7)
     state["plain"]["list"].append(1)
     state["adam"]["param_groups"][0]["lr"] = 9.0
     found = load(save(tmp_path, taken))["state"]
     assert {name: tensor.equal(before[name]) for name, tensor in found["module"].items()} == dict.fromkeys(before, True)
-    assert found["views"][3].equal(torch.arange(12.0))
+    assert found["views"]["x"][3].equal(torch.arange(12.0))
     assert found["plain"]["list"] == []
     assert found["adam"]["param_groups"][0]["lr"] == 1e-3
 
 
 def test_what_belongs_together_stays_together():
     taken = Snapshot(content(state=everything()), own=True).content["state"]
-    assert taken["same"][0] is taken["same"][1] is taken["views"][3]
-    assert len({view.untyped_storage().data_ptr() for view in taken["views"]}) == 1
+    assert taken["same"]["x"][0] is taken["same"]["x"][1] is taken["views"]["x"][3]
+    assert len({view.untyped_storage().data_ptr() for view in taken["views"]["x"]}) == 1
     assert isinstance(taken["parameters"]["0.weight"], torch.nn.Parameter)
     assert taken["parameters"]["0.weight"].untyped_storage().data_ptr() == taken["module"]["0.weight"].data_ptr()
     assert taken["module"]["0.weight"].is_contiguous(memory_format=torch.channels_last)
