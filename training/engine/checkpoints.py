@@ -107,7 +107,7 @@ class CheckpointManager:
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
-        data = content.get("data", {})
+        data = content.get("data") or {}
         meta = self.loader.reader.meta
         if data.get("content_hash") != meta.content_hash:
             raise UserError(
