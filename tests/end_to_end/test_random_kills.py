@@ -207,5 +207,5 @@ def test_what_points_at_a_checkpoint_catches_up_after_a_kill(which: str, images:
 def test_twenty_kills_at_random_moments(processes: int, images: Path, tmp_path: Path) -> None:
     draws = random.Random(processes)
     kinds = draws.sample(KINDS, k=20, counts=[9, 6, 5])
-    recipe = recipe_of("gan", 160, images, tmp_path / "recipe.yaml")
+    recipe = recipe_of("gan", 400, images, tmp_path / "recipe.yaml")
     kill_and_repeat(Command, recipe, tmp_path, kinds, draws, "--procs", str(processes))
