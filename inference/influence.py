@@ -97,8 +97,6 @@ def _check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> Non
     """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
     remedy = "give the images that it was trained on"
     require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
-    if not len(reader):
-        raise UserError(f"{path}: holds no image; give the images that the classifier was trained on")
     if reader.meta.content_hash != (checkpoint.get("data") or {}).get("content_hash"):
         print(f"note: {path} is not what the classifier was trained on", file=sys.stderr)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from planning.survey import Survey
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
@@ -17,7 +18,6 @@ FILLED = 0.93  # share of the time that is planned: measured speeds are not exac
 VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
 ADA_BELOW = 10_000  # training images, below which the discriminator's are augmented (2006.06676, figure 1)
 EVALUATION = 0.1  # share of the time that the GAN's evaluation may take at most
-JUDGED, SEARCHED, PER_CLASS = 5000, 20_000, 200  # evaluate.py's own defaults
 SEARCHED_LESS = 2000  # training images that are searched for copies where time is short
 GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
 SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
@@ -318,7 +318,7 @@ class _Choice:
             rest = max(n, searched) / features if features else 0.0
             return both * (0.4 / drawn + 2 * through) + 2 * n * judging + rest
 
-        n, searched = min(JUDGED, self.held_out), min(SEARCHED, self.images)
+        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.images)
         if seconds(n, searched, features) > most and features:
             searched = min(searched, SEARCHED_LESS)
             options += ["--searched", str(searched)]

@@ -67,10 +67,12 @@ def loaded(build: Callable[[], nn.Module], checkpoint: Mapping[str, Any], part: 
         try:
             with torch.device("meta"):
                 wanted = build().state_dict()
+            network = None
         except (NotImplementedError, RuntimeError):  # another library's, which computes while it is built
-            wanted = build().state_dict()
+            network = build()
+            wanted = network.state_dict()
         check_tensors(f"state.{part}", state, wanted)
-        network = build()
+        network = build() if network is None else network
         network.load_state_dict(state)
         return network
     except UserError as error:

@@ -79,6 +79,14 @@ def warm_up() -> None:
     gc.freeze()  # or every fork would copy the memory of all that was imported when it collects garbage
 
 
+def _leave(code: int) -> NoReturn:
+    """End a fork without what the parent has registered for its own end."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def ended_by(work: Callable[[], object], log: Path) -> NoReturn:
     """End this process, a fork, by `work`, whose streams go to a file: exit code 1 if it raises."""
     code = 1
@@ -90,10 +98,7 @@ def ended_by(work: Callable[[], object], log: Path) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
 
 
 def run(prepare: Callable[[], Sequence[str]], folder: Path) -> tuple[list[str], Outcome]:
@@ -166,10 +171,7 @@ def _in_fork(
         else:
             traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        _leave(code)
 
 
 def _main(name: str) -> Callable[[list[str]], int | None]:

@@ -206,7 +206,7 @@ class GeneratorStep:
         if real is not None:
             with torch.no_grad():  # G has no part in them
                 real_hidden = context.hidden(real, work, piece, "generator/real")
-                partners = context.logits(real_hidden, real.labels)
+                partners = context.logits(real_hidden, real.labels) if self.game.paired else None
         logits = context.logits(hidden, fake.labels)
         terms = {"adversarial": self.game.generator_loss(logits, partners).sum() / batch}
         _add(metrics, "loss/generator", terms["adversarial"])
