@@ -38,7 +38,8 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
     from data.dataset import dataset_for_model  # and torch with it, now that the options are known to be right
-    from metrics.evaluate_run import TASKS, run_folder
+    from metrics.evaluate_run import TASKS
+    from metrics.judge import run_folder
     from reporting.report import write_report
 
     checkpoint = load(path)

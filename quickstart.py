@@ -114,11 +114,23 @@ class Quickstart:
         command = ["evaluate.py", "--checkpoint", shown(self.folder / task), "--data", shown(test)]
         command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
         if task == "gan":
-            command += ["--classifier", shown(self.folder / "classifier")] if self.plan.classifier else []
             quick = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
             quick += [] if self.plan.classifier else ["--extractor", "pixels"]  # there may be no weights
-            command += quick if self.plan.quick else self.plan.evaluation
+            options = quick if self.plan.quick else self.plan.evaluation
+            command += self.judged(options, test) if self.plan.classifier else options
         return command
+
+    def judged(self, options: list[str], test: Path) -> list[str]:
+        """The GAN's options with the classifier as judge, or with its features alone where it may not judge."""
+        run = shown(self.folder / "classifier")
+        told = unfit(test.with_name("train.lmdb"), test)
+        if not told:
+            return ["--classifier", run, *options]
+        print(f"the classifier does not judge the GAN: {told}", flush=True)
+        features = f"classifier:{run}"
+        if "--extractor" not in options:
+            return ["--extractor", features, *options]
+        return [features if option == "classifier" else option for option in options]
 
     def timed(self, step: Step) -> int:
         """Run a step and note its time; the time of an interrupted step accumulates."""
@@ -212,6 +224,18 @@ def complete(file: Path) -> bool:
         print(f"packing again: {error}", flush=True)
         return False
     return True
+
+
+def unfit(train: Path, test: Path) -> str:
+    """Why a classifier of these training images cannot judge samples, as `metrics.judge` says; empty if it can."""
+    from data.dataset import Dataset
+    from metrics.evidence import TOLERATED, overlap
+
+    with Dataset(train) as trained, Dataset(test) as tested:
+        if trained.meta.passport:
+            return "its training images are samples"
+        share = overlap(tested, trained) / len(tested)
+    return f"it was trained on {share:.1%} of the test images" if share > TOLERATED else ""
 
 
 def finished(run: Path) -> bool:

@@ -36,7 +36,8 @@ def description(reader: LMDBReader) -> dict[str, object]:
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """The description for people, with a bar per class."""
     skipped = ("classes", "histogram")
-    rows = [(key, _text(value)) for key, value in document.items() if key not in skipped]
+    told = document | ({} if meta.passport else {"passport": "none, real images"})
+    rows = [(key, _text(value)) for key, value in told.items() if key not in skipped]
     text = columns([*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<").splitlines()
     largest = max([1, *meta.histogram])
     bars = [

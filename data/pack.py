@@ -182,6 +182,7 @@ def _open_writers(
                 classes=source.classes,
                 resize_filter=plan.resize_filter,
                 source=source.name,
+                passport=source.passport,
                 overwrite=replace,
             )
         )

@@ -40,7 +40,8 @@ def open_level(path: Path, resolution: int | None, *, tolerant: bool) -> LMDBRea
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     """The metadata of shards as one data set. Raises UserError if they do not fit together.
 
-    `mean` and `std` are those of all pixels where the images have one size, else each file counts by its images.
+    A file of samples among them makes it a synthetic set: the first passport stands for all. `mean` and `std` are
+    those of all pixels where the images have one size, else each file counts by its images.
     """
     first = shards[0].meta
     if len(shards) == 1:
@@ -66,6 +67,7 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
         fingerprint=_joined([meta.fingerprint for meta in metas]),
         content_hash=_joined([meta.content_hash for meta in metas]),
         split=None,
+        passport=next((meta.passport for meta in metas if meta.passport), None),
     )
 
 

@@ -10,6 +10,7 @@ from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from inference.samples import Sampler
 from inference.settings import DATASET, check_suffix
+from metrics.lineage import passport_of
 from utils.checkpoint import file_sha256
 from utils.errors import UserError
 from utils.progress import Bar
@@ -37,6 +38,7 @@ def write_dataset(
     if count < kinds:
         raise UserError(f"--n {count}: fewer than one image for each of {kinds} classes; give {kinds} or more")
     generator = sampler.generator
+    passport = passport_of(generator, checkpoint, seed=sampler.seed, truncation_psi=sampler.truncation_psi)
     layout = Layout(channels=generator.channels, resolutions=(generator.resolution,), encoding=encoding)
     writer = LMDBWriter(
         out,
@@ -44,6 +46,7 @@ def write_dataset(
         classes=checkpoint["classes"] if kinds else (),
         resize_filter=(checkpoint.get("data") or {}).get("resize_filter", "none"),  # as the images it learnt from
         source=source,
+        passport=passport,
         overwrite=overwrite,
     )
     bar = Bar(total=count, desc="samples", unit="image")

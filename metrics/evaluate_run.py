@@ -15,9 +15,10 @@ from metrics.copies import neighbour_images
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator, judge_images
 from metrics.evidence import few_images, interval_of, leaks, wilson
-from metrics.extractors import Extractor, Options, build, find_weights, fingerprint
+from metrics.extractors import ClassifierFeatures, Extractor, Options, build, find_weights
 from metrics.features import select
 from metrics.images import MistakeBoard, SampleBoard, save_confusion
+from metrics.judge import load_judge
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
@@ -29,11 +30,6 @@ from utils.image_tables import save_captioned, save_rows
 from utils.text import columns, decimal
 
 GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
-
-
-def run_folder(checkpoint: Path) -> Path:
-    """The run that a checkpoint file belongs to; for a file outside a run the folder that it lies in."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
 
 
 def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
     names = checkpoint["classes"] if generator.classes else []
     if names:
         require_same_classes("the generator", names, "the images", reader.classes)
-    judge = load_judge(options.classifier, checkpoint, names, device) if options.classifier else None
+    judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
     extractors = build_extractors(options, reader.meta.channels, device, judge)
     print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
     train, why = training_images(checkpoint)
@@ -107,6 +103,9 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         if extractor.source in teachers:
             note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
             figures["notes"][extractor.name] = note
+        elif isinstance(extractor, ClassifierFeatures) and extractor.lineage["synthetic"]:
+            note = "this classifier was trained on samples, which seem more real in its features than they are"
+            figures["notes"][extractor.name] = note
     save_real(reader, names, board.columns, out / "real.png")
     return {**figures, "images": images}
 
@@ -137,23 +136,6 @@ def named_extractors(options: Namespace) -> list[str]:
             "or --extractor pixels for a rough figure"
         )
     return names
-
-
-def load_judge(run: str, checkpoint: Checkpoint, names: list[str], device: torch.device) -> Classifier:
-    """The classifier that names the samples. UserError if it helped to train the generator or knows other classes.
-
-    A teacher is known by the path in the config and by its weights' fingerprint, wherever the file lies now.
-    """
-    helper = (checkpoint["config"].get("loss") or {}).get("classifier")
-    file = resolve(run)
-    taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
-    judge = load(file)
-    classifier = classifier_from(judge, device)
-    if taught or fingerprint(classifier) in checkpoint.get("teachers", []):
-        raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
-    if names:
-        require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
-    return classifier
 
 
 def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:

@@ -58,6 +58,7 @@ class ClassifierFeatures:
         self.name = name
         self.source = fingerprint(classifier)
         self.device = device_of(classifier)
+        self.lineage = classifier.lineage  # what its weights have seen
         self._classifier = classifier
         self.dim = classifier.feature_dim
 

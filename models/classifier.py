@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from models.backbones.base import in_turn
 from models.backbones.registry import backbone_of
 from utils.errors import UserError
+from utils.passport import nothing
 from utils.ranges import Checked, PositiveInt, between
 
 Stem = Literal["imagenet", "small", "small-stride2"]
@@ -73,6 +74,7 @@ class Classifier(nn.Module):
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
         self.channels, self.classes, self.resolution = channels, classes, resolution
+        self.lineage = nothing()  # what its weights have seen before this training
         self.backbone = backbone_of(config.name)
         self.network: Any = self.backbone.build(
             config.name, channels=channels, stem=config.stem, he_strides=config.he_strides

@@ -10,6 +10,7 @@ from models.registry import DEFAULT, architecture_of
 from utils.checkpoint import SHAPE
 from utils.config import build
 from utils.errors import UserError
+from utils.passport import recorded
 from utils.state_schema import FAULTS, loaded
 
 
@@ -57,5 +58,6 @@ def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cp
     _require_task(checkpoint, "classifier")
     config = build(ModelConfig, _section(checkpoint, "model"), source="checkpoint's model")
     shape = {key: checkpoint["shape"][key] for key in SHAPE}
-    model = loaded(lambda: Classifier(config, **shape), checkpoint, "model_ema", _file(checkpoint))
-    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)  # type: ignore[call-overload]
+    model: Any = loaded(lambda: Classifier(config, **shape), checkpoint, "model_ema", _file(checkpoint))
+    model.lineage = recorded(checkpoint)
+    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)

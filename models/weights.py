@@ -1,6 +1,7 @@
 """Weights files, read without running anything in them, and fitted into our networks: only the head may differ."""
 
 import argparse
+import json
 import re
 import socket
 import warnings
@@ -22,6 +23,7 @@ from utils.cli import did_you_mean
 from utils.config import build, near_file
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.passport import Lineage, check_lineage, nothing, recorded
 from utils.state_schema import check_tensors
 
 OPTION = "model.weights"
@@ -38,7 +40,8 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     `torch.save` wrote of names and tensors (Python 2's, too), and of our own checkpoints.
 
     Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile (`_orig_mod.`) are taken
-    off. The second part is a safetensors file's metadata, or of our own checkpoints `stride` and `normalise`.
+    off. The second part is a safetensors file's metadata, or of our own checkpoints `stride`, `normalise` and, as JSON,
+    `lineage`.
 
     Raises:
         UserError: the file is missing, damaged, or holds anything but names and tensors; `option` is in the remedy.
@@ -89,6 +92,7 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     config = build(ModelConfig, content["config"].get("model", {}), source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     about = {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
+    about["lineage"] = json.dumps(recorded(content))
     return _plain_names(content["state"]["model_ema"]), about
 
 
@@ -199,9 +203,25 @@ def load_pretrained(model: Classifier) -> str:
     if head != theirs:
         state = {name: value for name, value in state.items() if name not in theirs}
         state |= {name: expected[name] for name in head}
+    lineage = told_lineage(path, about)
     model.network.load_state_dict(fitted(state, expected, path, config.name))
+    model.lineage = lineage
     taken, words = (len(expected), "head taken") if head == theirs else (len(expected) - len(head), "head new")
     return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join([words, *notes])}"
+
+
+def told_lineage(path: Path, about: Mapping[str, str]) -> Lineage:
+    """What a file of ours, a checkpoint or an export, says that its weights have seen; nothing in those of others.
+
+    Raises UserError where it says so in a damaged way.
+    """
+    try:
+        exported = json.loads(about.get("duet", "{}"))
+        lineage = json.loads(about["lineage"]) if "lineage" in about else exported.get("lineage") or nothing()
+        check_lineage("lineage", lineage)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: its metadata are damaged ({error}); export it again") from None
+    return lineage
 
 
 def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool, imagenet: bool) -> None:

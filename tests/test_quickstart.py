@@ -13,7 +13,9 @@ import pytest
 
 import quickstart
 from planning.choice import choose
-from quickstart import ROOT, Quickstart, accuracy_of, call, main
+from quickstart import ROOT, Quickstart, accuracy_of, call, main, unfit
+from tests.data.test_passport import pack_samples
+from tests.metrics.conftest import pack
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.reporting.test_report import make_classifier, make_gan, write
 from utils.errors import UserError
@@ -66,7 +68,24 @@ def commands(tmp_path, monkeypatch):
     stub = Commands()
     monkeypatch.setattr(quickstart, "call", stub)
     monkeypatch.setattr(quickstart, "complete", lambda file: True)
+    monkeypatch.setattr(quickstart, "unfit", lambda train, test: "")  # the files are empty
     return stub
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_path, monkeypatch, capsys, quick):
+    monkeypatch.setattr(quickstart, "unfit", lambda train, test: f"it was trained on {train.name} and {test.name}")
+    assert main(["--dir", str(tmp_path), *["--quick"] * quick]) == 0
+    assert "--classifier" not in commands.calls[-1]
+    assert option(commands.calls[-1], "--extractor") == f"classifier:{tmp_path / 'classifier'}"
+    assert "does not judge the GAN: it was trained on train.lmdb and test.lmdb" in capsys.readouterr().out
+
+
+def test_who_was_trained_on_samples_or_test_images_may_not_judge(tmp_path):
+    real, test = pack(tmp_path / "real.lmdb", seed=1, count=90), pack(tmp_path / "test.lmdb", seed=2)
+    assert unfit(real, test) == ""
+    assert "100.0% of the test images" in unfit(test, test)
+    assert "samples" in unfit(pack_samples(tmp_path / "samples.lmdb"), test)
 
 
 def test_all_steps_in_order_then_summary_and_report(commands, tmp_path, capsys):

@@ -19,6 +19,7 @@ from utils import door, inject
 from utils.config import near_file, of_today
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
+from utils.passport import check_lineage
 from utils.schema import anything, items, mapping, maybe, number, record, text, whole
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ MORE = {
     "data": maybe(record({}, {"content_hash": text, "count": whole(), "resize_filter": text})),
     "origin": maybe(record({"file": text, "step": whole(), "sha256": text})),
     "teachers": items(text),
+    "lineage": maybe(check_lineage),
     "stage": items(number(0, MOST_SIDE), 2, 2),
 }
 check_head, check_config = record(HEAD, MORE), record({}, CONFIG)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from utils.passport import Passport, check_passport
 from utils.schema import items, maybe, number, one_of, record, text, whole
 
 FORMAT = "duet-lmdb"
@@ -63,7 +64,7 @@ SPLIT = {
     "whole": text,
     "images": whole(1),
 }
-check_fields = record(FIELDS, {"split": maybe(record(SPLIT))})
+check_fields = record(FIELDS, {"split": maybe(record(SPLIT)), "passport": maybe(check_passport)})
 check_names = items(text)  # of a record of names
 
 
@@ -76,7 +77,8 @@ class Meta:
     images have sizes of their own (encoding "source"). `content_hash` is the SHA-256 of classes, labels, shapes and
     payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
     own bytes and labels in order, whatever was made of them; empty if the source was not asked. `split` says how the
-    file was drawn from a larger set (data/packing_parts.py); None: it was not.
+    file was drawn from a larger set (data/packing_parts.py); None: it was not. `passport` says which generator drew the
+    images (utils/passport.py); None: they are real.
     """
 
     version: int = VERSION
@@ -94,10 +96,12 @@ class Meta:
     content_hash: str
     blocks: list[int]  # images per block, one number for each resolution
     split: dict[str, Any] | None = None
+    passport: Passport | None = None
 
     def to_json(self) -> bytes:
         """The metadata record."""
-        known = {key: value for key, value in asdict(self).items() if (key, value) != ("split", None)}
+        known = asdict(self)
+        known = {key: value for key, value in known.items() if key not in ("split", "passport") or value is not None}
         return json.dumps(known, sort_keys=True).encode()
 
     @classmethod

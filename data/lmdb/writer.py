@@ -35,6 +35,7 @@ from data.lmdb.record import Layout, Record, halvings, make_record, mean_and_std
 from utils import door
 from utils.errors import UserError
 from utils.files import replaceable, sync_folder
+from utils.passport import Passport, check_passport
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
@@ -62,7 +63,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     Until then the file is called `.NAME.partial` and has no completion record. Leaving the `with` block without
     `finish` removes it; one left by a killed process is overwritten by the next run. Raises UserError if the target
-    exists and `overwrite` is false, if another process is writing it, and if the disk is full.
+    exists and `overwrite` is false, if another process is writing it, and if the disk is full; ValueError for a
+    passport that could not be read back.
     """
 
     def __init__(
@@ -73,13 +75,16 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         classes: Sequence[str],  # names by label; empty: unlabelled
         resize_filter: str = "none",
         source: str = "",
+        passport: Passport | None = None,  # of generated images
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
         check_target(Path(path), overwrite)
+        if passport is not None:
+            check_passport("passport", passport)
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
-        self._resize_filter, self._source = resize_filter, source
+        self._resize_filter, self._source, self._passport = resize_filter, source, passport
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -228,6 +233,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests),
             blocks=[level.block for level in self._levels],
             split=split,
+            passport=self._passport,
         )
         record = meta.to_json()
         self._put(META_KEY, record)
@@ -308,13 +314,14 @@ def pack_arrays(
     *,
     encoding: str = "raw",
     source: str = "arrays",
+    passport: Passport | None = None,  # of generated images
     smallest: int | None = None,  # px: also store the images at half their side, a quarter and so on down to this
     overwrite: bool = False,
 ) -> Meta:
     """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
     resolutions = halvings(images.shape[2], smallest)
     layout = Layout(channels=images.shape[1], resolutions=resolutions, encoding=encoding)
-    with LMDBWriter(path, layout, classes=classes, source=source, overwrite=overwrite) as writer:
+    with LMDBWriter(path, layout, classes=classes, source=source, passport=passport, overwrite=overwrite) as writer:
         for index, image in enumerate(images):
             writer.add(image.transpose(1, 2, 0), 0 if labels is None else int(labels[index]))
         return writer.finish()

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from utils import door
+from utils.passport import Passport
 
 T = TypeVar("T")
 
@@ -54,6 +55,7 @@ class Source(AbstractContextManager["Source"]):
     ignored: list[str] = field(default_factory=list)
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
+    passport: Passport | None = None  # of generated images, which a packed file goes on telling
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:

@@ -19,7 +19,7 @@ from utils.errors import UserError
 ENTRY = "duet"
 NETWORKS = {"classifier": "model_ema", "gan": "generator_ema"}  # the part of a checkpoint's state that is used
 SECTIONS = {"classifier": ("model",), "gan": ("architecture", "generator")}  # the part of its config that builds it
-MORE = ("stage", "teachers")  # keys that not every checkpoint has
+MORE = ("stage", "teachers", "lineage")  # keys that not every checkpoint has
 KEYS = ("schema", "task", "step", "config", "classes", "shape")
 
 

@@ -4,6 +4,7 @@ import pytest
 from data.dataset import Dataset
 from inference import dataset
 from inference.dataset import provenance, write_dataset
+from metrics.extractors import fingerprint
 from models.restore import generator_from
 from tests.inference.conftest import sampler_of, styled, without_w
 from training.base.config import DataConfig
@@ -59,7 +60,7 @@ def test_chosen_classes_keep_their_labels(generator, checkpoint, tmp_path):
 
 def test_without_classes_or_w_and_in_png(tmp_path, checkpoint):
     plain = sampler_of(styled(classes=0, channels=3), batch_size=4)
-    images, labels, meta = written(plain, {"classes": []}, tmp_path / "a.lmdb", count=6, encoding="png")
+    images, labels, meta = written(plain, {"classes": [], "step": 0}, tmp_path / "a.lmdb", count=6, encoding="png")
     np.testing.assert_array_equal(images, plain.images(range(6)).numpy())
     assert (meta.classes, meta.encoding, meta.channels, meta.resize_filter) == ([], "png", 3, "none")
     assert not labels.any()
@@ -71,7 +72,7 @@ def test_how_many_unless_said(generator, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(dataset, "DATASET", (4, 5))
     assert written(sampler_of(generator, chosen=[0, 1]), checkpoint, tmp_path / "a.lmdb")[2].histogram == [4, 4, 0]
     plain = sampler_of(styled(classes=0))
-    assert written(plain, {"classes": []}, tmp_path / "b.lmdb")[2].count == 5
+    assert written(plain, {"classes": [], "step": 0}, tmp_path / "b.lmdb")[2].count == 5
 
 
 def test_training_reads_it(generator, checkpoint, tmp_path):
@@ -109,6 +110,25 @@ def test_it_appears_whole_or_not_at_all(generator, checkpoint, tmp_path, monkeyp
     write_dataset(sampler, checkpoint, path, source="", count=6, overwrite=True)
     with Dataset(path) as reader:
         assert len(reader) == 6
+
+
+def test_it_has_a_passport(generator, checkpoint, tmp_path):
+    sampler = sampler_of(generator, seed=5, truncation_psi=0.5, chosen=[2])
+    told = checkpoint | {"data": {"content_hash": "f00d"}}
+    *_, meta = written(sampler, told, tmp_path / "x.lmdb", count=3)
+    assert meta.passport == {
+        "generator": fingerprint(generator),
+        "step": 7,
+        "seed": 5,
+        "truncation_psi": 0.5,
+        "selection": None,
+        "trained_on": "f00d",
+        "classes": ["dark", "grey", "light"],
+    }
+    assert written(sampler, checkpoint, tmp_path / "y.lmdb", count=3)[2].passport["trained_on"] is None
+    other = sampler_of(without_w(), seed=2**70)
+    with pytest.raises(UserError, match=r"passport cannot be written: seed is .*give another value"):
+        write_dataset(other, checkpoint, tmp_path / "z.lmdb", source="", count=3)
 
 
 def test_refusals(generator, checkpoint, tmp_path):

@@ -36,10 +36,12 @@ def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resi
     return Path(path)
 
 
-def make_run(folder, *, task, config, shape, state, classes=CLASSES, step=7, resize_filter="none", **more):
+def make_run(
+    folder, *, task, config, shape, state, classes=CLASSES, step=7, resize_filter="none", content_hash="", **more
+):
     """A run folder with one checkpoint; returns the folder."""
     content = {"schema": 1, "task": task, "step": step, "config": config, "classes": classes}
-    content["data"] = {"content_hash": "", "count": 0, "resize_filter": resize_filter}
+    content["data"] = {"content_hash": content_hash, "count": 0, "resize_filter": resize_filter}
     path = save(folder / "checkpoints", {**content, "shape": shape, "state": state, **more})
     for which in ("last", "best"):
         point(folder / "checkpoints", which, path)
@@ -56,14 +58,14 @@ def gan_run(folder, *, classes=CLASSES, channels=1, data=None, loss=None, **more
     return make_run(folder, task="gan", config=config, shape=shape, state=state, classes=classes, **more)
 
 
-def classifier_run(folder, *, classes=CLASSES, channels=1, data=None, seed=0, resize_filter="none"):
+def classifier_run(folder, *, classes=CLASSES, channels=1, data=None, seed=0, resize_filter="none", **more):
     """A run of an untrained ResNet-18."""
     shape = {"channels": channels, "classes": len(classes), "resolution": SIDE}
     with forked(seed, "init", "test classifier"):
         classifier = Classifier(ModelConfig(stem="small-stride2"), **shape)
     config = {"model": {"stem": "small-stride2"}, "data": data or {}}
     state = {"model_ema": classifier.state_dict()}
-    more = {"classes": classes, "resize_filter": resize_filter}
+    more = {"classes": classes, "resize_filter": resize_filter, **more}
     return make_run(folder, task="classifier", config=config, shape=shape, state=state, **more)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from data.dataset import Dataset
 from data.loader import Batch
 from training.base.room import Outline
+from utils.passport import Lineage, nothing
 
 
 class Task(ABC):
@@ -76,6 +77,10 @@ class Task(ABC):
     def provenance(self) -> dict[str, Any]:
         """What a checkpoint records besides the state: plain data."""
         return {}
+
+    def lineage(self) -> Lineage:
+        """What the weights have seen besides the training images: other files, or what a file of weights had seen."""
+        return nothing()
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         """What a row of metrics says is going wrong, in words, each with what to try; the same on all ranks."""

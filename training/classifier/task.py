@@ -37,6 +37,7 @@ from utils.errors import UserError
 from utils.images import grid
 from utils.logging import say_main
 from utils.memory import ran_out
+from utils.passport import Lineage
 from utils.ranges import Checked, Decay
 from utils.seeding import forked
 from utils.tensors import by_device
@@ -188,6 +189,9 @@ class ClassifierTask(Task):
     def registry(self) -> dict[str, Any]:
         parts = {"model": self.model, "model_ema": self.ema, "optimizer": self.updater, "scaler": self.precision}
         return parts | ({"micro_batch": self.micro} if self.micro.auto else {})
+
+    def lineage(self) -> Lineage:
+        return self.model.lineage
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
         size = self.shape["resolution"]

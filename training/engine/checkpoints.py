@@ -12,6 +12,7 @@ from utils.config import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
+from utils.passport import join, nothing, recorded
 from utils.provenance import versions
 from utils.run_folder import RunFolder
 from utils.state_schema import FAULTS, check_part
@@ -24,6 +25,7 @@ class CheckpointManager:
 
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config, self.folder, self.loader = config, folder, loader
+        self.lineage = nothing()  # what the weights see and have seen
         self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
         self._best_step = -1  # rank 0: of the best one
         self._failure = ""  # rank 0: why the last write failed
@@ -52,6 +54,7 @@ class CheckpointManager:
             "config": to_tree(self.config),
             "classes": list(meta.classes),
             "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
+            "lineage": self.lineage,
             "versions": self._versions,
             **about,
             "state": {name: part.state_dict() for name, part in registry.items()},
@@ -115,6 +118,7 @@ class CheckpointManager:
                 f"{self.config.data.path} now); choose another --run-dir or give its own data"
             )
         self._load(registry, content, path)
+        self.lineage = join(self.lineage, recorded(content))
         self.saved_step = content["step"]
         best = dict(content["state"].get("loop", {}).get("best", {}))
         self._best_step = best.pop("step", -1)

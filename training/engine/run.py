@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from data.dataset import Dataset
+from metrics.lineage import lineage_of
 from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig
@@ -30,6 +31,7 @@ from utils.distributed.launch import under_launcher
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.heap import keep_freed_memory
 from utils.logging import say, say_main, say_refused
+from utils.passport import join, nothing
 from utils.run_folder import RunFolder
 
 
@@ -147,7 +149,9 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     if taken is not None:
         say_main(taken)
     loop = Loop(config, task, loader, folder)
-    loop.origin = None if donor is None else donor._asdict()
+    before = nothing() if donor is None else donor.lineage
+    loop.manager.lineage = join(lineage_of(reader), task.lineage(), before)
+    loop.origin = None if donor is None else donor.origin()
     return loop
 
 

@@ -22,6 +22,7 @@ from utils.config import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
+from utils.passport import Lineage, nothing, recorded
 from utils.run_folder import RunFolder
 from utils.state_schema import check_tensors
 
@@ -38,6 +39,11 @@ class Donor(NamedTuple):
     file: str
     step: int
     sha256: str
+    lineage: Lineage = nothing()  # what its weights have seen
+
+    def origin(self) -> dict[str, Any]:
+        """What the run's checkpoints say of it."""
+        return {"file": self.file, "step": self.step, "sha256": self.sha256}
 
 
 @dataclass
@@ -104,7 +110,8 @@ def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, Donor | Non
             f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
             f"checkpoint of {here!r}, or set architecture to {there!r}"
         )
-    return str(path), Donor(file=str(path), step=content["step"], sha256=checkpoints.file_sha256(path))
+    found = {"file": str(path), "step": content["step"], "sha256": checkpoints.file_sha256(path)}
+    return str(path), Donor(**found, lineage=recorded(content))
 
 
 def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:

@@ -180,6 +180,9 @@ def registry(resolution=16, classes=3, **more):
     }
 
 
+LINEAGE = {"trained_on": ["f00d"], "synthetic": []}
+
+
 def saved(folder, parts, *, resolution=16, classes=("a", "b", "c"), step=40, **more):
     """A run with one checkpoint; `more` replaces entries."""
     content = {
@@ -313,12 +316,12 @@ def test_no_transfer_without_the_key(tmp_path):
 
 
 def test_a_run_becomes_its_checkpoint(tmp_path):
-    path = saved(tmp_path / "donor", registry())
+    path = saved(tmp_path / "donor", registry(), lineage=LINEAGE)
     config = GanConfig(init_from=str(tmp_path / "donor"))
     donor = find_donor(config, RunFolder(tmp_path / "run"))
-    assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path))
+    assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path), lineage=LINEAGE)
     assert config.init_from == str(path)  # a donor that trains on does not change what this run came from
-    assert donor._asdict() == {"file": str(path), "step": 40, "sha256": checkpoints.file_sha256(path)}
+    assert donor.origin() == {"file": str(path), "step": 40, "sha256": checkpoints.file_sha256(path)}
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,120 @@
+"""The passport of generated images: kept by the file, told by data.inspect, carried on by everything that packs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.dataset import Dataset
+from data.inspect import main as inspect_main
+from data.lmdb.format import META_KEY
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import pack_arrays
+from data.pack import main as pack_main
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
+from tests.data.lmdb.test_metadata import OTHERS, forge, read, use
+from utils.errors import UserError
+from utils.passport import Passport, join, nothing, recorded
+
+PASSPORT: Passport = {
+    "generator": "sha256:0123456789ab",
+    "step": 7,
+    "seed": -3,
+    "truncation_psi": 0.7,
+    "selection": None,
+    "trained_on": "f00d",
+    "classes": CLASSES,
+}
+
+
+def pack_samples(path: Path, *, count: int = 20, seed: int = 0, passport: Passport | None = PASSPORT) -> Path:
+    """Images that say that a generator drew them."""
+    pack_arrays(path, sample_images(count, seed=seed), np.arange(count) % 3, CLASSES, passport=passport)
+    return path
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Path:
+    return pack_samples(tmp_path / "samples.lmdb")
+
+
+def test_it_is_read_back_and_files_without_one_are_real(samples: Path, packed: Path) -> None:
+    assert LMDBReader(samples).meta.passport == PASSPORT
+    with Dataset(samples) as dataset:
+        assert dataset.meta.passport == PASSPORT
+    assert LMDBReader(packed).meta.passport is None
+    assert "passport" not in read(packed, META_KEY)  # as in files of before: they read as real ones
+    assert LMDBReader(packed).meta.content_hash == LMDBReader(samples).meta.content_hash
+
+
+def test_a_damaged_passport_is_an_error_of_one_line(samples: Path) -> None:
+    true = read(samples, META_KEY)
+    for field in PASSPORT:
+        lacking = {key: value for key, value in PASSPORT.items() if key != field}
+        allowed = {"seed": (int,), "step": (int,), "truncation_psi": (int, float), "classes": (list,)}
+        fine: Any = allowed.get(field, (str, type(None)) if field in ("selection", "trained_on") else (str,))
+        lies = [lacking] + [PASSPORT | {field: other} for other in OTHERS if type(other) not in fine]
+        for lie in lies:
+            forge(samples, true | {"passport": lie})
+            told = use(samples)
+            assert f"passport.{field}" in told, lie
+            assert "\n" not in told
+    others: list[Any] = [3, "x", [], PASSPORT | {"step": -1}]
+    for other in others:
+        forge(samples, true | {"passport": other})
+        assert "passport" in use(samples)
+
+
+def test_packing_anew_carries_it_on(samples: Path, packed: Path, tmp_path: Path) -> None:
+    common = ["--workers", "0", "--no-duplicates"]
+    pack_main([str(samples), str(tmp_path / "small.lmdb"), "--size", "4", "--encoding", "png", *common])
+    assert LMDBReader(tmp_path / "small.lmdb").meta.passport == PASSPORT
+    pack_main([str(samples), str(tmp_path / "half.lmdb"), "--val-share", "0.4", *common])
+    for name in ("half", "half-val"):
+        assert LMDBReader(tmp_path / f"{name}.lmdb").meta.passport == PASSPORT
+    pack_main([str(packed), str(tmp_path / "real.lmdb"), "--size", "4", *common])
+    assert LMDBReader(tmp_path / "real.lmdb").meta.passport is None
+
+
+def test_one_file_of_samples_makes_a_set_of_files_synthetic(samples: Path, packed: Path) -> None:
+    with Dataset([packed, samples]) as both, Dataset([packed, packed]) as real:
+        assert both.meta.passport == PASSPORT
+        assert real.meta.passport is None
+
+
+def test_inspect_shows_it(samples: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_main([str(samples), "--json"])
+    assert json.loads(capsys.readouterr().out)["passport"] == PASSPORT
+    inspect_main([str(packed), "--json"])
+    assert json.loads(capsys.readouterr().out)["passport"] is None
+    inspect_main([str(samples)])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("passport"))
+    assert "generator sha256:0123456789ab, step 7, seed -3, truncation_psi 0.7" in line
+    inspect_main([str(packed)])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("passport"))
+    assert line.split() == ["passport", "none,", "real", "images"]
+
+
+def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    for wrong in ({"step": -1}, {"truncation_psi": float("nan")}, {"seed": 2**70}):
+        with pytest.raises((UserError, ValueError), match=next(iter(wrong))):
+            pack_samples(tmp_path / "x.lmdb", passport=PASSPORT | wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_lineages_join_once_and_in_order() -> None:
+    one = {"trained_on": ["a", "b"], "synthetic": [PASSPORT]}
+    two = {"trained_on": ["b", "c"], "synthetic": [PASSPORT, PASSPORT | {"seed": 4}]}
+    assert join(one, two) == {"trained_on": ["a", "b", "c"], "synthetic": [PASSPORT, PASSPORT | {"seed": 4}]}
+    assert join() == nothing() == {"trained_on": [], "synthetic": []}
+    assert one == {"trained_on": ["a", "b"], "synthetic": [PASSPORT]}
+
+
+def test_a_checkpoint_of_before_says_what_it_was_trained_on() -> None:
+    assert recorded({"data": {"content_hash": "a"}}) == {"trained_on": ["a"], "synthetic": []}
+    assert recorded({"data": None}) == nothing()
+    known = {"trained_on": ["b"], "synthetic": [PASSPORT]}
+    assert recorded({"data": {"content_hash": "a"}, "lineage": known}) == {**known, "trained_on": ["a", "b"]}

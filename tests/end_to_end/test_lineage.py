@@ -1,0 +1,85 @@
+"""A training's checkpoints say what its weights have seen: through resumes, transfers and files of weights."""
+
+from pathlib import Path
+
+import pytest
+
+import export
+from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
+from tests.data.test_passport import PASSPORT
+from tests.end_to_end.helpers import train_in_process, write_config
+from utils.checkpoint import load, resolve
+from utils.errors import run_cli
+from utils.passport import Lineage
+
+
+def hash_of(folder: Path) -> str:
+    with Dataset(folder / "train.lmdb") as reader:
+        return reader.meta.content_hash
+
+
+def lineage_at(run: Path) -> Lineage:
+    return load(resolve(run))["lineage"]
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
+    """The same test images beside training images that say that they are samples."""
+    folder = tmp_path_factory.mktemp("samples")
+    with Dataset(packed / "train.lmdb") as reader:
+        images, labels = reader.read(range(len(reader)))
+        passport = PASSPORT | {"classes": list(reader.classes)}
+        pack_arrays(folder / "train.lmdb", 255 - images, labels, reader.classes, passport=passport)
+    (folder / "test.lmdb").symlink_to(packed / "test.lmdb")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A classifier that was trained on samples, and resumed once."""
+    folder = tmp_path_factory.mktemp("seen")
+    config = write_config(folder / "recipe.yaml", "classifier", samples)
+    assert train_in_process(config, folder / "run", "--max-steps", "2") == 0
+    assert train_in_process(config, folder / "run", "--max-steps", "4") == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_real_images_leave_their_hash(tmp_path: Path, packed: Path, task: str) -> None:
+    config = write_config(tmp_path / "recipe.yaml", task, packed)
+    assert train_in_process(config, tmp_path / "run", "--max-steps", "1") == 0
+    assert lineage_at(tmp_path / "run") == {"trained_on": [hash_of(packed)], "synthetic": []}
+
+
+def test_samples_leave_their_passport(seen: Path, samples: Path) -> None:
+    found = lineage_at(seen)
+    assert found["trained_on"] == [hash_of(samples)]
+    assert [passport["generator"] for passport in found["synthetic"]] == [PASSPORT["generator"]]
+    assert load(resolve(seen))["step"] == 4
+
+
+def test_who_starts_from_such_weights_has_seen_them_too(
+    tmp_path: Path, seen: Path, samples: Path, packed: Path
+) -> None:
+    """By --init-from, by model.weights of a checkpoint or an export, and a resume forgets nothing."""
+    weights = tmp_path / "seen.safetensors"
+    exported = ["--checkpoint", str(seen), "--format", "safetensors", "--out", str(weights)]
+    assert run_cli(export.main, exported) == 0
+    config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
+    expected = {"trained_on": [hash_of(packed), hash_of(samples)], "synthetic": lineage_at(seen)["synthetic"]}
+    for name, more in (
+        ("init", ["--init-from", str(seen)]),
+        ("checkpoint", ["--model.weights", str(seen)]),
+        ("export", ["--model.weights", str(weights)]),
+    ):
+        run = tmp_path / name
+        assert train_in_process(config, run, "--max-steps", "1", *more) == 0
+        assert lineage_at(run) == expected, name
+        weights_later = [] if name == "init" else ["--model.weights", "null"]
+        assert train_in_process(config, run, "--max-steps", "2", *weights_later) == 0
+        assert load(resolve(run))["step"] == 2
+        assert lineage_at(run) == expected, name
+    grandchild = tmp_path / "grandchild"
+    assert train_in_process(config, grandchild, "--max-steps", "1", "--init-from", str(tmp_path / "init")) == 0
+    assert lineage_at(grandchild) == expected
