@@ -64,7 +64,7 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
         mean=mean.tolist(),
         std=np.sqrt(np.maximum(square - mean**2, 0)).tolist(),
         source=" + ".join(meta.source for meta in metas),
-        fingerprint=_joined([meta.fingerprint for meta in metas]),
+        fingerprint=_joined([meta.fingerprint for meta in metas]) if all(meta.fingerprint for meta in metas) else "",
         content_hash=_joined([meta.content_hash for meta in metas]),
         split=None,
         passport=next((meta.passport for meta in metas if meta.passport), None),

@@ -13,6 +13,8 @@ from utils.checkpoint import load, resolve
 from utils.errors import run_cli
 from utils.passport import Lineage
 
+AS_IT_WAS = ["--model.normalise", "symmetric"]  # which fine-tuning would not choose
+
 
 def hash_of(folder: Path) -> str:
     with Dataset(folder / "train.lmdb") as reader:
@@ -70,13 +72,13 @@ def test_who_starts_from_such_weights_has_seen_them_too(
     expected = {"trained_on": [hash_of(packed), hash_of(samples)], "synthetic": lineage_at(seen)["synthetic"]}
     for name, more in (
         ("init", ["--init-from", str(seen)]),
-        ("checkpoint", ["--model.weights", str(seen)]),
-        ("export", ["--model.weights", str(weights)]),
+        ("checkpoint", ["--model.weights", str(seen), *AS_IT_WAS]),
+        ("export", ["--model.weights", str(weights), *AS_IT_WAS]),
     ):
         run = tmp_path / name
         assert train_in_process(config, run, "--max-steps", "1", *more) == 0
         assert lineage_at(run) == expected, name
-        weights_later = [] if name == "init" else ["--model.weights", "null"]
+        weights_later = [] if name == "init" else ["--model.weights", "null", *AS_IT_WAS]
         assert train_in_process(config, run, "--max-steps", "2", *weights_later) == 0
         assert load(resolve(run))["step"] == 2
         assert lineage_at(run) == expected, name
