@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from metrics.bootstrap import normal_interval
 from metrics.protocol import PER_CLASS
 
 
@@ -28,11 +29,30 @@ def diversity_ratio(samples: Tensor, real: Tensor) -> float | None:
     return mean_pairwise_distance(samples) / reference if reference > 0 else None
 
 
+def diversity_interval(samples: Tensor, real: Tensor) -> list[float] | None:
+    """95 % interval of `diversity_ratio` over draws of both sets, by the infinitesimal jackknife; None where undefined.
+
+    A bootstrap would be biased: an image that is drawn twice is at distance 0 from itself.
+    """
+    ratio = diversity_ratio(samples, real)
+    if ratio is None:
+        return None
+    variances = []
+    for features in (samples, real):
+        rows = features.detach().cpu().double()
+        exact = "donot_use_mm_for_euclid_dist"
+        means = torch.cdist(rows, rows, compute_mode=exact).sum(1) / (len(rows) - 1)  # of each image's pairs
+        variances.append(4 * float(means.var()) / len(rows))  # of the mean over all pairs, in which each is twice
+    variance = (variances[0] + ratio**2 * variances[1]) / mean_pairwise_distance(real) ** 2
+    return normal_interval(ratio, variance, low=0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Diversity:
     """The ratio of each class (None: undefined), and the smallest, which is the figure of the whole generator."""
 
     smallest: float | None
+    interval: list[float] | None  # 95 %, of the class that is the smallest
     by_class: list[float | None]
     images: int  # the least number of images on either side that a ratio above rests on
 
@@ -48,6 +68,7 @@ def diversity_by_class(
 ) -> Diversity:
     """The diversity ratio of each class, over its first `images` samples and real images, as many of each."""
     ratios: list[float | None] = []
+    intervals: dict[float, list[float] | None] = {}
     least = images
     for label in range(classes):
         drawn = samples[sample_labels == label][:images]
@@ -55,9 +76,12 @@ def diversity_by_class(
         size = min(len(drawn), len(shown))
         ratio = diversity_ratio(drawn[:size], shown[:size])
         ratios.append(ratio)
+        if ratio is not None:
+            intervals[ratio] = diversity_interval(drawn[:size], shown[:size])
         least = least if ratio is None else min(least, size)
-    defined = [ratio for ratio in ratios if ratio is not None]
-    return Diversity(smallest=min(defined, default=None), by_class=ratios, images=least if defined else 0)
+    smallest = min(intervals, default=None)
+    interval = None if smallest is None else intervals[smallest]
+    return Diversity(smallest=smallest, interval=interval, by_class=ratios, images=least if intervals else 0)
 
 
 def recognised_share(
