@@ -2,7 +2,7 @@
 normalisation.
 
 Every image passes, resolution by resolution, through residual blocks of grouped convolutions. Widths and
-cardinalities are those of the configuration up to 32 px and halve with every doubling above it.
+cardinalities are those of the configuration up to `full_width_up_to` px and halve with every doubling above it.
 """
 
 import math
@@ -20,7 +20,6 @@ from models.layers import LEAKY_SLOPE, compute_dtype
 from utils.errors import UserError
 from utils.ranges import Checked, PositiveInt, between
 
-FULL_WIDTH_UP_TO = 32  # px
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
 # of depthwise convolutions of stride 1: strided and transposed ones in bf16 were 16 times slower on the CPU
 LOW_PASS = (1.0, 2.0, 1.0)
@@ -30,8 +29,9 @@ LOW_PASS = (1.0, 2.0, 1.0)
 class R3Config(Checked):
     """Configuration of both networks. Raises UserError for sizes that do not fit together."""
 
-    width: PositiveInt = 768  # channels up to 32 px
-    cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to 32 px
+    width: PositiveInt = 768  # channels up to full_width_up_to
+    cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to full_width_up_to
+    full_width_up_to: PositiveInt = 32  # px; above it both halve with every doubling (64: the paper's ImageNet-64)
     blocks: Annotated[int, between(1, 100)] = 2  # residual blocks a resolution
     expansion: PositiveInt = 2  # channels inside a block / outside
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
@@ -51,13 +51,13 @@ class R3Config(Checked):
         Raises UserError for a resolution that is no power of two from 8, or that the width and the cardinality cannot
         be halved for.
         """
-        parts_at = {size: max(1, size // FULL_WIDTH_UP_TO) for size in sizes_up_to(resolution)}
+        parts_at = {size: max(1, size // self.full_width_up_to) for size in sizes_up_to(resolution)}
         parts = parts_at[resolution]
         for name in ("width", "cardinality"):
             if getattr(self, name) % parts:
                 raise UserError(
                     f"{self.section}.{name} {getattr(self, name)} is halved with every doubling above "
-                    f"{FULL_WIDTH_UP_TO} px; make it a multiple of {parts} for {resolution} px"
+                    f"{self.full_width_up_to} px; make it a multiple of {parts} for {resolution} px"
                 )
         return [(size, self.width // parts, self.cardinality // parts) for size, parts in parts_at.items()]
 

@@ -39,7 +39,12 @@ class SizeConfig(Checked):
     fp16_resolutions: NonNegativeInt = 4
     # precision fp16: convolutions' outputs stay within +- this, times sqrt(0.5) on residual branches; null: no clamp
     conv_clamp: PositiveFloat | None = 256.0
+    clamp_always: bool = False  # conv_clamp in every precision: for networks that were trained so (models.convert)
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
+
+    def fp16_plan(self, resolution: int) -> Fp16Plan:
+        """What runs in fp16, and where the clamp acts."""
+        return Fp16Plan(resolution, self.fp16_resolutions, self.conv_clamp, self.clamp_always)
 
 
 @dataclass(kw_only=True)
@@ -59,6 +64,8 @@ class DiscriminatorConfig(SizeConfig, section="discriminator"):
 
     architecture: Literal["residual", "plain"] = "residual"  # plain: no skip connections; cheaper, for small images
     minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
+    # strided: samples N / group apart in each forward pass, as in NVIDIA's code; micro-batches then change the result
+    minibatch_std_order: Literal["consecutive", "strided"] = "consecutive"
     mapping_layers: Annotated[int, between(0, 100)] = 0  # layers that map the label's embedding before the projection
 
     @property
@@ -94,7 +101,7 @@ class Generator(StyledGenerator):
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         self.z_dim, self.w_dim, self.w_avg_beta = config.z_dim, config.w_dim, config.w_avg_beta
-        self.fp16 = Fp16Plan(resolution, config.fp16_resolutions, config.conv_clamp)
+        self.fp16 = config.fp16_plan(resolution)
         self.mapping = MappingNetwork(
             config.z_dim, config.w_dim, classes, config.mapping_layers, config.mapping_lr_multiplier
         )
@@ -190,7 +197,7 @@ class Discriminator(ImageDiscriminator):
     ) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
-        self.fp16 = Fp16Plan(resolution, config.fp16_resolutions, config.conv_clamp)
+        self.fp16 = config.fp16_plan(resolution)
         sizes = sizes_up_to(resolution)[::-1]
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
         self.from_rgb = EqualizedConv2d(channels, widths[0], 1)
@@ -241,9 +248,9 @@ class Discriminator(ImageDiscriminator):
                 x = torch.lerp(before, x.to(before.dtype), weight)
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(self.last_conv.weight.dtype)
-            if self.config.minibatch_std_group > 1:
-                x = minibatch_std(x, self.config.minibatch_std_group)
-            return self.last_linear(self.last_conv(x).flatten(1))
+            group, order = self.config.minibatch_std_group, self.config.minibatch_std_order
+            x = minibatch_std(x, group, strided=order == "strided") if group > 1 else x
+            return self.last_linear(clamped(self.last_conv(x), clamp).flatten(1))
 
     def embedded(self, labels: Tensor) -> Tensor:
         return self.label_mapping(normalize_second_moment(super().embedded(labels)))

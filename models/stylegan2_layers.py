@@ -2,7 +2,8 @@
 
 The modulated convolution is the training form: activations are scaled by the style, one shared convolution follows,
 and the demodulation coefficient scales its output. Under fp16 autocast (2006.06676, appendix on mixed precision)
-styles and weights are divided by their largest magnitude first, and outputs are clamped to +-`clamp`.
+styles and weights are divided by their largest magnitude first, and outputs are clamped to +-`clamp`, as in NVIDIA's
+networks: of every convolution but ToRGB's upsampled sum and the discriminator's skip.
 """
 
 import math
@@ -40,16 +41,17 @@ def is_one(alpha: Alpha) -> bool:
 class Fp16Plan:
     """What fp16 autocast means to a network: the `count` largest resolutions from 8 px in fp16, the others in fp32.
 
-    Nothing changes without autocast, or under bf16's.
+    Nothing changes without autocast, or under bf16's; but with `clamp_always` the clamp acts in any precision.
     """
 
-    def __init__(self, resolution: int, count: int, conv_clamp: float | None) -> None:
+    def __init__(self, resolution: int, count: int, conv_clamp: float | None, clamp_always: bool) -> None:
         self.lowest = max(8, 2 * resolution >> count)
-        self.conv_clamp = conv_clamp if count else None
+        self.conv_clamp = conv_clamp if count or clamp_always else None
+        self.clamp_always = clamp_always
 
     def clamp(self, x: Tensor) -> float | None:
         """The limit of convolutions' outputs, at all resolutions: what enters the first one in fp16 must fit, too."""
-        return self.conv_clamp if compute_dtype(x) == torch.float16 else None
+        return self.conv_clamp if self.clamp_always or compute_dtype(x) == torch.float16 else None
 
     def call(self, size: int, function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
         """`function(x, *arguments)`, the layers at `size` px, in the precision that is theirs."""
@@ -233,7 +235,7 @@ class SynthesisBlock(nn.Module):
 class DiscriminatorBlock(nn.Module):
     """Two 3x3 convolutions, the second halving H and W; residual: plus a 1x1 skip, both times sqrt(0.5).
 
-    `clamp` bounds each convolution's output, times its gain.
+    `clamp` bounds the output of both 3x3 convolutions, times their gain, and not the skip's (as NVIDIA's).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, residual: bool) -> None:
@@ -250,18 +252,23 @@ class DiscriminatorBlock(nn.Module):
     def forward(self, x: Tensor, clamp: float | None = None) -> Tensor:
         limit = None if clamp is None else clamp * self.gain
         y = clamped(self.second(clamped(self.first(x), clamp)), limit)
-        return y if self.skip is None else clamped(self.skip(x), limit).add_(y)
+        return y if self.skip is None else self.skip(x).add_(y)
 
 
-def minibatch_std(x: Tensor, group: int) -> Tensor:
+def minibatch_std(x: Tensor, group: int, *, strided: bool = False) -> Tensor:
     """Append one feature map: the standard deviation over groups of `group` consecutive samples; [N, C, H, W] -> [N,
     C + 1, H, W].
 
-    sqrt(var + 1e-8), averaged over channels and pixels. Raises ValueError unless N is a multiple of `group`.
+    sqrt(var + 1e-8), averaged over channels and pixels. `strided`: group j has the samples j, j + N / group,
+    j + 2 N / group, ..., as in NVIDIA's code. Raises ValueError unless N is a multiple of `group`.
     """
     n, c, h, w = x.shape
     if n % group:
         raise ValueError(f"minibatch standard deviation: a batch of {n} does not hold whole groups of {group}")
+    if strided:
+        order = torch.arange(n, device=x.device).view(group, n // group).t().flatten()
+        back = torch.arange(n, device=x.device).view(n // group, group).t().flatten()
+        return minibatch_std(x[order], group)[back]
     grouped = x.reshape(n // group, group, c, h, w)
     # torch.var over an inner dimension was measured 20 times slower than this on the CPU
     variance = (grouped - grouped.mean(dim=1, keepdim=True)).square().mean(dim=1)

@@ -89,6 +89,8 @@ def test_preset_of_32_px():
     assert (config.loss.path_length_weight, config.loss.style_mixing, config.loss.r1_gamma) == (0, 0, 0.01)
     assert (config.discriminator.architecture, config.ema.ema_kimg) == ("plain", 500)
     assert config.steps * config.batch_size == 100_000_000
+    # P5: stylegan2-ada's `cifar`: ADA, no mirror images
+    assert (config.ada.mode, config.ada.target, config.augment.flip) == ("adaptive", 0.6, False)
 
 
 def test_presets_can_be_overridden():

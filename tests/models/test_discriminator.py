@@ -10,6 +10,8 @@ from training.gan.penalties import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked
 
+ORDERS: tuple[Any, Any] = ("consecutive", "strided")
+SHAPE: dict[str, Any] = {"resolution": 8, "channels": 3, "classes": 0}
 TINY: dict[str, Any] = {"channel_base": 64, "channel_max": 5, "minibatch_std_group": 2}
 
 
@@ -27,6 +29,20 @@ def test_minibatch_std_over_consecutive_samples(group):
     found = minibatch_std(x, group)
     assert found.shape == (6, 4, 2, 4)
     close(found, reference.minibatch_std(x.numpy(), group))
+
+
+def test_minibatch_std_over_samples_apart_as_nvidias():
+    """Group j has the samples j, j + N / group, ...: consecutive groups of the batch in another order."""
+    x, group = draw(6, 3, 4, 4), 2
+    found = minibatch_std(x, group, strided=True)
+    order = [0, 3, 1, 4, 2, 5]
+    expected = reference.minibatch_std(x.numpy()[order], group)
+    close(found[order], expected)
+    assert not torch.allclose(found, minibatch_std(x, group))
+    networks = [Discriminator(DiscriminatorConfig(**TINY, minibatch_std_order=o), **SHAPE) for o in ORDERS]
+    networks[1].load_state_dict(networks[0].state_dict())
+    images = draw(6, 3, 8, 8).float()
+    torch.testing.assert_close(networks[1](images)[order], networks[0](images[order]), rtol=1e-5, atol=1e-6)
 
 
 def test_minibatch_std_of_equal_samples_is_the_epsilon():

@@ -79,6 +79,12 @@ def test_parameters_of_the_papers_networks():
         assert numbers(R3Discriminator(R3DiscriminatorConfig(), **shape)) == 8 * block + 768 * 16 + 768 + 768
 
 
+def test_p7_the_papers_imagenet_64_has_its_full_width_at_64_px():
+    sizes = R3DiscriminatorConfig(width=1536, cardinality=96, full_width_up_to=64).sizes(64)
+    assert sizes == [(side, 1536, 96) for side in (4, 8, 16, 32, 64)]
+    assert R3DiscriminatorConfig(width=16, cardinality=4, full_width_up_to=64).sizes(128)[-1] == (128, 8, 2)
+
+
 def test_widths_and_cardinalities_halve_above_32_px():
     assert R3GeneratorConfig().sizes(256) == [
         *((size, 768, 96) for size in (4, 8, 16, 32)),

@@ -144,7 +144,7 @@ class GeneratorStep:
         if ema.ema_kimg_start is not None:
             kimg = cosine(ema.ema_kimg_start, kimg, work.images_seen, over)
         ramp = None if self.context.config.init_from else ema.ema_rampup
-        return half_life_beta(batch, work.images_seen + batch, kimg * 1000, ramp)
+        return half_life_beta(batch, work.images_seen, kimg * 1000, ramp)
 
     def _adversarial(
         self, work: Work, reals: Sequence[Images], gradients: PerLossGradients, metrics: dict[str, Tensor]
@@ -243,10 +243,11 @@ class GeneratorStep:
         rows = [half.rows(piece) for piece in half.pieces()]
         found = [lengths(row, create_graph=len(rows) == 1) for row in rows]
         total = collectives.all_reduce_sum_(torch.stack([own.detach().sum() for own in found]).sum())
-        mean = self.path_length.update(total / batch)
+        batch_mean, decay = total / batch, self.path_length.decay
+        mean = self.path_length.update(batch_mean)
         for index, row in enumerate(rows):
             own = found[index] if len(rows) == 1 else lengths(row, create_graph=True)
-            penalty = (own - mean).square().sum() / batch
+            penalty = penalties.path_length_penalty(own, mean, batch_mean, decay, batch)
             _add(metrics, "loss/path_length", penalty)
             weight = self.loss.path_length_weight * self.loss.path_length_interval
             self.updater.overlap(last=index == len(rows) - 1 and not gradients.apart)

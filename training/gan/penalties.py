@@ -50,6 +50,18 @@ def path_lengths(
     return (gradient / scale).square().sum(dim=2).mean(dim=1).sqrt()
 
 
+def path_length_penalty(lengths: Tensor, mean: Tensor, batch_mean: Tensor, decay: float, batch: int) -> Tensor:
+    """sum (length - mean)^2 / batch over the given lengths [n] of a batch (StyleGAN2, 1912.04958, eq. 4).
+
+    `mean` is the moving mean after it moved by `decay` towards `batch_mean`, both 0-d without a graph. The batch's own
+    share in it is differentiated as in the official code: d/d length_i = 2 / batch * (length_i - mean -
+    decay (batch_mean - mean)). It is added in a form that leaves the penalty's value alone, so that the parts of a
+    batch add up over micro-batches and ranks.
+    """
+    share = 2 * decay * (batch_mean - mean) * (lengths - lengths.detach()).sum()
+    return ((lengths - mean).square().sum() - share) / batch
+
+
 def feature_matching(fake: Tensor, real: Tensor, group: int) -> Tensor:
     """||E f(G(z)) - E f(x)||^2 estimated without bias in groups of `group` consecutive samples [N / group].
 

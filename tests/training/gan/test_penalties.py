@@ -192,3 +192,23 @@ def check_gradient(network, penalty):
                     parameter -= sign * eps * direction
         difference = (values[0] - values[1]) / (2 * eps)
         assert abs(difference - expected) < 1e-4 * max(1.0, abs(expected))
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_p1_the_batchs_own_share_in_the_mean_is_differentiated(pieces):
+    """P1: value and gradient of the official code, which keeps the graph of the moving mean (`pl_mean.lerp`)."""
+    weight, inputs, before, decay = draw(5).requires_grad_(), draw(6, 5), draw(1)[0], 0.25
+    lengths = (inputs @ weight).square()
+    moved = before.lerp(lengths.mean(), decay)
+    expected = (lengths - moved).square().mean()
+    (wanted,) = torch.autograd.grad(expected, weight)
+
+    parts = (inputs @ weight).square().chunk(pieces)
+    batch_mean = lengths.mean().detach()
+    terms = [penalties.path_length_penalty(part, moved.detach(), batch_mean, decay, 6) for part in parts]
+    torch.testing.assert_close(torch.stack(terms).sum().detach(), expected.detach(), rtol=1e-12, atol=0)
+    (found,) = torch.autograd.grad(torch.stack(terms).sum(), weight)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    constant = ((inputs @ weight).square() - moved.detach()).square().mean()
+    (without,) = torch.autograd.grad(constant, weight)
+    assert not torch.allclose(without, wanted, rtol=1e-3)
