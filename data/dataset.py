@@ -38,6 +38,8 @@ class Dataset(AbstractContextManager["Dataset"]):
     `damaged`; it stops at DAMAGED_SHARE. Raises UserError for files that do not fit together or lack the resolution.
     """
 
+    synthetic: Any = None  # images that stand beside these in training, see data/mixture.py
+
     def __init__(
         self,
         path: str | Path | Sequence[str | Path],  # a file, a pattern such as "train-*.lmdb", or several files
@@ -86,6 +88,16 @@ class Dataset(AbstractContextManager["Dataset"]):
         """Whether batches are copied as they are stored, without decoding or scaling."""
         same = all(shard.resolution == self.resolution for shard in self.shards)
         return self.meta.encoding == "raw" and same and self.crop is None
+
+    @property
+    def keyed(self) -> bool:
+        """Whether images depend on the keys that they are read with."""
+        return self.crop is not None
+
+    @property
+    def replaced(self) -> set[int]:
+        """Records in whose place another was read because they are damaged (`on_damage` "skip")."""
+        return set(self.damaged)
 
     def labels(self) -> np.ndarray:
         """All labels, int64 [count], read-only. Raises DamageError."""

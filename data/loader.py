@@ -32,13 +32,19 @@ class Batch:
 
     images: torch.Tensor  # uint8 [n, C, H, W]
     labels: torch.Tensor  # int64 [n]
+    synthetic: torch.Tensor | None = None  # bool [n]: which are no real images; None: nothing is mixed in
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on `device`; asynchronous from pinned memory."""
-        return Batch(self.images.to(device, non_blocking=True), self.labels.to(device, non_blocking=True))
+        images, labels, *synthetic = (part.to(device, non_blocking=True) for part in self.parts())
+        return Batch(images, labels, *synthetic)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Its tensors."""
+        return [self.images, self.labels, *([] if self.synthetic is None else [self.synthetic])]
 
 
 def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None) -> Batch:
@@ -53,14 +59,17 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
         memory = torch.from_numpy(np.empty(shape, np.uint8))
     images = memory if reader.gathers else memory.permute(0, 3, 1, 2)
     _, labels = reader.read(indices, out=images.numpy(), keys=keys)
-    on_cpu = torch.from_numpy(labels)
-    return Batch(images, on_cpu.pin_memory() if pin else on_cpu)
+    on_cpu = [torch.from_numpy(labels)]
+    if reader.synthetic is not None:
+        on_cpu.append(torch.from_numpy(indices >= len(reader)))
+    return Batch(images, *(part.pin_memory() if pin else part for part in on_cpu))
 
 
 def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool) -> Batch:
     """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch."""
-    indices, start = sampler.next_batch()
-    return read_batch(reader, indices, pin=pin, keys=sampler.batch_keys(start) if reader.crop else None)
+    keys = sampler.next_keys() if reader.keyed else None
+    indices, _ = sampler.next_batch()
+    return read_batch(reader, indices, pin=pin, keys=keys)
 
 
 class InfiniteLoader:
@@ -145,12 +154,15 @@ class InfiniteLoader:
     @property
     def damaged_records(self) -> set[int]:
         """Records that this process has replaced because they are damaged (`data.on_damage: skip`)."""
-        return self._damaged.union(self.reader.damaged, self._level.damaged)
+        return self._damaged.union(self.reader.replaced, self._level.replaced)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position after the batches handed out; with spans also the step and the batch within it."""
+        """The sampler's position after the batches handed out; with spans or a mixture, whose batches depend on the
+        steps, also the step and the batch within it.
+        """
         step, batch = divmod(self._batches, self.batches_per_step)
-        return self.sampler.state_dict() | ({"step": step, "batch": batch} if self.spans else {})
+        counted = self.spans or self.reader.synthetic is not None
+        return self.sampler.state_dict() | ({"step": step, "batch": batch} if counted else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; what was read ahead is dropped. The spans may have changed: the step counts.
@@ -170,6 +182,7 @@ class InfiniteLoader:
         self.close()
         self.sampler.load_state_dict(state)
         self._batches = int(state.get("step", 0)) * self.batches_per_step + int(state.get("batch", 0))
+        self.sampler.batches = self._batches
 
     def close(self) -> None:
         """Stop the thread and let a level's files go. The loader can still be used: it starts again where the batches
@@ -179,7 +192,7 @@ class InfiniteLoader:
             self._worker.stop()
             self._worker = None
         if self._level is not self.reader:
-            self._damaged |= set(self._level.damaged)
+            self._damaged |= self._level.replaced
             self._level.close()
             self._level, self._span = self.reader, None
 
@@ -222,7 +235,7 @@ class _Worker:
         if copied is not None:
             stream = torch.accelerator.current_stream(self._device)
             stream.wait_event(copied)
-            for tensor in (batch.images, batch.labels):
+            for tensor in batch.parts():
                 tensor.record_stream(stream)
         return batch
 

@@ -25,18 +25,28 @@ class SampleKeys(NamedTuple):
     seed: int
     epochs: np.ndarray  # int64 [n]
     repeats: np.ndarray | None = None  # int64 [n]: how often the sample has come before in its epoch; None: never
+    synthetic: bool = False  # of images that stand beside the real ones (data/mixture.py)
 
     def of(self, place: int, index: int) -> tuple[int | str, ...]:
-        """The key of the sample at `place`: (seed, "augment", epoch, index), and its repeat if it is one."""
+        """The key of the sample at `place`: (seed, "augment", epoch, index), and its repeat if it is one; synthetic:
+        (seed, "synthetic", "augment", epoch, ...).
+        """
         repeat = 0 if self.repeats is None else int(self.repeats[place])
-        key = (self.seed, "augment", int(self.epochs[place]), index)
+        kind = ("synthetic", "augment") if self.synthetic else ("augment",)
+        key = (self.seed, *kind, int(self.epochs[place]), index)
         return (*key, repeat) if repeat else key
+
+    def at(self, places: np.ndarray, *, synthetic: bool = False) -> "SampleKeys":
+        """The keys of some places; int [m]."""
+        repeats = None if self.repeats is None else self.repeats[places]
+        return SampleKeys(self.seed, self.epochs[places], repeats, synthetic)
 
 
 class GlobalSampler:
     """Indices of an endless concatenation of epochs of `count` draws, in global batches.
 
-    Epoch e's order is drawn from the key (seed, "order", e). It is a permutation; with `shuffle=False` it is
+    Epoch e's order is drawn from the key (seed, "order", e), with a `stream` from (seed, stream, "order", e), so that
+    two data sets of one run have orders of their own. It is a permutation; with `shuffle=False` it is
     0..count-1. With `weights` sample i appears count * w_i / sum(w) times in every epoch, rounded down or up (see
     WeightedEpochs); `groups` (the labels) keep each class's total within one of its expected number too. Equal weights
     are no weights: the plain permutation, and `groups` without weights change nothing.
@@ -58,6 +68,7 @@ class GlobalSampler:
         world_size: int = 1,
         weights: np.ndarray | None = None,  # float64 [count], >= 0, relative to each other
         groups: np.ndarray | None = None,  # int [count]
+        stream: str | None = None,
     ) -> None:
         if count < 1:
             raise UserError("the data set is empty: pack some images")
@@ -70,7 +81,9 @@ class GlobalSampler:
             raise ValueError(f"rank {rank} of {world_size}")
         self.count, self.batch_size, self.seed, self.shuffle = count, batch_size, seed, shuffle
         self.rank, self.world_size = rank, world_size
+        self._stream = () if stream is None else (stream,)
         self.consumed = 0  # samples, of all ranks together
+        self.batches = 0  # global batches; counted by a mixture (data/mixture.py)
         self._weighted = _weighted_epochs(count, shuffle, weights, groups)
         self._weights_hash = "" if self._weighted is None else self._weighted.digest
         # The last epochs; one dict for all shallow copies, so that a loader's copies draw an epoch once.
@@ -96,7 +109,7 @@ class GlobalSampler:
         return drawn
 
     def _draw(self, epoch: int) -> "_Epoch":
-        generator = numpy_generator(self.seed, "order", epoch)
+        generator = numpy_generator(self.seed, *self._stream, "order", epoch)
         if self._weighted is not None:
             order = self._weighted.draw(generator)
             return _Epoch(order, occurrences(order))
@@ -116,7 +129,14 @@ class GlobalSampler:
     def batch_keys(self, start: int) -> SampleKeys:
         """The keys of this rank's samples in the global batch that begins at `start`."""
         share = self.batch_size // self.world_size
-        positions = start + self.rank * share + np.arange(share, dtype=np.int64)
+        return self.keys_at(start + self.rank * share + np.arange(share, dtype=np.int64))
+
+    def next_keys(self) -> SampleKeys:
+        """The keys of what `next_batch` will return."""
+        return self.batch_keys(self.consumed)
+
+    def keys_at(self, positions: np.ndarray) -> SampleKeys:
+        """The keys of the samples at these positions of the endless sequence, ascending."""
         epochs, places = np.divmod(positions, self.count)
         if self._weighted is None:
             return SampleKeys(self.seed, epochs)
@@ -150,6 +170,11 @@ class GlobalSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises UserError if the order would be another one."""
+        if "synthetic" in state:
+            raise UserError(
+                "the sample order cannot be resumed: the run has been trained with data.synthetic; give the same, or "
+                "use a new run folder"
+            )
         for name in ("count", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise UserError(

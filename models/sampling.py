@@ -14,11 +14,13 @@ def to_uint8(images: Tensor) -> Tensor:
     return (images.float() * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def draw(model: ImageGenerator, indices: Sequence[int], seed: int) -> tuple[Tensor, list[Tensor]]:
-    """z [N, z_dim] and each layer's noise maps [N, 1, H, W], drawn on the CPU with the key (seed, "eval", index)."""
+def draw(
+    model: ImageGenerator, indices: Sequence[int], seed: int, stream: tuple[str | int, ...] = ("eval",)
+) -> tuple[Tensor, list[Tensor]]:
+    """z [N, z_dim] and each layer's noise maps [N, 1, H, W], drawn on the CPU with the key (seed, *stream, index)."""
     shapes = model.noise_shapes()
     sizes = [model.z_dim, *(h * w for _, h, w in shapes)]
-    rows = torch.stack([torch.randn(sum(sizes), generator=keyed_generator(seed, "eval", int(i))) for i in indices])
+    rows = torch.stack([torch.randn(sum(sizes), generator=keyed_generator(seed, *stream, int(i))) for i in indices])
     z, *maps = rows.split(sizes, dim=1)
     return z, [m.reshape(-1, *shape) for m, shape in zip(maps, shapes, strict=True)]
 
@@ -34,6 +36,7 @@ def generate(
     truncation_cutoff: int | None = None,
     noise_mode: NoiseMode = "random",
     batch_size: int = 64,
+    stream: tuple[str | int, ...] = ("eval",),  # of the draws' keys
 ) -> Tensor:
     """uint8 [N, channels, H, W] on the CPU for labels [N] (None when unconditional) and sample indices (N of them).
 
@@ -42,7 +45,7 @@ def generate(
     device = next(model.parameters()).device
     drawn = []
     for start in range(0, len(indices), batch_size):
-        z, maps = draw(model, indices[start : start + batch_size], seed)
+        z, maps = draw(model, indices[start : start + batch_size], seed, stream)
         batch_labels = None if labels is None else labels[start : start + batch_size].to(device)
         noise = [m.to(device) for m in maps] if noise_mode == "random" else noise_mode
         options = {"truncation_psi": truncation_psi, "truncation_cutoff": truncation_cutoff}

@@ -13,6 +13,7 @@ import torch
 from data.lmdb.writer import pack_arrays
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
+from tests.metrics.conftest import gan_run
 from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
@@ -33,9 +34,15 @@ worker.TREES["classifier-fixed"] = fixed | {"loss": {"kind": "squared-error", "c
 worker.TREES["classifier-plain"] = SMALL | {"augment": {"mixup": 0.4}}
 average = {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "weight_decay": 0.1}
 worker.TREES["classifier-average"] = SMALL | {"optimizer": average}
+mixture = {"path": "synthetic.lmdb", "share": 0.3, "weight": 0.5, "balance": "fill"}
+worker.TREES["classifier-mixture"] = SMALL | EVERYTHING | {"data": {"synthetic": mixture}}
+worker.TREES["gan-mixture"] = worker.GAN | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.5}}}
+fresh = {"checkpoint": "generator", "share": 0.3}
+worker.TREES["classifier-fresh"] = SMALL | {"data": {"synthetic": fresh}}
+MIXTURES = ["classifier-mixture:0", "classifier-fresh:0", "gan-mixture:0"]
 VARIANTS = {
-    1: [f"classifier-{name}" for name in ("everything:0", "fixed:0", "fixed:3", "average:0", "plain:0")],
-    2: [f"classifier-{name}" for name in ("everything:0", "fixed:3", "average:0")],
+    1: [f"classifier-{name}" for name in ("everything:0", "fixed:0", "fixed:3", "average:0", "plain:0")] + MIXTURES,
+    2: [f"classifier-{name}" for name in ("everything:0", "fixed:3", "average:0")] + MIXTURES,
 }
 SPLITS = [(1, "classifier-fixed:3"), *((2, variant) for variant in VARIANTS[2])]
 pytestmark = [
@@ -46,11 +53,16 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
-    """What each world size recorded, from 32 random 16 px RGB images of three classes, not equally many."""
+    """What each world size recorded, from 32 random 16 px RGB images of three classes, not equally many, and 10 others
+    where they are mixed with synthetic ones.
+    """
     folder = tmp_path_factory.mktemp("oracle")
     images = np.random.default_rng(0).integers(0, 256, (32, 3, 16, 16), dtype=np.uint8)
     labels = np.array([0, 0, 1, 2] * 8)
     pack_arrays(folder / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
+    others = np.random.default_rng(1).integers(0, 256, (10, 3, 16, 16), dtype=np.uint8)
+    pack_arrays(folder / "synthetic.lmdb", others, labels=np.arange(10) % 3, classes=CLASSES, smallest=8)
+    gan_run(folder / "generator", classes=CLASSES, channels=3, side=16)
     found = {}
     for processes, variants in VARIANTS.items():
         out = folder / f"{processes}.pt"
@@ -72,6 +84,7 @@ def test_the_comparison_is_of_something(records: Records) -> None:
     for variant in ("classifier-everything:0", "classifier-fixed:0", "classifier-average:0"):
         assert largest_difference(one[variant][:1], one[variant][-1:], "weights") > 1e-4
     assert largest_difference(one["classifier-everything:0"], one["classifier-plain:0"], "gradients") > 1e-4
+    assert largest_difference(one["classifier-everything:0"], one["classifier-mixture:0"], "gradients") > 1e-4
     norms = [one[f"classifier-{name}:0"][0]["metrics"]["gradient_norm/classifier"] for name in ("everything", "plain")]
     kept = [
         torch.stack([g.norm() for g in one[f"classifier-{name}:0"][0]["gradients"].values()]).norm().item()

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from data.dataset import Dataset
-from training.base.data import make_loader
+from training.base.data import make_loader, open_training
 from training.engine.tasks import TASKS, build_run_config
 from training.engine.window import MetricWindow
 from utils.distributed import collectives
@@ -82,11 +81,15 @@ def train(name: str, micro_batch: int, data: str, steps: int | None = None) -> l
     """Some steps of a task (default: few); metrics, gradients, weights and averages after each."""
     device = torch.device("cpu")
     kind = name.partition("-")[0]
-    tree = TREES[name] | {"micro_batch": micro_batch or None, "data": {"path": data}}
+    tree = TREES[name] | {"micro_batch": micro_batch or None, "data": {"path": data} | TREES[name].get("data", {})}
+    if synthetic := tree["data"].get("synthetic"):
+        beside = {key: str(Path(data).parent / synthetic[key]) for key in ("path", "checkpoint") if key in synthetic}
+        tree["data"] = tree["data"] | {"synthetic": synthetic | beside}
     if "loss" in tree and tree["loss"].get("classifier"):
         tree = tree | {"loss": tree["loss"] | {"classifier": str(Path(data).parent / CLASSIFIER)}}
-    reader = Dataset(data)
-    task = TASKS[kind].task(build_run_config(tree, [], "test"), reader, None, device)
+    config = build_run_config(tree, [], "test")
+    reader = open_training(config.data)
+    task = TASKS[kind].task(config, reader, None, device)
     loader = make_loader(task.config, reader, device)
     networks = {key: part for key, part in task.registry().items() if isinstance(part, torch.nn.Module)}
     record = []

@@ -48,9 +48,9 @@ def make_run(
     return folder
 
 
-def gan_run(folder, *, classes=CLASSES, channels=1, data=None, loss=None, **more):
+def gan_run(folder, *, classes=CLASSES, channels=1, side=SIDE, data=None, loss=None, **more):
     """A run of an untrained generator with strong noise, so that its samples differ."""
-    shape = {"channels": channels, "classes": len(classes), "resolution": SIDE}
+    shape = {"channels": channels, "classes": len(classes), "resolution": side}
     with forked(0, "init", "test generator"):
         generator = Generator(GeneratorConfig(**TINY), **shape)
     config = {"generator": TINY, "data": data or {}, "loss": loss or {}}

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from training.base.spikes import SpikesConfig
 from training.base.stopping import EarlyStoppingConfig
+from training.base.synthetic import SyntheticConfig
 from utils.errors import UserError
 from utils.ranges import Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, at_least, between
 
@@ -31,6 +32,7 @@ class DataConfig(Checked, section="data"):
     class_rates: dict[str, NonNegativeFloat] = field(default_factory=dict)
     sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
     prefetch: Annotated[int, between(0, 1024)] = 2  # batches prepared ahead on accelerators
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,26 +11,32 @@ from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.lmdb.reader import DamageError
 from data.loader import InfiniteLoader, choose_workers
+from data.mixture import MixedDataset
 from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
 from data.shards import shard_paths
+from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
+from training.base.fresh import FreshSamples
+from training.base.synthetic import check_synthetic, class_shares, make_sampler, open_synthetic, synthetic_text
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say
+from utils.passport import Lineage
 
 OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs
 
 
 def open_training(config: DataConfig) -> Dataset:
-    """The training images. Raises UserError naming the key."""
+    """The training images, with synthetic ones behind them if there are any. Raises UserError naming the key."""
     if not config.path:
         raise UserError(
             "data.path is not set; pack images with `python -m data.pack SOURCE path.lmdb` and give --data.path FILE"
         )
     crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect) if config.crop == "random" else None
-    check_open_files(sum(len(shard_paths(path)) for path in (config.path, config.val_path) if path))
-    return Dataset(
+    synthetic = config.synthetic
+    check_open_files(sum(len(shard_paths(path)) for path in (config.path, config.val_path, synthetic.path) if path))
+    training = (MixedDataset if synthetic.on else Dataset)(
         config.path,
         resolution=config.resolution,
         crop=crop,
@@ -38,12 +44,15 @@ def open_training(config: DataConfig) -> Dataset:
         cache=config.cache == "ram",
         on_damage=config.on_damage,
     )
+    if synthetic.on:
+        training.synthetic = open_synthetic(synthetic, training, real_label_shares(config, training))
+    return training
 
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
     """What the run's report says of its images, by their role."""
     found = {}
-    for role, reader in (("training", training), ("held-out", held_out)):
+    for role, reader in (("training", training), ("held-out", held_out), ("synthetic", training.synthetic)):
         if reader is not None:
             meta = reader.meta
             found[role] = {
@@ -56,6 +65,14 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
                 "content_hash": meta.content_hash,
             }
     return found
+
+
+def lineage(config: RunConfig, training: Dataset) -> Lineage:
+    """What the checkpoints of a run on these images record of them: the files, and who drew the synthetic ones."""
+    second = training.synthetic
+    if isinstance(second, FreshSamples):
+        return lineage_of(training, passports=[second.passport(config.seed)])
+    return lineage_of(training, *([] if second is None else [second]))
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
@@ -87,6 +104,9 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             "--size N"
         )
     training.labels()  # a damaged index or a label without a class ends it here, also for a GAN
+    if training.synthetic is not None:
+        shares, asked = real_label_shares(config.data, training), config.data.resolution is not None
+        check_synthetic(config.data.synthetic, training, shares, scaled=asked)
     if held_out is None:
         return
     held_out.labels()
@@ -98,10 +118,12 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             f"{config.data.path} have {training.resolution} px and {training.meta.channels}; pack both alike"
         )
     if collectives.is_main():
-        _warn_of_leaks(config.data, training, held_out)
+        _warn_of_leaks(training, held_out)
+        if isinstance(training.synthetic, Dataset):
+            _warn_of_leaks(training.synthetic, held_out)
 
 
-def _warn_of_leaks(config: DataConfig, training: Dataset, held_out: Dataset) -> None:
+def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
     """Say how many held-out images are training images too, to the pixel."""
     try:
         leaked = int(np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum())
@@ -110,14 +132,16 @@ def _warn_of_leaks(config: DataConfig, training: Dataset, held_out: Dataset) -> 
         return
     if leaked:
         say(
-            f"warning: {leaked:,} of the {len(held_out):,} images of {config.val_path} are training images too; "
-            f"see `python -m data.duplicates {config.path} {config.val_path}`"
+            f"warning: {leaked:,} of the {len(held_out):,} images of {held_out.path} are training images too; "
+            f"see `python -m data.duplicates {training.path} {held_out.path}`"
         )
 
 
 def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset | None) -> None:
     """Raise UserError, on all ranks, unless all of them have the same files: each node may have its own copies."""
-    for path, dataset in ((config.path, training), (config.val_path, held_out)):
+    second = training.synthetic
+    third = None if second is None else second.path
+    for path, dataset in ((config.path, training), (config.val_path, held_out), (third, second)):
         hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
         other = next((rank for rank, found in enumerate(hashes) if found != hashes[0]), None)
         if other is not None:
@@ -158,7 +182,17 @@ def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each class is seen, relative to the others: the histogram, unless sampling is weighted."""
+    """How often each class is seen, relative to the others: the histogram, unless sampling is weighted or synthetic
+    images are mixed in.
+    """
+    shares = real_label_shares(config, dataset)
+    if dataset.synthetic is None or not shares:
+        return shares
+    return class_shares(config.synthetic, dataset.synthetic, shares).tolist()
+
+
+def real_label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
+    """How often each class of the real images is seen, relative to the others."""
     weights = sampling_weights(config, dataset)
     if weights is None:
         return [float(count) for count in dataset.meta.histogram]
@@ -167,18 +201,12 @@ def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
 
 def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
     """The endless training loader of this rank."""
-    weights = sampling_weights(config.data, dataset)
-    sampler = GlobalSampler(
-        len(dataset),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rank=collectives.rank(),
-        world_size=collectives.world_size(),
-        weights=weights,
-        groups=None if weights is None or not dataset.classes else dataset.labels(),
-    )
+    sampler = make_sampler_of(config, dataset)
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
+    if isinstance(dataset.synthetic, FreshSamples):  # drawn between the steps: a thread would change their precision
+        dataset.synthetic.to(device)
+        prefetch = 0
     spans = config.spans(dataset.resolution)
     return InfiniteLoader(
         dataset,
@@ -190,8 +218,29 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     )
 
 
+def make_sampler_of(config: RunConfig, dataset: Dataset) -> GlobalSampler:
+    """The order of this rank's samples. Raises UserError for weights, and for classes that cannot be filled up."""
+    weights = sampling_weights(config.data, dataset)
+    order: dict[str, Any] = {
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "rank": collectives.rank(),
+        "world_size": collectives.world_size(),
+        "weights": weights,
+        "groups": None if weights is None or not dataset.classes else dataset.labels(),
+    }
+    if not isinstance(dataset, MixedDataset):
+        return GlobalSampler(len(dataset), **order)
+    shares, end = real_label_shares(config.data, dataset), config.data.synthetic.last_step(config.steps)
+    until = None if end is None else end * config.batches_per_step
+    return make_sampler(config.data.synthetic, dataset, shares, until=until, **order)
+
+
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
     """Measure the number of decoding threads if it is left open; returns what the plan says of reading."""
+    second = training.synthetic
+    if second is not None and not second.gathers and config.data.workers == "auto":
+        second.workers = choose_workers(second, config.batch_size // collectives.world_size())[0]
     if training.gathers:
         return "raw images, gathered without workers"
     text = ""
@@ -213,3 +262,12 @@ def data_text(dataset: Dataset) -> str:
     channels = "grey" if meta.channels == 1 else "RGB"
     files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
     return f"{meta.count:,} images{files}, {dataset.resolution} px, {channels}, {classes}, {meta.encoding}"
+
+
+def mixture_text(config: RunConfig, dataset: Dataset) -> str:
+    """What the plan says of how synthetic images are mixed in."""
+    second, shares = dataset.synthetic, real_label_shares(config.data, dataset)
+    what = f"{second.meta.source}, {len(second):,} an epoch"
+    if isinstance(second, Dataset):
+        what = data_text(second) + ("" if second.meta.passport else ", no passport: they count as real")
+    return f"{what}; {synthetic_text(config.data.synthetic, shares, config.steps)}"

@@ -30,6 +30,7 @@ class Targets(NamedTuple):
     labels: Tensor  # int64 [n]
     others: Tensor | None = None  # int64 [n]: the partners' labels; None: nothing is mixed
     own: Tensor | None = None  # float [n]: the share of `labels`, 0 to 1
+    weights: Tensor | None = None  # float [n]: what each sample's loss counts; None: 1
 
     def correct(self, logits: Tensor) -> Tensor:
         """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class."""
@@ -72,22 +73,37 @@ def classifier_loss(
     config: ClassifierLossConfig,
     weights: Tensor | None = None,  # [classes], as by class_weight_list
 ) -> Tensor:
-    """The sum over the samples, 0-d; the caller divides it by the global batch.
+    """The sum over the samples, each by its weight, 0-d; the caller divides it by the global batch.
 
     Cross entropy is -sum_c w_c t_c log softmax(z)_c, the squared error (t . w) mean_c (z_c - t_c)^2, with t the target
     after smoothing and mixing (for the squared error's weight: before smoothing).
     """
     if config.kind == "cross-entropy":
+        reduction = "sum" if targets.weights is None else "none"
         if targets.others is None or targets.own is None:
             smoothing = config.label_smoothing
-            return F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction="sum")
-        soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
-        return F.cross_entropy(logits, soft, weights, reduction="sum")
+            losses = F.cross_entropy(logits, targets.labels, weights, label_smoothing=smoothing, reduction=reduction)
+        else:
+            soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
+            losses = F.cross_entropy(logits, soft, weights, reduction=reduction)
+        return losses if targets.weights is None else (losses * targets.weights).sum()
     soft = soft_targets(targets, logits.shape[1], logits.dtype, config.label_smoothing)
     errors = (logits - soft).square().mean(1)
     if weights is not None:
         errors = errors * (soft_targets(targets, logits.shape[1], logits.dtype) @ weights)
+    if targets.weights is not None:
+        errors = errors * targets.weights
     return errors.sum()
+
+
+def sample_weights(synthetic: Tensor, weight: float, others: Tensor | None, own: Tensor | None) -> Tensor:
+    """What each sample's loss counts, float [n]: `weight` for synthetic images (bool [n]), 1 for real ones; for a mixed
+    sample the mean of both by their shares of the label, `own` and its partner's (`others`, bool [n]).
+    """
+    first = torch.where(synthetic, weight, 1.0)
+    if others is None or own is None:
+        return first
+    return torch.lerp(torch.where(others, weight, 1.0), first, own.to(first.dtype))
 
 
 def soft_targets(targets: Targets, classes: int, dtype: torch.dtype, smoothing: float = 0.0) -> Tensor:

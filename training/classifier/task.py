@@ -26,7 +26,7 @@ from training.base.data import check_same_classes, label_shares
 from training.base.room import Outline
 from training.base.task import Task
 from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
-from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss
+from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
@@ -128,6 +128,7 @@ class Prepared(NamedTuple):
     images: Tensor
     labels: Tensor
     mixed: tuple[Tensor, Tensor, Mixing] | None = None  # with which images and labels, and how
+    weights: Tensor | None = None  # of the samples' losses; None: all 1
 
 
 class ClassifierTask(Task):
@@ -282,7 +283,7 @@ class ClassifierTask(Task):
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         weight = float("nan") if inject.due("nan", step, rank=collectives.rank()) else 1.0
         with phase("augment"):
-            prepared = self._prepared(batch.images, batch.labels, step, self.first)
+            prepared = self._prepared(batch, step, self.first)
         parts = self.micro.parts()
         for rows in parts:
             with phase("augment"):
@@ -319,25 +320,30 @@ class ClassifierTask(Task):
         for (gradients,) in by_device(p.grad for p in trained.values() if p.grad is not None).values():
             torch._foreach_mul_(gradients, collectives.world_size())
 
-    def _prepared(self, images: Tensor, labels: Tensor, step: int, start: int) -> Prepared:
+    def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
         """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
-        config = self.config
+        config, labels, synthetic = self.config, batch.labels, batch.synthetic
+        weight = config.data.synthetic.weight
+        weighed = None if synthetic is None or weight == 1 else synthetic
         draw: Any = {"seed": config.seed, "step": step, "start": start, "global_batch": config.batch_size}
-        images = draw_and_apply(images, config.augment, **draw)
+        images = draw_and_apply(batch.images, config.augment, **draw)
         if not config.augment.mixes:
-            return Prepared(images, labels)
+            weights = None if weighed is None else sample_weights(weighed, weight, None, None)
+            return Prepared(images, labels, weights=weights)
         size = (images.shape[2], images.shape[3])
         mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
-        return Prepared(images, labels, (partners(images), partners(labels), mixing))
+        weights = None if weighed is None else sample_weights(weighed, weight, partners(weighed), mixing.own)
+        return Prepared(images, labels, (partners(images), partners(labels), mixing), weights)
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
         """Some rows as the network takes them."""
         images, labels = to_float(prepared.images[rows], channels_last=self.config.channels_last), prepared.labels[rows]
+        weights = None if prepared.weights is None else prepared.weights[rows]
         if prepared.mixed is None:
-            return images, Targets(labels)
+            return images, Targets(labels, weights=weights)
         others, other_labels, mixing = prepared.mixed[0][rows], prepared.mixed[1][rows], prepared.mixed[2].rows(rows)
         others = to_float(others, channels_last=self.config.channels_last)
-        return mix_images(images, others, mixing), Targets(labels, other_labels, mixing.own)
+        return mix_images(images, others, mixing), Targets(labels, other_labels, mixing.own, weights)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """At the start, the first training images as the network will see them; later nothing new."""
@@ -346,7 +352,7 @@ class ClassifierTask(Task):
         count = min(64, len(self.reader), self.config.batch_size)
         count -= count % 2 if self.config.augment.mixes else 0
         batch = read_batch(self.reader, np.arange(count)).to(self.device)
-        shown = self._prepared(batch.images, batch.labels, 0, 0)
+        shown = self._prepared(batch, 0, 0)
         if shown.mixed is None:
             return grid(shown.images.cpu())
         mixed, _ = self._part(shown, slice(0, count))

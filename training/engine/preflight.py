@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from data.dataset import Dataset
 from data.levels import levels_text
 from training.base.config import RunConfig
-from training.base.data import data_text
+from training.base.data import data_text, mixture_text
 from training.base.task import Task
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Updater
@@ -75,6 +75,8 @@ def plan_rows(
         "precision": precision or config.precision,
     }
     rows["training data"] = data_text(reader)
+    if reader.synthetic is not None:
+        rows["synthetic data"] = mixture_text(config, reader)
     rows["held-out data"] = data_text(val_reader) if val_reader else "none (data.val_path is not set)"
     rows["reading"] = reading
     spans = config.spans(reader.resolution)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from data.dataset import Dataset
-from metrics.lineage import lineage_of
 from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig
@@ -150,7 +149,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         say_main(taken)
     loop = Loop(config, task, loader, folder)
     before = nothing() if donor is None else donor.lineage
-    loop.manager.lineage = join(lineage_of(reader), task.lineage(), before)
+    loop.manager.lineage = join(data.lineage(config, reader), task.lineage(), before)
     loop.origin = None if donor is None else donor.origin()
     return loop
 

@@ -125,6 +125,10 @@ class GanConfig(RunConfig):
             )
         if not generator.can_grow and self.progressive.start is not None:
             raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
+        if self.data.synthetic.weight != 1:
+            raise UserError("data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone")
+        if self.data.synthetic.on and self.progressive.start is not None:
+            raise UserError("data.synthetic cannot be combined with growing: set progressive.start to null")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (self.architecture, vars(self))  # its class may be one that `config_of` has made

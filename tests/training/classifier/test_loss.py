@@ -9,6 +9,7 @@ from training.classifier.loss import (
     Targets,
     class_weight_list,
     classifier_loss,
+    sample_weights,
     soft_targets,
 )
 from utils.errors import UserError
@@ -26,8 +27,8 @@ def batch():
     return logits, labels, others, own
 
 
-def slow_loss(logits, labels, others, own, kind, smoothing, weights):
-    """Sample by sample and class by class, in Python's floats."""
+def slow_loss(logits, labels, others, own, kind, smoothing, weights, counts=(1.0,) * N):
+    """Sample by sample and class by class, in Python's floats; sample i counts `counts[i]` times."""
     total = 0.0
     for i in range(len(logits)):
         z = logits[i].tolist()
@@ -35,10 +36,10 @@ def slow_loss(logits, labels, others, own, kind, smoothing, weights):
         target = [float(t) * (1 - smoothing) + smoothing / len(z) for t in raw]
         if kind == "cross-entropy":
             log_sum = math.log(sum(math.exp(v) for v in z))
-            total -= sum(w * t * (v - log_sum) for w, t, v in zip(weights, target, z, strict=True))
+            total -= counts[i] * sum(w * t * (v - log_sum) for w, t, v in zip(weights, target, z, strict=True))
         else:
             weight = sum(w * float(t) for w, t in zip(weights, raw, strict=True))
-            total += weight * sum((v - t) ** 2 for t, v in zip(target, z, strict=True)) / len(z)
+            total += counts[i] * weight * sum((v - t) ** 2 for t, v in zip(target, z, strict=True)) / len(z)
     return total
 
 
@@ -53,6 +54,27 @@ def test_losses_against_loops(kind, smoothing, weights, mixed):
     found = classifier_loss(logits, targets, config, None if weights is None else torch.tensor(weights).double())
     share = own.double() if mixed else torch.ones(N)
     expected = slow_loss(logits, labels, others, share, kind, smoothing, weights or [1.0] * CLASSES)
+    assert found.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [None, [0.5, 2.0, 0.0, 1.0, 3.0]])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, 4.0])
+def test_weights_of_synthetic_images_against_loops(kind, weights, mixed, weight):
+    logits, labels, others, own = batch()
+    synthetic, partners = [True, False, True, False, False, True], [False, True, True, False, True, False]
+    share = own.double() if mixed else torch.ones(N, dtype=torch.float64)
+    counts = [
+        s * (weight if first else 1.0) + (1 - s) * (weight if second else 1.0)
+        for s, first, second in zip(share.tolist(), synthetic, partners, strict=True)
+    ]
+    pair = (torch.tensor(partners), share) if mixed else (None, None)
+    found_weights = sample_weights(torch.tensor(synthetic), weight, *pair).double()
+    targets = Targets(labels, others, own, found_weights) if mixed else Targets(labels, weights=found_weights)
+    config = ClassifierLossConfig(kind=kind, label_smoothing=0.1)
+    found = classifier_loss(logits, targets, config, None if weights is None else torch.tensor(weights).double())
+    expected = slow_loss(logits, labels, others, share, kind, 0.1, weights or [1.0] * CLASSES, counts)
     assert found.item() == pytest.approx(expected, rel=1e-6)
 
 

@@ -1,0 +1,209 @@
+"""Synthetic images in a run's config: opened, checked against the real ones, shared out over the classes."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
+from data.mixture import MixedDataset
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
+from training.base import data
+from training.base.config import DataConfig, RunConfig
+from training.base.synthetic import SyntheticConfig, share_of
+from training.classifier.task import ClassifierConfig
+from training.engine.tasks import build_run_config
+from training.gan.config import GanConfig
+from training.gan.stages import ProgressiveConfig
+from utils.errors import UserError
+
+LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """train.lmdb: 10 raw RGB images of 8 px, 6, 3 and 1 of a class; drawn.lmdb: 12 others, 4 of each class."""
+    pack_arrays(tmp_path / "train.lmdb", sample_images(10), LABELS, CLASSES)
+    pack_arrays(tmp_path / "drawn.lmdb", sample_images(12, seed=1), np.arange(12) % 3, CLASSES)
+    return tmp_path
+
+
+def config_of(folder: Path, *, steps: int = 100, batch_size: int = 8, more: Any = None, **synthetic: Any) -> RunConfig:
+    settings: dict[str, Any] = {"path": str(folder / "drawn.lmdb"), "share": 0.25} | synthetic
+    options = DataConfig(path=str(folder / "train.lmdb"), synthetic=SyntheticConfig(**settings), **more or {})
+    return RunConfig(task="x", batch_size=batch_size, steps=steps, seed=5, data=options)
+
+
+def opened(config: RunConfig) -> MixedDataset:
+    training = data.open_training(config.data)
+    data.check_data(config, training, data.open_held_out(config.data, training))
+    assert isinstance(training, MixedDataset)
+    return training
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(UserError) as refused:
+        opened(config)
+    return str(refused.value)
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"path": "x"}, r"share is not set; give the share of each batch"),
+        ({"share": 0.5}, r"has settings but no images; give data\.synthetic\.path"),
+        ({"path": "x", "share": 1.5}, r"data\.synthetic\.share 1\.5: must be above 0 and at most 1"),
+        ({"path": "x", "share": 0.5, "weight": -1.0}, r"data\.synthetic\.weight -1\.0: must be at least 0"),
+        (
+            {"path": "x", "checkpoint": "y", "share": 0.5},
+            r"path and checkpoint are both set",
+        ),
+        ({"path": "x", "share": 0.5, "until": 2.5}, r"until 2\.5: give a share of the steps, up to 1, or a whole step"),
+    ],
+)
+def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        SyntheticConfig(**settings)
+
+
+@pytest.mark.parametrize(("until", "end"), [(1.0, None), (0.8, 80), (0.801, 81), (30, 30), (100, None), (2, 2)])
+def test_until_is_a_share_of_the_steps_or_a_step(until: float, end: int | None) -> None:
+    assert SyntheticConfig(path="x", share=0.5, until=until).last_step(100) == end
+
+
+def test_a_gan_refuses_what_is_not_for_it() -> None:
+    with pytest.raises(UserError, match=r"data\.synthetic\.weight is of a classifier's loss"):
+        GanConfig(data=DataConfig(synthetic=SyntheticConfig(path="x", share=0.5, weight=0.5)))
+    with pytest.raises(UserError, match=r"cannot be combined with growing: set progressive\.start to null"):
+        GanConfig(
+            data=DataConfig(synthetic=SyntheticConfig(path="x", share=0.5)), progressive=ProgressiveConfig(start=8)
+        )
+
+
+def test_a_recipe_and_the_command_line_set_it() -> None:
+    tree = {"task": "classifier", "data": {"path": "a", "synthetic": {"path": "b", "share": 0.5}}}
+    config = build_run_config(tree, ["--data.synthetic.share", "0.25", "--data.synthetic.until=0.5"], "x")
+    assert isinstance(config, ClassifierConfig)
+    assert config.data.synthetic == SyntheticConfig(path="b", share=0.25, until=0.5)
+
+
+# --- the second file
+
+
+def test_it_is_read_as_the_training_images_are(folder: Path) -> None:
+    training = opened(config_of(folder, more={"on_damage": "skip", "crop": "random", "workers": 2}))
+    second = training.synthetic
+    assert isinstance(second, Dataset)
+    assert (second.on_damage, second.crop, second.workers, second.resolution) == ("skip", training.crop, 2, 8)
+    assert data.facts(training, None)["synthetic"]["by_class"] == dict.fromkeys(CLASSES, 4)
+    assert type(data.open_training(DataConfig(path=str(folder / "train.lmdb")))).__name__ == "Dataset"
+
+
+def test_a_file_that_is_not_there_is_told_with_its_key(folder: Path) -> None:
+    told = refusal(config_of(folder, path=str(folder / "none.lmdb")))
+    assert told.startswith("data.synthetic.path ")
+    assert "generate.py dataset" in told
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "classes", "told"),
+    [
+        (sample_images(6, side=16), [0, 1, 2] * 2, CLASSES, "images of 16 px with 3 channels, those of"),
+        (sample_images(6, channels=1), [0, 1, 2] * 2, CLASSES, "images of 8 px with 1 channels, those of"),
+        (sample_images(6), [0, 1, 2] * 2, ["cat", "emu", "dog"], "class 1 is 'emu' here and 'dog' there"),
+        (sample_images(6), [0, 1, 0] * 2, CLASSES[:2], "emu missing here"),
+        (sample_images(6), None, (), "cat, dog, emu missing here"),
+        (sample_images(6, side=4), [0, 1, 2] * 2, CLASSES, "less than the 8 px asked for"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named(folder: Path, images: Any, labels: Any, classes: Any, told: str) -> None:
+    pack_arrays(folder / "other.lmdb", images, labels, classes)
+    found = refusal(config_of(folder, path=str(folder / "other.lmdb")))
+    assert found.startswith(str(folder / "other.lmdb"))
+    assert told in found
+
+
+def test_held_out_images_among_the_synthetic_ones_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pack_arrays(folder / "test.lmdb", sample_images(12, seed=1)[:4], [0, 1, 2, 0], CLASSES)
+    opened(config_of(folder, more={"val_path": str(folder / "test.lmdb")}))
+    assert "warning: 4 of the 4 images of" in capsys.readouterr().err
+
+
+# --- shares
+
+
+def seen(config: RunConfig, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many real and synthetic images of each class the first global batches hold."""
+    training = opened(config)
+    loader = data.make_loader(config, training, CPU)
+    found = np.zeros((2, 3), int)
+    for _ in range(count):
+        batch = next(loader)
+        assert batch.synthetic is not None
+        for kind in (0, 1):
+            found[kind] += np.bincount(batch.labels[batch.synthetic == bool(kind)], minlength=3)
+    return found[0], found[1]
+
+
+def test_each_batch_has_its_share_until_the_end_of_the_mixture(folder: Path) -> None:
+    config = config_of(folder, until=0.1)
+    loader = data.make_loader(config, opened(config), CPU)
+    counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(14)) if batch.synthetic is not None]
+    assert counts == [2] * 10 + [0] * 4
+
+
+def test_fill_brings_rare_classes_up_to_the_largest(folder: Path) -> None:
+    """6, 3 and 1 real images lack 0, 3 and 5: of 18 images 8 are synthetic."""
+    config = config_of(folder, share=None, balance="fill", batch_size=9)
+    assert share_of(config.data.synthetic, [6, 3, 1]) == Fraction(8, 18)
+    real, drawn = seen(config, 100)  # 50 epochs of the real images
+    np.testing.assert_array_equal(real, [300, 150, 50])
+    assert drawn[0] == 0
+    assert abs(drawn - [0, 150, 250]).max() <= 5  # epochs of 12 samples hold 4 or 5, and 7 or 8
+    assert drawn.sum() == 400
+
+
+def test_fill_with_a_share_keeps_the_share(folder: Path) -> None:
+    real, drawn = seen(config_of(folder, balance="fill"), 100)
+    assert (real.sum(), drawn.sum()) == (600, 200)
+    assert abs(drawn - np.array([0, 75, 125])).max() <= 5
+
+
+def test_fill_follows_weighted_sampling(folder: Path) -> None:
+    rates = {"class_rates": {"dog": 2.0}}  # 6, 6 and 1
+    config = config_of(folder, share=None, balance="fill", more=rates)
+    assert share_of(config.data.synthetic, data.real_label_shares(config.data, opened(config))) == Fraction(5, 18)
+    told = refusal(config_of(folder, share=None, balance="fill", more={"sampling": "balanced"}))
+    assert told.startswith("data.synthetic.balance fill: no class lacks images")
+
+
+def test_a_class_that_cannot_be_filled_is_named(folder: Path) -> None:
+    pack_arrays(folder / "few.lmdb", sample_images(6), [0, 1] * 3, CLASSES)
+    told = refusal(config_of(folder, path=str(folder / "few.lmdb"), share=None, balance="fill"))
+    assert "no image of class 'emu'" in told
+
+
+def test_classes_are_as_frequent_as_both_kinds_show_them(folder: Path) -> None:
+    config = config_of(folder, share=0.5)
+    expected = 0.5 * np.array([0.6, 0.3, 0.1]) + 0.5 / 3
+    np.testing.assert_allclose(data.label_shares(config.data, opened(config)), expected)
+    config = config_of(folder, share=None, balance="fill")
+    np.testing.assert_allclose(data.label_shares(config.data, opened(config)), [1 / 3] * 3)
+
+
+def test_the_plan_says_it(folder: Path) -> None:
+    config = config_of(folder, until=0.5, weight=0.5)
+    told = data.mixture_text(config, opened(config))
+    assert told.startswith("12 images, 8 px, RGB, 3 classes, raw, no passport: they count as real; 0.25 of each batch")
+    assert told.endswith("0.25 of each batch, up to step 50, loss weight 0.5")
+    config = config_of(folder, share=None, balance="fill")
+    assert data.mixture_text(config, opened(config)).endswith("; 0.444 of each batch, of the classes that lack images")

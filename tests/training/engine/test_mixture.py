@@ -1,0 +1,132 @@
+"""Whole runs of both tasks on real and synthetic images: resume to the bit, what reaches the loss."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.lmdb.writer import pack_arrays
+from tests.conftest import sample_images
+from tests.end_to_end.helpers import differing
+from tests.metrics.conftest import gan_run
+from tests.training.classifier.test_task import train
+from training.base import data
+from training.base.fresh import FreshSamples
+from training.classifier.task import ClassifierTask
+from training.engine.tasks import build_run_config
+from utils.checkpoint import load
+from utils.errors import UserError
+
+CPU = torch.device("cpu")
+COMMON: dict[str, Any] = {
+    "steps": 6,
+    "evaluation": {"every": 100, "n": 20},
+    "checkpoint": {"every": 100},
+    "log": {"every": 4, "tensorboard": False, "samples_every": 0},
+}
+TREES: dict[str, dict[str, Any]] = {
+    "classifier": COMMON
+    | {
+        "task": "classifier",
+        "batch_size": 48,  # five of them are more than an epoch of 200
+        "model": {"stem": "small-stride2"},
+        "augment": {"flip": True, "mixup": 0.4},
+        "optimizer": {"lr": 0.02, "warmup_steps": 2},
+    },
+    "gan": COMMON
+    | {
+        "task": "gan",
+        "batch_size": 48,
+        "generator": {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8},
+        "discriminator": {"channel_base": 64, "channel_max": 8},
+    },
+}
+MIXTURE = {"share": 0.3, "until": 0.7}  # a share of 14.4 images; 4.2 steps: the fifth is the last that is mixed
+
+
+def config_of(packed: Path, task: str = "classifier", more: Any = None, **synthetic: Any) -> Any:
+    """The held-out images serve as synthetic ones."""
+    settings = {"path": str(packed / "test.lmdb")} | MIXTURE | synthetic
+    section: dict[str, Any] = {"path": str(packed / "train.lmdb"), "crop": "random", "synthetic": settings}
+    return build_run_config(TREES[task] | {"data": section} | (more or {}), [], "x")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("task", TREES)
+def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Path, task: str, fresh: bool) -> None:
+    other: dict[str, Any] = {}
+    if fresh:
+        classes = sample_images("test", 1)[2]
+        other = {"path": None, "checkpoint": str(gan_run(tmp_path / "generator", classes=classes, side=16))}
+    config = config_of(packed, task, **other)
+    straight = train(config, tmp_path / "straight")
+    train(config, tmp_path / "resumed", max_steps=4)  # within both epochs and within the mixture
+    resumed = train(config, tmp_path / "resumed")
+    assert differing(straight, resumed) == []
+    loader = straight["loader"]
+    assert (loader["synthetic"]["consumed"], loader["consumed"]) == (72, 6 * 48 - 72)
+
+
+def test_a_run_cannot_go_on_with_another_mixture(packed: Path, tmp_path: Path) -> None:
+    train(config_of(packed), tmp_path / "run", max_steps=1)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    alone = build_run_config(TREES["classifier"] | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")
+    with pytest.raises(UserError, match=r"trained with data\.synthetic"):
+        train(alone, tmp_path / "run")
+    images, labels, classes = sample_images("test", 5)
+    pack_arrays(tmp_path / "other.lmdb", images, labels=labels, classes=classes)
+    with pytest.raises(UserError, match=r"data\.synthetic has other images now"):
+        train(config_of(packed, path=str(tmp_path / "other.lmdb")), tmp_path / "copy")
+
+
+def test_checkpoints_record_who_drew_the_images(packed: Path, tmp_path: Path) -> None:
+    images, labels, classes = sample_images("test", 5)
+    run = gan_run(tmp_path / "generator", classes=classes, side=16)
+    passport = FreshSamples(str(run), 10).passport(0)
+    pack_arrays(tmp_path / "drawn.lmdb", images, labels=labels, classes=classes, passport=passport)
+    file, fresh = {"path": str(tmp_path / "drawn.lmdb")}, {"path": None, "checkpoint": str(run)}
+    for settings in (file, fresh):
+        config = config_of(packed, **settings)
+        training = data.open_training(config.data)
+        found = data.lineage(config, training)
+        assert found["synthetic"] == [passport]
+        assert training.meta.content_hash in found["trained_on"]
+        assert (training.synthetic.meta.content_hash in found["trained_on"]) == (settings is file)
+    folder = tmp_path / "run"
+    train(config, folder, max_steps=1)
+    assert load(folder / "checkpoints" / "step-00000001.pt")["lineage"] == found
+
+
+def first_loss(config: Any) -> tuple[float, float]:
+    """Loss and share that was right in the first step."""
+    training = data.open_training(config.data)
+    data.check_data(config, training, None)
+    task = ClassifierTask(config, training, None, CPU)
+    found = task.step(data.make_loader(config, training, CPU), 0)
+    return float(found["loss/classifier"]), float(found["accuracy/train"])
+
+
+@pytest.mark.parametrize("augment", [{"mixup": 0.4, "cutmix": 1.0}, {}])
+def test_the_weight_reaches_the_loss(packed: Path, augment: dict[str, Any]) -> None:
+    more = {"augment": augment}
+    plain, right = first_loss(config_of(packed, more=more, share=1.0))
+    half, also_right = first_loss(config_of(packed, more=more, share=1.0, weight=0.5))
+    assert half == pytest.approx(0.5 * plain, rel=1e-6)
+    assert right == also_right
+    assert first_loss(config_of(packed, more=more, share=1.0, weight=0.0))[0] == 0
+    some = first_loss(config_of(packed, more=more, share=0.5, weight=0.5))[0]
+    assert 0.6 * plain < some < 0.9 * plain
+
+
+def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed: Path) -> None:
+    """`until` is a step: from there on a batch is of real images alone, and its loss a plain mean."""
+    losses = []
+    for weight in (1.0, 0.5):
+        config = config_of(packed, weight=weight, until=0.001)
+        training = data.open_training(config.data)
+        task, loader = ClassifierTask(config, training, None, CPU), data.make_loader(config, training, CPU)
+        next(loader)
+        losses.append(float(task.step(loader, 1)["loss/classifier"]))
+    assert losses[0] == losses[1]

@@ -1,0 +1,139 @@
+"""Synthetic images that are drawn while training: new ones in every epoch, from a generator's checkpoint."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.lmdb.format import Meta
+from data.sampler import SampleKeys
+from metrics.extractors import fingerprint
+from metrics.lineage import passport_of
+from metrics.precision import exact_float32
+from models.restore import generator_from
+from models.sampling import generate
+from utils.checkpoint import load, resolve
+from utils.errors import UserError
+from utils.passport import Passport
+
+BLOCK = 16  # samples a forward pass, always the same ones together: rounding depends on a batch's size
+
+
+class FreshSamples:
+    """`count` samples an epoch of a run's average generator, as a source of synthetic images (data/mixture.py).
+
+    Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit on one kind of
+    device: the samples [16 k, 16 k + 16) are always made in one pass. Truncation is off (psi 1). Labels go round the
+    classes evenly, each as often as `shares` say. The generator computes where `to` has put it.
+
+    Raises UserError for a checkpoint of another task.
+    """
+
+    gathers = True  # nothing is decoded
+    workers = 0
+    replaced: set[int] = set()  # noqa: RUF012 - nothing is stored, nothing is damaged
+
+    def __init__(
+        self,
+        run: str,  # or a checkpoint's file
+        count: int,
+        shares: Sequence[float] | None = None,  # how often each class is drawn; None: equally often
+    ) -> None:
+        checkpoint = load(resolve(run))
+        self.path = str(run)
+        self.generator: Any = generator_from(checkpoint)
+        self.resolution: int = self.generator.resolution
+        kinds = self.generator.classes
+        classes = list(checkpoint["classes"]) if kinds else []
+        if shares is not None and len(shares) != kinds:
+            raise UserError(
+                f"{run}: its generator has {kinds} classes, the images {len(shares)}; use one of these images"
+            )
+        self._labels = even_labels(shares or [1.0] * kinds, count)
+        self._about = {key: checkpoint.get(key) for key in ("step", "data", "classes")}
+        self._drawn: tuple[tuple[int, int, int], np.ndarray] | None = None  # the last block: its key, its images
+        channels, step = self.generator.channels, checkpoint["step"]
+        known = f"{fingerprint(self.generator)} {count}".encode() + self._labels.tobytes()
+        self.meta = Meta(
+            count=count,
+            classes=classes,
+            channels=channels,
+            resolutions=[self.resolution],
+            encoding="raw",
+            histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],
+            mean=[0.5] * channels,
+            std=[0.5] * channels,
+            resize_filter="none",
+            source=f"drawn while training from {run}, step {step}",
+            fingerprint="",
+            content_hash=hashlib.sha256(known).hexdigest(),
+            blocks=[BLOCK],
+        )
+
+    def __len__(self) -> int:
+        return self.meta.count
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names by label; empty for an unconditional generator."""
+        return self.meta.classes
+
+    def labels(self) -> np.ndarray:
+        """The samples' labels, int64 [count]: the same in every epoch."""
+        return self._labels
+
+    def passport(self, seed: int) -> Passport:
+        """What a checkpoint records of them where the run has this seed."""
+        return passport_of(self.generator, self._about, seed=seed)
+
+    def to(self, device: torch.device) -> None:
+        """Draw on `device` from now on."""
+        self.generator.to(device)
+
+    def read(
+        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Samples uint8 [n, C, R, R] and labels int64 [n]; `keys` say their epochs. Raises ValueError without keys."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        if keys is None:
+            raise ValueError("fresh samples depend on their epoch: keys are needed")
+        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
+        images = np.empty(shape, np.uint8) if out is None else out
+        numbers = np.stack([keys.epochs, wanted // BLOCK])
+        for epoch, block in np.unique(numbers, axis=1).T.tolist():
+            places = np.flatnonzero((numbers[0] == epoch) & (numbers[1] == block))
+            images[places] = self._block(keys.seed, epoch, block)[wanted[places] - block * BLOCK]
+        return images, self._labels[wanted]
+
+    def _block(self, seed: int, epoch: int, block: int) -> np.ndarray:
+        """The samples of a block, uint8 [m, C, R, R]; the last one is kept, for the next batch begins in it."""
+        key = (seed, epoch, block)
+        if self._drawn is None or self._drawn[0] != key:
+            indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
+            labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
+            device = next(self.generator.parameters()).device
+            with exact_float32(device):
+                images = generate(
+                    self.generator, labels=labels, indices=indices, seed=seed, stream=("synthetic", epoch)
+                )
+            self._drawn = (key, images.numpy())
+        return self._drawn[1]
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def even_labels(shares: Sequence[float], count: int) -> np.ndarray:
+    """Labels int64 [count], class c count * shares[c] / sum(shares) times (the largest remainders are rounded up), each
+    class spread evenly: equal shares give 0, 1, ..., K - 1, 0, 1, ... Without classes all are 0.
+    """
+    if not len(shares):
+        return np.zeros(count, np.int64)
+    expected = count * np.array(shares, np.float64) / np.sum(shares)
+    counts = np.floor(expected).astype(np.int64)
+    counts[np.argsort(counts - expected, kind="stable")[: count - counts.sum()]] += 1
+    labels = np.repeat(np.arange(len(counts)), counts)
+    places = np.concatenate([(np.arange(n) + 0.5) / max(1, n) for n in counts.tolist()])
+    return labels[np.argsort(places, kind="stable")].astype(np.int64)
