@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
     from metrics.evaluate_run import TASKS
     from metrics.judge import run_folder
     from reporting.report import write_report
+    from reporting.tensorboard import show_images
 
     checkpoint = load(path)
     run = run_folder(path)
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
     print(text if options.json else table(document))
     print(f"wrote metrics.json, {', '.join(document['images'])} into {out}", file=sys.stderr)
     if options.out is None and (run / "config.yaml").is_file():
+        show_images(run, checkpoint["step"], [out / name for name in document["images"]])
         print(f"report: {write_report(run)}", file=sys.stderr)
     return 0
 

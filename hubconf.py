@@ -121,11 +121,20 @@ def _generator(name: str) -> _Any:
         if content["task"] == "gan" and found != name:
             wrong = f"{checkpoint}: its generator is of architecture {found}; load {found!r}"
             raise _ours("utils.errors").UserError(wrong)
-        model = _ours("models.restore").generator_from(content, device)
-        return _told(model, content["classes"] if model.classes else ())
+        return _restored_generator(content, device)
 
     entry.__name__, entry.__doc__ = name, _GENERATOR.format(name)
     return entry
+
+
+def _any_generator(checkpoint: str, which: str, device: str) -> _Any:
+    """The checkpoint's generator, of whatever architecture (`duet.load_generator`)."""
+    return _restored_generator(_content(checkpoint, which, {}), device)
+
+
+def _restored_generator(content: dict, device: str) -> _Any:
+    model = _ours("models.restore").generator_from(content, device)
+    return _told(model, content["classes"] if model.classes else ())
 
 
 def _content(checkpoint: str, which: str, sizes: dict) -> dict:

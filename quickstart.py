@@ -20,15 +20,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from planning.choice import Plan, Training, from_tree
+from planning.choice import replanned
+from planning.plan import Plan, Training, from_tree
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
 from utils.text import duration
 
 ROOT = Path(__file__).resolve().parent
+CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
 MINUTES = 15.0
 SAMPLE = "sample"
+BEFORE_GAN = ("pack", "train classifier")  # parts of the plan
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
 
 
@@ -54,11 +57,13 @@ class Quickstart:
         timings = self.folder / "timings.json"
         if timings.is_file():
             self.timings = json.loads(timings.read_text())
-        left = dict(self.plan.seconds)
+        begun: set[str] = set()  # parts of the plan
         for step in self.steps():
-            self.commands.append(shlex.join(["python", *step.command]))
-            part = "pack" if step.name.startswith("pack") else step.name  # one command or two
-            seconds, rest = left.pop(part, 0.0), sum(left.values())
+            self.commands.append(typed(step.command))
+            part, expected = part_of(step.name), self.plan.seconds
+            seconds = 0.0 if part in begun else expected[part]
+            begun.add(part)
+            rest = sum(expected[name] for name in expected if name not in begun)
             told = f": about {duration(seconds)}, then {duration(rest)}" if seconds and not self.plan.quick else ""
             print(f"\n{time.strftime('%H:%M:%S')} {step.name}{told}\n$ {self.commands[-1]}", flush=True)
             if step.done:
@@ -75,15 +80,28 @@ class Quickstart:
     def steps(self) -> Iterator[Step]:
         """The steps in order, one by one: whether a step is done already is looked up when its turn comes."""
         train, test = (self.folder / "data" / f"{split}.lmdb" for split in ("train", "test"))
-        trainings = {"classifier": self.plan.classifier, "gan": self.plan.gan}
         yield from self.packing(train, test)
-        for task, training in trainings.items():
-            if training is not None:
-                command = self.training(task, training, train, test)
-                yield Step(f"train {task}", command, finished(self.folder / task))
-        for task, training in trainings.items():
-            if training is not None:
-                yield Step(f"evaluate {task}", self.evaluation(task, test), done=False)
+        for task in trained(self.plan):
+            if task == "gan":
+                self.plan_again()
+            command = self.training(task, trained(self.plan)[task], train, test)
+            yield Step(f"train {task}", command, finished(self.folder / task))
+        for task in trained(self.plan):
+            yield Step(f"evaluate {task}", self.evaluation(task, test), done=False)
+
+    def plan_again(self) -> None:
+        """Before the GAN begins: another length for it where the machine turned out slower or faster than planned."""
+        plan = self.plan
+        if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
+            return
+        spent: dict[str, float] = {}
+        for name, step in self.timings.items():
+            spent[part_of(name)] = spent.get(part_of(name), 0.0) + step["seconds"]
+        spent = {part: spent.get(part, plan.seconds[part]) for part in BEFORE_GAN if part in plan.seconds}
+        self.plan = replanned(plan, spent)
+        if self.plan is not plan:
+            print(f"\n{self.plan.notes[-1]}", flush=True)
+            write_atomic(self.folder / "plan.json", f"{json.dumps(self.plan.tree(), indent=1)}\n".encode())
 
     def packing(self, train: Path, test: Path) -> Iterator[Step]:
         """The commands that pack: both parts of a source that has them, or one that splits a part off."""
@@ -184,10 +202,16 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
             "source": plan.survey.source,
             "minutes": plan.minutes,
             "expected_seconds": round(plan.total, 1),
+            "replanned": plan.replanned,
             "notes": plan.notes,
             **{task: about(folder / task, training, plan.quick) for task, training in trained(plan).items()},
         },
     }
+
+
+def part_of(step: str) -> str:
+    """The part of the plan that a step belongs to: packing is one command or two."""
+    return "pack" if step.startswith("pack") else step
 
 
 def trained(plan: Plan) -> dict[str, Training]:
@@ -212,6 +236,13 @@ def about(run: Path, training: Training, quick: bool) -> dict[str, Any]:
 def shown(path: Path) -> str:
     """A path as the commands get it: relative to the checkout, where they run, if it lies inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def typed(command: list[str]) -> str:
+    """A command as it is typed: `python train.py ...`, or `duet train ...` where Duet is installed."""
+    script, *arguments = command[1:] if command[0] == "-m" else command
+    name = script.removesuffix(".py").rpartition(".")[2]
+    return shlex.join(["python", *command] if CHECKOUT else ["duet", name, *arguments])
 
 
 def complete(file: Path) -> bool:
@@ -279,6 +310,7 @@ def plan_for(folder: Path, options: Namespace) -> Plan | int:
     if file.is_file():
         return check_plan(file, source, options)
     check_writable(folder)
+    print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
     command = [sys.executable, "-m", "planning.here", source, "--out", str(file), "--minutes", f"{options.minutes:g}"]
     command += ["--weights", str(Path(options.weights).resolve())] if options.weights else []
     code = call(command + (["--quick"] if options.quick else []))
@@ -309,7 +341,8 @@ def place(source: str) -> str:
 def default_folder(source: str, quick: bool) -> Path:
     """runs/quickstart for the sample, runs/quickstart_NAME for one's own images."""
     name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
-    return ROOT / "runs" / f"quickstart{name}{'_quick' * quick}"
+    base = ROOT if CHECKOUT else Path.cwd()
+    return base / "runs" / f"quickstart{name}{'_quick' * quick}"
 
 
 def main(argv: list[str]) -> int:

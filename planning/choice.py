@@ -4,12 +4,13 @@ Nothing is measured here: `Machine` tells how fast this one is, so that tests ca
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from planning.survey import Survey
+from planning.plan import Plan, Speed, Survey, Training
+from utils.text import duration
 
 GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
 TUNED = "configs/finetune_resnet50.yaml"
@@ -25,6 +26,8 @@ TUNED_SIDE = 128  # px inside the network and of the images that a fine-tuned cl
 PACKING = 2.5  # seconds that packing takes besides reading the images
 ORDER = ("pack", "train classifier", "train gan", "evaluate classifier", "evaluate gan")
 STEPS = {"classifier": 60, "gan": 200}  # at least, however little time there is
+PACE = (0.8, 5.0)  # how much longer than planned a part may take for others to be planned by it
+LONGER = 1.05  # a GAN that could be longer by a smaller factor stays as it is
 
 
 class Size(NamedTuple):
@@ -48,14 +51,6 @@ SIZES = (
 )
 
 
-class Speed(NamedTuple):
-    """How fast a recipe trains here."""
-
-    precision: str
-    images_per_second: float
-    ratio: float | None  # over the slower precision; None: not compared
-
-
 class Machine(Protocol):
     """The machine that the plan is for."""
 
@@ -69,59 +64,48 @@ class Machine(Protocol):
         ...
 
 
-@dataclass
-class Training:
-    """A training of the plan."""
-
-    config: str
-    overrides: list[str]
-    steps: int
-    batch_size: int
-    resolution: int  # px
-    precision: str
-    images_per_second: float  # measured
-    seconds: float  # expected
-    why: str
-
-
-@dataclass
-class Plan:
-    """What the quickstart does; kept in plan.json, so that a resume does the same."""
-
-    survey: Survey
-    minutes: float
-    quick: bool
-    size: int  # px the images are packed with
-    smallest: int  # px: also packed with, for the GAN
-    val_share: float | None  # None: the source has a held-out part
-    training_images: int
-    held_out: int
-    classifier: Training | None
-    gan: Training
-    evaluation: list[str]  # options of the GAN's
-    seconds: dict[str, float] = field(default_factory=dict)  # expected, by step
-    notes: list[str] = field(default_factory=list)  # what was chosen and why
-
-    @property
-    def total(self) -> float:
-        """Expected seconds of all steps."""
-        return sum(self.seconds.values())
-
-    def tree(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-def from_tree(tree: dict[str, Any]) -> Plan:
-    """The plan of `Plan.tree`. Raises TypeError, KeyError for what is none."""
-    parts = {"survey": Survey(**tree["survey"]), "gan": Training(**tree["gan"])}
-    classifier = tree["classifier"] and Training(**tree["classifier"])
-    return Plan(**{**tree, **parts, "classifier": classifier})
-
-
 def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False) -> Plan:
     """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained."""
     return _Choice(survey, machine, minutes, quick).plan()
+
+
+def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
+    """The plan with another length for the GAN, before it begins; `spent`: seconds that the parts before it took.
+
+    The machine is taken to go on as much slower, or faster, as the classifier's training has shown it to be. A GAN that
+    would no longer end within the minutes gets the time that is left of them; one for which there is clearly more time
+    than planned gets that. Else the plan itself.
+    """
+    planned, gan = plan.seconds, plan.gan
+    part = "train classifier"
+    pace = min(max(spent[part] / planned[part], PACE[0]), PACE[1]) if part in spent else 1.0
+    coming = {name: pace * seconds for name, seconds in planned.items() if name not in spent and name != "train gan"}
+    start = pace * (planned["train gan"] - gan.seconds)
+    others, rate = sum(spent.values()) + sum(coming.values()) + start, gan.images_per_second / pace
+
+    def fitting(seconds: float) -> int:
+        """The steps that end so many seconds after the quickstart's start."""
+        steps = int((seconds - others) * rate / GRIDS / gan.batch_size)
+        return max(STEPS["gan"], min(steps, gan.most or gan.steps))
+
+    longer, steps = fitting(FILLED * 60 * plan.minutes), min(gan.steps, fitting(60 * plan.minutes))
+    steps = longer if longer > LONGER * gan.steps else steps
+    if steps == gan.steps:
+        return plan
+    took, meant = sum(spent.values()), sum(planned[name] for name in spent)
+    note = f"GAN: {steps:,} steps instead of {gan.steps:,}, because the parts before it took {duration(took)}"
+    cadence = _cadence(steps, gan.batch_size / rate, evaluations=1)
+    seconds = GRIDS * steps * gan.batch_size / rate
+    training = replace(gan, steps=steps, images_per_second=rate, seconds=seconds)
+    training.overrides = [*gan.overrides[: -len(cadence)], *cadence]
+    times = {**spent, **coming, "train gan": seconds + start}
+    return replace(
+        plan,
+        gan=training,
+        seconds={name: round(times[name], 1) for name in planned},
+        notes=[*plan.notes, f"{note} instead of {duration(meant)}"],
+        replanned={"gan_steps": gan.steps, "seconds": round(plan.total, 1)},
+    )
 
 
 class _Choice:
@@ -287,6 +271,7 @@ class _Choice:
             images_per_second=rate,
             seconds=GRIDS * steps * BATCH[GAN] / rate,
             why=why,
+            most=max(steps, 1000 * size.most // BATCH[GAN]),
         )
 
     def _options(self, size: Size, ada: bool) -> list[str]:

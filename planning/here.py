@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from planning.choice import Plan, Speed, choose
+from planning.choice import choose
+from planning.plan import Plan, Speed
 from planning.survey import survey
 from utils.cli import Parser
 from utils.errors import UserError, run_cli

@@ -1,7 +1,6 @@
 """A look at images before anything is packed: how many, which classes, how large, grey or colour, transparent."""
 
 import time
-from dataclasses import dataclass
 from io import BytesIO
 from statistics import median
 from typing import NamedTuple
@@ -11,39 +10,11 @@ from PIL import Image
 
 from data.images import FORMATS, ImageError, decode_file, to_channels
 from data.sources import Source, open_source
+from planning.plan import Survey
 from utils.errors import UserError
 
 LOOKED_AT = 200  # images that are decoded, evenly spaced
 FEWEST = 10  # images; with fewer nothing can be learnt and held out
-
-
-@dataclass(frozen=True, kw_only=True)
-class Survey:
-    """What is known of a source of images."""
-
-    source: str  # as the user named it
-    count: int  # images for training, the held-out ones included where they are not apart
-    held_out: int  # images of the source's own held-out part; 0: it has none
-    classes: int  # 0: unlabelled
-    smallest_class: int  # images
-    largest_class: int
-    side: int  # px: median of the shorter sides of the images looked at
-    channels: int  # 1: all of those are grey
-    transparent: bool  # whether some have an alpha channel
-    unreadable: str  # the first that cannot be read, or empty
-    seconds: float  # reading and decoding one image
-
-    def text(self) -> str:
-        """For a person, in one line."""
-        kind = f"{self.classes} classes of {self.smallest_class:,} to {self.largest_class:,}"
-        if self.classes < 2:
-            kind = "one class" if self.classes else "no labels"
-        apart = f", and {self.held_out:,} held out" if self.held_out else ""
-        alpha = ", some transparent (put on white)" if self.transparent else ""
-        return (
-            f"{self.count:,} images{apart}, {kind}, about {self.side} px, "
-            f"{'grey' if self.channels == 1 else 'colour'}{alpha}"
-        )
 
 
 class _Look(NamedTuple):

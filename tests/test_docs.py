@@ -13,7 +13,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from torch.distributed.run import get_args_parser
 
+from duet.__main__ import COMMANDS, recipe
 from models.registry import ARCHITECTURES
+from tests.test_project import PROJECT
 from training.engine.tasks import TASKS, build_run_config
 from utils.cli import normalise
 from utils.config import keys_of, read_yaml
@@ -168,12 +170,17 @@ def parser_of(module: str) -> argparse.ArgumentParser:
 
 
 def commands(lines: list[str]) -> Iterator[tuple[str, str]]:
-    """(module, what follows it) of every `python X` and `torchrun X`."""
+    """(module, what follows it) of every `python X`, `torchrun X`, `duet X` (also in the container) and `slurm.sh`."""
     pattern = re.compile(r"\b(?:python|torchrun)\b.*?(?:-m\s+((?:data|inference)\.\w+)|\b([\w/]+)\.py(?=\s|$))(.*)")
     for part in [part for line in lines for part in line.split("&&")]:
         if found := pattern.search(part):
             module, script, rest = found.groups()
             yield module or script.replace("/", "."), rest
+        elif found := re.search(r"(?:^|\s)duet +([a-z][a-z.]+)(.*)", part):
+            script = COMMANDS[found[1]][0] if found[1] in COMMANDS else found[1]
+            yield script.removesuffix(".py"), found[2]
+        elif found := re.search(r"\bcluster/slurm\.sh(.*)", part):
+            yield "train", found[1]
 
 
 def option_names(parser: argparse.ArgumentParser) -> set[str]:
@@ -202,7 +209,7 @@ def test_commands_can_be_typed(page):
         if module != "train":
             assert overrides == [], command
         elif options.config is not None and "FILE" not in command:
-            tree = read_yaml(ROOT / options.config)
+            tree = read_yaml(ROOT / recipe(options.config))
             build_run_config(tree, overrides, command)
 
 
@@ -235,3 +242,28 @@ def test_make_targets_exist(page):
 def test_configs_named_exist(page):
     named = {name for text in code(page) for name in re.findall(r"configs/\w+\.yaml", text)}
     assert {name for name in named if not (ROOT / name).is_file()} == set()
+
+
+def lower_bound(package: str) -> str:
+    """The version of `package>=X` in pyproject.toml."""
+    (version,) = [line.partition(">=")[2] for line in PROJECT["dependencies"] if line.partition(">=")[0] == package]
+    return version
+
+
+def test_badges_say_what_pyproject_and_the_makefile_say():
+    python = PROJECT["requires-python"].removeprefix(">=")
+    said = {
+        "python": (f"python {python}+", f"Python {python} or newer"),
+        "pytorch": (f"pytorch {lower_bound('torch')}+", f"PyTorch {lower_bound('torch')} or newer"),
+        "licence": (f"licence {PROJECT['license']}", f"Licence {PROJECT['license']}"),
+        "tests": ("tests make test", "Tests: make test"),
+    }
+    readme = (ROOT / "README.md").read_text()
+    assert set(said) == {path.stem.removeprefix("badge-") for path in (ROOT / "docs/images").glob("badge-*.svg")}
+    for name, (shown, alternative) in said.items():
+        svg = (ROOT / f"docs/images/badge-{name}.svg").read_text()
+        assert " ".join(re.findall(r"<text[^>]*>([^<]+)</text>", svg)) == shown
+        assert f"<title>{shown}</title>" in svg
+        assert f"![{alternative}](docs/images/badge-{name}.svg)" in readme
+        assert "href" not in svg  # nothing is fetched
+    assert "MIT License" in (ROOT / "LICENSE").read_text()

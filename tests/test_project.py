@@ -86,12 +86,6 @@ def test_accelerator_packages_are_pinned_for_linux_only():
             assert not pin.marker.evaluate({"sys_platform": "darwin", "platform_machine": "arm64"}), pin
 
 
-def test_project_is_not_importable_from_site_packages():
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert setuptools["py-modules"] == []
-    assert "packages" not in setuptools
-
-
 def imported(source: str, within: str = "") -> set[str]:
     """First names of all absolute imports in a source, those inside functions too; `within`: after this prefix."""
     names: set[str] = set()

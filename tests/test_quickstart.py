@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import quickstart
-from planning.choice import choose
+from planning.choice import FILLED, choose
+from planning.plan import Plan
 from quickstart import ROOT, Quickstart, accuracy_of, call, main, unfit
 from tests.data.test_passport import pack_samples
 from tests.metrics.conftest import pack
@@ -35,6 +36,8 @@ class Commands:
         self.fail_at, self.code = fail_at, code
         self.calls: list[list[str]] = []
         self.survey, self.machine = replace(SAMPLE, source="sample"), Fast()
+        self.now, self.pace = 0.0, 1.0  # a clock; how much longer than planned the commands take
+        self.first: Plan | None = None
 
     def __call__(self, command: list[str]) -> int:
         assert command[0] == sys.executable
@@ -44,9 +47,10 @@ class Commands:
             return self.code
         if "planning.here" in command:
             minutes = float(option(command, "--minutes"))
-            plan = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
-            write(Path(option(command, "--out")), plan.tree())
+            self.first = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
+            write(Path(option(command, "--out")), self.first.tree())
             return 0
+        self.now += self.pace * self.seconds(command)
         if "data.pack" in command:
             Path(command[4]).parent.mkdir(parents=True, exist_ok=True)
             Path(command[4]).touch()
@@ -57,6 +61,19 @@ class Commands:
             make_classifier(folder / "classifier")
             make_gan(folder / "gan")
         return 0
+
+    def seconds(self, command: list[str]) -> float:
+        """What a command takes by the first plan, and the GAN's training by its length."""
+        plan = self.first
+        assert plan is not None
+        if "data.pack" in command:
+            return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
+        task = "gan" if plan.gan.config in command or "--searched" in command or "--classifier" in command else None
+        part = f"{'train' if 'train.py' in command else 'evaluate'} {task or 'classifier'}"
+        if part != "train gan":
+            return plan.seconds.get(part, 0.0)
+        change = int(option(command, "--steps")) / plan.gan.steps
+        return plan.seconds[part] + (change - 1) * plan.gan.seconds
 
     @property
     def names(self) -> list[str]:
@@ -69,6 +86,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setattr(quickstart, "call", stub)
     monkeypatch.setattr(quickstart, "complete", lambda file: True)
     monkeypatch.setattr(quickstart, "unfit", lambda train, test: "")  # the files are empty
+    monkeypatch.setattr(time, "monotonic", lambda: stub.now)
     return stub
 
 
@@ -141,6 +159,47 @@ def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(comma
     assert plan_of(tmp_path) == first
     assert "of 20 minutes" in capsys.readouterr().out
     assert option(commands.calls[1], "--steps") == str(first["gan"]["steps"])
+
+
+@pytest.mark.parametrize("pace", [0.85, 1.6])
+def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(commands, tmp_path, capsys, pace):
+    commands.pace = pace
+    assert main(["--dir", str(tmp_path)]) == 0
+    first, summary = commands.first, json.loads((tmp_path / "summary.json").read_text())
+    assert commands.now == pytest.approx((FILLED if pace < 1 else 1.0) * 15 * 60, rel=0.02)
+    steps = int(option(commands.calls[3], "--steps"))
+    assert (steps > first.gan.steps) is (pace < 1)
+    told = f"GAN: {steps:,} steps instead of {first.gan.steps:,}, because the parts before it took "
+    assert capsys.readouterr().out.count(told) == 1
+    assert told in (tmp_path / "report.html").read_text()
+    assert summary["plan"]["replanned"] == {"gan_steps": first.gan.steps, "seconds": round(first.total, 1)}
+    assert summary["plan"]["gan"]["steps"] == steps
+    assert summary["plan"]["expected_seconds"] == pytest.approx(commands.now, rel=0.01)
+
+
+def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
+    commands.pace, commands.fail_at = 1.6, 4
+    assert main(["--dir", str(tmp_path)]) == 4
+    steps = option(commands.calls[3], "--steps")
+    write(tmp_path / "gan" / "config.yaml", {})
+    commands.fail_at, commands.pace = None, 3.0
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert option(commands.calls[1], "--steps") == steps
+    (tmp_path / "gan" / "config.yaml").unlink()  # not even one that has not, once planned again
+    commands.calls.clear()
+    assert main(["--dir", str(tmp_path)]) == 0
+    assert option(commands.calls[1], "--steps") == steps
+
+
+def test_commands_are_shown_as_they_are_typed(monkeypatch, tmp_path):
+    pack, train = ["-m", "data.pack", "my photos", "x.lmdb"], ["train.py", "--config", "configs/quickstart_gan.yaml"]
+    assert quickstart.typed(pack) == "python -m data.pack 'my photos' x.lmdb"
+    monkeypatch.setattr(quickstart, "CHECKOUT", False)
+    monkeypatch.chdir(tmp_path)
+    assert quickstart.typed(pack) == "duet pack 'my photos' x.lmdb"
+    assert quickstart.typed(train) == "duet train --config configs/quickstart_gan.yaml"
+    assert quickstart.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
 
 
 def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):

@@ -64,8 +64,12 @@ class Events:
         """Add a uint8 [H, W] or [H, W, 3] image."""
         self._call("add_image", name, pixels, step, dataformats="HW" if pixels.ndim == 2 else "HWC")
 
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add text, which is shown as Markdown."""
+        self._call("add_text", name, text, step)
+
     def graph(self, model: nn.Module, inputs: Any) -> None:
-        """Trace a model and add its graph; a writer keeps one."""
+        """Trace a model and add its graph; TensorBoard shows one of a folder."""
         self._call("add_graph", model, inputs, use_strict_trace=False)
 
     def close(self) -> None:
@@ -112,6 +116,24 @@ def _excepthook(found: threading.ExceptHookArgs) -> None:
         _usual_excepthook(found)
 
 
+class _SideBySide(nn.Module):
+    """Networks in one module, so that one graph shows them all."""
+
+    def __init__(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
+        super().__init__()
+        self.counts = [len(inputs) for _, inputs in networks.values()]
+        for name, (network, _) in networks.items():
+            self.add_module(name, network)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
+        """The networks' outputs; `inputs`: those of the first, then those of the next."""
+        left, outputs = list(inputs), []
+        for network, count in zip(self.children(), self.counts, strict=True):
+            outputs.append(network(*left[:count]))
+            left = left[count:]
+        return tuple(outputs)
+
+
 class RunLog:
     """`metrics.jsonl` (one JSON object a log tick), TensorBoard events and the progress bar of one run."""
 
@@ -132,6 +154,10 @@ class RunLog:
         cut_back(self._path, step)
         if self._tensorboard:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
+            config = self._folder / "config.yaml"
+            if config.is_file():
+                lines = config.read_text(encoding="utf-8").splitlines()
+                self._events.text(step, "config", "\n".join(f"    {line}" for line in lines))  # code in Markdown
         self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
     def advance(self) -> None:
@@ -186,20 +212,21 @@ class RunLog:
         if self._events is not None:
             self._events.image(step, name, pixels)
 
-    def graph(self, name: str, model: nn.Module, inputs: Any) -> None:
-        """The model's graph for TensorBoard's graph tab."""
+    def graph(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
+        """One graph of all networks for TensorBoard's graph tab: name -> network and example inputs."""
         if self._events is None or self._events.refused:
             return
-        own = Events(self._folder / "tensorboard" / name)
+        together = _SideBySide(networks)
+        inputs = tuple(value for _, values in networks.values() for value in values)
+        modes = {module: module.training for module in together.modules()}
         with warnings.catch_warnings():
             # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants
             warnings.simplefilter("ignore")
             with torch.no_grad():  # without gradients nothing is computed again, which cannot be traced
-                model(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
-                own.graph(model, inputs)
-        own.close()
-        if own.refused:
-            self._events.drop()
+                together(*inputs)  # fills caches of constants first: a tensor made while tracing must not be kept
+                self._events.graph(together, inputs)
+        for module, training in modes.items():  # the tracer leaves all of them in the mode of the outermost
+            module.training = training
 
     def close(self) -> None:
         """Flush everything to the disk."""

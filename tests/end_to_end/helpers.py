@@ -57,6 +57,20 @@ def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def events_of(run: Path) -> Any:
+    """A run's own TensorBoard events: an EventAccumulator."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return events
+
+
+def graph_scopes(run: Path) -> set[str]:
+    """The parts of all names in a run's graph."""
+    return {part for node in events_of(run).Graph().node for part in node.name.split("/")}
+
+
 def state_of(run: Path, step: int) -> dict[str, Any]:
     """Everything that a run's checkpoint of `step` restores."""
     return torch.load(run / "checkpoints" / f"step-{step:08d}.pt", weights_only=True)["state"]

@@ -1,16 +1,24 @@
-"""The commands of the pages that lead from images to a trained model, one after another, as they are written."""
+"""The commands of README and docs, page by page, one after another, as they are written.
+
+tests/test_docs.py parses all of them, on every page; here they run, on a few images and for two steps.
+"""
 
 import importlib
+import re
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+from safetensors.torch import save_file
+from torchvision.models import resnet50
 
+from duet.__main__ import recipe
 from tests.conftest import REPOSITORY
-from tests.test_docs import SHORTENED, commands, fenced
+from tests.test_docs import PAGES, SHORTENED, commands, fenced, tokens
 from utils.config import read_yaml
 from utils.errors import run_cli
 
@@ -20,7 +28,19 @@ SMALL = {
     + ["--evaluation.n=8"],
     "classifier": ["--model.name=resnet18", "--model.weights=null"],
 }
-EVERY = ["--max-steps=2", "--batch-size=8", "--log.tensorboard=false", "--log.samples_every=0", "--precision=fp32"]
+EVERY = ["--batch-size=8", "--log.tensorboard=false", "--log.samples_every=0", "--precision=fp32"]
+SHORT = {  # of other commands, or of those with this word
+    "grid": ["--n=4"],
+    "interpolate": ["--n=2", "--frames=2"],
+    "project": ["--steps=2"],
+    "dataset": ["--n=8"],
+    "--classifier": ["--n=20", "--per-class=4"],
+    "--extractor": ["--n=20"],
+    "--lr-find": ["--lr-find-steps=8"],
+}
+WEIGHTS = "resnet50.safetensors"
+ELSEWHERE = re.compile(r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b")  # takes more than one machine's CPU
+ELSEWHERE_PAGES = {"data-at-scale", "docker", "scaling"}  # all of whose commands do
 
 
 @pytest.fixture
@@ -43,34 +63,122 @@ def write_photo(path: Path, rng: np.random.Generator) -> None:
     assert cv2.imwrite(str(path), rng.integers(0, 256, (80, 100, 3), dtype=np.uint8))
 
 
+def pack(source: str, *names: str, options: Sequence[str] = ("--size", "64")) -> None:
+    for name in names:
+        assert run("data.pack", [source, name, *options]) == 0
+
+
+def train(name: str, folder: str) -> None:
+    data = ["--data.path", "train.lmdb", "--data.val-path", "train.lmdb", "--run-dir", folder]
+    assert run("train", made_small("train", ["--config", f"configs/{name}.yaml", *data])) == 0
+
+
+def pack_sample() -> None:
+    """What `make quickstart` has packed."""
+    for part in ("train", "test"):
+        pack("sample", f"runs/quickstart/data/{part}.lmdb", options=["--size", "32", "--split", part])
+
+
+def before_recipes() -> None:
+    pack("photos", "train.lmdb")
+
+
+def before_classifier() -> None:
+    shutil.rmtree("photos")
+    shutil.move("parts", "photos")
+
+
+def before_evaluation() -> None:
+    pack("photos", "train.lmdb")
+    for name, run_folder in (("finetune_resnet50", "judge"), ("finetune_resnet50", "x"), ("gan_64_cpu", "gan")):
+        train(name, f"runs/{run_folder}")
+
+
+def before_gan() -> None:
+    pack("photos", "train.lmdb", "val.lmdb")
+    pack("sample", "few.lmdb", options=["--size", "32", "--split", "test"])
+    pack_sample()
+    train("gan_64_cpu", "RUN")
+    shutil.copy("image1.jpg", "PHOTO")
+
+
+BEFORE = {  # page -> what it takes for granted
+    "README": pack_sample,
+    "first-run": None,
+    "your-data": None,
+    "recipes": before_recipes,
+    "lmdb": None,
+    "classifier": before_classifier,
+    "evaluation": before_evaluation,
+    "gan": before_gan,
+}
+SLOW = [page for page in BEFORE if page != "recipes"]
+
+
 def made_small(module: str, arguments: Sequence[str]) -> list[str]:
     """A command that takes seconds, with the page's own options."""
     if module == "quickstart":
         return [*arguments, "--quick", f"--dir={Path.cwd()}/quickstart"]  # its own is in the repository
-    if module == "evaluate" and "--classifier" in arguments:
-        return [*arguments, "--n=20", "--per-class=4"]
+    short = [option for word, options in SHORT.items() if word in arguments for option in options]
     if module != "train" or "--config" not in arguments:
-        return list(arguments)
-    recipe = read_yaml(arguments[list(arguments).index("--config") + 1])
-    scaled = ["--model.input_size=32"] if recipe.get("model", {}).get("input_size") else []
-    return [*arguments, *SMALL[recipe["task"]], *scaled, *EVERY]
+        return [*arguments, *short]
+    own = list(arguments)
+    place = own.index("--config") + 1
+    own[place] = recipe(own[place])
+    tree = read_yaml(own[place])
+    scaled = ["--model.input_size=32"] if tree.get("model", {}).get("input_size") else []
+    steps = short or ["--max-steps=2"]
+    return [*own, *SMALL[tree["task"]], *scaled, *EVERY, *steps]
 
 
 @pytest.mark.timeout(900)  # a minute or two, more on a busy machine
-@pytest.mark.parametrize("page", ["first-run", "your-data", "recipes"])
-def test_a_pages_commands_run_in_its_order(page: str, folder: Path) -> None:
-    if page == "recipes":
-        assert run("data.pack", ["photos", "train.lmdb", "--size", "64"]) == 0
-    shown = [
-        (module, shlex.split(rest.partition(" #")[0]))
-        for module, rest in commands(fenced(REPOSITORY / f"docs/{page}.md"))
-    ]
+@pytest.mark.parametrize("page", [pytest.param(name, marks=pytest.mark.slow) for name in SLOW] + ["recipes"])
+def test_a_pages_commands_run_in_its_order(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if page in ("evaluation", "gan"):
+        save_file(resnet50().state_dict(), WEIGHTS, metadata={"stride": "conv2"})
+        monkeypatch.setenv("DUET_WEIGHTS", WEIGHTS)
+    prepare = BEFORE[page]
+    if prepare is not None:
+        prepare()
+    shown = [(module, shlex.split(rest.partition(" #")[0])) for module, rest in commands(here(fenced(file_of(page))))]
     assert len(shown) >= 3
     for module, arguments in shown:
         assert not SHORTENED.search(" ".join(arguments)), arguments
         if module == "data.pack":  # another way to the same files: a reader takes one of them
-            Path(arguments[1]).unlink(missing_ok=True)
+            for file in Path.cwd().glob(f"{Path(arguments[1]).stem}*.lmdb"):
+                file.unlink()
         assert run(module, made_small(module, arguments)) == 0, (module, arguments)
+    for source in python_of(file_of(page)):
+        exec(compile(source, page, "exec"), {})
+
+
+def file_of(page: str) -> Path:
+    return next(path for path in PAGES if path.stem == page)
+
+
+def here(lines: Sequence[str]) -> list[str]:
+    """The lines that any machine can run."""
+    return [line for line in lines if not ELSEWHERE.search(line)]
+
+
+def python_of(page: Path) -> list[str]:
+    """A page's Python code."""
+    return [block.content for block in tokens(page) if block.type == "fence" and block.info == "python"]
+
+
+def test_no_page_with_commands_is_left_out() -> None:
+    shown = {page.stem: fenced(page) for page in PAGES if list(commands(fenced(page)))}
+    assert set(shown) == set(BEFORE) | ELSEWHERE_PAGES
+    assert {page for page, lines in shown.items() if not list(commands(here(lines)))} == ELSEWHERE_PAGES
+
+
+def test_tensorboard_takes_the_options_of_the_pages() -> None:
+    from tensorboard.program import TensorBoard
+
+    shown = {line.partition(" #")[0] for page in PAGES for line in fenced(page) if line.startswith("tensorboard ")}
+    assert shown
+    for line in shown:
+        TensorBoard(plugins=[]).configure(shlex.split(line))
 
 
 def run(module: str, arguments: list[str]) -> int:

@@ -13,9 +13,9 @@ import evaluate
 import generate
 import predict
 from data.dataset import Dataset
+from tests.end_to_end.helpers import events_of, graph_scopes, start, train_in_process, write_config
 from tests.end_to_end.helpers import kill_at_checkpoint as kill_at_checkpoint  # others import them from here
 from tests.end_to_end.helpers import rows as rows
-from tests.end_to_end.helpers import start, train_in_process, write_config
 from utils.errors import run_cli
 
 
@@ -48,6 +48,7 @@ def test_classifier_evaluate_and_predict(tmp_path: Path, packed: Path, capsys: p
     assert run_cli(evaluate.main, ["--checkpoint", str(run), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures == json.loads((run / "eval" / "metrics.json").read_text())
+    assert "evaluation/confusion" in events_of(run).Tags()["images"]
     # 60 steps on 200 images learn far more than the 0.1 of guessing
     assert figures["accuracy"] > 0.3
     assert sum(map(sum, figures["confusion"])) == 100
@@ -71,7 +72,8 @@ def test_gan_evaluate_and_generate(tmp_path: Path, packed: Path, capsys: pytest.
     assert train_in_process(config, run) == 0
     assert train_in_process(judge_config, judge) == 0
     assert sorted(p.name for p in (run / "samples").iterdir()) == [f"step-{s:08d}.png" for s in (0, 4, 8)]
-    assert list((run / "tensorboard" / "generator").iterdir())
+    assert {"generator", "discriminator"} <= graph_scopes(run)
+    assert [path for path in (run / "tensorboard").iterdir() if path.is_dir()] == []  # TensorBoard shows the run once
     capsys.readouterr()
     arguments = ["--checkpoint", str(run), "--classifier", str(judge), "--extractor", "classifier,pixels", "--n", "60"]
     assert run_cli(evaluate.main, [*arguments, "--per-class", "10", "--json"]) == 0

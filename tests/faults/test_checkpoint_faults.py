@@ -153,7 +153,7 @@ def test_fault_10_no_room_for_images_and_events(gan_recipe: list[str], run: Path
     outcome = own_process(*gan_recipe, *every, "--log.layers", "[generator.*]", prefix=mounts).success()
     refused = {
         run / "samples" / "step-00000000.png": "sample grids",
-        run / "tensorboard" / "generator": "TensorBoard",
+        run / "tensorboard": "TensorBoard",
         run / "tensorboard" / "layers": "TensorBoard",
     }
     why = "cannot be written (No space left on device); training continues without"

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from planning.choice import GAN, SCRATCH, SIZES, Size, Speed, _work
-from planning.survey import Survey
+from planning.choice import GAN, SCRATCH, SIZES, Size, _work
+from planning.plan import Speed, Survey
 
 WEIGHTS = ("resnet50.safetensors", "resnet50", True)
 

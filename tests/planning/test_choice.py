@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from planning.choice import ADA_BELOW, BATCH, GAN, SCRATCH, TUNED, Plan, Training, choose, from_tree
+from planning.choice import ADA_BELOW, BATCH, FILLED, GAN, SCRATCH, STEPS, TUNED, choose, replanned
+from planning.plan import Plan, Training, from_tree
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
 from training.engine.tasks import build_run_config
 from utils.config import read_yaml
@@ -160,3 +161,58 @@ def test_quick_plans_need_no_speeds_and_are_the_smallest():
     made = choose(SAMPLE, Fast(), minutes=15, quick=True)
     assert made.quick
     assert (made.gan.config, made.gan.resolution) == (GAN, 16)
+
+
+def before_gan(made: Plan, pace: float) -> dict[str, float]:
+    """Seconds that the parts before the GAN take on a machine that has become `pace` times as slow."""
+    return {part: pace * made.seconds[part] for part in ("pack", "train classifier") if part in made.seconds}
+
+
+def real_seconds(made: Plan, first: Plan, pace: float) -> float:
+    """What everything takes on that machine, with the GAN's length of `made`: the rates are those of `first`."""
+    training = first.gan.seconds * made.gan.steps / first.gan.steps
+    others = first.total - sum(before_gan(first, 1.0).values()) - first.gan.seconds
+    return sum(before_gan(first, pace).values()) + pace * (training + others)
+
+
+@pytest.mark.parametrize(("machine", "images", "minutes"), EVERY)
+def test_a_machine_that_keeps_its_pace_keeps_its_plan(machine, images, minutes):
+    made = plan(machine, images, minutes)
+    assert replanned(made, before_gan(made, 1.0)) is made
+    assert replanned(made, before_gan(made, 1.02)) is made
+
+
+@pytest.mark.parametrize("pace", [0.8, 1.3, 2.0])
+@pytest.mark.parametrize("images", ["sample", "emoji", "many"])
+def test_a_machine_that_changes_its_pace_still_ends_in_time(images, pace):
+    first = plan("fast", images, 15)
+    made = replanned(first, before_gan(first, pace))
+    planned = (FILLED if pace < 1 else 1.0) * 15 * 60
+    assert real_seconds(made, first, pace) == pytest.approx(planned, rel=0.02)
+    assert abs(real_seconds(first, first, pace) - planned) > 80  # as it was before
+    assert made.total == pytest.approx(real_seconds(made, first, pace), rel=0.01)
+    assert made.replanned == {"gan_steps": first.gan.steps, "seconds": round(first.total, 1)}
+    assert f"{made.gan.steps:,} steps instead of {first.gan.steps:,}" in made.notes[-1]
+    config = build_run_config(read_yaml(made.gan.config), made.gan.overrides, "plan")
+    assert config.steps == made.gan.steps
+    assert config.evaluation.every == made.gan.steps
+    assert made.gan.overrides[:-6] == first.gan.overrides[:-6]
+    assert (made.classifier, made.evaluation, made.survey) == (first.classifier, first.evaluation, first.survey)
+    assert from_tree(json.loads(json.dumps(made.tree()))) == made
+
+
+def test_no_time_left_leaves_the_least_and_much_time_no_more_than_shows():
+    late = plan("fast", "sample", 5)
+    assert replanned(late, before_gan(late, 5.0)).gan.steps == STEPS["gan"]
+    long = plan("accelerator", "sample", 60)
+    assert long.gan.most == long.gan.steps
+    assert replanned(long, before_gan(long, 0.8)) is long
+
+
+def test_without_a_classifier_only_the_time_that_is_left_counts():
+    first = plan("fast", "flat", 15)
+    made = replanned(first, {"pack": first.seconds["pack"] + 120})
+    over = first.total + 120 - 15 * 60
+    assert over > 50
+    assert made.gan.seconds == pytest.approx(first.gan.seconds - over, rel=0.02)
+    assert made.gan.images_per_second == first.gan.images_per_second

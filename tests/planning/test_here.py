@@ -8,8 +8,9 @@ from safetensors.torch import save_file
 
 from models.backbones.registry import backbone_of
 from planning import here
-from planning.choice import GAN, Speed, choose
+from planning.choice import GAN, choose
 from planning.here import Here, Unmeasured, make_plan, plan_lines, weights_at_hand
+from planning.plan import Speed
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from utils.errors import UserError, run_cli
 

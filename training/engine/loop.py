@@ -153,8 +153,7 @@ class Loop:
         if self.step == 0:
             self._samples()
             if self.config.log.tensorboard and collectives.is_main():
-                for name, (network, inputs) in self.task.networks().items():
-                    self.log.graph(name, network, inputs)
+                self.log.graph(self.task.networks())
 
     def _batches(self) -> Iterator[Batch]:
         while True:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 import zlib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.util import tensor_util
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +22,7 @@ from data.lmdb.writer import pack_arrays
 from models.classifier import Classifier, ModelConfig
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
-from tests.end_to_end.helpers import train_in_process, write_config
+from tests.end_to_end.helpers import events_of, train_in_process, write_config
 from tests.end_to_end.test_bad_input import refused
 from training.base.config import DataConfig
 from training.base.task import Task
@@ -215,18 +217,20 @@ def test_the_plans_checkpoint_size_is_that_on_the_disk(tmp_path: Path, packed: P
     assert planned == pytest.approx(held, rel=0.01)
 
 
-def test_tensorboard_shows_the_learning_rate(tmp_path: Path, packed: Path) -> None:
-    """U15: that of the last update, for each optimizer; metrics.jsonl stays as it is."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, packed: Path) -> None:
+    """U15: the rate of the last update, for each optimizer; metrics.jsonl stays as it is."""
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     options = ["--max-steps", "4", "--log.every", "2", "--log.tensorboard", "true", "--optimizer.warmup-steps", "4"]
     options += ["--optimizer.schedule", "constant", "--optimizer.lr", "0.5", "--optimizer.name", "sgd"]
     assert train_in_process(recipe, tmp_path / "run", *options) == 0
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
+    events = events_of(tmp_path / "run")
     shown = {event.step: event.value for event in events.Scalars("learning_rate/optimizer")}
     assert shown == {2: pytest.approx(0.25), 4: pytest.approx(0.5)}
+    (text,) = events.Tensors("config/text_summary")
+    (markdown,) = tensor_util.make_ndarray(text.tensor_proto).tolist()
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    assert textwrap.dedent(markdown.decode()).splitlines() == config.splitlines()
+    assert text.step == 0
     assert "learning_rate" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 

@@ -1,0 +1,71 @@
+"""The command `duet COMMAND ARGS`, also `python -m duet`: each command is one of Duet's scripts.
+
+A script runs in a process of its own, in whose sys.path Duet's folder comes first: the user's `utils.py` is not seen.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from duet import HOME
+
+COMMANDS = {  # name -> script or module, and what it does
+    "quickstart": ("quickstart.py", "train and evaluate both models on the sample or on your own images"),
+    "pack": ("data.pack", "pack images into one file"),
+    "inspect": ("data.inspect", "say what a packed file holds, and draw a grid of its images"),
+    "duplicates": ("data.duplicates", "find look-alikes within a packed file or between two"),
+    "train": ("train.py", "train a GAN or a classifier, or resume; --list prints the recipes"),
+    "evaluate": ("evaluate.py", "evaluate a checkpoint"),
+    "generate": ("generate.py", "samples, films and projections of a generator"),
+    "predict": ("predict.py", "what a classifier says of images"),
+    "influence": ("inference.influence", "which training images a classifier's predictions come from"),
+    "export": ("export.py", "write a model for use elsewhere"),
+}
+
+
+def usage() -> str:
+    """The text of `duet --help`."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(["usage: duet COMMAND [ARGS]", "", *lines, "", "Every command has --help."])
+
+
+def line(argv: list[str]) -> list[str]:
+    """Python's arguments for `duet argv...`. Recipes come with Duet: `--config gan_64` or configs/gan_64.yaml is found
+    from any folder that has no such file itself.
+    """
+    script, arguments = COMMANDS[argv[0]][0], list(argv[1:])
+    for place, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--config" and (equals or place + 1 < len(arguments)):
+            found = recipe(value if equals else arguments[place + 1])
+            arguments[place + (not equals)] = f"--config={found}" if equals else found
+    if script.endswith(".py"):
+        return [str(HOME / script), *arguments]
+    return ["-P", "-m", script, *arguments]  # -P: not the module of this name in the current folder
+
+
+def recipe(name: str) -> str:
+    """The file that `--config name` means."""
+    own = HOME / "configs" / Path(name).with_suffix(".yaml").name
+    ours = str(Path(name).parent) in (".", "configs") and own.is_file() and not Path(name).exists()
+    return str(own) if ours else name
+
+
+def main() -> int:
+    """Become the command's process."""
+    argv = sys.argv[1:]
+    if not argv or argv[0] in ("help", "-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"error: no command {argv[0]}; `duet --help` lists them", file=sys.stderr)
+        return 2
+    paths = [str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *line(argv)], environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`pip install .`: the package and the command `duet`, from a folder whose own modules are called as ours."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from duet.__main__ import COMMANDS, line, recipe, usage
+from models.restore import classifier_from, generator_from
+from tests.inference.conftest import R3, gan_run, without_w
+from tests.metrics.conftest import CLASSES, classifier_run
+from tests.test_project import ROOT, project_files
+from utils.checkpoint import load, resolve
+
+OURS = ("data", "inference", "metrics", "models", "planning", "reporting", "training", "utils")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder in which the package is installed, from a copy: an installation leaves files beside its source."""
+    copy, site = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("site")
+    for path in project_files():
+        name = path.relative_to(ROOT)
+        if name.parts[0] not in ("tests", "docs", "benchmarks"):
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).symlink_to(path)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-build-isolation", "--no-deps"]
+    command = [*pip, "--no-index", "--quiet", "--target", str(site), str(copy)]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A user's folder: modules of our names, which end whatever imports them."""
+    for name in OURS:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the user')\n")
+    return tmp_path
+
+
+def python(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the user's folder, with the installed package beside the packages of the tests."""
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def duet(site: Path, folder: Path, *arguments: str) -> str:
+    """What `duet arguments` prints; it must succeed."""
+    done = python(site, folder, str(site / "bin" / "duet"), *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
+    assert {path.name for path in site.iterdir() if not path.name.endswith(".dist-info")} == {"bin", "duet"}
+    wanted = [path.relative_to(ROOT) for path in project_files()]
+    parts = [name for name in wanted if name.parts[0] in (*OURS, "configs") and name.suffix != ".md"]
+    scripts = [name for name in wanted if name.suffix == ".py" and len(name.parts) == 1 and name.name != "setup.py"]
+    assert len(parts) > 150
+    assert [name for name in parts + scripts if not (site / "duet" / "app" / name).is_file()] == []
+
+
+def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
+    assert duet(site, mine, "--help") == usage() + "\n"
+    assert "gan_64_cpu" in duet(site, mine, "train", "--list")
+    duet(site, mine, "pack", "sample", "sample.lmdb", "--split", "test", "--workers", "2")
+    assert "2,000 images" in duet(site, mine, "inspect", "sample.lmdb")
+    options = ["--data.path", "sample.lmdb", "--data.val-path", "null", "--precision", "fp32", "--dry-run"]
+    assert "dry run" in duet(site, mine, "train", "--config", "gan_32_cpu", *options)
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train", "--config", "configs/nothing.yaml"]])
+def test_what_is_wrong_is_one_line(site, mine, arguments):
+    done = python(site, mine, "-m", "duet", *arguments)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_the_library_loads_checkpoints_and_leaves_the_users_modules_alone(site, mine, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    judge, gan = classifier_run(runs / "classifier"), gan_run(runs / "gan", without_w(), architecture="r3gan", sizes=R3)
+    body = f"""
+import json, sys
+import duet
+assert "torch" not in sys.modules
+import torch
+classifier, generator = duet.load_classifier({str(judge)!r}), duet.load_generator({str(gan)!r})
+x, z = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8), torch.linspace(-1, 1, 2 * generator.z_dim).view(2, -1)
+try:
+    duet.load_generator({str(judge)!r})
+except ValueError as error:
+    wrong = str(error)
+assert not set({OURS!r}) & set(sys.modules)
+images = generator(z, torch.tensor([0, 1]))
+print(json.dumps([classifier(x).tolist(), classifier.class_names, images.tolist(), generator.image_range, wrong]))
+"""
+    done = python(site, mine, "-c", body)
+    assert done.returncode == 0, done.stderr
+    logits, names, images, span, wrong = json.loads(done.stdout)
+    generator = generator_from(load(resolve(gan)))
+    x, z = torch.linspace(-1, 1, 2 * 64).view(2, 1, 8, 8), torch.linspace(-1, 1, 2 * generator.z_dim).view(2, -1)
+    torch.testing.assert_close(torch.tensor(logits), classifier_from(load(resolve(judge)))(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(images), generator(z, torch.tensor([0, 1])), rtol=1e-5, atol=1e-5)
+    assert (names, span) == (CLASSES, [-1.0, 1.0])
+    assert str(judge) in wrong
+
+
+def test_every_command_is_a_script_with_its_arguments():
+    for name, (script, _) in COMMANDS.items():
+        assert (ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")).is_file()
+        assert line([name, "--x", "a b"])[-2:] == ["--x", "a b"]
+    assert line(["pack"]) == ["-P", "-m", "data.pack"]
+
+
+@pytest.mark.parametrize("name", ["gan_64", "gan_64.yaml", "configs/gan_64.yaml"])
+def test_a_recipe_is_found_from_any_folder_unless_there_is_one_of_that_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ours = str(ROOT / "configs" / "gan_64.yaml")
+    assert line(["train", "--config", name]) == [str(ROOT / "train.py"), "--config", ours]
+    assert line(["train", f"--config={name}"])[1:] == [f"--config={ours}"]
+    assert recipe("other/gan_64.yaml") == "other/gan_64.yaml"
+    assert recipe("nothing") == "nothing"
+    (tmp_path / "configs").mkdir()
+    for own in (tmp_path / "gan_64", tmp_path / "gan_64.yaml", tmp_path / "configs/gan_64.yaml"):
+        own.touch()
+    assert recipe(name) == name
+
+
+def test_no_name_but_ours_is_declared():
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["package-dir"]) == {"duet.app"}
+    assert "py-modules" not in setuptools
+    assert "packages" not in setuptools
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_quickstart_of_the_installed_package_writes_into_the_users_folder(site, mine):
+    printed = duet(site, mine, "quickstart", "--quick")
+    assert "$ duet train --config" in printed
+    assert "$ duet pack sample" in printed
+    assert "python" not in [text.split()[1] for text in printed.splitlines() if text.startswith("$ ")]
+    assert (mine / "runs" / "quickstart_quick" / "report.html").is_file()
+    assert not (site / "duet" / "app" / "runs").exists()
