@@ -70,8 +70,8 @@ def test_one_name_is_installed_and_all_that_the_program_needs_below_it(site):
 def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
     assert duet(site, mine, "--help") == usage() + "\n"
     assert "gan_64_cpu" in duet(site, mine, "train", "--list")
-    duet(site, mine, "pack", "sample", "sample.lmdb", "--split", "test", "--workers", "2")
-    assert "2,000 images" in duet(site, mine, "inspect", "sample.lmdb")
+    duet(site, mine, "pack", "sample", "sample.lmdb", "--split", "test", "--size", "32", "--workers", "2")
+    assert "count          2000" in duet(site, mine, "inspect", "sample.lmdb")
     options = ["--data.path", "sample.lmdb", "--data.val-path", "null", "--precision", "fp32", "--dry-run"]
     assert "dry run" in duet(site, mine, "train", "--config", "gan_32_cpu", *options)
 

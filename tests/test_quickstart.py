@@ -180,16 +180,18 @@ def test_gans_length_is_planned_again_where_the_machine_has_changed_its_pace(com
 def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
     commands.pace, commands.fail_at = 1.6, 4
     assert main(["--dir", str(tmp_path)]) == 4
-    steps = option(commands.calls[3], "--steps")
+    first, steps = commands.first, option(commands.calls[3], "--steps")
     write(tmp_path / "gan" / "config.yaml", {})
     commands.fail_at, commands.pace = None, 3.0
     commands.calls.clear()
     assert main(["--dir", str(tmp_path)]) == 0
     assert option(commands.calls[1], "--steps") == steps
-    (tmp_path / "gan" / "config.yaml").unlink()  # not even one that has not, once planned again
+    (tmp_path / "gan" / "config.yaml").unlink()  # one that has not begun is planned again but once
+    write(tmp_path / "gan" / "status.json", {"state": "stopped"})
     commands.calls.clear()
     assert main(["--dir", str(tmp_path)]) == 0
-    assert option(commands.calls[1], "--steps") == steps
+    train = next(arguments for arguments in commands.calls if first.gan.config in arguments)
+    assert option(train, "--steps") == steps
 
 
 def test_commands_are_shown_as_they_are_typed(monkeypatch, tmp_path):

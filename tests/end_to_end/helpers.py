@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -67,8 +68,8 @@ def events_of(run: Path) -> Any:
 
 
 def graph_scopes(run: Path) -> set[str]:
-    """The parts of all names in a run's graph."""
-    return {part for node in events_of(run).Graph().node for part in node.name.split("/")}
+    """The names of all modules in a run's graph, whose nodes are called `Type[name]/Type[name]/...`."""
+    return {name for node in events_of(run).Graph().node for name in re.findall(r"\[(\w+)\]", node.name)}
 
 
 def state_of(run: Path, step: int) -> dict[str, Any]:

@@ -172,13 +172,15 @@ def test_no_page_with_commands_is_left_out() -> None:
     assert {page for page, lines in shown.items() if not list(commands(here(lines)))} == ELSEWHERE_PAGES
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard imports
 def test_tensorboard_takes_the_options_of_the_pages() -> None:
+    from tensorboard.plugins.core.core_plugin import CorePluginLoader
     from tensorboard.program import TensorBoard
 
     shown = {line.partition(" #")[0] for page in PAGES for line in fenced(page) if line.startswith("tensorboard ")}
     assert shown
     for line in shown:
-        TensorBoard(plugins=[]).configure(shlex.split(line))
+        TensorBoard(plugins=[CorePluginLoader()]).configure(shlex.split(line))
 
 
 def run(module: str, arguments: list[str]) -> int:
