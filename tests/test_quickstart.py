@@ -68,8 +68,8 @@ class Commands:
         assert plan is not None
         if "data.pack" in command:
             return plan.seconds["pack"] / (1 if "--val-dest" in command else 2)
-        task = "gan" if plan.gan.config in command or "--searched" in command or "--classifier" in command else None
-        part = f"{'train' if 'train.py' in command else 'evaluate'} {task or 'classifier'}"
+        what, run = ("train", "--run-dir") if "train.py" in command else ("evaluate", "--checkpoint")
+        part = f"{what} {Path(option(command, run)).name}"
         if part != "train gan":
             return plan.seconds.get(part, 0.0)
         change = int(option(command, "--steps")) / plan.gan.steps
@@ -303,6 +303,7 @@ def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
     main(["--dir", str(tmp_path)])
     monkeypatch.undo()
     monkeypatch.setattr(quickstart, "call", commands)
+    monkeypatch.setattr(quickstart, "unfit", lambda train, test: "")
     commands.calls.clear()
     main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
     assert commands.names[:2] == ["data.pack", "data.pack"]
