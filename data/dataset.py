@@ -214,14 +214,15 @@ class Dataset(AbstractContextManager["Dataset"]):
             entry, payload = shard.encoded_record(transaction, place)
             height, codec = int(entry["height"]), int(entry["codec"])
             try:
-                box = self._box(height, int(entry["width"]), draws)
+                width = int(entry["width"])
+                box = self._box(height, width, draws)
                 if self.cache is not None and self.cache.whole:
                     # Also where nothing is kept: the images must not depend on the memory that is free.
-                    image = decode(payload, codec, self.meta.channels)
+                    image = decode(payload, codec, self.meta.channels, (height, width))
                     self.cache.put(record, image)
                     crop_into(image, box, out)
                     return
-                decode_crop(payload, codec, box, height, out)
+                decode_crop(payload, codec, box, height, out, width)
             except ImageError as error:
                 raise shard.damage(place, str(error)) from None
         if self.cache is not None:

@@ -18,9 +18,11 @@ from data.images import ImageError, decode_by_rules
 from data.lmdb.format import CODEC_JPEG, CODEC_PNG, MOST_PIXELS
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
+Size = tuple[int, int]  # height, width in px
 
 PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
 MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
+MORE_ROWS = 16  # of a JPEG than a crop needs, see `first_rows`
 TRIES = 10  # draws of a random crop before the middle is taken
 
 
@@ -55,21 +57,24 @@ def centre_box(height: int, width: int) -> Box:
     return (height - side) // 2, (width - side) // 2, side, side
 
 
-def decode(payload: bytes | memoryview, codec: int, channels: int) -> np.ndarray:
-    """The whole image: uint8 [H, W, channels]. Raises ImageError if it cannot be decoded."""
+def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | None = None) -> np.ndarray:
+    """The whole image: uint8 [H, W, channels]. Raises ImageError if it cannot be decoded, or if its header has another
+    size than `size`, that of its record: then nothing is decoded.
+    """
     if codec == CODEC_JPEG:
-        return _decode_jpeg(payload, channels)
+        return _decode_jpeg(payload, channels, size)
     if codec == CODEC_PNG:
         flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
         width, height = int.from_bytes(payload[16:20], "big"), int.from_bytes(payload[20:24], "big")  # of its header
         if payload[:8] != PNG or not 0 < width * height <= MOST_PIXELS:
             raise ImageError("cannot be decoded: it has no header of a PNG, or one of too many pixels")
+        check_size((height, width), size)
         pixels = cv2.imdecode(np.frombuffer(payload, np.uint8), flag)
         if pixels is None:
             raise ImageError("cannot be decoded")
         return pixels.reshape(*pixels.shape[:2], channels)
     try:
-        return decode_by_rules(payload, channels)
+        return decode_by_rules(payload, channels, size)
     except ImageError:
         raise
     except (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, Image.DecompressionBombError) as error:
@@ -82,25 +87,30 @@ def decode_crop(
     box: Box,  # in the whole image
     height: int,  # of the whole image in px
     out: np.ndarray,  # uint8 [C, S, S], filled
+    width: int | None = None,  # of the whole image, if its header is to be compared with the size
 ) -> None:
-    """Decode the part of an image inside `box` and bring it to S x S px. Raises ImageError if it cannot be decoded.
+    """Decode the part of an image inside `box` and bring it to S x S px. Raises ImageError as `decode` does.
 
     Scaled by OpenCV: bilinear where it is enlarged or shrunk to not less than half (after the scaled DCT), else by
     area averaging.
     """
     top, left, h, w = box
     channels, side = out.shape[0], out.shape[1]
+    size = None if width is None else (height, width)
     if codec == CODEC_JPEG:
         shrink = min(8, 1 << int(math.log2(max(1.0, min(h, w) / (MARGIN * side)))))
         if shrink > 1:
-            pixels = _decode_jpeg(payload, channels, shrink, height)
+            pixels = _decode_jpeg(payload, channels, size, shrink, height)
             exact = pixels.shape[0] / height  # a scaled image's sides are rounded up
             top, left, h, w = (round(value * exact) for value in box)
             h, w = min(h, pixels.shape[0] - top), min(w, pixels.shape[1] - left)
         else:
-            pixels = _decode_jpeg(first_rows(payload, top + h, height), channels)
+            part = first_rows(payload, top + h, height)
+            if part is not payload and width is not None:
+                size = (top + h + MORE_ROWS, width)
+            pixels = _decode_jpeg(part, channels, size)
     else:
-        pixels = decode(payload, codec, channels)
+        pixels = decode(payload, codec, channels, size)
     crop_into(pixels, (top, left, h, w), out)
 
 
@@ -128,14 +138,16 @@ def crop_into(
 def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | memoryview:
     """A baseline JPEG that ends after its first `rows` rows, at least; the payload itself where that cannot be made.
 
-    The height in the frame header is lowered; the decoder then stops after that many rows. 16 more rows than needed
+    The height in the frame header is lowered; the decoder then stops after that many rows. MORE_ROWS more than needed
     are kept, since the last ones of an image are interpolated differently where colours are subsampled.
     """
-    rows += 16
+    rows += MORE_ROWS
     at, end = 2, len(payload) - 9
     while rows < height and at < end and payload[at] == 0xFF:
         marker = payload[at + 1]
         if marker == 0xC0:  # the frame header of a baseline JPEG
+            if int.from_bytes(payload[at + 5 : at + 7], "big") != height:
+                break
             shortened = bytearray(payload)
             shortened[at + 5 : at + 7] = rows.to_bytes(2, "big")
             return bytes(shortened)
@@ -145,12 +157,21 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
     return payload
 
 
-def _decode_jpeg(payload: bytes | memoryview, channels: int, shrink: int = 1, height: int = 0) -> np.ndarray:
+def check_size(found: Size, size: Size | None) -> None:
+    """Raise ImageError if a header's size is not that of the record; None: it is not known."""
+    if size is not None and found != size:
+        raise ImageError(f"is {found[1]}x{found[0]} px by its header, {size[1]}x{size[0]} px by its record")
+
+
+def _decode_jpeg(
+    payload: bytes | memoryview, channels: int, size: Size | None = None, shrink: int = 1, height: int = 0
+) -> np.ndarray:
     """A JPEG, at 1/`shrink` of its size (1, 2, 4 or 8)."""
     try:
         rows, columns, *_ = simplejpeg.decode_jpeg_header(payload, strict=False)
         if rows * columns > MOST_PIXELS:
             raise ImageError(f"has {columns}x{rows} px, more than {MOST_PIXELS:,} in all")
+        check_size((rows, columns), size)
         pixels = simplejpeg.decode_jpeg(
             payload,
             "GRAY" if channels == 1 else "RGB",

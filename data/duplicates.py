@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from data.images import thumbnail
 from data.lmdb.reader import LMDBReader
@@ -19,9 +19,11 @@ from data.near_duplicates import Candidates, confirm, near
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import building, write_atomic
+from utils.fonts import legible
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
+TEXT = 11  # px: height of letters
 LISTED = 5  # groups and pairs in the report for people
 MEMBERS = 5  # of a group there
 
@@ -238,7 +240,8 @@ def sheet(report: Report, reader: LMDBReader, other: LMDBReader) -> Image.Image:
         cell.paste(thumbnail(reader.image(record)[0], CELL), (4, 0))
         cell.paste(thumbnail(other.image(other_record)[0], CELL), (CELL + 8, 0))
         names = f"{caption}: {report.names[0](record)}, {report.names[1](other_record)}"
-        ImageDraw.Draw(cell).text((4, CELL + 4), names, fill="black", font=ImageFont.load_default(size=12))
+        names, font = legible(names, TEXT)
+        ImageDraw.Draw(cell).text((4, CELL + 4), names, fill="black", font=font)
         image.paste(cell, (place % across * width, place // across * height))
     return image
 

@@ -55,13 +55,19 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
         raise ImageError(f"is truncated or damaged ({error})") from None
 
 
-def decode_by_rules(content: bytes | memoryview, channels: int) -> np.ndarray:
-    """Decode a file: uint8 [H, W, channels]. Raises ImageError for what is refused, else whatever Pillow raises."""
+def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int, int] | None = None) -> np.ndarray:
+    """Decode a file: uint8 [H, W, channels]. Raises ImageError for what is refused, else whatever Pillow raises.
+
+    `size`: height and width that it must have, of its record; they are compared before anything is decoded.
+    """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
             raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")
         _check_depth(image, content)
+        if size is not None and size not in (image.size, image.size[::-1]):  # it may be stored on its side
+            told = f"is {image.width}x{image.height} px by its header, {size[1]}x{size[0]} px by its record"
+            raise ImageError(told)
         image.load()
         pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
     if min(pixels.shape[:2]) < MIN_SIDE:

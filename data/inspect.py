@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from data.images import thumbnail
 from data.lmdb.reader import LMDBReader, Meta
@@ -19,11 +19,13 @@ from data.lmdb.verify import Damage, verify
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import building
+from utils.fonts import legible
 from utils.text import columns
 
 COLUMNS = 10
 MAX_ROWS = 20
 CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
+TEXT = 12  # px: height of letters
 TOLD = 2  # lines on damaged records
 BAR = 40  # characters of the longest bar of the histogram
 
@@ -62,11 +64,11 @@ def grid(reader: LMDBReader) -> Image.Image:
     rows = _grid_rows(reader)
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
-    font = ImageFont.load_default(size=14)
-    margin = max([0, *(int(font.getlength(name)) + 12 for name, _ in rows if name)])
+    heads = [legible(name, TEXT) for name, _ in rows]
+    margin = max([0, *(int(font.getlength(name)) + 12 for name, font in heads if name)])
     image = Image.new("RGB", (margin + COLUMNS * (cell + 2), len(rows) * (cell + 2)), "white")
     draw = ImageDraw.Draw(image)
-    for row, (name, indices) in enumerate(rows):
+    for row, ((name, font), (_, indices)) in enumerate(zip(heads, rows, strict=True)):
         draw.text((6, row * (cell + 2) + cell // 2), name, fill="black", font=font, anchor="lm")
         for column, index in enumerate(indices):
             tile = thumbnail(reader.image(index)[0], cell)

@@ -271,7 +271,7 @@ def make_parser() -> Parser:
     """The options."""
     parser = Parser(prog="python -m data.pack", description="Pack images into one file for training.")
     add = parser.add_argument
-    add("source", help=f"folder, .zip, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
+    add("source", help=f"folder, .zip, .tar, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
     add("--size", type=int, metavar="N", help="side of the square images in px; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
@@ -282,7 +282,7 @@ def make_parser() -> Parser:
     add("--val-dest", type=Path, metavar="FILE", help="for the held-out images, instead of DEST-val.lmdb")
     add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
     add("--root", type=Path, metavar="DIR", help="folder of the fashion-mnist, cifar10 or idx files")
-    add("--label-column", metavar="NAME", help="of a .csv or .parquet file; none: without labels")
+    add("--label-column", metavar="NAME", help="of a .csv, .parquet, .arrow or .tar file; none: without labels")
     add(
         "--classes-from",
         choices=CLASSES_FROM,

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from utils.files import write_atomic
+from utils.fonts import drawable, families
 from utils.image_tables import save_captioned, save_rows
 
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
@@ -112,8 +113,9 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
     axes.set_xlabel("named by the classifier")
     axes.set_ylabel("true class")
     if count <= MANY_CLASSES:
-        axes.set_xticks(range(count), list(classes), rotation=45, ha="right", parse_math=False)
-        axes.set_yticks(range(count), list(classes), parse_math=False)
+        names, fonts = list(map(drawable, classes)), families()
+        axes.set_xticks(range(count), names, rotation=45, ha="right", parse_math=False, fontfamily=fonts)
+        axes.set_yticks(range(count), names, parse_math=False, fontfamily=fonts)
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
+from utils.fonts import legible
 from utils.images import save_png
 from utils.text import shorten
 
@@ -77,7 +77,7 @@ def save_table(
     step = side * scale + gap
     beside = [_fitting(head, WIDEST_NAME) for head in row_heads]
     above = [[_fitting(line, side * scale) for line in head.split("\n")] for head in column_heads]
-    left = math.ceil(max(map(_font().getlength, beside))) + 2 * PADDING if beside else 0
+    left = math.ceil(max(legible(head, TEXT)[1].getlength(head) for head in beside)) + 2 * PADDING if beside else 0
     top = LINE * max(map(len, above)) + PADDING if above else 0
     extra = 0 if margin is None else margin - gap
     xs = [left + i * step + extra * (i > 0) for i in range(max(map(len, rows)))]
@@ -99,18 +99,12 @@ def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], word
     drawn = Image.fromarray(canvas if canvas.shape[2] == 3 else canvas[:, :, 0])
     draw = ImageDraw.Draw(drawn)
     for left, top, text, anchor in words:
-        draw.text((left, top), text, fill=0, font=_font(), anchor=anchor)
+        drawable, font = legible(text, TEXT)
+        draw.text((left, top), drawable, fill=0, font=font, anchor=anchor)
     save_png(np.atleast_3d(np.asarray(drawn)), path)
 
 
 def _fitting(text: str, width: float) -> str:
     """One line of at most so many px; what cannot be drawn, such as a line's end inside a class name, is a space."""
-    return shorten("".join(c if c.isprintable() else " " for c in text), width, _font().getlength)
-
-
-@cache
-def _font() -> ImageFont.FreeTypeFont:
-    """The font that matplotlib brings along, so that images look alike everywhere."""
-    from matplotlib.font_manager import findfont
-
-    return ImageFont.truetype(findfont("DejaVu Sans"), TEXT)
+    drawable, font = legible("".join(c if c.isprintable() else " " for c in text), TEXT)
+    return shorten(drawable, width, font.getlength)

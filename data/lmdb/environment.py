@@ -17,6 +17,7 @@ import lmdb
 import numpy as np
 
 from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Meta
+from data.lmdb.tree import check_tree
 from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
@@ -146,6 +147,12 @@ def _open(path: Path, size: int) -> lmdb.Environment:
     if size < needed:
         environment.close()
         raise UserError(f"{path} is truncated: {size:,} of {needed:,} bytes; copy or pack it again")
+    try:
+        with door.open_file(path, door.ARCHIVE) as file:
+            check_tree(file.fileno(), environment.stat()["psize"], size)
+    except (OSError, ValueError) as error:
+        environment.close()
+        raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
     return environment
 
 

@@ -104,7 +104,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             if not 0 <= label < max(1, len(self.classes)):
                 raise self._label_damage([index], label)
             try:
-                return decode(payload, int(entry["codec"]), self.meta.channels), label
+                size = (int(entry["height"]), int(entry["width"]))
+                return decode(payload, int(entry["codec"]), self.meta.channels, size), label
             except ImageError as error:
                 raise self.damage(index, str(error)) from None
 

@@ -110,7 +110,8 @@ def _checked_payload(reader: LMDBReader, transaction: lmdb.Transaction, record: 
     if entry != expected:
         raise reader.damage(record, "it differs from its index")
     try:
-        height, width = decode(payload, int(entry["codec"]), reader.meta.channels).shape[:2]
+        size = (int(entry["height"]), int(entry["width"]))
+        height, width = decode(payload, int(entry["codec"]), reader.meta.channels, size).shape[:2]
     except ImageError as error:
         raise reader.damage(record, str(error)) from None
     if (height, width) != (entry["height"], entry["width"]):

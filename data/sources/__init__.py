@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from data.lmdb.environment import is_lmdb
+from data.sources.arrow import ArrowSource, is_arrow_folder
 from data.sources.base import Item, Problem, Source
 from data.sources.cifar10 import open_cifar10
 from data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
@@ -15,13 +16,16 @@ from data.sources.manifest import open_manifest
 from data.sources.mnist import find_idx, idx_source, open_fashion_mnist, open_sample
 from data.sources.parquet import ParquetSource, is_parquet_folder
 from data.sources.remote import RemoteSource
+from data.sources.tables import TableSource
+from data.sources.tars import TarSource, is_tar_folder
 from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]
 
-ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".7z", ".rar")
+PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst")
+ARCHIVES = (".7z", ".rar")
 
 
 def _idx(split: str, root: Path | None) -> Source:
@@ -37,7 +41,7 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "cifar10": open_cifar10,
     "idx": _idx,
 }
-KINDS = f"a folder, a .zip, .csv, .parquet or LMDB file, a URL, or a name: {', '.join(NAMED)}"
+KINDS = f"a folder, a .zip, .tar, .csv, .parquet, .arrow or LMDB file, a URL, or a name: {', '.join(NAMED)}"
 
 
 def open_source(
@@ -46,11 +50,11 @@ def open_source(
     split: str | None = None,  # "train", "test" or "val"; None: train, if there are splits
     root: str | Path | None = None,  # where a named source lies
     size: int | None = None,  # px: among the resolutions of a source that has several; else the largest
-    label_column: str | None = None,  # of a CSV or Parquet file; "none": unlabelled; None: by its name
+    label_column: str | None = None,  # of a CSV, Parquet, Arrow or tar file; "none": unlabelled; None: by its name
     classes_from: str | None = None,  # "top" or "parent"; None: see data/sources/listing.py
 ) -> Source:
-    """Open a source: a name of NAMED, a URL, a folder (of images, idx files, Parquet files, or an LMDB's) or a file
-    (zip, CSV manifest, Parquet, LMDB).
+    """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or an LMDB's) or a
+    file (zip, tar, CSV manifest, Parquet, Arrow, LMDB).
 
     A source without splits is taken whole. Raises UserError if there is nothing there, no images in it, if it is
     something else, or for an option that does not apply to it.
@@ -63,8 +67,8 @@ def open_source(
     source = _open(spec, place, Asked(split, size, label_column, classes_from))
     manifest = isinstance(source, LocalSource) and Path(spec).expanduser().is_file()
     for option, value, applies in (
-        ("label-column", label_column, manifest or isinstance(source, ParquetSource)),
-        ("classes-from", classes_from, isinstance(source, ListedSource) and not manifest),
+        ("label-column", label_column, manifest or isinstance(source, (TableSource, TarSource))),
+        ("classes-from", classes_from, isinstance(source, (ListedSource, TarSource)) and not manifest),
     ):
         if value is not None and not applies:
             source.__exit__()
@@ -79,6 +83,10 @@ class Asked(NamedTuple):
     size: int | None
     label_column: str | None
     classes_from: str | None
+
+    def names(self) -> dict[str, str | None]:
+        """The options of a source whose images have names, and maybe labels beside them."""
+        return {"split": self.split, "label_column": self.label_column, "classes_from": self.classes_from}
 
 
 def _open(spec: str, place: Path | None, asked: Asked) -> Source:
@@ -116,6 +124,10 @@ def _open_folder(path: Path, asked: Asked) -> Source:
         return source
     if is_parquet_folder(path):
         return ParquetSource(path, split=asked.split, label_column=asked.label_column)
+    if is_arrow_folder(path):
+        return ArrowSource(path, split=asked.split, label_column=asked.label_column)
+    if is_tar_folder(path):
+        return TarSource(path, **asked.names())
     return open_folder(path, split=asked.split, classes_from=asked.classes_from)
 
 
@@ -131,10 +143,18 @@ def _open_file(path: Path, asked: Asked) -> Source:
         return open_lmdb(path, split=asked.split, size=asked.size)
     if suffix == ".parquet":
         return ParquetSource(path, split=asked.split, label_column=asked.label_column)
+    if suffix == ".arrow":
+        return ArrowSource(path, split=asked.split, label_column=asked.label_column)
+    if suffix == ".tar":
+        return TarSource(path, **asked.names())
     if suffix == ".csv":
         return open_manifest(path, split=asked.split, label_column=asked.label_column)
     if suffix == ".zip" or _is_zip(path):
         return ZipSource(path, split=asked.split, classes_from=asked.classes_from)
+    if path.name.lower().endswith(PACKED_TARS):
+        raise UserError(
+            f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as gunzip does"
+        )
     if path.name.lower().endswith(ARCHIVES):
         raise UserError(f"{path}: archives of this kind are not read; unpack it first or make a zip file of it")
     raise UserError(f"{path} is not a source of images; give {KINDS}")

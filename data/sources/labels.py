@@ -1,8 +1,9 @@
 """Which column of a table holds the labels, and what looks like labels but is not used: columns, names of files."""
 
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from utils.classes import listed
@@ -26,6 +27,7 @@ NUMBERED = (
     "pxl",
     "screenshot",
 )  # no classes
+NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 SHOWN = 4  # classes in a message
 
 
@@ -70,9 +72,20 @@ def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[s
     return []
 
 
+def one_spelling(where: str, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """The class that each name stands for, in Unicode's form NFC, and a remark where two names are one class: "é" may
+    be one character or two, as macOS writes it, and looks the same.
+    """
+    spelled = {name: unicodedata.normalize("NFC", name) for name in names}
+    counts = Counter(spelled.values())
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
+    return spelled, [remark] if twice else []
+
+
 def class_of_name(name: str) -> str:
     """The class in a file's name, what stands before its number: `cat` of `cat.12.jpg`, "" of `12.jpg`."""
-    return re.sub(r"[\W\d_]+$", "", PurePosixPath(name).stem)
+    return re.sub(r"[\W\d_]+$", "", unicodedata.normalize("NFC", PurePosixPath(name).stem))
 
 
 def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
@@ -86,3 +99,22 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
         f"warning: {where}: packed without labels, although all names begin with one of {len(counts):,} words; for the"
         f" classes {listed(sorted(counts), SHOWN)} pass --classes-from name"
     ]
+
+
+def classes_of(where: str, labels: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
+    """Classes, a number for each label, and remarks: whole numbers are the classes "0" to the largest, others are in
+    text order. Raises UserError for a number that is negative or larger than the number of labels.
+    """
+    different = set(labels)
+    if all(NUMBER.fullmatch(label) for label in different):
+        numbers = [int(label) for label in labels]
+        if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
+            odd = min(numbers) if min(numbers) < 0 else max(numbers)
+            raise UserError(
+                f"{where}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
+            )
+        return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
+    spelled, told = one_spelling(where, different)
+    classes = sorted(set(spelled.values()))
+    places = {name: number for number, name in enumerate(classes)}
+    return classes, [places[spelled[label]] for label in labels], told

@@ -25,7 +25,7 @@ from typing import Any
 
 from data.images import SUFFIXES, ImageError
 from data.sources.base import Problem
-from data.sources.labels import class_of_name, names_look_like_labels
+from data.sources.labels import class_of_name, names_look_like_labels, one_spelling
 from utils import door
 from utils.classes import listed
 from utils.errors import UserError
@@ -35,6 +35,7 @@ TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", 
 SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
 SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
 CLASSES_FROM = ("top", "parent", "name")
+TABLES = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # which are given by themselves
 LISTED = 4  # folders in a message
 
 
@@ -109,10 +110,9 @@ def arrange(
     for name in [] if place else sorted(_tops(prefix, folders) - filled):
         instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
         problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
-    classes = sorted(filled)
-    labels = {name: label for label, name in enumerate(classes)}
-    numbers = [labels[parts[name][place]] for name in images]
-    return Listing(images, numbers, classes, problems, ignored, splits, remarks)
+    return _labelled(
+        where, Listing(images, [], [], problems, ignored, splits, remarks), [parts[name][place] for name in images]
+    )
 
 
 def _by_name(where: str, images: list[str], ignored: list[str], splits: tuple[str, ...], remarks: list[str]) -> Listing:
@@ -120,9 +120,17 @@ def _by_name(where: str, images: list[str], ignored: list[str], splits: tuple[st
     found = [class_of_name(name) for name in images]
     if not all(found):
         raise UserError(f"{where}: {images[found.index('')]} has no class in its name, as cat.12.jpg has; rename it")
-    classes = sorted(set(found))
-    labels = {name: label for label, name in enumerate(classes)}
-    return Listing(images, [labels[name] for name in found], classes, [], ignored, splits, remarks)
+    return _labelled(where, Listing(images, [], [], [], ignored, splits, remarks), found)
+
+
+def _labelled(where: str, listing: Listing, names: list[str]) -> Listing:
+    """The listing with classes in order of name, of which `names` are its images'."""
+    spelled, told = one_spelling(where, names)
+    listing.classes = sorted(set(spelled.values()))
+    labels = {name: label for label, name in enumerate(listing.classes)}
+    listing.labels = [labels[spelled[name]] for name in names]
+    listing.remarks += told
+    return listing
 
 
 def _lists(where: str, prefix: str, ignored: list[str]) -> list[str]:
@@ -191,10 +199,10 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     ignored = [name for name in visible if not _is_image(name)]
     if not images:
         supported = " ".join(sorted(SUFFIXES))
-        below = next((name for name in ignored if name.endswith(".parquet") and "/" in name), None)
+        below = next((name for name in ignored if name.endswith(tuple(TABLES)) and "/" in name), None)
         if below is not None:  # a snapshot of the Hugging Face hub
-            inner = below.rpartition("/")[0]
-            raise UserError(f"{where} holds no images; its Parquet files lie below: give {where}/{inner}")
+            inner, kind = below.rpartition("/")[0], TABLES[PurePosixPath(below).suffix]
+            raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
         raise UserError(f"{where} holds no images{_what_instead(ignored)}; supported are {supported}")
     return images, ignored
 

@@ -15,6 +15,7 @@ import csv
 import io
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from data.sources.base import Problem
 from data.sources.files import LocalSource
-from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels
+from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels, one_spelling
 from data.sources.listing import SPLIT_NAMES, Listing, first_of, split_name
 from utils import door
 from utils.cli import did_you_mean
@@ -72,7 +73,7 @@ def _parse(path: Path, label_column: str | None) -> tuple[list[Row], list[Proble
     _, header = next(lines, (1, []))
     names = _names(header)
     places, remarks = _places(path, names, label_column)
-    rows, problems = [], []
+    rows, problems, spellings = [], [], set()
     others = {place: Counter[str]() for place in range(len(names)) if place not in places.values()}
     for line, fields in lines:
         where = f"{path} line {line}"
@@ -89,12 +90,15 @@ def _parse(path: Path, label_column: str | None) -> tuple[list[Row], list[Proble
             part = found["split"].lower()
             hint = did_you_mean(part, sorted(SPLIT_NAMES))
             raise UserError(f"{where}: split {part!r}{hint} is none of {', '.join(sorted(SPLIT_NAMES))}")
-        rows.append(Row(line, found["path"], found.get("label", ""), part))
+        label = unicodedata.normalize("NFC", found.get("label", ""))
+        spellings.add(found.get("label", ""))
+        rows.append(Row(line, found["path"], label, part))
         for place, counts in others.items():
             if len(counts) <= MOST_VALUES:
                 counts[fields[place].strip()] += 1
     if "label" not in places and label_column is None:
         remarks += looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
+    remarks += one_spelling(str(path), spellings)[1]
     return rows, problems, list(places), remarks
 
 

@@ -177,3 +177,23 @@ def test_a_jpeg_whose_header_promises_too_much_is_not_decoded() -> None:
     forged[at + 5 : at + 9] = (65500).to_bytes(2, "big") * 2
     with pytest.raises(ImageError, match="65500x65500 px, more than"):
         decode(bytes(forged), 1, 3)
+
+
+@pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])
+def test_h11_a_header_is_compared_with_the_record_before_anything_is_decoded(
+    codec: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the limit of pixels, but not what the record says: it was decoded first."""
+    content = encode(np.zeros((40, 60, 3), np.uint8), "png" if codec == CODEC_PNG else "jpeg")
+    out = np.empty((3, 8, 8), np.uint8)
+    assert decode(content, codec, 3, (40, 60)).shape == (40, 60, 3)
+    for box in ((0, 0, 40, 60), (4, 4, 9, 9)):  # scaled while decoding, and the first rows alone
+        decode_crop(content, codec, box, 40, out, 60)
+    for name in ("cv2.imdecode", "simplejpeg.decode_jpeg", "PIL.ImageFile.ImageFile.load"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("it was decoded"))
+    for height, width in ((40, 61), (39, 60), (8, 8)):
+        with pytest.raises(ImageError, match=f"60x40 px by its header, {width}x{height} px by its record"):
+            decode(content, codec, 3, (height, width))
+        for box in ((0, 0, 8, 8), (0, 0, height, width)):
+            with pytest.raises(ImageError, match="by its record"):
+                decode_crop(content, codec, box, height, out, width)

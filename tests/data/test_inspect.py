@@ -229,7 +229,7 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
     with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:
         writer.add(sample_images(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
         writer.finish()
-    assert verify(LMDBReader(tmp_path / "y.lmdb")).records == {0: "it is 6x5 px when decoded"}
+    assert verify(LMDBReader(tmp_path / "y.lmdb")).records == {0: "is 6x5 px by its header, 8x8 px by its record"}
 
 
 @pytest.mark.parametrize("value", [None, b"nonsense"])

@@ -283,3 +283,22 @@ def test_options_of_other_sources_are_refused(photos: Path, tmp_path: Path) -> N
         "testing",
         "training",
     )
+
+
+def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
+    """As macOS writes names, and as others do: they look the same, and were two classes."""
+    one, two = "caf\u00e9", "cafe\u0301"
+    for folder in (one, two, "tea"):
+        save(tmp_path / "x" / folder / f"{ord(folder[-1])}.png")
+    source = open_source(str(tmp_path / "x"))
+    assert (source.classes, sorted(source.labels())) == ([one, "tea"], [0, 0, 1])
+    assert source.remarks == [
+        f"{tmp_path}/x: written in two ways that look the same, and taken as one class each: {one}"
+    ]
+    for name in (f"{one}.1", f"{two}.2", "tea.3"):
+        save(tmp_path / "y" / f"{name}.png")
+    assert open_source(str(tmp_path / "y"), classes_from="name").classes == [one, "tea"]
+    rows = "".join(f"x/{f}/{ord(f[-1])}.png,{f}\n" for f in (one, two, "tea"))
+    (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
+    source = open_source(str(tmp_path / "list.csv"))
+    assert (source.classes, source.labels().tolist(), len(source.remarks)) == ([one, "tea"], [0, 0, 1], 1)

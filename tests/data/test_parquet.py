@@ -195,5 +195,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     for module in ("pyarrow", "pyarrow.parquet"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match="Parquet files need pyarrow, which is not installed: pip install pyarrow"):
+    with pytest.raises(
+        UserError, match="Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow"
+    ):
         open_source(str(tmp_path / "x.parquet"))

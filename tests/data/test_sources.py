@@ -116,11 +116,14 @@ def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
     (empty / "b.txt").write_text("text")
     with pytest.raises(UserError, match=r"holds no images \(only 2 \.txt\); supported are .*\.jpg"):
         open_source(str(empty))
-    with pytest.raises(UserError, match=r"a.txt is not a source of images; give a folder, a .zip, .csv, .parquet"):
+    with pytest.raises(
+        UserError, match=r"a.txt is not a source of images; give a folder, a .zip, .tar, .csv, .parquet, .arrow"
+    ):
         open_source(str(empty / "a.txt"))
-    for name in ("a.tar", "a.TAR.GZ", "a.7z", "a.rar"):
+    instead = "archives of this kind are not read; unpack it first or make a zip"
+    for name, told in {"a.TAR.GZ": "its images cannot be found without", "a.7z": instead, "a.rar": instead}.items():
         (empty / name).write_bytes(b"archive")
-        with pytest.raises(UserError, match=f"{name}: archives of this kind are not read; unpack it first or make a z"):
+        with pytest.raises(UserError, match=f"{name}: {told}"):
             open_source(str(empty / name))
     with pytest.raises(UserError, match=r"photso: no such folder.*did you mean 'photos'"):
         open_source(str(tmp_path / "photso"))

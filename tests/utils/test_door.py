@@ -35,6 +35,7 @@ OWN = {  # what opens files without the door, and why
     "data/sampler.py": "NumPy maps the file, after the door's check",
     "data/sources/cifar10.py": "bytes in memory",
     "data/sources/files.py": "zipfile opens by path, after the door's check",
+    "data/sources/tars.py": "tarfile is given what the door has opened",
     "data/sources/remote.py": "fsspec's files, read by door.read_stream",
     "inference/export/check.py": "reads what was just written",
     "inference/export/formats.py": "reads what was just written",
@@ -62,6 +63,7 @@ OWN = {  # what opens files without the door, and why
 OPENERS = {
     *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),
     *("ZipFile", "GzipFile", "ParquetFile", "read_table", "loadtxt", "genfromtxt", "urlopen", "memmap"),
+    "memory_map",
 }
 
 
@@ -78,9 +80,10 @@ def test_nothing_else_opens_what_the_user_names() -> None:
     modules = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     found = {path.relative_to(ROOT).as_posix() for path in modules if _openers(path)}
     others = {name for name in found if name not in OWN}
-    told = others & {"data/sources/parquet.py"}  # its one ParquetFile stands behind `open_parquet`
-    assert others == told
-    assert (ROOT / "data/sources/parquet.py").read_text().count(".ParquetFile(") == 1
+    behind = {"parquet": ".ParquetFile(", "arrow": ".memory_map("}  # once each, behind the door's check
+    assert others == {f"data/sources/{name}.py" for name in behind}
+    for name, opener in behind.items():
+        assert (ROOT / f"data/sources/{name}.py").read_text().count(opener) == 1
     gone = [name for name in OWN if not (ROOT / name).is_file()]
     assert gone == [], "drop them from OWN"
 
@@ -228,6 +231,37 @@ def test_h10_parquet_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     parquet.write_table(table, tmp_path / "y.parquet", compression="zstd", use_dictionary=False)
     with pytest.raises(UserError, match=r"its column label has .* more than the 1 MiB for a list"):
         open_source(str(tmp_path / "y.parquet"))
+
+
+@pytest.mark.parametrize("column", ["image", "label"])
+def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(tmp_path: Path, column: str) -> None:
+    """The limits look at the end of the file; pyarrow makes room for what each page says, up to 2 GiB."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path, size = tmp_path / "x.parquet", 100 << 20
+    table = {"image": [b"x", b"y"], "label": ["a", "b"]} | {
+        column: [bytes(size) if column == "image" else "a" * size] * 2
+    }
+    parquet.write_table(arrow.table(table), path, compression="zstd", use_dictionary=True)
+    metadata = parquet.read_metadata(path).row_group(0)
+    chunk = metadata.column(metadata.num_columns - 1 if column == "label" else 0)
+    said = _varint(chunk.total_uncompressed_size)
+    content = path.read_bytes()
+    end = len(content) - int.from_bytes(content[-8:-4], "little") - 8
+    footer = content[end:]
+    assert footer.count(said) == 1
+    path.write_bytes(content[:end] + footer.replace(said, _varint(1000, len(said))))
+    with pytest.raises((UserError, ImageError), match=r"lies in pages of 10[45],.* where the file's end says 1,000"):
+        open_source(str(path)).item(0)
+    assert arrow.total_allocated_bytes() < 64 << 20
+
+
+def _varint(number: int, length: int = 0) -> bytes:
+    """Thrift's zigzag, in so many bytes."""
+    number, found = 2 * number, []
+    while number or len(found) < length:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*found[:-1], found[-1] & 127])
 
 
 def test_h10_parquet_that_claims_too_many_rows(tmp_path: Path) -> None:

@@ -1,0 +1,263 @@
+"""Tables with images' bytes in a column: what Parquet and Arrow files share.
+
+- Images: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
+- Labels: the column `label`, else the only one that has the name of one (data/sources/labels.py), else the only
+  ClassLabel: text, or whole numbers, whose names may stand in the schema's metadata (key "huggingface": a ClassLabel).
+  Images without a label (null or negative) are problems.
+
+pyarrow is imported at the first use.
+"""
+
+import contextlib
+import importlib
+import json
+import unicodedata
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.images import ImageError
+from data.sources.base import Item, PerProcess, Problem, Source
+from data.sources.labels import choose_label, looks_like_labels, one_spelling, only_label
+from utils import door
+from utils.classes import listed
+from utils.errors import UserError
+
+LOOKED_AT = 10_000  # rows of a column that may be labels
+INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
+
+
+def pyarrow(module: str = "") -> Any:
+    """pyarrow or one of its modules. Raises UserError if it is not installed."""
+    try:
+        return importlib.import_module(f"pyarrow.{module}" if module else "pyarrow")
+    except ImportError:
+        raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow") from None
+
+
+def reason(error: Exception) -> str:
+    """The first line of pyarrow's text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+class TableSource(Source):
+    """The images of some files of one kind. Raises UserError for what cannot be used, by name."""
+
+    kind = "a table"  # what a file is
+
+    def __init__(self, path: Path, shards: Sequence[Path], label_column: str | None) -> None:
+        super().__init__(path.name, [])
+        self.shards = list(shards)
+        schemas, counts = [], [0]
+        for shard in self.shards:
+            with self.reading(shard):
+                schema, rows = self.describe(shard)
+                _ = [(field.name, str(field.type)) for field in schema]  # raises for names that are no UTF-8
+            schemas.append(schema)
+            counts.append(rows)
+            if rows > (size := shard.stat().st_size):  # no image takes less than a byte
+                raise UserError(f"{shard} says that it holds {rows:,} rows in {size:,} bytes; get it again")
+        image, label = self._choose_columns(self.shards[0], schemas[0], label_column)
+        for name in filter(None, (image, label)):
+            kind = schemas[0].field(name).type
+            for shard, schema in zip(self.shards, schemas, strict=True):
+                found = schema.field(name).type if name in schema.names else "missing"
+                if found != kind:
+                    raise UserError(f"{shard}: the column {name} is {found}, in {self.shards[0].name} {kind}")
+        self._starts = np.cumsum(counts)  # of the shards' rows, and their end
+        if not self._starts[-1]:
+            raise UserError(f"{path} holds no rows: get it again")
+        labels = np.zeros(self._starts[-1], np.int64)
+        if label:
+            labels, classes = self._read_labels(path, schemas, label)
+            self.classes = list(map(door.printable, classes))
+            if class_names(self.shards[0], schemas[0], label):
+                labels = self._without_unused(labels)
+        self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
+        self.problems = [Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
+        self._labels = labels[self._rows]
+        self._cells = self.cells(image)
+
+    # --- what a kind of file must do; each may raise OSError and what pyarrow raises
+
+    @abstractmethod
+    def describe(self, shard: Path) -> tuple[Any, int]:
+        """A file's schema and its number of rows."""
+
+    @abstractmethod
+    def first(self, shard: Path, columns: list[str]) -> Any:
+        """Some of a file's columns in a record batch of LOOKED_AT rows at most, or None if it has no rows."""
+
+    @abstractmethod
+    def column(self, shard: Path, name: str) -> Any:
+        """All of a column of small values: a ChunkedArray."""
+
+    @abstractmethod
+    def cells(self, column: str) -> PerProcess[Any]:
+        """What reads a column: `cell(shard, row)` gives bytes, a dict with "bytes", or None; it raises ImageError."""
+
+    # --- columns
+
+    @contextlib.contextmanager
+    def reading(self, path: Path) -> Iterator[None]:
+        """Around reading a file: what pyarrow raises becomes a UserError that names it."""
+        arrow = pyarrow()
+        try:
+            yield
+        except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
+            raise UserError(f"{path} cannot be read as {self.kind} ({reason(error)}); copy or get it again") from None
+
+    def _choose_columns(self, path: Path, schema: Any, label_column: str | None) -> tuple[str, str | None]:
+        """The columns of images and of labels (None: unlabelled); sets remarks. Raises UserError if it is unclear."""
+        columns = ", ".join(f"{field.name} ({field.type})" for field in schema)
+        images = [field.name for field in schema if _holds_bytes(field.type)]
+        if "image" in images:
+            images = ["image"]
+        if len(images) != 1:
+            several = f"{' and '.join(images)} could be images, call one image"
+            found = several if images else f"no column holds bytes{INSTEAD}"
+            raise UserError(f"{path}: {found}; its columns are {columns}")
+        fitting = [field.name for field in schema if field.name == "label" or _may_label(field.type)]
+        names = fitting if label_column is None else schema.names
+        label, self.remarks = choose_label(str(path), names, label_column)
+        if label is None and label_column is None:
+            named = [name for name in fitting if class_names(path, schema, name)]
+            label, remarks = only_label(str(path), named, columns)
+            self.remarks = remarks or looks_like_labels(str(path), self._first_values(path, fitting))
+        if label is not None and not _may_label(schema.field(label).type):
+            kind = schema.field(label).type
+            raise UserError(f"{path}: the column {label} is {kind}; labels are whole numbers or text")
+        return images[0], label
+
+    def _first_values(self, path: Path, columns: list[str]) -> Mapping[str, Counter[str]]:
+        """How often each value appears in the first rows of some columns."""
+        if not columns:
+            return {}
+        with self.reading(path):
+            batch = self.first(path, columns)
+            return {} if batch is None else {name: Counter(map(str, batch[name].to_pylist())) for name in columns}
+
+    def _read_labels(self, where: Path, schemas: Sequence[Any], column: str) -> tuple[np.ndarray, list[str]]:
+        """Labels int64 of all rows, below 0 where a row has none, and the names of the classes."""
+        chunks, arrow = [], pyarrow()
+        text = _is_text(schemas[0].field(column).type)
+        kind = arrow.large_string() if text else arrow.int64()
+        for shard in self.shards:
+            with self.reading(shard):
+                chunks += self.column(shard, column).cast(kind).chunks
+        values = arrow.chunked_array(chunks, kind)
+        if text:
+            return self._text_labels(where, values, column)
+        labels = values.fill_null(-1).to_numpy().astype(np.int64)
+        _check_some(where, labels, column)
+        classes = class_names(self.shards[0], schemas[0], column)
+        for shard, schema in zip(self.shards, schemas, strict=True):
+            if class_names(shard, schema, column) != classes:
+                raise UserError(
+                    f"{shard} and {self.shards[0].name} name their classes differently: get both from one place"
+                )
+        largest = int(labels.max())
+        if largest >= (len(classes) or len(labels)):
+            limit = f"{len(classes)} classes" if classes else f"{len(labels)} images"
+            raise UserError(f"{where}: labels go up to {largest}, but there are only {limit}; get it again")
+        return labels, classes or [str(number) for number in range(largest + 1)]
+
+    def _text_labels(self, where: Path, values: Any, column: str) -> tuple[np.ndarray, list[str]]:
+        """Labels and classes of a column of text; null and empty text are no labels."""
+        arrow = pyarrow()
+        with self.reading(where):
+            names = sorted(filter(None, values.unique().to_pylist()))
+        found = pyarrow("compute").index_in(values, value_set=arrow.array(names, arrow.large_string()))
+        places = found.fill_null(-1).to_numpy().astype(np.int64)
+        _check_some(where, places, column)
+        spelled, told = one_spelling(str(where), names)
+        self.remarks += told
+        classes = sorted(set(spelled.values()))
+        number = {name: place for place, name in enumerate(classes)}
+        numbers = np.array([*(number[spelled[name]] for name in names), -1])  # the last one: of no label
+        return numbers[places], classes
+
+    def _without_unused(self, labels: np.ndarray) -> np.ndarray:
+        """Leave out classes that only the schema names, and say so; the others are numbered anew."""
+        used = np.bincount(labels[labels >= 0], minlength=len(self.classes)) > 0
+        unused = [name for name, there in zip(self.classes, used, strict=True) if not there]
+        if not unused:
+            return labels
+        self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
+        self.classes = [name for name, there in zip(self.classes, used, strict=True) if there]
+        return np.where(labels < 0, -1, (np.cumsum(used) - 1)[labels])
+
+    # --- images
+
+    def item(self, index: int) -> Item:
+        shard, row = self._place(int(self._rows[index]))
+        value = self._cells.get().cell(shard, row)
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if content is None:
+            raise ImageError(f"holds no bytes{INSTEAD}")
+        return Item(self.item_name(index), int(self._labels[index]), content)
+
+    def item_name(self, index: int) -> str:
+        return self._row_name(int(self._rows[index]))
+
+    def stored_name(self, index: int) -> str:
+        shard, row = self._place(int(self._rows[index]))
+        return f"{self.shards[shard].name}: row {row}"
+
+    def _place(self, row: int) -> tuple[int, int]:
+        """The shard in which a row lies, and its number there."""
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return shard, row - int(self._starts[shard])
+
+    def _row_name(self, row: int) -> str:
+        shard, row = self._place(row)
+        return f"{self.shards[shard]}: row {row}"
+
+    def __exit__(self, *error: object) -> None:
+        self._cells.release()
+
+
+def _check_some(where: Path, labels: np.ndarray, column: str) -> None:
+    if labels.max() < 0:
+        raise UserError(
+            f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
+        )
+
+
+def _may_label(kind: Any) -> bool:
+    return pyarrow("types").is_integer(kind) or _is_text(kind)
+
+
+def _holds_bytes(kind: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+
+
+def _is_text(kind: Any) -> bool:
+    types = pyarrow("types")
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def class_names(path: Path, schema: Any, column: str) -> list[str]:
+    """The names of a ClassLabel in Hugging Face's metadata, or none."""
+    record = (schema.metadata or {}).get(b"huggingface")
+    if record is None:
+        return []
+    try:
+        content = json.loads(record)
+        names = content.get("info", content).get("features", {}).get(column, {}).get("names", [])
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: its metadata record huggingface is damaged ({error}); get it again") from None
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        names = [unicodedata.normalize("NFC", name) for name in names]
+        if len(set(names)) == len(names):
+            return names
+    raise UserError(f"{path}: the names of the classes in its metadata are not distinct strings; get it again")

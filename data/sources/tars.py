@@ -1,0 +1,317 @@
+"""Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a folder.
+
+- The files of a sample lie one after the other and share their names up to the first dot: `0001.jpg`, `0001.cls`.
+  The image is the one with an image's suffix alone.
+- Labels are those of `cls`; else of a field of `json` that has the name of a column of labels (data/sources/labels.py);
+  else of `txt`, if it has few different values. Others (`--label-column NAME`: a suffix, or a field of `json`) can be
+  asked for. Whole numbers are the classes "0" to the largest, other labels are classes in text order.
+- A tar without any of those three suffixes is arranged as a folder is (data/sources/listing.py).
+- Shards are taken in order of name, and belong to a split by their names.
+
+Nothing is extracted: the places of the images are noted once, and only regular files are read. A link or a sparse
+file is a problem. What is compressed (`.tar.gz`) cannot be read at a place, and is refused.
+"""
+
+import functools
+import json
+import os
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data.images import SUFFIXES, ImageError
+from data.sources.base import Item, PerProcess, Problem, Source
+from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
+from data.sources.listing import arrange, kind_of
+from data.sources.shards import choose_shards
+from utils import door
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+SUFFIX = ".tar"
+TOLD = ("cls", "json", "txt")  # suffixes of what is said of an image
+SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # webdataset's: up to the first dot, and the rest
+FIELDS = ("cls", LABEL, *LABEL_COLUMNS)  # of `json`
+LOOKED_AT = 10_000  # samples whose other fields may be labels
+META = re.compile(r"__[^/]*__(/|$)")  # webdataset's own notes
+TOLD_BYTES = 1 << 20  # of a file that says something
+NAME_BYTES = 1 << 20  # of a name: tarfile reads it at once
+END = 10_240  # bytes: tar fills its last record with zeros
+
+
+def is_tar_folder(folder: Path) -> bool:
+    """Whether a folder holds tar files and neither images nor visible sub-folders."""
+    visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
+    suffixes = {entry.suffix.lower() for entry in visible}
+    return SUFFIX in suffixes and not suffixes & SUFFIXES and not any(entry.is_dir() for entry in visible)
+
+
+class Member(NamedTuple):
+    """A regular file in a tar."""
+
+    name: str
+    shard: int
+    start: int  # of its bytes in the tar
+    size: int
+
+
+@dataclass
+class Sample:
+    """What lies side by side under one name."""
+
+    key: str
+    images: list[Member] = field(default_factory=list)
+    told: dict[str, str] = field(default_factory=dict)  # labels by the suffix, or by the field of `json`
+
+
+class TarSource(Source):
+    """The images of tar files. Raises UserError for what cannot be used, by name."""
+
+    def __init__(
+        self, path: Path, *, split: str | None, label_column: str | None = None, classes_from: str | None = None
+    ) -> None:
+        super().__init__(door.printable(path.name), [])
+        names = [path]
+        if path.is_dir():
+            visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
+            names = [entry for entry in visible if entry.suffix.lower() == SUFFIX]
+            self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
+        self.path, self.shards = path, names
+        if path.is_dir():
+            self.shards, self.splits = choose_shards(path, names, split, anywhere=True)
+        self._files = PerProcess(functools.partial(ShardFiles, self.shards))
+        members = [member for number in range(len(self.shards)) for member in self._members(number)]
+        if not members and self.problems:
+            raise UserError(str(self.problems[0]))
+        if label_column is not None or any(_suffix(member.name) in TOLD for member in members):
+            if classes_from is not None:
+                raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
+            if split in ("test", "val") and not self.splits:
+                raise UserError(f"{path} has no splits: leave --split out to take all of it, or add --val-share 0.1")
+            self._take_samples(list(self._samples(members, label_column)), label_column)
+        else:
+            self._arrange(members, None if self.splits else split, classes_from)
+        self._files.release()
+
+    def _members(self, number: int) -> Iterator[Member]:
+        """The regular files of a shard; other members become problems."""
+        shard = self.shards[number]
+        try:
+            for member in read_members(shard):
+                name = member.name.removeprefix("./")
+                if member.isdir() or META.match(name):
+                    continue
+                if not member.isreg() or member.issparse():
+                    what = "a link" if member.islnk() or member.issym() else "not a regular file"
+                    self.problems.append(Problem(f"{shard}:{name}", f"is {what}; put the file itself into the tar"))
+                    continue
+                yield Member(name, number, member.offset_data, member.size)
+        except (OSError, tarfile.TarError, ValueError, OverflowError) as error:
+            self.problems.append(Problem(str(shard), f"is damaged or was cut off ({error}); copy or get it again"))
+
+    # --- webdataset
+
+    def _take_samples(self, samples: list[Sample], label_column: str | None) -> None:
+        samples = [sample for sample in samples if self._has_image(sample)]
+        if not samples:
+            raise UserError(f"{self.path} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
+        column = self._label_of(samples, label_column)
+        if column is not None:
+            texts = [sample.told.get(column, "") for sample in samples]
+            self.problems += [
+                Problem(self._shown(sample.images[0]), f"has no label {column}")
+                for sample, text in zip(samples, texts, strict=True)
+                if not text
+            ]
+            samples = [sample for sample, text in zip(samples, texts, strict=True) if text]
+            self.classes, labels, told = classes_of(str(self.path), list(filter(None, texts)))
+            self.classes = list(map(door.printable, self.classes))
+            self.remarks += told
+        else:
+            labels = [0] * len(samples)
+        self._images, self._labels = [sample.images[0] for sample in samples], np.array(labels, np.int64)
+
+    def _samples(self, members: Sequence[Member], asked: str | None) -> Iterator[Sample]:
+        """Files of one name that lie one after the other."""
+        sample, shard, count = Sample(""), -1, 0
+        for member in members:
+            match = SAMPLE.fullmatch(member.name)
+            if match is None:
+                self.ignored.append(member.name)
+                continue
+            key, suffix = match[1], match[2].lower()
+            if (key, member.shard) != (sample.key, shard):
+                if sample.key:
+                    yield sample
+                sample, shard, count = Sample(key), member.shard, count + 1
+            if f".{suffix}" in SUFFIXES:
+                sample.images.append(member)
+            elif suffix.rpartition(".")[2] in TOLD:
+                # Of fields that are no labels by their names the first values show whether they look like some.
+                self._tell(sample, suffix, member, None if count <= LOOKED_AT else (*FIELDS, asked))
+        if sample.key:
+            yield sample
+
+    def _tell(self, sample: Sample, suffix: str, member: Member, fields: Sequence[str | None] | None) -> None:
+        """Note what a file says of its sample; of `json` these fields, None: all."""
+        try:
+            if member.size > TOLD_BYTES:
+                raise ImageError(f"has {member.size:,} bytes, more than a label has")
+            text = self._files.get().read(member).decode().strip()
+            if suffix.rpartition(".")[2] != "json":
+                sample.told[suffix] = text
+                return
+            document = json.loads(text)
+        except (ImageError, ValueError, RecursionError) as error:
+            self.problems.append(Problem(self._shown(member), f"cannot be read ({error})"))
+            return
+        if isinstance(document, dict):
+            for name, value in document.items():
+                if isinstance(value, (str, int)) and (fields is None or name in fields):
+                    sample.told.setdefault(name, str(value).strip())
+
+    def _has_image(self, sample: Sample) -> bool:
+        """Whether a sample has one image; others become problems."""
+        if len(sample.images) == 1:
+            return True
+        found = f"{len(sample.images)} images" if sample.images else "no image"
+        self.problems.append(Problem(f"{self.path}: sample {sample.key}", f"has {found}; a sample has one"))
+        return False
+
+    def _label_of(self, samples: Sequence[Sample], asked: str | None) -> str | None:
+        """What of a sample's words is its label, or None: unlabelled. Raises UserError if it is unclear."""
+        counts = {name: Counter[str]() for name in dict.fromkeys(name for sample in samples for name in sample.told)}
+        for sample in samples:
+            for name, text in sample.told.items():
+                counts[name][text] += 1
+        where = str(self.path)
+        if asked is None and "cls" in counts:
+            return "cls"
+        if asked is not None and asked not in counts and asked != "none":
+            raise UserError(
+                f"{where}: --label-column {asked}: no sample has it{did_you_mean(asked, list(counts))}; there are"
+                f" {', '.join(counts) or 'none'}"
+            )
+        label, told = choose_label(where, list(counts), asked)
+        self.remarks += told
+        if label is None and asked is None:
+            if "txt" in counts and looks_like_labels(where, {"txt": counts["txt"]}):
+                self.remarks.append(f"{where}: the labels are those of txt; without: --label-column none")
+                return "txt"
+            self.remarks += looks_like_labels(where, counts)
+        return label
+
+    # --- as in a folder
+
+    def _arrange(self, members: Sequence[Member], split: str | None, classes_from: str | None) -> None:
+        by_name = {member.name: member for member in members}
+        if len(by_name) < len(members):
+            name = Counter(member.name for member in members).most_common(1)[0][0]
+            raise UserError(f"{self.path} holds {name} more than once: make the tar again, or give one tar alone")
+        listing = arrange(
+            str(self.path), list(by_name), [], split, lambda name: self._files.get().read(by_name[name]), classes_from
+        )
+        self.classes = list(map(door.printable, listing.classes))
+        self.problems += listing.problems
+        self.ignored += listing.ignored
+        self.splits = self.splits or listing.splits
+        self.remarks += listing.remarks
+        self._images, self._labels = [by_name[name] for name in listing.names], np.array(listing.labels, np.int64)
+
+    # --- images
+
+    def item(self, index: int) -> Item:
+        return Item(self.item_name(index), int(self._labels[index]), self._files.get().read(self._images[index]))
+
+    def item_name(self, index: int) -> str:
+        return self._shown(self._images[index])
+
+    def stored_name(self, index: int) -> str:
+        member = self._images[index]
+        return member.name if len(self.shards) == 1 else f"{self.shards[member.shard].name}:{member.name}"
+
+    def _shown(self, member: Member) -> str:
+        return f"{self.shards[member.shard]}:{member.name}"
+
+    def __exit__(self, *error: object) -> None:
+        files = self._files.release()
+        if files is not None:
+            files.close()
+
+
+def _suffix(name: str) -> str:
+    match = SAMPLE.fullmatch(name)
+    return match[2].lower().rpartition(".")[2] if match else ""
+
+
+class ShardFiles:
+    """The bytes of members; one tar is open at a time."""
+
+    def __init__(self, shards: Sequence[Path]) -> None:
+        self._shards, self._open = shards, (-1, -1)  # number, descriptor
+
+    def read(self, member: Member) -> bytes:
+        """A member's bytes. Raises ImageError."""
+        if reason := door.too_large(member.size, kind_of(member.name)):
+            raise ImageError(reason)
+        try:
+            if self._open[0] != member.shard:
+                self.close()
+                with door.open_file(self._shards[member.shard], door.ARCHIVE) as file:
+                    self._open = (member.shard, os.dup(file.fileno()))
+            content = os.pread(self._open[1], member.size, member.start)
+        except OSError as error:
+            raise ImageError(f"cannot be read ({error.strerror or error})") from None
+        if len(content) != member.size:
+            raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")
+        return content
+
+    def close(self) -> None:
+        """Close the tar that is open."""
+        if self._open[1] >= 0:
+            os.close(self._open[1])
+        self._open = (-1, -1)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Bounded:
+    """An open tar for tarfile, which reads as much at once as a head says that a long name has."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        if size > NAME_BYTES:
+            raise door.Refused(f"a name of {size:,} bytes")
+        content: bytes = self._file.read(size)
+        return content
+
+
+def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
+    """All members of a tar that is not compressed. Raises OSError, tarfile's errors and ValueError, also at its end
+    for what tarfile ends at silently: a damaged head, and members behind the end's mark.
+    """
+    with door.open_file(path, door.ARCHIVE) as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:  # type: ignore[call-overload]
+        last = -1
+        while (member := archive.next()) is not None:
+            archive.members.clear()  # tarfile keeps all of them
+            if member.offset_data <= last or member.size < 0:
+                raise ValueError(f"member {member.name} lies before its head")
+            last = member.offset_data
+            yield member
+        place = archive.offset
+        size = os.fstat(file.fileno()).st_size
+        if place > size:
+            raise ValueError(f"{size:,} of at least {place:,} bytes")
+        file.seek(place)
+        if any(file.read(END + 512)):  # and a head behind it
+            raise ValueError(f"no member begins at byte {place:,}; joined tars must be given apart")
