@@ -257,7 +257,8 @@ def test_h10_parquet_pages_that_hold_more_than_the_files_end_says(tmp_path: Path
 
 def _varint(number: int, length: int = 0) -> bytes:
     """Thrift's zigzag, in so many bytes."""
-    number, found = 2 * number, []
+    found: list[int] = []
+    number *= 2
     while number or len(found) < length:
         found.append(number & 127 | 128)
         number >>= 7

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,9 +52,14 @@ def test_class_names_of_all_scripts_are_drawn_without_a_warning(only_own: None, 
     pack_arrays(tmp_path / "x.lmdb", sample_images(8), np.arange(8) % 4, names)
     drawn: list[str] = []
     text = ImageDraw.ImageDraw.text
+
+    def draw(*arguments: Any, **options: Any) -> None:
+        drawn.append(arguments[2])
+        text(*arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        patch.setattr(ImageDraw.ImageDraw, "text", lambda *a, **k: (drawn.append(a[2]), text(*a, **k)))
+        patch.setattr(ImageDraw.ImageDraw, "text", draw)
         with LMDBReader(tmp_path / "x.lmdb") as reader:
             grid(reader)
         save_confusion(np.eye(4).astype(int).tolist(), names, tmp_path / "c.png")

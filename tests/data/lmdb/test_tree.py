@@ -109,7 +109,7 @@ def test_whole_trees_of_any_depth_are_accepted(tmp_path: Path, count: int) -> No
     assert depth == {0: 0, 1: 1, 3: 1, 2000: 4}[count]
     handle = acquire(path)
     with handle.environment.begin() as txn:
-        assert all(len(txn.get(b"%0200d" % index)) == index % 5000 for index in range(count))
+        assert all(len(txn.get(b"%0200d" % index, b"")) == index % 5000 for index in range(count))
 
 
 if __name__ == "__main__":
