@@ -29,6 +29,8 @@ def parser() -> Parser:
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {PER_CLASS})")
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
+    audit = "GAN: only ask what samples and discriminator tell of single training images, into audit.json"
+    add("--audit", action="store_true", help=audit)
     add("--searched", type=not_negative, metavar="N", help=searched)
     return options
 
@@ -38,6 +40,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
     from data.dataset import dataset_for_model  # and torch with it, now that the options are known to be right
+    from metrics.evaluate_audit import AUDIT
     from metrics.evaluate_run import TASKS
     from metrics.judge import run_folder
     from reporting.report import write_report
@@ -51,18 +54,19 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
     if checkpoint["task"] not in TASKS:
         raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
-    evaluate, table = TASKS[checkpoint["task"]]
+    evaluate, table = AUDIT if options.audit else TASKS[checkpoint["task"]]
+    name = "audit.json" if options.audit else "metrics.json"
     check_writable(out)
     with dataset_for_model(data, checkpoint) as reader:
         figures = evaluate(checkpoint, reader, out, options)
     head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
     document = {**head, "seed": options.seed, **figures}
     text = json.dumps(document, indent=1, allow_nan=False)
-    write_atomic(out / "metrics.json", f"{text}\n".encode())
+    write_atomic(out / name, f"{text}\n".encode())
     command = shlex.join(["python", "evaluate.py", *argv])
     write_atomic(out / "command.txt", f"{command}\n".encode())  # not in the document, which depends on the model alone
     print(text if options.json else table(document))
-    print(f"wrote metrics.json, {', '.join(document['images'])} into {out}", file=sys.stderr)
+    print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
     if options.out is None and (run / "config.yaml").is_file():
         show_images(run, checkpoint["step"], [out / name for name in document["images"]])
         print(f"report: {write_report(run)}", file=sys.stderr)

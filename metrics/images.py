@@ -1,7 +1,7 @@
 """Images that go with the figures: confusion matrix, captioned images, and the picking of those worth a look."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,6 +119,30 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    write_atomic(path, buffer.getvalue())
+
+
+def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
+    """Draw an audit: for each score [members + held out] both sides' histograms, and the ROC curve beside them."""
+    figure = Figure(figsize=(9.0, 3.2 * len(scores)), layout="constrained")
+    axes = figure.subplots(len(scores), 2, squeeze=False)
+    titles = {"generator": "minus the distance to the nearest sample", "discriminator": "the discriminator's logit"}
+    for (name, score), (left, right) in zip(scores.items(), axes, strict=True):
+        sides = score[:members].double().numpy(), score[members:].double().numpy()
+        edges = np.histogram_bin_edges(np.concatenate(sides), bins=60)
+        for side, label in zip(sides, ("training images", "held-out images"), strict=True):
+            left.hist(side, edges, density=True, histtype="step", label=label)
+        left.set_xlabel(titles.get(name, name))
+        left.set_yticks([])
+        left.legend(fontsize=8)
+        thresholds = np.unique(np.concatenate(sides))[::-1]
+        above = [1 - np.searchsorted(np.sort(side), thresholds, side="left") / len(side) for side in sides]
+        right.plot([0, *above[1]], [0, *above[0]])
+        right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+        right.set_xlabel("held-out images above a threshold")
+        right.set_ylabel("training images above it")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     write_atomic(path, buffer.getvalue())

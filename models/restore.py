@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from models.classifier import Classifier, ModelConfig
-from models.gan import ImageGenerator, StageGenerator
+from models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
 from models.registry import DEFAULT, architecture_of
 from utils.checkpoint import SHAPE
 from utils.config import build
@@ -51,6 +51,21 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
     except FAULTS as error:
         told = f"stage [{side}, {alpha}] is none of its network ({error})"
         raise UserError(f"{_file(checkpoint)}: {told}; use another checkpoint") from error
+
+
+def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageDiscriminator:
+    """The discriminator of a GAN's checkpoint, in evaluation mode. Raises UserError as `generator_from` does."""
+    _require_task(checkpoint, "gan")
+    architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
+    section = _section(checkpoint, "discriminator")
+    config = build(architecture.discriminator_config, section, source="checkpoint's discriminator")
+    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in SHAPE}
+    if any(name.startswith("from_rgbs.") for name in checkpoint["state"].get("discriminator", {})):
+        shape["progressive"] = True
+    model: Any = loaded(
+        lambda: architecture.discriminator(config, **shape), checkpoint, "discriminator", _file(checkpoint)
+    )
+    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 
 def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Classifier:

@@ -48,13 +48,26 @@ def make_run(
     return folder
 
 
-def gan_run(folder, *, classes=CLASSES, channels=1, side=SIDE, data=None, loss=None, **more):
+def gan_run(
+    folder,
+    *,
+    classes=CLASSES,
+    channels=1,
+    side=SIDE,
+    data=None,
+    loss=None,
+    discriminator=None,
+    sizes=None,  # the discriminator's config
+    **more,
+):
     """A run of an untrained generator with strong noise, so that its samples differ."""
     shape = {"channels": channels, "classes": len(classes), "resolution": side}
     with forked(0, "init", "test generator"):
         generator = Generator(GeneratorConfig(**TINY), **shape)
     config = {"generator": TINY, "data": data or {}, "loss": loss or {}}
     state = {"generator_ema": generator.state_dict()}
+    if discriminator is not None:
+        config["discriminator"], state["discriminator"] = sizes, discriminator.state_dict()
     return make_run(folder, task="gan", config=config, shape=shape, state=state, classes=classes, **more)
 
 

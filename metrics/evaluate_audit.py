@@ -1,0 +1,305 @@
+"""`evaluate.py --audit`: what a generator's samples and its discriminator tell of single training images."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.augment.transforms import to_float
+from data.dataset import Dataset
+from metrics.audit import LEVEL, SHARES, Attack, attack, detection, halves
+from metrics.copies import neighbour_images, search_place
+from metrics.evaluate_gan import Samples
+from metrics.evaluate_run import build_extractors, training_images
+from metrics.extractors import Extractor, find_weights
+from metrics.features import RealFeatures, Selection, feature_sets
+from metrics.images import save_audit
+from metrics.judge import identities
+from metrics.memorisation import Nearest, nearest
+from metrics.precision import evaluating, exact_float32
+from metrics.protocol import GAN_IMAGES, SEARCHED
+from models.gan import ImageDiscriminator, ImageGenerator
+from models.restore import discriminator_from, generator_from
+from models.sampling import generate
+from utils.checkpoint import Checkpoint
+from utils.classes import require_same_classes
+from utils.distributed.collectives import choose_device
+from utils.errors import UserError
+from utils.image_tables import save_captioned
+from utils.passport import recorded
+from utils.seeding import generator as keyed_generator
+from utils.seeding import numpy_generator
+from utils.text import columns, decimal
+
+REPEATS = 20  # of the test whether planted copies are found
+PAIRS = 24  # members shown with their nearest sample
+NOT_SHOWN = [
+    "differential privacy, or any bound on what could be learnt",
+    "safety from other attacks: only these two were made, with these features and samples",
+    "that no single image is at risk: averages and tops of many were looked at",
+    "that no part of an image, a face or a text, was copied into another scene",
+    "anything of training images that were not searched",
+]
+ENOUGH = 0.95  # of the planted copies' tries that must be found for "nothing was found" to mean something
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Which images are members, and which were held out: the same mix of classes on both sides."""
+
+    members: Selection  # of the training images
+    held_out: Selection  # of the test images
+    dropped: int  # test images that are training images as well
+
+
+def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
+    """Both attacks, their controls, the test with planted copies, and images, for a GAN's checkpoint.
+
+    Raises UserError where members or held-out images are missing or not what they must be.
+    """
+    for name in ("classifier", "per_class"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is not for --audit; leave it out")
+    if checkpoint["task"] != "gan":
+        raise UserError("--audit is for a GAN, this checkpoint is a classifier's; leave it out")
+    generator = generator_from(checkpoint, choose_device(options.device))
+    if generator.classes:
+        require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
+    searched, seed, n = options.searched or SEARCHED, options.seed, options.n or GAN_IMAGES
+    with _training_images(checkpoint, reader) as train:
+        sides = choose_sides(train, reader, conditional=bool(generator.classes), searched=searched, seed=seed)
+        files = [(train, sides.members), (reader, sides.held_out)]
+        place = _place(options, generator)
+        features = RealFeatures(batch_size=options.batch_size, show=True)
+        real = torch.cat([features.get(file, selection, [place])[0].features for file, selection in files])
+        labels = sides.members.labels[np.arange(n) % len(sides.members.labels)]
+        selection = Selection(np.arange(n), labels, n, f"samples {seed} {n}")
+        batches = Samples(generator, selection, seed=seed, batch_size=options.batch_size)
+        with evaluating(generator):
+            samples = feature_sets(batches, [place], n=n, total=n, what="samples", show=True)[0].features
+        found = nearest(real, samples)
+        logits = _logits(checkpoint, generator, files, options)
+        scores = {"generator": -found.distances} | ({} if logits is None else {"discriminator": logits})
+        members = len(sides.members.indices)
+        document = audit_scores(scores, members=members, seed=seed)
+        document["planted"] = _planted(real, found.distances, members, n, seed)
+        images, captions = neighbour_images(generator, train, _closest(found, labels, sides), seed=seed)
+    save_captioned(images, captions, out / "audit_nearest.png")
+    save_audit(scores, members, out / "audit.png")
+    told = {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped, **document}
+    shown = {"verdict": verdict(document), "not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
+    return told | shown
+
+
+def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
+    """The attack by each score [members + held out], and its control: two halves of the held-out images."""
+    attacks: dict[str, Attack] = {}
+    controls: dict[str, Attack] = {}
+    for name, score in scores.items():
+        held_out = score[members:]
+        attacks[name] = attack(score[:members], held_out)
+        one, other = halves(len(held_out), keyed_generator(seed, "eval", "audit", "halves"))
+        controls[name] = attack(held_out[one], held_out[other])
+    return {
+        "attacks": {name: found.document() for name, found in attacks.items()},
+        "controls": {name: found.document() for name, found in controls.items()},
+    }
+
+
+def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
+    """The members. Raises UserError where they are not at hand, or the held-out images are none."""
+    train, why = training_images(checkpoint)
+    if train is None:
+        raise UserError(f"--audit needs the images that the generator was trained on: {why}")
+    content = (checkpoint.get("data") or {}).get("content_hash")
+    if content and content != train.meta.content_hash:
+        raise UserError(
+            f"--audit: {train.path} holds other images than those the generator was trained on; put its own file there"
+        )
+    if not set(recorded(checkpoint)["trained_on"]).isdisjoint(identities(reader)):
+        raise UserError(f"--audit: {reader.path} was trained on; give images that were held out with --data")
+    return train
+
+
+def choose_sides(train: Dataset, reader: Dataset, *, conditional: bool, searched: int, seed: int) -> Sides:
+    """Members and held-out images in the same mix of classes, as many as there are, at most `searched` members.
+
+    Test images that are training images as well, pixel for pixel, are members and left out. Raises UserError for
+    fewer than 20 on a side.
+    """
+    kept = np.flatnonzero(~np.isin(reader.signatures()["digest"], train.signatures()["digest"]))
+    theirs = [reader.labels()[kept], train.labels()]
+    if not conditional:
+        theirs = [np.zeros_like(labels) for labels in theirs]
+    counts = [np.bincount(labels, minlength=theirs[1].max(initial=0) + 1) for labels in theirs]
+    both = (counts[0] > 0) & (counts[1][: len(counts[0])] > 0)
+    if both.any():
+        ratio = min((counts[1][both] / counts[0][both]).min(), searched / counts[0][both].sum())
+        wanted = [np.where(both, counts[0], 0), np.where(both, (ratio * counts[0]).astype(int), 0)]
+    else:
+        wanted = [np.zeros_like(counts[0])] * 2
+    drawn = []
+    for role, labels, most in zip(("held-out", "members"), theirs, wanted, strict=True):
+        order = numpy_generator(seed, "eval", "audit", role).permutation(len(labels))
+        rank = np.empty(len(labels), int)
+        for label in np.unique(labels):
+            of_class = order[labels[order] == label]
+            rank[of_class] = np.arange(len(of_class))
+        drawn.append(order[rank[order] < most[labels[order]]])
+    if min(len(part) for part in drawn) < 20:
+        raise UserError(
+            f"--audit needs 20 training images and 20 held-out ones of the same classes, not {len(drawn[1])} and "
+            f"{len(drawn[0])}; give more with --data"
+        )
+    held_out = Selection(kept[drawn[0]], theirs[0][drawn[0]], len(drawn[0]), f"held-out {seed} audit")
+    members = Selection(drawn[1], theirs[1][drawn[1]], len(drawn[1]), f"members {seed} {searched} audit")
+    return Sides(members, held_out, len(reader) - len(kept))
+
+
+def _place(options: Namespace, generator: ImageGenerator) -> Extractor:
+    """The extractor whose features tell what is near: never a classifier, to which its training images are familiar."""
+    if not options.extractor:
+        options.extractor = ["resnet50" if find_weights(options.weights) is not None else "pixels"]
+    device = next(generator.parameters()).device
+    found = search_place(build_extractors(options, generator.channels, device, None), generator.channels)
+    print(f"extractor: {found.name}", file=sys.stderr)
+    return found
+
+
+def _logits(
+    checkpoint: Checkpoint, generator: ImageGenerator, files: Sequence[tuple[Dataset, Selection]], options: Namespace
+) -> Tensor | None:
+    """The discriminator's logits of the files' images, one after the other; None where there is no whole one."""
+    side, alpha = checkpoint.get("stage", [generator.resolution, 1.0])
+    if "discriminator" not in checkpoint["state"] or (side, alpha) != (generator.resolution, 1.0):
+        return None
+    discriminator = discriminator_from(checkpoint, next(generator.parameters()).device)
+    partners = Partners(generator, discriminator.config.group - 1, seed=options.seed)
+    size, parts = max(1, options.batch_size // discriminator.config.group), []
+    for file, selection in files:
+        for start in range(0, len(selection.indices), size):
+            rows = slice(start, start + size)
+            images = torch.from_numpy(file.read(selection.indices[rows])[0])
+            parts.append(partners.logits(discriminator, images, torch.from_numpy(selection.labels[rows])))
+    return torch.cat(parts)
+
+
+class Partners:
+    """Samples beside which a discriminator sees an image where it looks at groups (minibatch standard deviation).
+
+    They are the same for every image: a logit that depended on other real images would tell of them too.
+    """
+
+    def __init__(self, generator: ImageGenerator, count: int, *, seed: int) -> None:
+        self.count = count
+        self.labels = torch.arange(count) % max(1, generator.classes)
+        if count:
+            labels = self.labels if generator.classes else None
+            self.images = generate(generator, labels=labels, indices=range(count), seed=seed)
+
+    def logits(self, discriminator: ImageDiscriminator, images: Tensor, labels: Tensor) -> Tensor:
+        """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count for nothing."""
+        device = next(discriminator.parameters()).device
+        if self.count:
+            beside = self.images.expand(len(images), *self.images.shape)
+            images = torch.cat([images[:, None], beside], dim=1).flatten(0, 1)
+            labels = torch.cat([labels[:, None], self.labels.expand(len(labels), -1)], dim=1).flatten()
+        with evaluating(discriminator), exact_float32(device):
+            logits = discriminator(to_float(images.to(device)), labels.to(device))
+        return logits[:: self.count + 1].cpu().double()
+
+
+def _planted(real: Tensor, distances: Tensor, members: int, samples: int, seed: int) -> list[dict[str, Any]]:
+    """How often copies are found that are planted among the samples, for each share of them."""
+    how: dict[str, Any] = {"members": members, "samples": samples, "repeats": REPEATS}
+    keys = [keyed_generator(seed, "eval", "audit", "planted", number) for number in range(len(SHARES))]
+    return [
+        detection(real, distances, share=share, generator=key, **how) for share, key in zip(SHARES, keys, strict=True)
+    ]
+
+
+def _closest(found: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
+    """The members that are nearest to a sample, as `metrics.copies.neighbour_images` takes them."""
+    count = len(sides.members.indices)
+    order = found.distances[:count].sort(stable=True).indices[:PAIRS].tolist()
+    pairs = [
+        {
+            "sample": int(found.indices[place]),
+            "label": int(labels[found.indices[place]]),
+            "train": int(sides.members.indices[place]),
+            "distance": float(found.distances[place]),
+        }
+        for place in order
+    ]
+    return {"closest": pairs, "first": [], "usual_distance": float(found.distances[count:].median())}
+
+
+# --- for people
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """What was found, in words. `attacks` and `controls` by name, and `planted`."""
+    told = []
+    trusted = all(control["p_value"] >= LEVEL / 2 for control in document["controls"].values())
+    if not trusted:
+        told.append("the control found a difference between two halves of the held-out images: do not trust this audit")
+    leaks = [name for name, found in document["attacks"].items() if found["p_value"] < LEVEL / 2]
+    words = {
+        "generator": "the samples tell of training images: do not hand them on as they are",
+        "discriminator": "the discriminator knows its training images: hand on the generator, never the checkpoint",
+    }
+    told += [words[name] for name in leaks]
+    last = document["planted"][-1]
+    weak = last["found"] < ENOUGH * last["repeats"]
+    if "generator" not in leaks and weak:
+        told.append(
+            f"too weak to tell: of {last['repeats']} tries, copies at {last['share']:.0%} of the samples were found in "
+            f"{last['found']}; give more held-out images or a larger --n"
+        )
+    if not told:
+        told.append("neither attack found anything")
+    return "; ".join(told)
+
+
+def audit_table(document: dict[str, Any]) -> str:
+    """The audit for people."""
+    rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
+    for name, found in document["attacks"].items():
+        control = document["controls"][name]
+        rows.append(
+            [
+                *(name, decimal(found["auc"], 3), _span(found), f"{found['p_value']:.2g}"),
+                *(decimal(control["auc"], 3), _span(control)),
+            ]
+        )
+    one = next(iter(document["attacks"].values()))
+    planted = [
+        f"copies planted at {each['share']:.0%} ({each['copies']}): found in {each['found']} of {each['repeats']} tries"
+        for each in document["planted"]
+    ]
+    return "\n".join(
+        [
+            f"{document['checkpoint']} (step {document['step']}): {one['members']} training images against "
+            f"{one['held_out']} held-out ones of {document['data']}, {document['n']} samples, {document['extractor']}",
+            columns(rows),
+            "",
+            *planted,
+            "",
+            document["verdict"],
+            f"This does not show: {'; '.join(NOT_SHOWN)}.",
+        ]
+    )
+
+
+def _span(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{low:.3f} to {high:.3f}"
+
+
+AUDIT = (audit_gan_run, audit_table)

@@ -1,0 +1,203 @@
+"""`evaluate.py --audit` on untrained, memorising and overfitted GANs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import evaluate
+from data.augment.transforms import to_float
+from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
+from metrics import evaluate_audit, evaluate_gan
+from metrics.evaluate_audit import Partners, audit_scores, choose_sides, verdict
+from models.restore import discriminator_from, generator_from
+from models.stylegan2 import Discriminator, DiscriminatorConfig
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
+from tests.metrics.test_scripts import call, pixels, refused
+from utils.checkpoint import load, resolve
+from utils.seeding import forked
+
+D_SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory):
+    """Random images: 200 for training, 150 held out, of which two are training images too."""
+    folder = tmp_path_factory.mktemp("audit")
+    draw = np.random.default_rng(0)
+    images = draw.integers(0, 256, (348, 1, SIDE, SIDE), dtype=np.uint8)
+    labels = np.arange(348) % 3
+    pack_arrays(folder / "train.lmdb", images[:200], labels[:200], CLASSES)
+    held_out = np.r_[200:348, 4, 9]
+    pack_arrays(folder / "test.lmdb", images[held_out], labels[held_out], CLASSES)
+    return {"path": str(folder / "train.lmdb"), "val_path": str(folder / "test.lmdb")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, sets):
+    """A GAN that was never trained, with its discriminator."""
+    folder = tmp_path_factory.mktemp("gan")
+    shape: dict[str, Any] = {"channels": 1, "classes": 3, "resolution": SIDE}
+    with forked(0, "init", "test discriminator"):
+        discriminator = Discriminator(DiscriminatorConfig(**D_SIZES), **shape)
+    return gan_run(folder / "run", data=sets, discriminator=discriminator, sizes=D_SIZES)
+
+
+def audited(run, out, *more):
+    options = ["--checkpoint", run, "--audit", "--extractor", "pixels", "--n", 120, "--out", out]
+    assert call(evaluate, *options, *more) == 0
+    return read_json(out / "audit.json")
+
+
+def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys):
+    found = audited(run, tmp_path)
+    for name in ("generator", "discriminator"):
+        attack, control = found["attacks"][name], found["controls"][name]
+        low, high = attack["interval"]
+        assert low < 0.5 < high
+        assert attack["p_value"] > 0.01
+        assert abs(control["auc"] - 0.5) < 0.2
+        assert (attack["members"], attack["held_out"]) == (198, 148)  # in one mix of classes
+        assert (control["members"], control["held_out"]) == (74, 74)
+    assert [each["share"] for each in found["planted"]] == [0.01, 0.02, 0.05]
+    assert found["dropped"] == 2
+    assert (found["n"], found["extractor"], found["data"]) == (120, "pixels", sets["val_path"])
+    printed = capsys.readouterr().out
+    assert found["verdict"] in printed
+    assert "differential privacy" in printed
+    assert "control" in printed
+    assert "copies planted at 5%" in printed
+    for name in found["images"]:
+        assert pixels(tmp_path / name).size
+    assert not (tmp_path / "metrics.json").exists()
+
+
+def test_the_same_seed_gives_the_same_document(run, tmp_path, capsys):
+    for name in ("a", "b"):
+        audited(run, tmp_path / name, "--batch-size", 16)
+    one, other = (tmp_path / name / "audit.json" for name in ("a", "b"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_generator_that_returns_training_images_is_caught(run, sets, tmp_path, monkeypatch):
+    """One sample in ten is a training image."""
+    plain = evaluate_gan.generate
+    with Dataset(sets["path"]) as reader:
+        train = torch.from_numpy(reader.read(np.arange(200))[0])
+
+    def memorising(*arguments, indices, **options):
+        images = plain(*arguments, indices=indices, **options)
+        for row, index in enumerate(indices):
+            if index % 10 == 0:
+                images[row] = train[index % 200]
+        return images
+
+    monkeypatch.setattr(evaluate_gan, "generate", memorising)
+    found = audited(run, tmp_path)
+    assert found["attacks"]["generator"]["p_value"] < 0.005
+    assert "do not hand them on" in found["verdict"]
+    assert found["attacks"]["discriminator"]["p_value"] > 0.01
+
+
+def test_a_discriminator_that_knows_its_training_images_is_caught(run, sets, tmp_path, monkeypatch):
+    with Dataset(sets["path"]) as reader:
+        known = {image.tobytes() for image in reader.read(np.arange(200))[0]}
+    plain = Partners.logits
+
+    def knowing(self, discriminator, images, labels):
+        logits = plain(self, discriminator, images, labels)
+        return logits + torch.tensor([float(image.numpy().tobytes() in known) for image in images])
+
+    monkeypatch.setattr(Partners, "logits", knowing)
+    found = audited(run, tmp_path)
+    assert found["attacks"]["discriminator"]["p_value"] < 0.005
+    assert found["attacks"]["discriminator"]["interval"][0] > 0.5
+    assert "never the checkpoint" in found["verdict"]
+    assert "do not hand them on" not in found["verdict"]
+
+
+def test_a_logit_depends_on_its_image_alone(run, sets):
+    checkpoint = load(resolve(run))
+    generator, discriminator = generator_from(checkpoint), discriminator_from(checkpoint)
+    assert discriminator.config.group == 4
+    partners = Partners(generator, 3, seed=0)
+    with Dataset(sets["path"]) as reader:
+        images, labels = map(torch.from_numpy, reader.read(np.arange(6)))
+    together = partners.logits(discriminator, images, labels)
+    backwards = partners.logits(discriminator, images.flip(0), labels.flip(0)).flip(0)
+    torch.testing.assert_close(together, backwards, rtol=0, atol=1e-5)
+    for i in range(6):
+        group = torch.cat([images[i : i + 1], partners.images])
+        alone = discriminator(to_float(group), torch.cat([labels[i : i + 1], partners.labels]))[0]
+        assert float(together[i]) == pytest.approx(float(alone), abs=1e-5)
+    assert together.std() > 0
+
+
+def test_sides_have_one_mix_of_classes(tmp_path):
+    labels = np.array([0] * 90 + [1] * 60 + [2] * 50)
+    images = np.random.default_rng(1).integers(0, 256, (200, 1, SIDE, SIDE), dtype=np.uint8)
+    pack_arrays(tmp_path / "train.lmdb", images, labels, CLASSES)
+    other = np.random.default_rng(2).integers(0, 256, (60, 1, SIDE, SIDE), dtype=np.uint8)
+    pack_arrays(tmp_path / "test.lmdb", other, np.array([0] * 20 + [1] * 40), CLASSES)
+    with Dataset(tmp_path / "train.lmdb") as train, Dataset(tmp_path / "test.lmdb") as reader:
+        sides = choose_sides(train, reader, conditional=True, searched=1000, seed=0)
+        assert np.bincount(sides.members.labels).tolist() == [30, 60]  # all of class 1, half as many of class 0
+        assert np.bincount(sides.held_out.labels).tolist() == [20, 40]
+        np.testing.assert_array_equal(train.labels()[sides.members.indices], sides.members.labels)
+        np.testing.assert_array_equal(reader.labels()[sides.held_out.indices], sides.held_out.labels)
+        assert len(set(sides.members.indices.tolist())) == 90
+        fewer = choose_sides(train, reader, conditional=True, searched=45, seed=0)
+        assert np.bincount(fewer.members.labels).tolist() == [15, 30]
+        every = choose_sides(train, reader, conditional=False, searched=1000, seed=0)
+        assert (len(every.members.indices), len(every.held_out.indices)) == (200, 60)
+
+
+def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):
+    common = ["--audit", "--extractor", "pixels", "--n", 30, "--out", tmp_path / "out"]
+    absent = gan_run(tmp_path / "absent", data={"path": "absent.lmdb", "val_path": sets["val_path"]})
+    assert "needs the images" in refused(capsys, evaluate, "--checkpoint", absent, *common)
+    other = gan_run(tmp_path / "other", data=sets, content_hash="another")
+    assert "holds other images" in refused(capsys, evaluate, "--checkpoint", other, *common)
+    assert "was trained on" in refused(capsys, evaluate, "--checkpoint", seen_run(tmp_path, sets), *common)
+    few = ["--data", pack(tmp_path / "few.lmdb", count=15)]
+    assert "needs 20 training images" in refused(capsys, evaluate, "--checkpoint", run, *common, *few)
+    judge = classifier_run(tmp_path / "judge", data=sets)
+    assert "--audit is for a GAN" in refused(capsys, evaluate, "--checkpoint", judge, *common)
+    told = refused(capsys, evaluate, "--checkpoint", run, *common, "--classifier", judge)
+    assert "--classifier is not for --audit" in told
+
+
+def seen_run(tmp_path, sets):
+    """A GAN that was initialised from one that was trained on the held-out images."""
+    with Dataset(sets["val_path"]) as reader:
+        lineage = {"trained_on": [reader.meta.content_hash], "synthetic": []}
+    return gan_run(tmp_path / "seen", data=sets, lineage=lineage)
+
+
+def test_verdicts():
+    good, bad = {"p_value": 0.4}, {"p_value": 1e-9}
+    found = {"share": 0.05, "found": 20, "repeats": 20}
+
+    def of(generator, discriminator, control=good, planted=found):
+        controls = {"generator": control}
+        attacks = {"generator": generator, "discriminator": discriminator}
+        return verdict({"attacks": attacks, "controls": controls, "planted": [planted]})
+
+    assert of(good, good) == "neither attack found anything"
+    assert "do not hand them on" in of(bad, good)
+    assert of(good, bad).startswith("the discriminator knows")
+    assert "do not trust this audit" in of(good, good, control=bad)
+    weak = found | {"found": 18}
+    assert of(good, good, planted=weak).startswith("too weak to tell: of 20 tries, copies at 5% of the samples")
+    assert "too weak" not in of(bad, good, planted=weak)
+
+
+def test_scores_of_halves_are_the_control():
+    scores = torch.arange(100.0)
+    found = audit_scores({"generator": scores}, members=60, seed=0)
+    assert found["attacks"]["generator"]["auc"] == 0.0
+    assert (found["controls"]["generator"]["members"], found["controls"]["generator"]["held_out"]) == (20, 20)
+    assert 0.2 < found["controls"]["generator"]["auc"] < 0.8
+    assert evaluate_audit.LEVEL == 0.01
