@@ -29,7 +29,7 @@ def parser() -> Parser:
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {PER_CLASS})")
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
-    audit = "GAN: only ask what samples and discriminator tell of single training images, into audit.json"
+    audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"
     add("--audit", action="store_true", help=audit)
     add("--searched", type=not_negative, metavar="N", help=searched)
     return options
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
     document = {**head, "seed": options.seed, **figures}
     text = json.dumps(document, indent=1, allow_nan=False)
     write_atomic(out / name, f"{text}\n".encode())
-    command = shlex.join(["python", "evaluate.py", *argv])
-    write_atomic(out / "command.txt", f"{command}\n".encode())  # not in the document, which depends on the model alone
+    if not options.audit:  # what the report repeats; not in the document, which depends on the model alone
+        write_atomic(out / "command.txt", f"{shlex.join(['python', 'evaluate.py', *argv])}\n".encode())
     print(text if options.json else table(document))
     print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
     if options.out is None and (run / "config.yaml").is_file():

@@ -72,7 +72,7 @@ def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys
     assert "copies planted at 5%" in printed
     for name in found["images"]:
         assert pixels(tmp_path / name).size
-    assert not (tmp_path / "metrics.json").exists()
+    assert {file.name for file in tmp_path.iterdir()} == {"audit.json", *found["images"]}  # and no command.txt
 
 
 def test_the_same_seed_gives_the_same_document(run, tmp_path, capsys):
