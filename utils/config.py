@@ -40,8 +40,8 @@ RENAMED = {
 INSTEAD = {
     **dict.fromkeys(
         ("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"),
-        "a training is counted in steps, the updates of each network: --steps N, where an epoch is images / batch_size "
-        "of them (the plan of --dry-run has both)",
+        "a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of "
+        "images / batch_size steps (the plan of --dry-run has both)",
     ),
     "image_size": "--data.resolution N (px), or data.pack --size N",
     "learning_rate": "--optimizer.lr (classifier), --generator_optimizer.lr, --discriminator_optimizer.lr (GAN)",

@@ -73,6 +73,7 @@ def loop_of_backwards(model, images, labels, names):
 
 @pytest.mark.parametrize("chunk", [None, 1, 2])
 def test_sample_gradients_are_those_of_single_backward_passes(chunk):
+    """N9: by a loop (None, on a CPU) and by vmap."""
     model, (images, labels) = net(), batch()
     names = [name for name, _ in model.named_parameters()]
     expected = loop_of_backwards(model, images, labels, names)
@@ -105,6 +106,7 @@ def test_a_model_in_training_mode_is_refused():
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_heads_closed_form_is_what_autograd_finds(bias):
+    """N9."""
     model, (images, labels) = net(bias=bias), batch()
     names = ["fc.weight", "fc.bias"][: 1 + bias]
     each = sample_gradients(model, images, labels, names)

@@ -112,7 +112,8 @@ class RunConfig(Checked):
     task: str  # gan or classifier
     seed: int = 0  # of every random draw (docs/randomness.md)
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
-    steps: PositiveInt = 10_000  # length of the training and of its schedules; a step is one update of each network
+    # length of the training and of its schedules; a step is one update of each network; 90ep: as many as 90 epochs have
+    steps: PositiveInt = 10_000
     batch_size: PositiveInt = 64  # global: over all processes and micro-batches
     # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None

@@ -1,8 +1,10 @@
 """The registry of tasks: a third one is one more file and one more line here."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from training.base import epochs
 from training.base.config import RunConfig
 from training.classifier.task import ClassifierConfig, ClassifierTask
 from training.gan.config import config_of
@@ -36,4 +38,5 @@ def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig
     parser.add_argument("--architecture")
     architecture = parser.parse_known(overrides)[0].architecture or tree.get("architecture")
     config = TASKS[name].config(*([str(architecture)] if architecture else []))
-    return build(config, tree, overrides, source=source)
+    make = partial(build, config, source=source)
+    return make(*epochs.resolved(tree, overrides, make))

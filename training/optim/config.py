@@ -36,13 +36,13 @@ class OptimizerConfig(Checked, section="optimizer"):
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
-    warmup_steps: NonNegativeInt = 0  # linear from 0; with one-cycle on top of its own rise
+    warmup_steps: NonNegativeInt = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
     schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"  # of the rate over the steps
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
-    # step: at each of these updates the rate is multiplied by gamma; or every so many updates
+    # step: at each of these updates the rate is multiplied by gamma; or every so many updates; 30ep: epochs
     milestones: list[PositiveInt] = field(default_factory=list)
-    step_every: PositiveInt | None = None  # an epoch has (images / batch_size) updates
+    step_every: PositiveInt | None = None
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
