@@ -147,11 +147,13 @@ class RunLog:
         self._bar: Bar | None = None
         self._refused: set[str] = set()  # by the disk
 
-    def open(self, step: int) -> None:
-        """Begin at `step`: rows of later steps, written by a run that died after its last checkpoint, are cut off."""
+    def open(self, step: int, *, going_on: bool = True) -> None:
+        """Begin at `step`: rows of later steps, written by a run that died after its last checkpoint, are cut off, and
+        if it is `going_on` partial rows too.
+        """
         if not self._active:
             return
-        cut_back(self._path, step)
+        cut_back(self._path, step, partial=going_on)
         if self._tensorboard:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
@@ -165,14 +167,16 @@ class RunLog:
         if self._bar is not None:
             self._bar.update()
 
-    def metrics(self, step: int, metrics: Metrics) -> None:
-        """Append a row; NaN and infinity are written as null, which JSON can say."""
+    def metrics(self, step: int, metrics: Metrics, *, partial: bool = False) -> None:
+        """Append a row; NaN and infinity are written as null, which JSON can say. `partial`: of a run that stops
+        between two log ticks; it is in metrics.jsonl alone, until the run goes on.
+        """
         if not self._active:
             return
-        row: dict[str, Any] = {"step": step}
+        row: dict[str, Any] = {"step": step} | ({"partial": True} if partial else {})
         for key, value in metrics.items():
             row[key] = value if isinstance(value, int) else (float(f"{value:.6g}") if np.isfinite(value) else None)
-        if self._events is not None:
+        if self._events is not None and not partial:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
         losses = {key[5:]: f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
@@ -239,14 +243,17 @@ class RunLog:
             self._bar = None
 
 
-def cut_back(path: Path, step: int) -> None:
-    """Drop the rows of `metrics.jsonl` after `step`, and a last line that a crash left half written."""
+def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
+    """Drop the rows of `metrics.jsonl` after `step`, those that are `partial`, and a last line that a crash left half
+    written.
+    """
     if not path.is_file():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):
-            if json.loads(line)["step"] <= step:
+            row = json.loads(line)
+            if row["step"] <= step and not (partial and row.get("partial")):
                 kept.append(line + "\n")
     content = "".join(kept).encode()
     if path.read_bytes().startswith(content):

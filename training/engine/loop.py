@@ -18,7 +18,7 @@ from training.engine import health
 from training.engine.checkpoints import CheckpointManager
 from training.engine.layer_log import LayerLog
 from training.engine.signals import StopSignals
-from training.engine.window import MetricWindow
+from training.engine.window import MetricWindow, learning_rates
 from training.profile import measure as profiling
 from training.profile.ranges import phase
 from utils import inject
@@ -130,7 +130,7 @@ class Loop:
         StoppedBySignal after a signal has been obeyed, TrainingHalted at the non-finite cap.
         """
         target = min(self.config.steps, max_steps or self.config.steps)
-        self.log.open(self.step)
+        self.log.open(self.step, going_on=self.step < target and not self.stopping.reached)
         with self.signals.listening():
             try:
                 self._show_start()
@@ -142,6 +142,8 @@ class Loop:
                 self._run_until(target)
                 self._pause(self.save)
                 self._pause(self.manager.wait)
+                if self._tick_step < self.step:  # `max_steps` lies between two log ticks
+                    self.log.metrics(self.step, self._row(time.perf_counter()), partial=True)
                 self._check_saving(at_the_end=True)
             finally:
                 self.manager.wait()  # whatever ended the run: what was saved is on the disk before the process leaves
@@ -248,26 +250,31 @@ class Loop:
         collectives.barrier()
         self._pauses += time.perf_counter() - started
 
-    def _log_tick(self) -> None:
-        self.window.fold()
-        for name in self.updates:
-            self.updates[name] += self.window.total(name)
-        values = self.window.values
-        means = self.window.take()
-        now = time.perf_counter()
+    def _row(self, now: float) -> Metrics:
+        """What the steps since the last log tick have shown. Collective."""
+        means = self.window.means()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
         rate = (self.task.images_at(self.step) - self.task.images_at(self._tick_step)) / seconds
         row: Metrics = {"images": self.images, "images_per_second": rate}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
         row["memory_mib"] = collectives.agree(peak_bytes(self.loader.device) >> 20)  # of the process that has most
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
-        row |= {name: round(count) for name, count in self.updates.items()}
+        row |= {name: round(count + self.window.total(name)) for name, count in self.updates.items()}
         row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}
         if self.config.data.on_damage == "skip":
             self._collect_damage()
             row["damaged_records"] = len(self.damaged)
+        return row
+
+    def _log_tick(self) -> None:
+        self.window.fold()  # and wait for the device
+        now = time.perf_counter()
+        row, values = self._row(now), self.window.values
+        for name in self.updates:
+            self.updates[name] += self.window.total(name)
+        self.window.take()
         self._write_row(row)
-        self.log.scalars(self.step, self._rates())
+        self.log.scalars(self.step, learning_rates(self.task.registry()))
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         self._check_saving()
@@ -278,15 +285,6 @@ class Loop:
                 "the last checkpoint"
             )
         self._look_for_spikes(values)
-
-    def _rates(self) -> dict[str, float]:
-        """The highest learning rate of each optimizer in the last update."""
-        optimizers = {name: getattr(part, "optimizer", None) for name, part in self.task.registry().items()}
-        return {
-            f"learning_rate/{name}": max(group["lr"] for group in optimizer.param_groups)
-            for name, optimizer in optimizers.items()
-            if isinstance(optimizer, torch.optim.Optimizer)
-        }
 
     def _write_row(self, row: Metrics) -> None:
         self.log.metrics(self.step, row)

@@ -1,4 +1,4 @@
-"""The metrics of the steps since the last row of the log."""
+"""The metrics of the steps since the last row of the log, and the rates of the last step."""
 
 from typing import Any
 
@@ -45,10 +45,14 @@ class MetricWindow:
         """Sum of the folded metrics `prefix/...` so far."""
         return sum(total for name, total in self._sums.items() if name.startswith(f"{prefix}/"))
 
+    def means(self) -> dict[str, float]:
+        """Of the steps so far."""
+        self.fold()
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
+
     def take(self) -> dict[str, float]:
         """The means, and start anew; `values` are the caller's to take before."""
-        self.fold()
-        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        means = self.means()
         self._sums, self._counts, self.values = {}, {}, []
         return means
 
@@ -58,3 +62,13 @@ class MetricWindow:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
         self.values = list(state.get("values", []))  # older runs kept none
+
+
+def learning_rates(registry: dict[str, Any]) -> dict[str, float]:
+    """The highest learning rate of each optimizer in the last update."""
+    optimizers = {name: getattr(part, "optimizer", None) for name, part in registry.items()}
+    return {
+        f"learning_rate/{name}": max(group["lr"] for group in optimizer.param_groups)
+        for name, optimizer in optimizers.items()
+        if isinstance(optimizer, torch.optim.Optimizer)
+    }
