@@ -1,0 +1,87 @@
+"""What the log of a soak says: whether memory, files and threads of a process are flat; whether two runs end alike."""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+MEASURES = ("rss_mib", "files", "threads")
+WARM_UP, WARM_SECONDS = 1 / 3, 60.0  # share of a lifetime, at least so long, that is not judged: pools and caches fill
+FEWEST = 20  # samples that a trend is read from
+NEGLIGIBLE = 0.01  # of the level: what a trend may add up to over the lifetime and still count as flat
+
+
+class Trend(NamedTuple):
+    """A straight line through a process's samples."""
+
+    slope: float  # a second
+    error: float  # standard error of the slope, as wide as neighbouring samples resemble each other
+    level: float  # mean
+    seconds: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether the slope is within its noise, or adds up to at most a hundredth of the level, or half a unit."""
+        growth = self.slope * self.seconds
+        return self.slope <= 2 * self.error or growth <= max(0.5, NEGLIGIBLE * self.level)
+
+
+def trend(times: Sequence[float], values: Sequence[float]) -> Trend:
+    """Least squares, three samples or more. The residuals' correlation r of neighbours counts: n samples of a slowly
+    wandering figure are worth n (1 - r) / (1 + r) independent ones.
+    """
+    n = len(times)
+    middle, level = math.fsum(times) / n, math.fsum(values) / n
+    spread = math.fsum((t - middle) ** 2 for t in times)
+    slope = math.fsum((t - middle) * (v - level) for t, v in zip(times, values, strict=True)) / spread
+    left = [v - level - slope * (t - middle) for t, v in zip(times, values, strict=True)]
+    squares = math.fsum(e * e for e in left)
+    pairs = math.fsum(a * b for a, b in itertools.pairwise(left))
+    r = min(0.99, max(0.0, pairs / squares)) if squares > 0 else 0.0
+    error = math.sqrt(squares / (n - 2) / spread * (1 + r) / (1 - r))
+    return Trend(slope, error, level, times[-1] - times[0])
+
+
+def trends(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], dict[str, Trend]]:
+    """(run, start, role) -> measure -> its trend after the warm-up; lifetimes with too few samples are left out."""
+    lives: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "role" in row:
+            lives.setdefault((row["run"], row["start"], row["role"]), []).append(row)
+    found = {}
+    for life, samples in lives.items():
+        first, last = samples[0]["time"], samples[-1]["time"]
+        begin = first + max(WARM_SECONDS, WARM_UP * (last - first))
+        kept = [row for row in samples if row["time"] >= begin]
+        if len(kept) >= FEWEST:
+            times = [row["time"] for row in kept]
+            found[life] = {name: trend(times, [row[name] for row in kept]) for name in MEASURES}
+    return found
+
+
+def unequal(a: Any, b: Any, where: str = "state") -> list[str]:
+    """Names of what is not the same, to the bit, in two checkpoints' states."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [name for key in a for name in unequal(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [name for i, pair in enumerate(zip(a, b, strict=True)) for name in unequal(*pair, f"{where}[{i}]")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        same = a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) and a.shape == b.shape
+        return [] if same else [where]
+    return [] if type(a) is type(b) and (a == b or (a != a and b != b)) else [where]
+
+
+def other_rows(straight: Path, disturbed: Path) -> list[int]:
+    """Steps whose rows of metrics.jsonl differ in more than times and memory. A full disk may have cost rows, and only
+    one of the runs stops at --max-steps, with a partial row.
+    """
+    timing = ("images_per_second", "data_wait", "memory_mib")
+    rows: list[list[dict[str, Any]]] = [
+        [{k: v for k, v in json.loads(line).items() if k not in timing} for line in file.read_text().splitlines()]
+        for file in (straight / "metrics.jsonl", disturbed / "metrics.jsonl")
+    ]
+    return [row["step"] for row in rows[1] if row not in rows[0] and "partial" not in row]

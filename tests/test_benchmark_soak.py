@@ -1,0 +1,142 @@
+"""The soak: what its verdict finds, and a very short one."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import soak
+from benchmarks.soaking import verdict
+from benchmarks.soaking.verdict import Trend, trend, trends, unequal
+from utils.config import build
+from utils.errors import UserError
+
+
+def wandering(seed: int, n: int = 400) -> list[float]:
+    """A stationary figure whose neighbours resemble each other (r = 0.9)."""
+    draws, value, found = random.Random(seed), 0.0, []
+    for _ in range(n):
+        value = 0.9 * value + draws.gauss(0, 1)
+        found.append(100 + value)
+    return found
+
+
+def test_the_line_is_that_of_least_squares():
+    times = [0.0, 1.0, 2.0, 4.0]
+    found = trend(times, [1.0, 3.0, 5.0, 9.0])
+    assert found == pytest.approx((2.0, 0.0, 4.5, 4.0))
+    noisy = trend(times, [1.0, 3.5, 4.0, 9.5])
+    matrix = torch.tensor([[t, 1.0] for t in times], dtype=torch.float64)
+    values = torch.tensor([1.0, 3.5, 4.0, 9.5], dtype=torch.float64)
+    assert noisy.slope == pytest.approx(float(torch.linalg.lstsq(matrix, values).solution[0]))
+
+
+def test_the_error_is_as_wide_as_slopes_of_a_flat_wandering_figure_vary():
+    lines = [trend([float(i) for i in range(400)], wandering(seed)) for seed in range(60)]
+    varies = (sum(line.slope**2 for line in lines) / 60) ** 0.5
+    assert 0.6 < sum(line.error for line in lines) / 60 / varies < 1.5
+    assert sum(line.flat for line in lines) >= 55
+
+
+@pytest.mark.parametrize(
+    ("line", "flat"),
+    [
+        (Trend(1e-3, 1e-6, 100.0, 600.0), True),  # 0.6 of 100
+        (Trend(2e-3, 1e-6, 100.0, 600.0), False),  # 1.2 of 100
+        (Trend(2e-3, 1.1e-3, 100.0, 600.0), True),
+        (Trend(-1.0, 1e-6, 100.0, 600.0), True),
+        (Trend(1e-3, 1e-6, 20.0, 600.0), False),  # more than half a file
+        (Trend(1e-3, 1e-6, 20.0, 400.0), True),
+    ],
+)
+def test_what_counts_as_flat(line, flat):
+    assert line.flat is flat
+
+
+def test_a_leak_is_found_in_its_process_and_measure_alone():
+    rows = []
+    for second in range(600):
+        for role, leak in (("rank 0", 0.0), ("rank 1", 0.05)):
+            grown = 300 + leak * second + second % 3
+            rows.append(
+                {"run": "a", "start": 1, "role": role, "time": second, "rss_mib": grown} | {"files": 9, "threads": 4}
+            )
+    rows.append({"run": "a", "start": 1, "event": "stop", "time": 600})
+    rows += [
+        {"run": "a", "start": 2, "role": "rank 0", "time": 700 + i} | {"rss_mib": i, "files": 9, "threads": 4}
+        for i in range(50)
+    ]
+    found = trends(rows)
+    assert found.keys() == {("a", 1, "rank 0"), ("a", 1, "rank 1")}  # the other life was too short
+    assert found["a", 1, "rank 1"]["rss_mib"].slope == pytest.approx(0.05, rel=0.01)
+    grows = {(life, name) for life, lines in found.items() for name, line in lines.items() if not line.flat}
+    assert grows == {(("a", 1, "rank 1"), "rss_mib")}
+
+
+def test_a_difference_of_one_bit_is_named():
+    state: dict[str, Any] = {"w": torch.tensor([1.0, 2.0, float("nan")]), "n": [1, float("nan")], "step": 3}
+    other: dict[str, Any] = {"w": state["w"].clone(), "n": [1, float("nan")], "step": 3}
+    assert unequal(state, other) == []
+    other["w"][0] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    assert unequal(state, other) == ["state.w"]
+    assert unequal(state, {**state, "n": [1, 2.0], "step": 3.0}) == ["state.n[1]", "state.step"]
+    assert unequal(state, {"w": state["w"]}) == ["state"]
+
+
+def test_rows_may_lack_but_not_differ(tmp_path):
+    rows = [{"step": step, "loss/classifier": 1.0 / step, "data_wait": 0.5} for step in (1, 2, 3)]
+    for name, kept in (("a", rows), ("b", [{**rows[0], "data_wait": 0.1}, {**rows[2], "loss/classifier": 9.0}])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert verdict.other_rows(tmp_path / "a", tmp_path / "b") == [3]
+    assert verdict.other_rows(tmp_path / "a", tmp_path / "a") == []
+
+
+def test_processes_are_seen_with_their_memory_files_and_threads():
+    own = soak.sample(os.getpid())
+    assert own["rss_mib"] * 2**20 == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, rel=0.5)
+    with open(os.devnull):
+        assert soak.sample(os.getpid())["files"] == own["files"] + 1
+    code = "import subprocess, sys; subprocess.run(['sleep', '30'], env={'RANK': '1'})"
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        try:
+            while "rank 1" not in (found := soak.family(parent.pid)):
+                assert parent.poll() is None
+            assert found["launcher"] == parent.pid
+            os.kill(found["rank 1"], 9)
+        finally:
+            parent.kill()
+
+
+@pytest.mark.parametrize("task", soak.TASKS)
+def test_the_recipes_are_configs(task, tmp_path):
+    from training.engine.tasks import TASKS
+
+    config = build(TASKS[task].config(), soak.recipe(task, tmp_path))
+    assert config.steps > 10**6
+
+
+def test_a_time_is_needed(tmp_path):
+    with pytest.raises(UserError, match="must be above 0"):
+        soak.main(["--hours", "-1", "--out", str(tmp_path)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--no-mount"]])
+def test_a_very_short_soak(tmp_path, capfd, more):
+    code = soak.main(["--minutes", "1", "--out", str(tmp_path), "--json", *more])
+    out = capfd.readouterr().out
+    assert code == 0, out
+    result = json.loads(out.splitlines()[-1])
+    assert result["findings"] == 0
+    assert result["starts"] >= 4
+    rows = [json.loads(line) for line in (tmp_path / "soak.jsonl").read_text().splitlines()]
+    assert [row["differing"] for row in rows if "differing" in row] == [[], []]
+    assert {row["role"] for row in rows if "role" in row} == {"launcher", "rank 0", "rank 1"}
+    assert list((tmp_path / "disk").iterdir()) == []
