@@ -1,7 +1,6 @@
 """Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
 
 import os
-import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from typing import Any
 from utils.cli import Parser, did_you_mean, positive
 from utils.config import UnknownKey, read_yaml
 from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
-from utils.errors import UserError, run_cli
+from utils.errors import UserError, exit_cli
 from utils.recipes import listing, recipes
 
 MOST_PROCESSES = 1024
@@ -161,4 +160,4 @@ def train_here(options: Namespace, overrides: list[str], gpus: list[str], sweep:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

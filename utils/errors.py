@@ -7,9 +7,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from utils import streams
 from utils.door import printable
+from utils.processes import leave, threads_left
 from utils.text import shorten
 
 EXIT_OK = 0  # 1: a fault of ours
@@ -55,6 +57,18 @@ def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
         if isinstance(end.code, str):
             raise
         return int(end.code or EXIT_OK)
+
+
+def exit_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """`run_cli`, and the end of this process."""
+    try:
+        code = run_cli(main)
+    except Exception:  # a fault of ours
+        if not threads_left():
+            raise
+        traceback.print_exc()
+        code = 1
+    leave(code)
 
 
 def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:

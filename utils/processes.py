@@ -1,10 +1,12 @@
-"""Processes: whether one lives, and how those that are started here end."""
+"""Processes: whether one lives, and how this one and those that are started here end."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
@@ -26,3 +28,30 @@ def process_state(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+_threads_left = False
+
+
+def leave_threads() -> None:
+    """Have `leave` end this process at once: threads of a library are left that nobody waits for, such as those of a
+    process group that is not destroyed. One that asks for Python's lock while the interpreter ends is unwound inside
+    C++, which aborts the process ("terminate called without an active exception").
+    """
+    global _threads_left
+    _threads_left = True
+
+
+def threads_left() -> bool:
+    """Whether `leave_threads` was called."""
+    return _threads_left
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code."""
+    if _threads_left:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -207,7 +207,7 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
     finally:
         loop.loader.close()
     collectives.on_main(lambda: lr_find.write(found, loop.folder.path))
-    summary = lr_find.text(found, loop.folder.path)
+    summary = collectives.on_main(lambda: lr_find.text(found, loop.folder.path))
     if collectives.is_main():
         print(summary)
     return 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from utils.distributed.rendezvous import fresh_store
 from utils.errors import UserError
+from utils.processes import leave_threads
 from utils.tensors import by_device
 
 T = TypeVar("T")
@@ -159,8 +160,11 @@ def is_peer_error(error: BaseException) -> bool:
 def stop(*, lost: bool = False) -> None:
     """Leave the process group; `lost`: others are missing, so nothing is said to them."""
     global _control, _patient
-    if dist.is_initialized() and not lost:
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        if lost:
+            leave_threads()
+        else:
+            dist.destroy_process_group()
     _control = _patient = None
     watch_while_waiting(None)
 
