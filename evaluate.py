@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
@@ -11,12 +12,15 @@ from utils.cli import Parser, add_model_options, positive
 from utils.errors import UserError, run_cli
 from utils.files import check_writable, write_atomic
 
+COMPARE = ("compare", "out", "json", "debug")  # options that go together
+
 
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="evaluate.py", description=__doc__)
     add = options.add_argument
-    add_model_options(options)
+    add_model_options(options, required=False)
+    add("--compare", nargs="+", metavar="RUN", help="evaluated runs: each with the first; RUN,RUN: other seeds of one")
     add("--data", metavar="X.lmdb", help="test images (default: data.val_path of the run's config)")
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
@@ -38,6 +42,10 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Evaluate, write the results, print them."""
     options = parser().parse_args(argv)
+    if options.compare is not None:
+        return compare_runs(options)
+    if options.checkpoint is None:
+        parser().error("the following arguments are required: --checkpoint")
     path = resolve_for_people(options.checkpoint, options.which)
     from data.dataset import dataset_for_model  # and torch with it, now that the options are known to be right
     from metrics.evaluate_audit import AUDIT
@@ -70,6 +78,24 @@ def main(argv: list[str]) -> int:
     if options.out is None and (run / "config.yaml").is_file():
         show_images(run, checkpoint["step"], [out / name for name in document["images"]])
         print(f"report: {write_report(run)}", file=sys.stderr)
+    return 0
+
+
+def compare_runs(options: Namespace) -> int:
+    """Compare evaluated runs, print the comparison, and write it where `--out` says."""
+    from metrics.comparison.compare import compare, comparison_table
+
+    default = parser().get_default
+    other = [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]
+    if other:
+        raise UserError(f"--compare takes runs that were evaluated before; leave --{other[0].replace('_', '-')} out")
+    if options.out:
+        check_writable(Path(options.out))
+    document = compare(options.compare)
+    text = json.dumps(document, indent=1, allow_nan=False)
+    if options.out:
+        write_atomic(Path(options.out) / "comparison.json", f"{text}\n".encode())
+    print(text if options.json else comparison_table(document))
     return 0
 
 

@@ -55,13 +55,18 @@ class ClassificationCounts:
         return probabilities
 
     def _update_bins(self, confidence: Tensor, hits: Tensor) -> None:
-        """Bin m holds the confidences in ((m - 1)/M, m/M], M bins."""
         bins = len(self.bin_counts)
-        index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
+        index = bin_of(confidence, bins)
         units = (confidence / CONFIDENCE_UNIT).round().long()
         self.bin_counts += torch.bincount(index, minlength=bins)
         self.bin_hits.index_add_(0, index, hits.long())
         self.bin_confidence.index_add_(0, index, units)
+
+    def reliability(self) -> list[dict[str, float | int | None]]:
+        """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in an empty one."""
+        confidence = (self.bin_confidence.double() * CONFIDENCE_UNIT).tolist()
+        rows = zip(self.bin_counts.tolist(), confidence, self.bin_hits.tolist(), strict=True)
+        return [{"n": n, "confidence": _share(total, n), "accuracy": _share(hits, n)} for n, total, hits in rows]
 
     def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Replace the counts by their sums over all processes; `sum_over_ranks` takes and returns an int64 vector."""
@@ -96,9 +101,15 @@ class ClassificationCounts:
             "accuracy": int(self.confusion.trace()) / count,
             f"top{TOP}_accuracy": int(self.top_k_hits) / count if self.classes > TOP else None,
             "ece": float((confidence - self.bin_hits).abs().sum()) / count,
+            "reliability": self.reliability(),
             "per_class": self.per_class(names),
             "confusion": self.confusion.tolist(),
         }
+
+
+def bin_of(confidence: Tensor, bins: int) -> Tensor:
+    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M bins."""
+    return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
 def _rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:
@@ -128,6 +139,7 @@ def evaluate_classifier(
     raising_together: Callable[[], AbstractContextManager[None]] = nullcontext,  # raises one rank's UserError on all
     show: bool = False,  # a progress bar
     observe: Observer | None = None,
+    kept: list[Tensor] | None = None,  # takes this rank's logits, float32 [b, K] on the CPU, batch by batch
 ) -> dict[str, Any]:
     """Figures over every image of the file exactly once, whatever the number of ranks; the same on each rank.
 
@@ -148,6 +160,8 @@ def evaluate_classifier(
         for batch in evaluation_batches(reader, batch_size, rank=rank, world_size=world_size, limit=limit):
             logits = classifier(classifier_input(classifier, batch.images))
             probabilities = counts.update(logits, batch.labels)
+            if kept is not None:
+                kept.append(logits.float().cpu())
             if observe is not None:
                 observe(batch.images, batch.labels, probabilities)
             bar.update(len(batch.labels))

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.dataset import Dataset, dataset_for_model
+from data.dataset import Dataset
+from metrics.classification.run import evaluate_classifier_run
 from metrics.copies import neighbour_images
-from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator, judge_images
-from metrics.evidence import few_images, interval_of, leaks, wilson
+from metrics.evidence import few_images, interval_of, leaks, training_images, wilson
 from metrics.extractors import ClassifierFeatures, Extractor, Options, build, find_weights
 from metrics.features import select
-from metrics.images import MistakeBoard, SampleBoard, save_confusion
+from metrics.images import SampleBoard
 from metrics.judge import load_judge
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics.tables import classifier_table, heading, interval_words, note_lines
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import Checkpoint, load, resolve
@@ -28,35 +29,6 @@ from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.image_tables import save_captioned, save_rows
 from utils.text import columns, decimal
-
-GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
-
-
-def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
-    """Figures and images of a classifier."""
-    for name in GAN_ONLY:
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
-    classifier = classifier_from(checkpoint, choose_device(options.device))
-    classes = reader.classes
-    if classes:
-        require_same_classes("the classifier", checkpoint["classes"], "the images", classes)
-    board = MistakeBoard(classes)
-    figures = evaluate_classifier(
-        classifier,
-        reader,
-        batch_size=options.batch_size,
-        limit=options.n,
-        show=True,
-        observe=board.observe,
-    )
-    save_confusion(figures["confusion"], classes, out / "confusion.png")
-    interval = interval_of(figures["accuracy"], figures["n"])
-    train, _ = training_images(checkpoint)
-    with train or nullcontext():
-        notes = few_images(figures["n"], interval=interval) | leaks(reader, train)
-    figures |= {"accuracy_interval": interval, "notes": notes}
-    return {**figures, "images": ["confusion.png", *board.save(out)]}
 
 
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
@@ -149,17 +121,6 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     return {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
 
 
-def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
-    """The images the generator was trained on, the second real set of the floor; or None and the reason."""
-    path = checkpoint["config"].get("data", {}).get("path")
-    if not path:
-        return None, "the run's config names no data.path to be the second real set"
-    try:
-        return dataset_for_model(path, checkpoint), ""
-    except UserError as error:
-        return None, f"the training images cannot be the second real set: {error}"
-
-
 def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
     """Write a grid of real test images, laid out like the grid of samples."""
     labels = reader.labels() if names else np.zeros(len(reader), dtype=np.int64)
@@ -172,25 +133,6 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
 
 
 # --- for people
-
-
-def _heading(document: dict[str, Any]) -> str:
-    what = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
-    return f"{what}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
-
-
-def classifier_table(document: dict[str, Any]) -> str:
-    """A classifier's figures, then those of each class."""
-    names = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy", "ece": "calibration error (ECE)"}
-    figures = [(name, decimal(document[key])) for key, name in names.items() if document[key] is not None]
-    figures[0] = ("accuracy", decimal(document["accuracy"]) + interval_words(document["accuracy_interval"]))
-    measures = ("precision", "recall", "f1")
-    classes = [
-        [name, *(decimal(row[key]) for key in measures), str(row["support"])]
-        for name, row in document["per_class"].items()
-    ]
-    per_class = columns([["class", "precision", "recall", "F1", "images"], *classes])
-    return "\n".join([_heading(document), columns(figures, "<"), "", per_class, *_notes(document)])
 
 
 def gan_table(document: dict[str, Any]) -> str:
@@ -212,22 +154,13 @@ def gan_table(document: dict[str, Any]) -> str:
     if document.get("memorisation") is not None:
         figures.append(["memorisation", memorisation_line(document["memorisation"])])
     head = ["extractor", "frechet", "floor", "kernel", "floor", "diversity", "n"]
-    parts = [_heading(document), columns([head, *distances]), "", columns(figures, "<")]
+    parts = [heading(document), columns([head, *distances]), "", columns(figures, "<")]
     if document["diversity_by_class"] is not None:
         recognised = document["recognised_by_class"] or {}
         ratios = document["diversity_by_class"].items()
         rows = [[name, decimal(recognised.get(name)), decimal(ratio)] for name, ratio in ratios]
         parts += ["", columns([["class", "recognised", "diversity"], *rows])]
-    return "\n".join([*parts, *_notes(document)])
-
-
-def _notes(document: dict[str, Any]) -> list[str]:
-    return [f"{key}: {note}" for key, note in document["notes"].items()]
-
-
-def interval_words(interval: list[float] | None) -> str:
-    """`  (95 %: 0.8541 to 0.8799)`, nothing where there is no interval."""
-    return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
+    return "\n".join([*parts, *note_lines(document)])
 
 
 def memorisation_line(copies: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import generate
 import inference.samples
 import predict
 from data.dataset import Dataset
+from metrics.comparison.predictions import load_predictions
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import fingerprint
 from models.restore import classifier_from
@@ -47,7 +48,15 @@ class TestEvaluate:
         assert np.sum(found["confusion"]) == 60
         for name in found["images"]:
             assert pixels(runs["classifier"] / "eval" / name).size
-        assert {"confusion.png", "mistakes.png"} == set(found["images"])
+        assert {"confusion.png", "reliability.png", "mistakes.png", "confused.png"} == set(found["images"])
+        for name in ("accuracy", "balanced_accuracy", "auroc", "average_precision", "ece", "nll"):
+            low, high = found[f"{name}_interval"]
+            assert low <= found[name] <= high
+        assert found["temperature"]["judged_on"] == 30
+        kept = load_predictions(runs["classifier"] / "eval", found["predictions"]["sha256"])
+        assert kept.about["data"] == found["data_hash"]
+        assert kept.hits is not None
+        assert kept.hits.mean() == found["accuracy"]
         printed = capsys.readouterr()
         assert f"{found['accuracy']:.4f}" in printed.out
         assert "wrote" in printed.err
