@@ -20,12 +20,13 @@ from metrics.features import select
 from metrics.images import SampleBoard
 from metrics.judge import load_judge
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics.shards import shared_pass
 from metrics.tables import classifier_table, heading, interval_words, note_lines
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import Checkpoint, load, resolve
 from utils.classes import require_same_classes
-from utils.distributed.collectives import choose_device
+from utils.distributed import collectives
 from utils.errors import UserError
 from utils.image_tables import save_captioned, save_rows
 from utils.text import columns, decimal
@@ -33,15 +34,17 @@ from utils.text import columns, decimal
 
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     """Figures and images of a generator."""
-    device = choose_device(options.device)
-    generator = generator_from(checkpoint, device)
-    names = checkpoint["classes"] if generator.classes else []
-    if names:
-        require_same_classes("the generator", names, "the images", reader.classes)
-    judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
-    extractors = build_extractors(options, reader.meta.channels, device, judge)
-    print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    train, why = training_images(checkpoint)
+    with collectives.raising_together():
+        device = collectives.choose_device(options.device)
+        generator = generator_from(checkpoint, device)
+        names = checkpoint["classes"] if generator.classes else []
+        if names:
+            require_same_classes("the generator", names, "the images", reader.classes)
+        judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
+        train, why = training_images(checkpoint)
+    extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
+    if collectives.is_main():
+        print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
     board = SampleBoard(names)
     with train or nullcontext():
         figures = evaluate_generator(
@@ -58,28 +61,36 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             show=True,
             observe=board.observe,
         )
-        images = [*board.save(out), "real.png"]
-        if train is not None and figures["memorisation"] is not None:
-            pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
-            save_captioned(*pairs, out / "neighbours.png")
-            images.append("neighbours.png")
-        figures["notes"] |= leaks(reader, train)
-    if why:
-        figures["notes"] |= {"floor": why, "memorisation": why}
-    interval = interval_of(figures["recognised"], figures["n"])
-    figures["notes"] |= few_images(figures["n"], interval=interval, distances=True)
-    seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
-    figures |= {"recognised_interval": interval, "judge": seen}
-    teachers = checkpoint.get("teachers", [])
+        interval = interval_of(figures["recognised"], figures["n"])
+        seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
+
+        def finish() -> dict[str, Any]:
+            images = [*board.save(out), "real.png"]
+            if train is not None and figures["memorisation"] is not None:
+                pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
+                save_captioned(*pairs, out / "neighbours.png")
+                images.append("neighbours.png")
+            save_real(reader, names, board.columns, out / "real.png")
+            notes = figures["notes"] | leaks(reader, train)
+            notes |= {"floor": why, "memorisation": why} if why else {}
+            notes |= few_images(figures["n"], interval=interval, distances=True)
+            notes |= flattered(extractors, checkpoint.get("teachers", []))
+            return {**figures, "recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
+
+        return collectives.on_main(finish)
+
+
+def flattered(extractors: Sequence[Extractor], teachers: Sequence[str]) -> dict[str, str]:
+    """A note for each classifier in whose features samples look better than they are."""
+    notes = {}
     for extractor in extractors:
         if extractor.source in teachers:
             note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
-            figures["notes"][extractor.name] = note
+            notes[extractor.name] = note
         elif isinstance(extractor, ClassifierFeatures) and extractor.lineage["synthetic"]:
             note = "this classifier was trained on samples, which seem more real in its features than they are"
-            figures["notes"][extractor.name] = note
-    save_real(reader, names, board.columns, out / "real.png")
-    return {**figures, "images": images}
+            notes[extractor.name] = note
+    return notes
 
 
 def build_extractors(
@@ -113,11 +124,13 @@ def named_extractors(options: Namespace) -> list[str]:
 def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
     """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth."""
     chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
-    hits, size = 0, options.batch_size
-    for start in range(0, n, size):
-        images, labels = reader.read(chosen.indices[start : start + size])
-        predicted = judge_images(judge, torch.from_numpy(images)).argmax(1)
-        hits += int((predicted == torch.as_tensor(labels)).sum())
+
+    def hits_of(rows: range) -> int:
+        images, labels = reader.read(chosen.indices[rows.start : rows.stop])
+        return int((judge_images(judge, torch.from_numpy(images)).argmax(1) == torch.as_tensor(labels)).sum())
+
+    found = list(shared_pass(n, hits_of, side=reader.resolution, batch_size=options.batch_size))
+    hits = collectives.on_main(lambda: sum(found))
     return {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
 
 

@@ -29,10 +29,10 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     for name in GAN_ONLY:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
-    classifier = classifier_from(checkpoint, collectives.choose_device(options.device))
-    classes = reader.classes
-    if classes:
-        require_same_classes("the classifier", checkpoint["classes"], "the images", classes)
+    with collectives.raising_together():
+        classifier = classifier_from(checkpoint, collectives.choose_device(options.device))
+        if reader.classes:
+            require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
     how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
     logits: list[Tensor] = []
     counted = evaluate_classifier(classifier, reader, **how, show=True, kept=logits)
