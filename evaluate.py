@@ -9,7 +9,7 @@ from typing import Any
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
-from utils.cli import Parser, add_model_options, positive
+from utils.cli import Parser, add_model_options, add_speed_options, positive
 from utils.distributed.launch import add_options, start_processes, wanted_device
 from utils.errors import UserError, exit_cli
 from utils.files import check_writable, write_atomic
@@ -34,6 +34,7 @@ def parser() -> Parser:
     default = "(default: classifier if one is given, resnet50 if its weights are there)"
     add("--extractor", action="append", metavar="NAME", help=extractors + default)
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
+    add_speed_options(options, "fp32")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {PER_CLASS})")
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
     audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"

@@ -35,6 +35,8 @@ from utils.text import columns, decimal
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     """Figures and images of a generator."""
     with collectives.raising_together():
+        if options.precision != "fp32" or options.fold:
+            raise UserError("--precision and --fold are for classifiers; a GAN's figures are float32's: leave them out")
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device)
         names = checkpoint["classes"] if generator.classes else []

@@ -73,6 +73,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
+    """`--precision`, with this default, and `--fold`."""
+    add = parser.add_argument
+    choices = ("auto", "fp32", "bf16", "fp16")
+    told = f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})"
+    add("--precision", choices=choices, default=precision, help=told)
+    add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
+
+
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """`--checkpoint` (`required` or not), `--which`, `--device` and `--batch-size`."""
     add = parser.add_argument

@@ -15,6 +15,7 @@ from metrics.comparison.predictions import save_predictions
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evidence import few_images, leaks, training_images
 from metrics.images import save_confused, save_confusion, save_mistakes, save_reliability
+from models.fast import hasten
 from models.restore import classifier_from
 from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
@@ -29,13 +30,16 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     for name in GAN_ONLY:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
+    speed = {"precision": options.precision, "fold": options.fold}
     with collectives.raising_together():
-        classifier = classifier_from(checkpoint, collectives.choose_device(options.device))
+        device = collectives.choose_device(options.device)
+        classifier = hasten(classifier_from(checkpoint, device), device, **speed)
         if reader.classes:
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
     how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
     logits: list[Tensor] = []
     counted = evaluate_classifier(classifier, reader, **how, show=True, kept=logits)
+    counted |= speed
     return collectives.on_main(lambda: _written(checkpoint, reader, out, counted, torch.cat(logits), options.seed))
 
 
