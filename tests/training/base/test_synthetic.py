@@ -13,6 +13,7 @@ from data.lmdb.writer import pack_arrays
 from data.mixture import MixedDataset
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
+from tests.data.test_inspect import change_entry
 from training.base import data
 from training.base.config import DataConfig, RunConfig
 from training.base.synthetic import SyntheticConfig, share_of
@@ -130,6 +131,11 @@ def test_a_file_that_does_not_fit_is_named(folder: Path, images: Any, labels: An
     found = refusal(config_of(folder, path=str(folder / "other.lmdb")))
     assert found.startswith(str(folder / "other.lmdb"))
     assert told in found
+
+
+def test_a_label_without_a_class_is_told_before_the_first_step(folder: Path) -> None:
+    change_entry(folder / "drawn.lmdb", label=7)
+    assert "drawn.lmdb: record 0 is damaged: label 7 has no class" in refusal(config_of(folder))
 
 
 def test_held_out_images_among_the_synthetic_ones_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
