@@ -43,6 +43,8 @@ def parser() -> Parser:
         add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
         add("--seed", type=int, default=0, help="of every draw (default: 0)")
         add("--classes", default="all", metavar="A,B", help="names of classes, or all (default: all)")
+        text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours (default: torch)"
+        add("--latents", choices=("torch", "numpy"), default="torch", help=text)
         if psi:
             text = "1: all variety; towards 0: typical images (default: 1)"
             add("--truncation-psi", type=float, default=1.0, metavar="X", help=text)
@@ -183,6 +185,7 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
         truncation_psi=getattr(options, "truncation_psi", 1.0),
         truncation_cutoff=getattr(options, "truncation_cutoff", None),
         noise_mode="const" if options.command == "project" else options.noise_mode,
+        numpy_latents=options.latents == "numpy",
         batch_size=options.batch_size,
     )
     return sampler, checkpoint, path

@@ -34,6 +34,7 @@ class Sampler:
     truncation_psi: float = 1.0
     truncation_cutoff: int | None = None  # layers that are truncated; None: all
     noise_mode: NoiseMode = "random"
+    numpy_latents: bool = False  # z by NVIDIA's rule: the j-th sample of a class is their seed `seed` + j
     batch_size: int = 64  # changes speed and memory only
 
     def __post_init__(self) -> None:
@@ -65,6 +66,12 @@ class Sampler:
         count = len(self.chosen)
         return [number // count * self.generator.classes + self.chosen[number % count] for number in numbers]
 
+    def numpy_seeds(self, numbers: Sequence[int]) -> list[int] | None:
+        """NVIDIA's seeds of the samples, where z is drawn by its rule."""
+        if not self.numpy_latents:
+            return None
+        return [(self.seed + number // max(1, len(self.chosen))) % 2**32 for number in numbers]
+
     def images(self, numbers: Sequence[int]) -> Tensor:
         """The samples, uint8 [n, C, H, W] on the CPU."""
         with exact_float32(self.device):
@@ -76,12 +83,13 @@ class Sampler:
                 truncation_psi=self.truncation_psi,
                 truncation_cutoff=self.truncation_cutoff,
                 noise_mode=self.noise_mode,
+                numpy_seeds=self.numpy_seeds(numbers),
                 batch_size=self.batch_size,
             )
 
     def latents(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor] | NoiseMode]:
         """z [n, z_dim], labels [n] or None, and the noise (maps [n, 1, H, W] for each layer, or the mode's name)."""
-        z, maps = draw(self.generator, self.indices(numbers), self.seed)
+        z, maps = draw(self.generator, self.indices(numbers), self.seed, numpy_seeds=self.numpy_seeds(numbers))
         labels = self.labels(numbers)
         noise = [m.to(self.device) for m in maps] if self.noise_mode == "random" else self.noise_mode
         return z.to(self.device), None if labels is None else labels.to(self.device), noise

@@ -55,9 +55,7 @@ class Placement:
         )
 
 
-def place(
-    classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
-) -> Placement:
+def place(classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False) -> Placement:
     """Move the classifier's blocks to `devices` as `config.split` says, and its activations with every call.
 
     `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits.

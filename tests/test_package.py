@@ -1,4 +1,4 @@
-"""`pip install .`: the package and the command `duet`, from a folder whose own modules are called as ours (U5)."""
+"""`pip install .`: the package and the command `duet`, from a folder whose own modules are called as ours."""
 
 import json
 import os

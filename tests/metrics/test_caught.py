@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metrics.diversity import diversity_by_class, recognised_share
-from metrics.features import FeatureSet
+from metrics.features import FeatureSet, Moments
 from metrics.memorisation import RealSet, memorisation
 from metrics.sample_figures import sample_figures
 
@@ -45,7 +45,9 @@ def ignoring_labels():
 
 
 def feature_set(features):
-    return FeatureSet(features, N)
+    moments = Moments(DIM)
+    moments.update(features)
+    return FeatureSet(features=features, moments=moments, n=N)
 
 
 def figures(samples):

@@ -1,0 +1,116 @@
+"""Take the weights of another program: a run folder from NVIDIA's, R3GAN's or rosinality's file.
+
+`python -m models.convert FILE OUT`: OUT serves --checkpoint of generate.py, evaluate.py and export.py, hubconf.py,
+and --init-from of train.py. FILE is read without running anything in it.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from utils.cli import Parser
+from utils.errors import UserError, run_cli
+
+if TYPE_CHECKING:
+    from models.official.names import Converted
+
+
+def parser() -> Parser:
+    """The options of this script."""
+    options = Parser(prog="python -m models.convert", description=__doc__)
+    text = "NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt"
+    options.add_argument("file", type=Path, metavar="FILE", help=text)
+    options.add_argument("out", type=Path, metavar="OUT", help="the run folder to make")
+    options.add_argument("--classes", metavar="A,B", help="names of its classes, in order (default: 0, 1, ...)")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Convert, write the checkpoint, tell what it is."""
+    options = parser().parse_args(argv)
+    folder = options.out / "checkpoints"
+    if options.out.exists() and (not options.out.is_dir() or any(options.out.iterdir())):
+        raise UserError(f"{options.out}: exists; give a new folder")
+    from utils import checkpoint as checkpoints
+
+    converted = read(options.file)
+    names = class_names(options.classes, converted.shape["classes"])
+    content = checkpoint_of(converted, names, str(options.file))
+    path = checkpoints.save(folder, content)
+    checkpoints.point(folder, "last", path)
+    side, channels = converted.shape["resolution"], converted.shape["channels"]
+    of = f"{len(names)} classes" if names else "without classes"
+    print(f"{converted.architecture}, {side}x{side} px, {channels} channels, {of}: {', '.join(converted.state)}")
+    for note in converted.notes:
+        print(f"note: {note}")
+    print(f"wrote {path}")
+    return 0
+
+
+def read(path: Path) -> "Converted":
+    """The networks in a file of one of the programs, which its content tells apart.
+
+    Raises UserError for a file that is missing, damaged, or holds what Duet's networks cannot be; nothing in it is run.
+    """
+    from models.official import nvidia, r3gan, rosinality, tensorflow
+    from models.official.unpickle import Inert, Refused, read_pickle
+    from utils import door
+
+    try:
+        if path.suffix != ".pkl":
+            return rosinality.convert(rosinality.read(path))
+        content = read_pickle(path)
+        if not isinstance(content, dict):
+            return tensorflow.convert(content)
+        average: Any = content.get("G_ema")
+        persistent = isinstance(average, Inert) and "_init_kwargs" in average.state
+        return nvidia.convert(content) if persistent else r3gan.convert(content)
+    except UserError:
+        raise
+    except (Refused, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+        told = " ".join(str(error).split())[:300]
+        raise UserError(f"{path}: cannot be converted: {told}; give a StyleGAN2 or R3GAN network") from error
+    except door.Refused as error:
+        raise UserError(f"{path} {error}") from error
+
+
+def class_names(given: str | None, count: int) -> list[str]:
+    """Names for `count` classes; UserError unless as many different ones are given."""
+    if given is None:
+        return [str(number) for number in range(count)]
+    names = [name.strip() for name in given.split(",")]
+    if len(names) != count or len(set(names)) != count or not all(names):
+        raise UserError(f"--classes has {len(set(names))} different names, the networks have {count} classes")
+    return names
+
+
+def checkpoint_of(converted: "Converted", names: list[str], file: str) -> dict[str, Any]:
+    """The checkpoint, after its tensors were compared with our networks', built on the meta device."""
+    import torch
+
+    from models.registry import architecture_of
+    from utils.checkpoint import SCHEMA
+    from utils.config import build
+    from utils.state_schema import check_tensors
+
+    architecture = architecture_of(converted.architecture)
+    parts = {
+        "generator": (architecture.generator_config, architecture.generator, converted.generator),
+        "discriminator": (architecture.discriminator_config, architecture.discriminator, converted.discriminator),
+    }
+    for name, state in converted.state.items():
+        kind, network, given = parts[name.removesuffix("_ema")]
+        with torch.device("meta"):
+            wanted = network(build(kind, given, source=file), **converted.shape).state_dict()
+        try:
+            check_tensors(name, state, wanted)
+        except ValueError as error:
+            raise UserError(f"{file}: cannot be converted: {error}; its network has another form") from None
+    config: dict[str, Any] = {"task": "gan", "architecture": converted.architecture}
+    config |= {"generator": converted.generator, "discriminator": converted.discriminator}
+    head = {"schema": SCHEMA, "task": "gan", "step": 0, "config": config, "classes": names}
+    return {**head, "shape": converted.shape, "state": converted.state}
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,249 @@
+"""Pickles of other programs, read without running anything in them.
+
+A pickle names functions and classes and calls them. Here every name that NVIDIA's and R3GAN's files use stands for one
+of a few of ours, which build tensors, arrays and plain containers, or only keep what they are given; any other name
+is refused. The Python source that NVIDIA's files carry (`module_src`) is never compiled, and the pickle inside each
+torch storage is read with `weights_only`.
+"""
+
+import collections
+import io
+import math
+import pickle
+import pickletools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from utils import door
+from utils.errors import UserError
+
+DEPTH = 32  # of modules in modules
+TENSORS = 10_000  # of a network
+NUMBERS = frozenset("biuf")  # kinds of NumPy's types that hold nothing but numbers
+CLASSES = ("torch.nn.modules.container.ModuleList", "torch.nn.modules.conv.Conv2d", "torch.nn.modules.linear.Linear")
+PROGRAMS = ("training.networks", "R3GAN")  # modules whose classes are R3GAN's
+
+
+class Refused(ValueError):
+    """What is in the file is not what such a file holds; the message completes "FILE: refused, ..."."""
+
+
+class Inert:
+    """An object of another program: the name of its class and what it holds. It has no behaviour."""
+
+    name: str
+    state: dict[str, Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> "Inert":
+        made = super().__new__(cls)
+        made.state = {}
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise Refused(f"the state of {self.name} is no dictionary")
+        self.state = dict(state)
+
+
+class Tree(dict[str, Any]):
+    """dnnlib's EasyDict: a dictionary."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise Refused("a dictionary with a state of its own")
+
+
+class _DType:
+    """numpy.dtype of numbers."""
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        if not isinstance(code, str) or len(code) > 4 or np.dtype(code).kind not in NUMBERS:
+            raise Refused(f"an array of type {str(code)[:20]!r}, which may hold objects")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) < 5 or state[1] not in ("<", ">", "|", "=") or any(state[2:5]):
+            raise Refused("an array of a compound type")
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class Array:
+    """numpy.ndarray of numbers: its bytes become `array`."""
+
+    array: np.ndarray
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, fortran, data = state
+        self.array = _array(data, dtype, shape, "F" if fortran else "C")
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
+    if not isinstance(data, (bytes, bytearray)) or not isinstance(dtype, _DType):
+        raise Refused("an array of objects")
+    return np.frombuffer(data, dtype.dtype).reshape(shape, order="F" if order == "F" else "C")
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return _array(data, dtype, (), "C").item()
+
+
+def _reconstructed(*_: Any) -> Array:
+    return Array()
+
+
+def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
+    made = Array()
+    made.array = _array(bytes(data), dtype, shape, order)
+    return made
+
+
+def _persistent(meta: Any) -> Inert:
+    """NVIDIA's persistent object: its class's name and its state; the source in it is left alone."""
+    if not isinstance(meta, dict) or not isinstance(meta.get("class_name"), str) or meta.get("type") != "class":
+        raise Refused("a persistent object that is none of NVIDIA's")
+    made = Inert()
+    made.name = meta["class_name"]
+    made.__setstate__(meta.get("state"))
+    return made
+
+
+def _storage(data: Any) -> Any:
+    if not isinstance(data, bytes) or data[:2] == b"PK":
+        raise Refused("a storage of a form that those programs do not write")
+    try:
+        storage = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # its reader raises a dozen kinds
+        raise Refused("a storage that holds more than numbers, or is damaged") from error
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise Refused("a storage that is none")
+    return storage
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise Refused("a tensor without a storage")
+    whole = [offset, *size, *stride]
+    if len(size) != len(stride) or any(type(number) is not int or number < 0 for number in whole):
+        raise Refused("a tensor of impossible sizes")
+    held = storage._untyped_storage.nbytes() // storage.dtype.itemsize  # its public names warn of their end
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if math.prod(size) > held or (0 not in size and last >= held):
+        raise Refused("a tensor that is larger than its storage")
+    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)
+
+
+def _parameter(data: Any, *_: Any) -> Tensor:
+    if not isinstance(data, Tensor):
+        raise Refused("a parameter that is no tensor")
+    return data
+
+
+def _encoded(text: Any, codec: Any) -> bytes:
+    if not isinstance(text, str) or codec != "latin1":
+        raise Refused("a text in an unusual code")
+    return text.encode("latin1")
+
+
+KNOWN: dict[str, Any] = {
+    "torch_utils.persistence._reconstruct_persistent_obj": _persistent,
+    "dnnlib.util.EasyDict": Tree,
+    "dnnlib.EasyDict": Tree,
+    "collections.OrderedDict": collections.OrderedDict,
+    "builtins.set": set,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch.storage._load_from_bytes": _storage,
+    "numpy.dtype": _DType,
+    "numpy.ndarray": Array,
+    "_codecs.encode": _encoded,
+    **{f"torch.{name}": getattr(torch, name) for name in ("float32", "float16", "bfloat16")},
+}
+for _numpy in ("numpy.core", "numpy._core"):
+    KNOWN |= {f"{_numpy}.multiarray._reconstruct": _reconstructed, f"{_numpy}.multiarray.scalar": _scalar}
+    KNOWN[f"{_numpy}.numeric._frombuffer"] = _frombuffer
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if full in KNOWN:
+            return KNOWN[full]
+        ours = any(module == program or module.startswith(f"{program}.") for program in PROGRAMS)
+        if full in CLASSES or full == "dnnlib.tflib.network.Network" or ours:
+            return type("Inert", (Inert,), {"name": name})
+        raise Refused(f"it asks for {full[:100]!r}, which no generator needs; nothing in it was run")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise Refused("it refers to objects outside the file")
+
+
+def _scan(file: io.BufferedReader) -> None:
+    """Refuse what would make the unpickler itself allocate without bounds."""
+    puts = 0
+    for operation, argument, _ in pickletools.genops(file):
+        puts += operation.name in ("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
+        if operation.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > 2 * puts + 1024:
+            raise Refused("its memo has gaps")
+        if operation.name.startswith("EXT") or operation.name in ("PERSID", "BINPERSID"):
+            raise Refused("it refers to objects outside the file")
+
+
+def read_pickle(path: Path) -> Any:
+    """What the file holds: plain containers, numbers, texts, tensors on the CPU, `Array`s and `Inert` objects.
+
+    Raises UserError for a file that is missing, too large, damaged or asks for anything else; nothing in it is run.
+    """
+    try:
+        with door.open_file(path, door.WEIGHTS) as file:
+            _scan(file)
+            file.seek(0)
+            return _Unpickler(file, encoding="latin1").load()
+    except Refused as error:
+        raise UserError(f"{path}: refused, {error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a network's .pkl or .pt file") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file makes the unpickler raise a dozen kinds
+        reason = " ".join(str(error).split())[:150] or type(error).__name__
+        raise UserError(f"{path}: no pickle of a network, or damaged ({reason}); fetch it again") from error
+
+
+def module_state(module: Inert) -> dict[str, Tensor]:
+    """The state dict of a torch module: parameters and buffers of it and of those in it, in order."""
+    return dict(_walk(module, "", 0))
+
+
+def _walk(module: Any, prefix: str, depth: int, count: Callable[[], int] | None = None) -> Iterator[tuple[str, Tensor]]:
+    if not isinstance(module, Inert) or depth > DEPTH:
+        raise Refused(f"{prefix or 'the network'} is no module, or modules lie deeper than {DEPTH}")
+    count = count or iter(range(TENSORS)).__next__
+    hidden = module.state.get("_non_persistent_buffers_set") or ()
+    for kind in ("_parameters", "_buffers"):
+        for name, value in _names(module, kind, prefix):
+            if value is None or name in hidden:
+                continue
+            if not isinstance(value, Tensor):
+                raise Refused(f"{prefix}{name} is no tensor")
+            try:
+                count()
+            except StopIteration:
+                raise Refused(f"a network of more than {TENSORS:,} tensors") from None
+            yield prefix + name, value
+    for name, inner in _names(module, "_modules", prefix):
+        if inner is not None:
+            yield from _walk(inner, f"{prefix}{name}.", depth + 1, count)
+
+
+def _names(module: Inert, kind: str, prefix: str) -> list[tuple[str, Any]]:
+    held = module.state.get(kind) or {}
+    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
+        raise Refused(f"{prefix}{kind} is no dictionary of names")
+    return list(held.items())

@@ -1,0 +1,392 @@
+"""Files in the layouts of other programs, written from the tables with random weights, and what their formulas give.
+
+The weights are drawn by the other program's names, and brought into the form that `reference` reads by hand here, so
+that nothing of the conversion is used.
+"""
+
+import contextlib
+import math
+import pickle
+import sys
+import types
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from utils.seeding import generator as keyed
+
+FIR = torch.outer(torch.tensor([1.0, 3, 3, 1]), torch.tensor([1.0, 3, 3, 1])) / 64
+SIZES = [4, 8, 16]
+WIDTHS = {4: 6, 8: 6, 16: 4}  # min(64 / resolution, 6)
+CHANNELS = {"channel_base": 64, "channel_max": 6}
+
+
+def drawn(*shape, key="weights"):
+    return torch.randn(shape, generator=keyed(0, "test", key, str(shape)))
+
+
+@contextlib.contextmanager
+def programs(**names):
+    """Modules of other programs, there while a file is written and gone when it is read."""
+    made: dict[str, Any] = {}
+    for full, value in names.items():
+        path, name = full.replace("__", ".").rsplit(".", 1)
+        parts = path.split(".")
+        for i in range(len(parts)):
+            module = ".".join(parts[: i + 1])
+            made.setdefault(module, types.ModuleType(module))
+        setattr(made[path], name, value)
+        if isinstance(value, type):
+            value.__module__, value.__qualname__ = path, name
+        elif callable(value):
+            value.__module__, value.__qualname__, value.__name__ = path, name, name
+    sys.modules.update(made)
+    try:
+        yield
+    finally:
+        for name in made:
+            del sys.modules[name]
+
+
+# --- NVIDIA, PyTorch
+
+
+def nvidia_generator(*, classes=3, z_dim=5, w_dim=7, layers=2):
+    """name -> tensor of a generator of 16 px."""
+    state = {"mapping.w_avg": drawn(w_dim)}
+    if classes:
+        state |= {"mapping.embed.weight": drawn(w_dim, classes), "mapping.embed.bias": drawn(w_dim)}
+    for k in range(layers):
+        inputs = z_dim + (w_dim if classes else 0) if k == 0 else w_dim
+        state |= {f"mapping.fc{k}.weight": 100 * drawn(w_dim, inputs), f"mapping.fc{k}.bias": 10 * drawn(w_dim)}
+    state["synthesis.b4.const"] = drawn(WIDTHS[4], 4, 4)
+    for size in SIZES:
+        block = f"synthesis.b{size}"
+        state[f"{block}.resample_filter"] = FIR
+        before = WIDTHS[max(4, size // 2)]
+        for name, inputs in ([] if size == 4 else [("conv0", before)]) + [("conv1", WIDTHS[size])]:
+            layer = f"{block}.{name}"
+            state |= {f"{layer}.weight": drawn(WIDTHS[size], inputs, 3, 3, key=layer)}
+            state |= {f"{layer}.bias": drawn(WIDTHS[size], key=layer), f"{layer}.noise_strength": drawn(key=layer)}
+            state |= {f"{layer}.noise_const": drawn(size, size, key=layer), f"{layer}.resample_filter": FIR}
+            state |= {f"{layer}.affine.weight": drawn(inputs, w_dim, key=layer)}
+            state |= {f"{layer}.affine.bias": 1 + drawn(inputs, key=layer)}
+        layer = f"{block}.torgb"
+        state |= {f"{layer}.weight": drawn(3, WIDTHS[size], 1, 1, key=layer), f"{layer}.bias": drawn(3, key=layer)}
+        state |= {f"{layer}.affine.weight": drawn(WIDTHS[size], w_dim, key=layer)}
+        state |= {f"{layer}.affine.bias": 1 + drawn(WIDTHS[size], key=layer)}
+    return state
+
+
+def nvidia_discriminator(*, classes=3, layers=2, residual=True):
+    """name -> tensor of a discriminator of 16 px."""
+    state = {"b16.fromrgb.weight": drawn(WIDTHS[16], 3, 1, 1), "b16.fromrgb.bias": drawn(WIDTHS[16])}
+    for size in (16, 8):
+        inputs, outputs = WIDTHS[size], WIDTHS[size // 2]
+        for name, (a, b) in {"conv0": (inputs, inputs), "conv1": (inputs, outputs)}.items():
+            layer = f"b{size}.{name}"
+            state |= {f"{layer}.weight": drawn(b, a, 3, 3, key=layer), f"{layer}.bias": drawn(b, key=layer)}
+            state[f"{layer}.resample_filter"] = FIR
+        if residual:
+            state[f"b{size}.skip.weight"] = drawn(outputs, inputs, 1, 1, key=f"b{size}.skip")
+            state[f"b{size}.skip.resample_filter"] = FIR
+    last = WIDTHS[4]
+    state |= {"b4.conv.weight": drawn(last, last + 1, 3, 3), "b4.conv.bias": drawn(last)}
+    state |= {"b4.fc.weight": drawn(last, last * 16), "b4.fc.bias": drawn(last)}
+    state |= {"b4.out.weight": drawn(last if classes else 1, last), "b4.out.bias": drawn(last if classes else 1)}
+    if classes:
+        state |= {"mapping.embed.weight": drawn(last, classes), "mapping.embed.bias": drawn(last)}
+        for k in range(layers):
+            state |= {
+                f"mapping.fc{k}.weight": 100 * drawn(last, last, key=k),
+                f"mapping.fc{k}.bias": drawn(last, key=k),
+            }
+    return state
+
+
+G_ARGUMENTS = {
+    "z_dim": 5,
+    "c_dim": 3,
+    "w_dim": 7,
+    "img_resolution": 16,
+    "img_channels": 3,
+    "mapping_kwargs": {"num_layers": 2},
+    "synthesis_kwargs": {**CHANNELS, "num_fp16_res": 4, "conv_clamp": 256},
+}
+D_ARGUMENTS = {
+    "c_dim": 3,
+    "img_resolution": 16,
+    "img_channels": 3,
+    **CHANNELS,
+    "num_fp16_res": 4,
+    "conv_clamp": 256,
+    "block_kwargs": {"freeze_layers": 0},
+    "mapping_kwargs": {"num_layers": 2, "lr_multiplier": 0.1},
+    "epilogue_kwargs": {"mbstd_group_size": 2},
+}
+
+
+class Persistent:
+    """An object of NVIDIA's `persistence`: it pickles as a call with its class's source and its state."""
+
+    def __init__(self, name, state, source="raise SystemExit('compiled')"):
+        self.name, self.state, self.source = name, state, source
+
+    def __reduce__(self):
+        meta = {"type": "class", "version": 6, "module_src": self.source, "class_name": self.name, "state": self.state}
+        return sys.modules["torch_utils.persistence"]._reconstruct_persistent_obj, (meta,)
+
+
+def tree(tensors, arguments, name):
+    """A persistent network: modules within modules, parameters and buffers."""
+    node = {"_init_args": (), "_init_kwargs": arguments} if arguments else {}
+    node |= {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set(), "training": False}
+    inner: dict[str, Any] = {}
+    for path, value in tensors.items():
+        head, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(head, {})[rest] = value
+        elif head in ("w_avg", "noise_const", "resample_filter"):
+            node["_buffers"][head] = value
+        else:
+            node["_parameters"][head] = nn.Parameter(value.clone())
+    node["_modules"] = {head: tree(part, None, "Layer") for head, part in inner.items()}
+    return Persistent(name, node)
+
+
+class EasyDict(dict):
+    """dnnlib's."""
+
+
+def _reconstruct_persistent_obj(meta):
+    raise AssertionError("a persistent object was built")
+
+
+@contextlib.contextmanager
+def nvidias():
+    with programs(torch_utils__persistence___reconstruct_persistent_obj=None, dnnlib__util__EasyDict=EasyDict):
+        _reconstruct_persistent_obj.__module__ = "torch_utils.persistence"
+        vars(sys.modules["torch_utils.persistence"])["_reconstruct_persistent_obj"] = _reconstruct_persistent_obj
+        yield
+
+
+def write_nvidia(path, *, generator=None, average=None, discriminator=None, g=None, d=None, source=None):
+    """A network's .pkl; `average` is G_ema's state."""
+    generator = nvidia_generator() if generator is None else generator
+    average = (
+        {name: 1.5 * t if "filter" not in name else t for name, t in generator.items()} if average is None else average
+    )
+    discriminator = nvidia_discriminator() if discriminator is None else discriminator
+    content = {
+        "G": tree(generator, EasyDict(g or G_ARGUMENTS), "Generator"),
+        "D": tree(discriminator, EasyDict(d or D_ARGUMENTS), "Discriminator"),
+        "G_ema": tree(average, EasyDict(g or G_ARGUMENTS), "Generator"),
+        "training_set_kwargs": EasyDict(path="data.zip", resolution=np.float64(16)),
+        "augment_pipe": Persistent("AugmentPipe", {"_buffers": {"p": torch.zeros([])}}, "import os"),
+    }
+    if source:
+        content["G_ema"].source = source
+    with nvidias(), open(path, "wb") as file:
+        pickle.dump(content, file)
+    return average, discriminator
+
+
+def nvidia_network(state, kind):
+    """The form that `reference` reads, by NVIDIA's names."""
+
+    def layer(name, **more):
+        return SimpleNamespace(weight=state[f"{name}.weight"], bias=state.get(f"{name}.bias"), **more)
+
+    embed = layer("mapping.embed") if "mapping.embed.weight" in state else None
+    mapping = [layer(f"mapping.fc{k}") for k in range(9) if f"mapping.fc{k}.weight" in state]
+    if kind == "D":
+        blocks = []
+        for size in (16, 8):
+            skip = layer(f"b{size}.skip") if f"b{size}.skip.weight" in state else None
+            blocks.append(SimpleNamespace(first=layer(f"b{size}.conv0"), second=layer(f"b{size}.conv1"), skip=skip))
+        names = {"from_rgb": "b16.fromrgb", "last_conv": "b4.conv", "last_linear": "b4.fc", "output": "b4.out"}
+        parts = {ours: layer(theirs) for ours, theirs in names.items()}
+        return SimpleNamespace(blocks=blocks, embed=embed, label_mapping=mapping, **parts)
+
+    def styled(name):
+        conv = layer(name, affine=layer(f"{name}.affine"))
+        strength = state[f"{name}.noise_strength"]
+        return SimpleNamespace(conv=conv, bias=state[f"{name}.bias"], noise_strength=strength)
+
+    blocks = [
+        SimpleNamespace(
+            first=styled(f"synthesis.b{size}.conv0") if size > 4 else None,
+            second=styled(f"synthesis.b{size}.conv1"),
+            to_rgb=styled_rgb(layer, state, f"synthesis.b{size}.torgb"),
+        )
+        for size in SIZES
+    ]
+    noise = [f"synthesis.b{size}.{name}.noise_const" for size in SIZES for name in ("conv0", "conv1")]
+    return SimpleNamespace(
+        constant=state["synthesis.b4.const"][None],
+        blocks=blocks,
+        mapping=SimpleNamespace(embed=embed, layers=mapping),
+        noise=[state[name].double().numpy() for name in noise if name in state],
+    )
+
+
+def styled_rgb(layer, state, name):
+    return SimpleNamespace(conv=layer(name, affine=layer(f"{name}.affine")), bias=state[f"{name}.bias"])
+
+
+# --- NVIDIA, TensorFlow
+
+
+class Network:
+    """dnnlib.tflib.network.Network: it pickles as its state."""
+
+    def __init__(self, **state):
+        self.state = state
+
+    def __getstate__(self):
+        return {"version": 5, "name": "G", "build_module_src": "raise SystemExit('compiled')", **self.state}
+
+
+def write_tensorflow(path, generator, average, discriminator, arguments=None):
+    """The networks of NVIDIA's PyTorch names in a TensorFlow file: legacy.py's table, read backwards."""
+
+    def dense(x):
+        return x.numpy().transpose()
+
+    def filters(x):
+        return x.numpy().transpose(2, 3, 1, 0)
+
+    def build_g(state):
+        mapping, synthesis = {}, {"lod": np.float32(0), "4x4/Const/const": state["synthesis.b4.const"].numpy()[None]}
+        for part, turn in (("weight", dense), ("bias", lambda x: x.numpy())):
+            mapping[f"LabelEmbed/{part}"] = turn(state[f"mapping.embed.{part}"])
+            for k in range(2):
+                mapping[f"Dense{k}/{part}"] = turn(state[f"mapping.fc{k}.{part}"])
+        for size in SIZES:
+            theirs = {"conv1": "Conv" if size == 4 else "Conv1", "torgb": "ToRGB"}
+            for name, there in (theirs | ({"conv0": "Conv0_up"} if size > 4 else {})).items():
+                layer, place = f"synthesis.b{size}.{name}", f"{size}x{size}/{there}"
+                weight = filters(state[f"{layer}.weight"])
+                synthesis[f"{place}/weight"] = weight[::-1, ::-1] if name == "conv0" else weight
+                synthesis[f"{place}/bias"] = state[f"{layer}.bias"].numpy()
+                synthesis[f"{place}/mod_weight"] = dense(state[f"{layer}.affine.weight"])
+                synthesis[f"{place}/mod_bias"] = state[f"{layer}.affine.bias"].numpy() - 1
+                if name != "torgb":
+                    synthesis[f"{place}/noise_strength"] = state[f"{layer}.noise_strength"].numpy()
+                    index = 2 * int(math.log2(size)) - (5 if name == "conv0" else 4)
+                    synthesis[f"noise{index}"] = state[f"{layer}.noise_const"].numpy()[None, None]
+        parts = {"mapping": mapping, "synthesis": synthesis}
+        inner = {name: Network(variables=list(part.items()), static_kwargs={}) for name, part in parts.items()}
+        given: dict[str, Any] = {
+            "resolution": 16,
+            "num_channels": 3,
+            "label_size": 3,
+            "latent_size": 5,
+            "dlatent_size": 7,
+        }
+        given |= {"mapping_layers": 2, "fmap_base": 32, "fmap_max": 6, "truncation_psi": 0.5, **(arguments or {})}
+        return Network(
+            variables=[("dlatent_avg", state["mapping.w_avg"].numpy())], components=inner, static_kwargs=EasyDict(given)
+        )
+
+    def build_d(state):
+        there = {}
+        for name, value in state.items():
+            layer, _, part = name.rpartition(".")
+            turn: Any = {1: lambda x: x.numpy(), 2: dense, 4: filters}.get(value.ndim)
+            block, _, inner = layer.partition(".")
+            size = block[1:]
+            if part == "resample_filter":
+                continue
+            if block == "mapping":
+                place = "LabelEmbed" if inner == "embed" else f"Mapping{inner[2:]}"
+            elif block == "b4":
+                place = {"conv": "4x4/Conv", "fc": "4x4/Dense0", "out": "Output"}[inner]
+            else:
+                names = {"fromrgb": "FromRGB", "conv0": "Conv0", "conv1": "Conv1_down", "skip": "Skip"}
+                place = f"{size}x{size}/{names[inner]}"
+            there[f"{place}/{part}"] = turn(value)
+        given = {"resolution": 16, "num_channels": 3, "label_size": 3, "fmap_base": 32, "fmap_max": 6}
+        given |= {"mapping_layers": 2, "mbstd_group_size": 2}
+        return Network(variables=list(there.items()), static_kwargs=EasyDict(given))
+
+    with programs(dnnlib__tflib__network__Network=Network, dnnlib__EasyDict=EasyDict), open(path, "wb") as file:
+        pickle.dump((build_g(generator), build_d(discriminator), build_g(average)), file, protocol=2)
+
+
+# --- rosinality
+
+
+def rosinality_generator(*, layers=2, dims=7):
+    """name -> tensor of a generator of 16 px."""
+    state = {"input.input": drawn(1, WIDTHS[4], 4, 4)}
+    for k in range(layers):
+        state |= {f"style.{k + 1}.weight": 100 * drawn(dims, dims, key=k), f"style.{k + 1}.bias": 10 * drawn(dims)}
+    rows = [("conv1", 4, WIDTHS[4], 0)]
+    for n, size in enumerate(SIZES[1:]):
+        rows += [
+            (f"convs.{2 * n}", size, WIDTHS[size // 2], 2 * n + 1),
+            (f"convs.{2 * n + 1}", size, WIDTHS[size], 2 * n + 2),
+        ]
+    for name, size, inputs, noise in rows:
+        state[f"{name}.conv.weight"] = drawn(1, WIDTHS[size], inputs, 3, 3, key=name)
+        state |= {f"{name}.conv.modulation.weight": drawn(inputs, dims, key=name)}
+        state |= {
+            f"{name}.conv.modulation.bias": 1 + drawn(inputs, key=name),
+            f"{name}.noise.weight": drawn(1, key=name),
+        }
+        state |= {f"{name}.activate.bias": drawn(WIDTHS[size], key=name)}
+        state[f"noises.noise_{noise}"] = drawn(1, 1, size, size, key=name)
+        if name.startswith("convs") and noise % 2:
+            state[f"{name}.conv.blur.kernel"] = 4 * FIR
+    for name, size in [("to_rgb1", 4), ("to_rgbs.0", 8), ("to_rgbs.1", 16)]:
+        state[f"{name}.conv.weight"] = drawn(1, 3, WIDTHS[size], 1, 1, key=name)
+        state |= {f"{name}.conv.modulation.weight": drawn(WIDTHS[size], dims, key=name)}
+        state |= {f"{name}.conv.modulation.bias": 1 + drawn(WIDTHS[size], key=name), f"{name}.bias": drawn(1, 3, 1, 1)}
+        if size > 4:
+            state[f"{name}.upsample.kernel"] = 4 * FIR
+    return state
+
+
+def as_nvidia(state):
+    """rosinality's generator by NVIDIA's names, for `nvidia_network`."""
+    found = {"synthesis.b4.const": state["input.input"][0]}
+    for k in range(2):
+        found |= {f"mapping.fc{k}.{part}": state[f"style.{k + 1}.{part}"] for part in ("weight", "bias")}
+    places = {"conv1": ("b4.conv1", 0), "convs.0": ("b8.conv0", 1), "convs.1": ("b8.conv1", 2)}
+    places |= {"convs.2": ("b16.conv0", 3), "convs.3": ("b16.conv1", 4)}
+    rgb = {"to_rgb1": ("b4.torgb", None), "to_rgbs.0": ("b8.torgb", None), "to_rgbs.1": ("b16.torgb", None)}
+    for name, (there, noise) in (places | rgb).items():
+        layer = f"synthesis.{there}"
+        found[f"{layer}.weight"] = state[f"{name}.conv.weight"][0]
+        found |= {f"{layer}.affine.{part}": state[f"{name}.conv.modulation.{part}"] for part in ("weight", "bias")}
+        if noise is None:
+            found[f"{layer}.bias"] = state[f"{name}.bias"].flatten()
+        else:
+            found |= {f"{layer}.bias": state[f"{name}.activate.bias"]}
+            found |= {f"{layer}.noise_strength": state[f"{name}.noise.weight"][0]}
+            found[f"{layer}.noise_const"] = state[f"noises.noise_{noise}"][0, 0]
+    return found
+
+
+def rosinality_discriminator():
+    """name -> tensor, and the same by NVIDIA's names."""
+    there = nvidia_discriminator(classes=0)
+    names = {"b16.fromrgb.weight": "convs.0.0.weight", "b16.fromrgb.bias": "convs.0.1.bias"}
+    for n, size in enumerate((16, 8)):
+        names |= {
+            f"b{size}.conv0.weight": f"convs.{n + 1}.conv1.0.weight",
+            f"b{size}.conv0.bias": f"convs.{n + 1}.conv1.1.bias",
+        }
+        names |= {
+            f"b{size}.conv1.weight": f"convs.{n + 1}.conv2.1.weight",
+            f"b{size}.conv1.bias": f"convs.{n + 1}.conv2.2.bias",
+        }
+        names |= {f"b{size}.skip.weight": f"convs.{n + 1}.skip.1.weight"}
+    names |= {"b4.conv.weight": "final_conv.0.weight", "b4.conv.bias": "final_conv.1.bias"}
+    for n, layer in enumerate(("fc", "out")):
+        names |= {f"b4.{layer}.{part}": f"final_linear.{n}.{part}" for part in ("weight", "bias")}
+    return {theirs: there[ours] for ours, theirs in names.items()} | {"convs.1.conv2.0.kernel": FIR}, there
