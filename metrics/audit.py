@@ -15,10 +15,19 @@ from torch import Tensor
 
 from metrics.evidence import NORMAL, wilson
 from metrics.memorisation import QUERY_BLOCK, mann_whitney
+from utils.text import columns, decimal
 
 LEVEL = 0.01  # of significance of an audit: one that finds nothing is accused once in a hundred
 TOPS = (0.0, 0.001, 0.01, 0.1)  # shares of the held-out images that are let above a threshold; 0: a single one
+ENOUGH = 0.95  # of the planted copies' tries that must be found for "nothing was found" to mean something
 SHARES = (0.01, 0.02, 0.05)  # of the samples that are copies, in the test of the audit itself
+NOT_SHOWN = [
+    "differential privacy, or any bound on what could be learnt",
+    "safety from other attacks: only these two were made, with these features and samples",
+    "that no single image is at risk: averages and tops of many were looked at",
+    "that no part of an image, a face or a text, was copied into another scene",
+    "anything of training images that were not searched",
+]
 
 
 @dataclass(frozen=True)
@@ -145,3 +154,65 @@ def detection(
     scores = -distances_with_copies(real, distances, draws)
     found = sum(attack(row[:members], row[members:]).p_value < LEVEL / 2 for row in scores)
     return {"share": share, "copies": copies, "found": int(found), "repeats": repeats}
+
+
+# --- for people
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """What was found, in words. `attacks` and `controls` by name, and `planted`."""
+    told = []
+    trusted = all(control["p_value"] >= LEVEL / 2 for control in document["controls"].values())
+    if not trusted:
+        told.append("the control found a difference between two halves of the held-out images: do not trust this audit")
+    leaks = [name for name, found in document["attacks"].items() if found["p_value"] < LEVEL / 2]
+    words = {
+        "generator": "the samples tell of training images: do not hand them on as they are",
+        "discriminator": "the discriminator knows its training images: hand on the generator, never the checkpoint",
+    }
+    told += [words[name] for name in leaks]
+    last = document["planted"][-1]
+    weak = last["found"] < ENOUGH * last["repeats"]
+    if "generator" not in leaks and weak:
+        told.append(
+            f"too weak to tell: of {last['repeats']} tries, copies at {last['share']:.0%} of the samples were found in "
+            f"{last['found']}; give more held-out images or a larger --n"
+        )
+    if not told:
+        told.append("neither attack found anything")
+    return "; ".join(told)
+
+
+def audit_table(document: dict[str, Any]) -> str:
+    """The audit for people."""
+    rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
+    for name, found in document["attacks"].items():
+        control = document["controls"][name]
+        rows.append(
+            [
+                *(name, decimal(found["auc"], 3), _span(found), f"{found['p_value']:.2g}"),
+                *(decimal(control["auc"], 3), _span(control)),
+            ]
+        )
+    one = next(iter(document["attacks"].values()))
+    planted = [
+        f"copies planted at {each['share']:.0%} ({each['copies']}): found in {each['found']} of {each['repeats']} tries"
+        for each in document["planted"]
+    ]
+    return "\n".join(
+        [
+            f"{document['checkpoint']} (step {document['step']}): {one['members']} training images against "
+            f"{one['held_out']} held-out ones of {document['data']}, {document['n']} samples, {document['extractor']}",
+            columns(rows),
+            "",
+            *planted,
+            "",
+            document["verdict"],
+            f"This does not show: {'; '.join(NOT_SHOWN)}.",
+        ]
+    )
+
+
+def _span(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{low:.3f} to {high:.3f}"

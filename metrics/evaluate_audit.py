@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.augment.transforms import to_float
 from data.dataset import Dataset
-from metrics.audit import LEVEL, SHARES, Attack, attack, detection, halves
+from metrics.audit import NOT_SHOWN, SHARES, Attack, attack, audit_table, detection, halves, verdict
 from metrics.copies import neighbour_images, search_place
 from metrics.evaluate_gan import Samples
 from metrics.evaluate_run import build_extractors, training_images
@@ -35,18 +35,9 @@ from utils.image_tables import save_captioned
 from utils.passport import recorded
 from utils.seeding import generator as keyed_generator
 from utils.seeding import numpy_generator
-from utils.text import columns, decimal
 
 REPEATS = 20  # of the test whether planted copies are found
 PAIRS = 24  # members shown with their nearest sample
-NOT_SHOWN = [
-    "differential privacy, or any bound on what could be learnt",
-    "safety from other attacks: only these two were made, with these features and samples",
-    "that no single image is at risk: averages and tops of many were looked at",
-    "that no part of an image, a face or a text, was copied into another scene",
-    "anything of training images that were not searched",
-]
-ENOUGH = 0.95  # of the planted copies' tries that must be found for "nothing was found" to mean something
 
 
 @dataclass(frozen=True)
@@ -205,14 +196,20 @@ class Partners:
 
     def logits(self, discriminator: ImageDiscriminator, images: Tensor, labels: Tensor) -> Tensor:
         """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count for nothing."""
-        device = next(discriminator.parameters()).device
+        device, n = next(discriminator.parameters()).device, len(images)
+        # [n, group]: a row is a group; where groups are strided, a column is what lies together
+        strided = getattr(discriminator.config, "minibatch_std_order", "") == "strided"
+        groups, named = images[:, None], labels[:, None]
         if self.count:
-            beside = self.images.expand(len(images), *self.images.shape)
-            images = torch.cat([images[:, None], beside], dim=1).flatten(0, 1)
-            labels = torch.cat([labels[:, None], self.labels.expand(len(labels), -1)], dim=1).flatten()
+            groups = torch.cat([groups, self.images.expand(n, *self.images.shape)], dim=1)
+            named = torch.cat([named, self.labels.expand(n, -1)], dim=1)
+        if strided:
+            groups, named = groups.transpose(0, 1), named.t()
         with evaluating(discriminator), exact_float32(device):
-            logits = discriminator(to_float(images.to(device)), labels.to(device))
-        return logits[:: self.count + 1].cpu().double()
+            logits = discriminator(to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device)).view(
+                named.shape
+            )
+        return (logits[0] if strided else logits[:, 0]).cpu().double()
 
 
 def _planted(real: Tensor, distances: Tensor, members: int, samples: int, seed: int) -> list[dict[str, Any]]:
@@ -238,68 +235,6 @@ def _closest(found: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]
         for place in order
     ]
     return {"closest": pairs, "first": [], "usual_distance": float(found.distances[count:].median())}
-
-
-# --- for people
-
-
-def verdict(document: dict[str, Any]) -> str:
-    """What was found, in words. `attacks` and `controls` by name, and `planted`."""
-    told = []
-    trusted = all(control["p_value"] >= LEVEL / 2 for control in document["controls"].values())
-    if not trusted:
-        told.append("the control found a difference between two halves of the held-out images: do not trust this audit")
-    leaks = [name for name, found in document["attacks"].items() if found["p_value"] < LEVEL / 2]
-    words = {
-        "generator": "the samples tell of training images: do not hand them on as they are",
-        "discriminator": "the discriminator knows its training images: hand on the generator, never the checkpoint",
-    }
-    told += [words[name] for name in leaks]
-    last = document["planted"][-1]
-    weak = last["found"] < ENOUGH * last["repeats"]
-    if "generator" not in leaks and weak:
-        told.append(
-            f"too weak to tell: of {last['repeats']} tries, copies at {last['share']:.0%} of the samples were found in "
-            f"{last['found']}; give more held-out images or a larger --n"
-        )
-    if not told:
-        told.append("neither attack found anything")
-    return "; ".join(told)
-
-
-def audit_table(document: dict[str, Any]) -> str:
-    """The audit for people."""
-    rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
-    for name, found in document["attacks"].items():
-        control = document["controls"][name]
-        rows.append(
-            [
-                *(name, decimal(found["auc"], 3), _span(found), f"{found['p_value']:.2g}"),
-                *(decimal(control["auc"], 3), _span(control)),
-            ]
-        )
-    one = next(iter(document["attacks"].values()))
-    planted = [
-        f"copies planted at {each['share']:.0%} ({each['copies']}): found in {each['found']} of {each['repeats']} tries"
-        for each in document["planted"]
-    ]
-    return "\n".join(
-        [
-            f"{document['checkpoint']} (step {document['step']}): {one['members']} training images against "
-            f"{one['held_out']} held-out ones of {document['data']}, {document['n']} samples, {document['extractor']}",
-            columns(rows),
-            "",
-            *planted,
-            "",
-            document["verdict"],
-            f"This does not show: {'; '.join(NOT_SHOWN)}.",
-        ]
-    )
-
-
-def _span(found: dict[str, Any]) -> str:
-    low, high = found["interval"]
-    return f"{low:.3f} to {high:.3f}"
 
 
 AUDIT = (audit_gan_run, audit_table)

@@ -99,6 +99,13 @@ def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_
     assert "does not judge the GAN: it was trained on train.lmdb and test.lmdb" in capsys.readouterr().out
 
 
+def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(quickstart, "unfit", lambda train, test: "it was")
+    plan = choose(replace(SAMPLE, source="sample"), Fast(), minutes=15, quick=False)
+    judged = Quickstart(tmp_path, plan).judged(["--extractor", "classifier", "--n", "9"], tmp_path / "test.lmdb")
+    assert judged == ["--extractor", f"classifier:{tmp_path / 'classifier'}", "--n", "9"]
+
+
 def test_who_was_trained_on_samples_or_test_images_may_not_judge(tmp_path):
     real, test = pack(tmp_path / "real.lmdb", seed=1, count=90), pack(tmp_path / "test.lmdb", seed=2)
     assert unfit(real, test) == ""

@@ -10,8 +10,9 @@ import evaluate
 from data.augment.transforms import to_float
 from data.dataset import Dataset
 from data.lmdb.writer import pack_arrays
-from metrics import evaluate_audit, evaluate_gan
-from metrics.evaluate_audit import Partners, audit_scores, choose_sides, verdict
+from metrics import evaluate_gan
+from metrics.audit import LEVEL, verdict
+from metrics.evaluate_audit import Partners, audit_scores, choose_sides
 from models.restore import discriminator_from, generator_from
 from models.stylegan2 import Discriminator, DiscriminatorConfig
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
@@ -43,6 +44,13 @@ def run(tmp_path_factory, sets):
     with forked(0, "init", "test discriminator"):
         discriminator = Discriminator(DiscriminatorConfig(**D_SIZES), **shape)
     return gan_run(folder / "run", data=sets, discriminator=discriminator, sizes=D_SIZES)
+
+
+class Growing:
+    """Stands for a discriminator that is not read."""
+
+    def state_dict(self):
+        return {"from_rgbs.4.weight": torch.zeros(1)}
 
 
 def audited(run, out, *more):
@@ -119,9 +127,11 @@ def test_a_discriminator_that_knows_its_training_images_is_caught(run, sets, tmp
     assert "do not hand them on" not in found["verdict"]
 
 
-def test_a_logit_depends_on_its_image_alone(run, sets):
+@pytest.mark.parametrize("order", ["consecutive", "strided"])
+def test_a_logit_depends_on_its_image_alone(run, sets, order):
     checkpoint = load(resolve(run))
     generator, discriminator = generator_from(checkpoint), discriminator_from(checkpoint)
+    discriminator.config.minibatch_std_order = order
     assert discriminator.config.group == 4
     partners = Partners(generator, 3, seed=0)
     with Dataset(sets["path"]) as reader:
@@ -177,6 +187,22 @@ def seen_run(tmp_path, sets):
     return gan_run(tmp_path / "seen", data=sets, lineage=lineage)
 
 
+def test_without_a_whole_discriminator_the_samples_alone_are_audited(sets, tmp_path):
+    """There is none, or it is that of a smaller stage of growth."""
+    options = ["--extractor", "pixels", "--n", 60, "--audit"]
+    for name, more in (("absent", {}), ("growing", {"discriminator": Growing(), "sizes": D_SIZES, "stage": [4, 1.0]})):
+        run = gan_run(tmp_path / name, data=sets, **more)
+        assert call(evaluate, "--checkpoint", run, *options) == 0
+        assert read_json(run / "eval" / "audit.json")["attacks"].keys() == {"generator"}
+
+
+def test_what_is_near_is_never_told_by_a_classifier(run, sets, tmp_path):
+    judge = classifier_run(tmp_path / "judge", data=sets)
+    options = ["--checkpoint", run, "--audit", "--n", 60, "--out", tmp_path / "out"]
+    assert call(evaluate, *options, "--extractor", f"classifier:{judge}") == 0
+    assert read_json(tmp_path / "out" / "audit.json")["extractor"] == "pixels"
+
+
 def test_verdicts():
     good, bad = {"p_value": 0.4}, {"p_value": 1e-9}
     found = {"share": 0.05, "found": 20, "repeats": 20}
@@ -201,4 +227,4 @@ def test_scores_of_halves_are_the_control():
     assert found["attacks"]["generator"]["auc"] == 0.0
     assert (found["controls"]["generator"]["members"], found["controls"]["generator"]["held_out"]) == (20, 20)
     assert 0.2 < found["controls"]["generator"]["auc"] < 0.8
-    assert evaluate_audit.LEVEL == 0.01
+    assert LEVEL == 0.01

@@ -16,7 +16,7 @@ from models.restore import classifier_from, generator_from
 from tests.data.test_passport import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
 from tests.metrics.test_scripts import call, refused
-from utils.checkpoint import load, resolve
+from utils.checkpoint import CorruptCheckpoint, load, resolve
 from utils.passport import nothing, recorded
 
 
@@ -106,6 +106,14 @@ def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_pat
     notes = json.loads((tmp_path / "out" / "metrics.json").read_text())["notes"]
     assert "trained on samples" in notes[f"classifier:{seen}"]
     assert f"classifier:{runs['classifier']}" not in notes
+
+
+@pytest.mark.parametrize(
+    "lineage", [3, {"trained_on": []}, {"trained_on": [3], "synthetic": []}, {"trained_on": ["a"], "synthetic": [{}]}]
+)
+def test_a_damaged_lineage_is_refused_in_one_line(tmp_path, lineage):
+    with pytest.raises(CorruptCheckpoint, match=r"not a checkpoint of Duet \(lineage"):
+        judge_of(tmp_path / "a", lineage=lineage)
 
 
 def test_the_lineage_of_files(tmp_path, files):

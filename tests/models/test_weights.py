@@ -116,6 +116,17 @@ def test_python_2_files_with_latin_1_names(donor, tmp_path):
     assert torch.equal(state[name], donor.fc.weight)
 
 
+@pytest.mark.parametrize("told", ["{", "3", '{"lineage": 3}', '{"lineage": {"trained_on": [], "synthetic": [{}]}}'])
+def test_an_export_that_is_damaged_in_what_it_has_seen_is_refused(donor, tmp_path, told):
+    save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata={"duet": told})
+    with pytest.raises(UserError, match=r"its metadata are damaged .*export it again"):
+        load_pretrained(build(tmp_path / "a.safetensors"))
+    save_file(dict(donor.state_dict()), tmp_path / "b.safetensors", metadata={"other": "3"})
+    model = build(tmp_path / "b.safetensors")
+    load_pretrained(model)
+    assert model.lineage == {"trained_on": [], "synthetic": []}
+
+
 def test_safetensors_and_their_metadata(donor, tmp_path):
     save_file(dict(donor.state_dict()), tmp_path / "a.safetensors", metadata={"stride": "conv1 of all"})
     state, about = read_state_dict(tmp_path / "a.safetensors")
