@@ -3,20 +3,27 @@
 import json
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from utils.checkpoint import load, resolve_for_people
-from utils.cli import Parser, add_model_options, positive
-from utils.errors import UserError, run_cli
+from utils.checkpoint import load, resolve, resolve_for_people
+from utils.cli import Parser, add_model_options, add_speed_options, positive
+from utils.distributed.launch import add_options, start_processes, wanted_device
+from utils.errors import UserError, exit_cli
 from utils.files import check_writable, write_atomic
+
+COMPARE = ("compare", "out", "json", "debug")  # options that go together
 
 
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="evaluate.py", description=__doc__)
     add = options.add_argument
-    add_model_options(options)
+    add_model_options(options, required=False)
+    add_options(add)
+    add("--compare", nargs="+", metavar="RUN", help="evaluated runs: each with the first; RUN,RUN: other seeds of one")
     add("--data", metavar="X.lmdb", help="test images (default: data.val_path of the run's config)")
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
@@ -27,6 +34,7 @@ def parser() -> Parser:
     default = "(default: classifier if one is given, resnet50 if its weights are there)"
     add("--extractor", action="append", metavar="NAME", help=extractors + default)
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
+    add_speed_options(options, "fp32")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {PER_CLASS})")
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
     audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"
@@ -36,40 +44,87 @@ def parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Evaluate, write the results, print them."""
+    """Evaluate, write the results, print them; over several processes if that is asked for."""
     options = parser().parse_args(argv)
-    path = resolve_for_people(options.checkpoint, options.which)
-    from data.dataset import dataset_for_model  # and torch with it, now that the options are known to be right
+    if options.compare is not None:
+        return compare_runs(options)
+    if options.checkpoint is None:
+        parser().error("the following arguments are required: --checkpoint")
+    resolve(options.checkpoint, options.which)  # a name that is wrong is told before processes are started
+    code = start_processes(__file__, argv, options.gpus, options.procs, resumes=False)
+    if code is not None:
+        return code
+    from utils.distributed import collectives  # and torch with it, now that the options are known to be right
+
+    options.device = wanted_device(options.device, options.gpus, options.procs)
+    with collectives.group(collectives.choose_device(options.device)):
+        return evaluate_here(options, argv)
+
+
+def evaluate_here(options: Namespace, argv: list[str]) -> int:
+    """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
+    from data.dataset import dataset_for_model
     from metrics.evaluate_audit import AUDIT
     from metrics.evaluate_run import TASKS
     from metrics.judge import run_folder
-    from reporting.report import write_report
-    from reporting.tensorboard import show_images
+    from utils.distributed import collectives
 
-    checkpoint = load(path)
-    run = run_folder(path)
-    out = Path(options.out) if options.out else run / "eval"
-    data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
-    if not data:
-        raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
-    if checkpoint["task"] not in TASKS:
-        raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
+    path = collectives.on_main(lambda: resolve_for_people(options.checkpoint, options.which))
+    with collectives.raising_together():
+        checkpoint = load(path)
+        data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
+        if not data:
+            raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
+        if checkpoint["task"] not in TASKS:
+            raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
+        reader = dataset_for_model(data, checkpoint)
     evaluate, table = AUDIT if options.audit else TASKS[checkpoint["task"]]
     name = "audit.json" if options.audit else "metrics.json"
-    check_writable(out)
-    with dataset_for_model(data, checkpoint) as reader:
+    out = Path(options.out) if options.out else run_folder(path) / "eval"
+    collectives.on_main(lambda: check_writable(out))
+    with reader:
         figures = evaluate(checkpoint, reader, out, options)
     head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
     document = {**head, "seed": options.seed, **figures}
+    command = None if options.audit else shlex.join(["python", "evaluate.py", *argv])
+    collectives.on_main(lambda: write(document, out / name, command))
+    if collectives.is_main():
+        print(json.dumps(document, indent=1, allow_nan=False) if options.json else table(document))
+        print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
+        run = run_folder(path)
+        if options.out is None and (run / "config.yaml").is_file():
+            from reporting.report import write_report
+            from reporting.tensorboard import show_images
+
+            show_images(run, checkpoint["step"], [out / name for name in document["images"]])
+            print(f"report: {write_report(run)}", file=sys.stderr)
+    return 0
+
+
+def write(document: dict[str, Any], path: Path, command: str | None) -> None:
+    """The document, and beside it the command that made it, which the report repeats; a document depends on the model
+    alone.
+    """
+    write_atomic(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    if command is not None:
+        write_atomic(path.with_name("command.txt"), f"{command}\n".encode())
+
+
+def compare_runs(options: Namespace) -> int:
+    """Compare evaluated runs, print the comparison, and write it where `--out` says."""
+    from metrics.comparison.compare import compare, comparison_table
+
+    default = parser().get_default
+    other = [name for name, value in vars(options).items() if value != default(name) and name not in COMPARE]
+    if other:
+        raise UserError(f"--compare takes runs that were evaluated before; leave --{other[0].replace('_', '-')} out")
+    if options.out:
+        check_writable(Path(options.out))
+    document = compare(options.compare)
     text = json.dumps(document, indent=1, allow_nan=False)
-    write_atomic(out / name, f"{text}\n".encode())
-    if not options.audit:  # what the report repeats; not in the document, which depends on the model alone
-        write_atomic(out / "command.txt", f"{shlex.join(['python', 'evaluate.py', *argv])}\n".encode())
-    print(text if options.json else table(document))
-    print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
-    if options.out is None and (run / "config.yaml").is_file():
-        show_images(run, checkpoint["step"], [out / name for name in document["images"]])
-        print(f"report: {write_report(run)}", file=sys.stderr)
+    if options.out:
+        write_atomic(Path(options.out) / "comparison.json", f"{text}\n".encode())
+    print(text if options.json else comparison_table(document))
     return 0
 
 
@@ -79,4 +134,4 @@ def not_negative(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_cli(main))
+    exit_cli(main)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.checkpoint import load, resolve_for_people
-from utils.cli import Parser, add_model_options, did_you_mean, positive
+from utils.cli import Parser, add_model_options, add_speed_options, did_you_mean, positive
 from utils.door import printable
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
@@ -26,6 +26,7 @@ def parser() -> Parser:
     add_model_options(options)
     add("--top", type=positive, metavar="K", help=f"the K most likely classes (default: all; in the table {SHOWN})")
     add("--resize", choices=("crop", "pad"), help="how images are resized (default: as in training)")
+    add_speed_options(options, "auto")
     add("--json", action="store_true", help="print a JSON array instead of a table")
     add("--gradcam", type=Path, metavar="DIR", help="write each image with the evidence for its class")
     add("--gradcam-class", metavar="NAME", help="the class to explain (default: the predicted one)")
@@ -38,15 +39,18 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
     from inference.predictions import predict  # with torch, now that the options are known to be right
+    from models.fast import hasten
     from models.restore import classifier_from
     from reporting.report import refresh
     from utils.distributed.collectives import choose_device
 
     checkpoint = load(path)
-    classifier = classifier_from(checkpoint, choose_device(options.device))
+    device = choose_device(options.device)
+    classifier = classifier_from(checkpoint, device)
+    fast = hasten(classifier, device, precision=options.precision, fold=options.fold)
     maps = gradcam_options(options, checkpoint["classes"], classifier)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
-    how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps}
+    how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}
     results = predict(classifier, checkpoint, options.images, **how)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
     if options.gradcam is not None:

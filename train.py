@@ -1,19 +1,16 @@
 """Train a GAN or a classifier: `python train.py --config configs/quickstart_gan.yaml`. The same command resumes."""
 
-import os
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from utils.cli import Parser, did_you_mean, positive
 from utils.config import UnknownKey, read_yaml
-from utils.distributed.launch import LAUNCHED, launch, leaving_on_signals, parse_gpus, under_launcher
+from utils.distributed.launch import add_options, leaving_on_signals, start_processes, under_launcher, wanted_device
 from utils.errors import UserError, exit_cli
 from utils.recipes import listing, recipes
 
-MOST_PROCESSES = 1024
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 
 
@@ -23,9 +20,7 @@ def parser() -> Parser:
     add = parse.add_argument
     add("--config", metavar="FILE", help="YAML recipe (configs/*.yaml), or a run's own config.yaml")
     add("--run-dir", metavar="DIR", help="run folder; default runs/<name of the config>")
-    add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
-    procs = "processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only"
-    add("--procs", type=int, metavar="N", help=procs)
+    add_options(add)
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     steps = "stop after saving at step N; schedules keep the config's length"
     add("--max-steps", type=int, metavar="N", help=steps)
@@ -57,34 +52,6 @@ def check_names(overrides: Sequence[str], *, config: str | None) -> None:
             raise UserError(f"unknown option {name}{near}")
 
 
-def check_launcher(gpus: str | None, procs: int | None) -> None:
-    """Raise UserError where torchrun has started the processes already, and other ones are asked for."""
-    if not under_launcher() or LAUNCHED in os.environ:  # our launcher hands the options on
-        return
-    world = os.environ["WORLD_SIZE"]
-    if gpus is not None:
-        raise UserError(
-            f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with --nproc-per-node N "
-            f"and CUDA_VISIBLE_DEVICES={gpus}"
-        )
-    if procs is not None and str(procs) != world:
-        raise UserError(
-            f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, its "
-            "--nproc-per-node says how many"
-        )
-
-
-def check_gpus(text: str, count: int) -> None:
-    """Raise UserError unless the `count` GPUs that `--gpus text` names can be used."""
-    import torch
-
-    usable = torch.cuda.device_count()  # of those, as CUDA_VISIBLE_DEVICES names them
-    if not usable:
-        raise UserError(f"--gpus {text}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N")
-    if usable < count:
-        raise UserError(f"--gpus {text}: only {usable} of these {count} can be used; nvidia-smi lists what is there")
-
-
 def main(argv: list[str]) -> int:
     options, overrides = parser().parse_known(argv)
     if options.list or options.keys is not None:
@@ -105,23 +72,14 @@ def main(argv: list[str]) -> int:
         raise UserError("--lr-find makes its own steps and undoes them; leave --dry-run, --max-steps and --profile out")
     if options.init_from is not None:
         overrides += ["--init_from", options.init_from]  # a key of the config: it is saved with the run
-    gpus = parse_gpus(options.gpus) if options.gpus else []
-    if (options.procs is not None and options.procs < 1) or (options.max_steps is not None and options.max_steps < 1):
-        raise UserError("--procs and --max-steps must be 1 or more")
-    if options.procs is not None and options.procs > MOST_PROCESSES:
-        raise UserError(f"--procs {options.procs}: at most {MOST_PROCESSES} on a machine; give as many as it has cores")
-    check_launcher(options.gpus, options.procs)
-    if gpus and not under_launcher():
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # before CUDA starts, here and in the processes below
-    processes = options.procs or len(gpus) or 1
-    if gpus and len(gpus) % processes:
-        raise UserError(f"--gpus {options.gpus}: {len(gpus)} cannot be shared by --procs {processes}; give a multiple")
-    if processes > 1 and not under_launcher():
-        return launch([str(Path(__file__).resolve()), *argv], processes)
-
+    if options.max_steps is not None and options.max_steps < 1:
+        raise UserError("--max-steps must be 1 or more")
+    code = start_processes(__file__, argv, options.gpus, options.procs)
+    if code is not None:
+        return code
     # a process of a launcher ends as it is told to, and the launcher says so
     with nullcontext() if under_launcher() else leaving_on_signals():
-        return train_here(options, overrides, gpus, sweep)
+        return train_here(options, overrides, sweep)
 
 
 def tell(options: Namespace) -> int:
@@ -135,20 +93,16 @@ def tell(options: Namespace) -> int:
     return 0
 
 
-def train_here(options: Namespace, overrides: list[str], gpus: list[str], sweep: dict[str, Any]) -> int:
+def train_here(options: Namespace, overrides: list[str], sweep: dict[str, Any]) -> int:
     """Train in this process."""
     from training.engine.run import train  # imports torch, which must not happen before --gpus is applied
 
-    processes = options.procs or len(gpus) or 1
-    wanted = "cuda" if gpus else "cpu" if processes > 1 else None  # asked for, so not to be replaced in silence
-    if gpus and options.device is None:
-        check_gpus(options.gpus, len(gpus))
     try:
         return train(
             options.config,
             overrides,
             run_dir=options.run_dir,
-            device=options.device or wanted,
+            device=wanted_device(options.device, options.gpus, options.procs),
             max_steps=options.max_steps,
             profile_steps=options.profile,
             sweep=sweep if options.lr_find else None,

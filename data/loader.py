@@ -249,18 +249,10 @@ class _Worker:
             self._thread.join()
 
 
-def evaluation_batches(
-    reader: Dataset, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None = None
-) -> Iterator[Batch]:
-    """Every sample exactly once over the ranks, in order, on the CPU; the last batch may be smaller.
-
-    Rank r of N takes the contiguous share [count*r//N, count*(r+1)//N) of the first `limit` (default: all) samples, in
-    batches of at most `batch_size` per rank; a rank may get none.
-    """
-    count = len(reader) if limit is None else min(limit, len(reader))
-    end = count * (rank + 1) // world_size
-    for start in range(count * rank // world_size, end, batch_size):
-        yield read_batch(reader, np.arange(start, min(end, start + batch_size)))
+def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
+    """Every sample once, in order, on the CPU; the last batch may be smaller."""
+    for start in range(0, len(reader), batch_size):
+        yield read_batch(reader, np.arange(start, min(len(reader), start + batch_size)))
 
 
 def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:

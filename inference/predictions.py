@@ -65,10 +65,11 @@ def predict(
     top: int,
     batch_size: int,
     maps: Maps | None = None,
+    fast: Classifier | None = None,
 ) -> list[dict[str, Any]]:
     """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
 
-    With `maps` also `gradcam`, the image that was written.
+    With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.hasten`).
     """
     results: list[dict[str, Any]] = [{"file": file} for file in files]
     classes: list[str] = checkpoint["classes"]
@@ -82,7 +83,7 @@ def predict(
         if not read:
             continue
         images = torch.stack(list(read.values()))
-        probabilities = judge_images(classifier, images)
+        probabilities = judge_images(fast or classifier, images)
         for place, row in zip(read, probabilities, strict=True):
             order = row.sort(descending=True, stable=True).indices.tolist()
             results[place]["label"] = classes[order[0]]

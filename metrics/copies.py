@@ -40,15 +40,25 @@ class TrainingSets:
 
     reader: Dataset
     side: Selection  # of all that are searched
-    real: RealFeatures
     place: Extractor | None  # the space in which copies are searched
+    sets: dict[str, FeatureSet]  # by the extractor's name
 
     def of(self, space: Extractor) -> FeatureSet:
-        """The features under one extractor; the moments are of the first n."""
-        n, side = self.side.n, self.side
-        if space is not self.place:
-            side = replace(side, indices=side.indices[:n], labels=side.labels[:n], key=f"{side.key}, the first {n}")
-        return self.real.get(self.reader, side, [space])[0]
+        """The features under one extractor; the first n are those of the floor."""
+        return self.sets[space.name]
+
+
+def training_sets(
+    reader: Dataset, side: Selection, real: RealFeatures, *, floors: Sequence[Extractor], place: Extractor | None
+) -> TrainingSets:
+    """The features that `floors` and the search in `place` (None: no search) need. All ranks must call this."""
+    n, sets = side.n, {}
+    for space in dict.fromkeys([*floors, *([] if place is None else [place])]):
+        drawn = side
+        if space is not place:
+            drawn = replace(side, indices=side.indices[:n], labels=side.labels[:n], key=f"{side.key}, the first {n}")
+        (sets[space.name],) = real.get(reader, drawn, [space])
+    return TrainingSets(reader, side, place, sets)
 
 
 def search_copies(

@@ -24,12 +24,13 @@ from metrics.judge import identities
 from metrics.memorisation import Nearest, nearest
 from metrics.precision import evaluating, exact_float32
 from metrics.protocol import GAN_IMAGES, SEARCHED
+from metrics.shards import chunk_size, shared_pass
 from models.gan import ImageDiscriminator, ImageGenerator
 from models.restore import discriminator_from, generator_from
 from models.sampling import generate
 from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
-from utils.distributed.collectives import choose_device
+from utils.distributed import collectives
 from utils.errors import UserError
 from utils.image_tables import save_captioned
 from utils.passport import recorded
@@ -59,33 +60,40 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             raise UserError(f"--{name.replace('_', '-')} is not for --audit; leave it out")
     if checkpoint["task"] != "gan":
         raise UserError("--audit is for a GAN, this checkpoint is a classifier's; leave it out")
-    generator = generator_from(checkpoint, choose_device(options.device))
-    if generator.classes:
-        require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
+    with collectives.raising_together():
+        generator = generator_from(checkpoint, collectives.choose_device(options.device))
+        if generator.classes:
+            require_same_classes("the generator", checkpoint["classes"], "the images", reader.classes)
+        train = _training_images(checkpoint, reader)
     searched, seed, n = options.searched or SEARCHED, options.seed, options.n or GAN_IMAGES
-    with _training_images(checkpoint, reader) as train:
-        sides = choose_sides(train, reader, conditional=bool(generator.classes), searched=searched, seed=seed)
+    how: dict[str, Any] = {"side": generator.resolution, "batch_size": options.batch_size}
+    with train:
+        with collectives.raising_together():
+            sides = choose_sides(train, reader, conditional=bool(generator.classes), searched=searched, seed=seed)
         files = [(train, sides.members), (reader, sides.held_out)]
-        place = _place(options, generator)
+        place = collectives.main_first(lambda: _place(options, generator))
         features = RealFeatures(batch_size=options.batch_size, show=True)
         real = torch.cat([features.get(file, selection, [place])[0].features for file, selection in files])
         labels = sides.members.labels[np.arange(n) % len(sides.members.labels)]
-        selection = Selection(np.arange(n), labels, n, f"samples {seed} {n}")
-        batches = Samples(generator, selection, seed=seed, batch_size=options.batch_size)
+        drawn = Samples(generator, Selection(np.arange(n), labels, n, f"samples {seed} {n}"), seed=seed)
         with evaluating(generator):
-            samples = feature_sets(batches, [place], n=n, total=n, what="samples", show=True)[0].features
-        found = nearest(real, samples)
-        logits = _logits(checkpoint, generator, files, options)
-        scores = {"generator": -found.distances} | ({} if logits is None else {"discriminator": logits})
-        members = len(sides.members.indices)
-        document = audit_scores(scores, members=members, seed=seed)
-        document["planted"] = _planted(real, found.distances, members, n, seed)
-        images, captions = neighbour_images(generator, train, _closest(found, labels, sides), seed=seed)
-    save_captioned(images, captions, out / "audit_nearest.png")
-    save_audit(scores, members, out / "audit.png")
-    told = {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped, **document}
-    shown = {"verdict": verdict(document), "not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
-    return told | shown
+            (samples,) = feature_sets(drawn.draw, [place], n=n, total=n, what="samples", show=True, **how)
+        logits = _logits(checkpoint, generator, files, seed, how)
+
+        def finish() -> dict[str, Any]:
+            members = len(sides.members.indices)
+            found = nearest(real, samples.features)
+            scores = {"generator": -found.distances} | ({} if logits is None else {"discriminator": logits})
+            document = audit_scores(scores, members=members, seed=seed)
+            document["planted"] = _planted(real, found.distances, members, n, seed)
+            images, captions = neighbour_images(generator, train, _closest(found, labels, sides), seed=seed)
+            save_captioned(images, captions, out / "audit_nearest.png")
+            save_audit(scores, members, out / "audit.png")
+            told = {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped, **document}
+            shown = {"verdict": verdict(document), "not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
+            return told | shown
+
+        return collectives.on_main(finish)
 
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
@@ -159,25 +167,37 @@ def _place(options: Namespace, generator: ImageGenerator) -> Extractor:
         options.extractor = ["resnet50" if find_weights(options.weights) is not None else "pixels"]
     device = next(generator.parameters()).device
     found = search_place(build_extractors(options, generator.channels, device, None), generator.channels)
-    print(f"extractor: {found.name}", file=sys.stderr)
+    if collectives.is_main():
+        print(f"extractor: {found.name}", file=sys.stderr)
     return found
 
 
 def _logits(
-    checkpoint: Checkpoint, generator: ImageGenerator, files: Sequence[tuple[Dataset, Selection]], options: Namespace
+    checkpoint: Checkpoint,
+    generator: ImageGenerator,
+    files: Sequence[tuple[Dataset, Selection]],
+    seed: int,
+    how: dict[str, Any],  # of the passes
 ) -> Tensor | None:
-    """The discriminator's logits of the files' images, one after the other; None where there is no whole one."""
+    """The discriminator's logits of the files' images, one after the other, on rank 0; None where there is no whole
+    discriminator. All ranks must call this.
+    """
     side, alpha = checkpoint.get("stage", [generator.resolution, 1.0])
     if "discriminator" not in checkpoint["state"] or (side, alpha) != (generator.resolution, 1.0):
         return None
     discriminator = discriminator_from(checkpoint, next(generator.parameters()).device)
-    partners = Partners(generator, discriminator.config.group - 1, seed=options.seed)
-    size, parts = max(1, options.batch_size // discriminator.config.group), []
+    group = discriminator.config.group
+    partners = Partners(generator, group - 1, seed=seed)
+    parts = [torch.empty(0, dtype=torch.float64)]
     for file, selection in files:
-        for start in range(0, len(selection.indices), size):
-            rows = slice(start, start + size)
-            images = torch.from_numpy(file.read(selection.indices[rows])[0])
-            parts.append(partners.logits(discriminator, images, torch.from_numpy(selection.labels[rows])))
+
+        def work(rows: range, file: Dataset = file, selection: Selection = selection) -> Tensor:
+            images = torch.from_numpy(file.read(selection.indices[rows.start : rows.stop])[0])
+            labels = torch.from_numpy(selection.labels[rows.start : rows.stop])
+            pieces = zip(*(part.split(max(1, chunk_size(side) // group)) for part in (images, labels)), strict=True)
+            return torch.cat([partners.logits(discriminator, *piece) for piece in pieces])
+
+        parts += shared_pass(len(selection.indices), work, **how)
     return torch.cat(parts)
 
 

@@ -1,20 +1,22 @@
 """Evaluation of a classifier on labelled images: counts of right and wrong answers, and the figures made of them.
 
-Everything that is accumulated is an integer, so any split over batches, ranks and orders gives the same sums.
+Everything that is accumulated is an integer, so any split over batches and any order gives the same sums.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from data.dataset import Dataset
-from data.loader import evaluation_batches
+from data.loader import read_batch
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, evaluating, exact_float32
+from metrics.shards import shared_pass
 from models.classifier import Classifier
+from utils.distributed import collectives
 from utils.errors import UserError
 from utils.progress import Bar
 
@@ -24,28 +26,33 @@ CONFIDENCE_UNIT = 2**-32  # confidences are summed as whole multiples of this; 2
 
 
 class ClassificationCounts:
-    """Confusion matrix, top-k hits and calibration bins over any number of batches; `reduce` adds up the ranks."""
+    """Confusion matrix, top-k hits and calibration bins over any number of batches."""
 
     def __init__(self, classes: int, *, bins: int = BINS) -> None:
         self.classes = classes
-        # all counts in one vector, which the ranks add up; the others are views of it
-        self._packed = torch.zeros(classes**2 + 1 + 3 * bins, dtype=torch.int64)
-        confusion, self.top_k_hits, *per_bin = self._packed.split([classes**2, 1, bins, bins, bins])
-        self.confusion = confusion.view(classes, classes)  # [true, predicted]
-        self.bin_counts, self.bin_hits, self.bin_confidence = per_bin  # the last in units of CONFIDENCE_UNIT
+        self.confusion = torch.zeros(classes, classes, dtype=torch.int64)  # [true, predicted]
+        self.top_k_hits = torch.zeros(1, dtype=torch.int64)
+        # the last in units of CONFIDENCE_UNIT
+        self.bin_counts, self.bin_hits, self.bin_confidence = torch.zeros(3, bins, dtype=torch.int64)
 
-    def update(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Add a batch: logits [n, K] and labels int64 [n]; returns the probabilities [n, K], float64 on the CPU.
-
-        Raises UserError where a logit is not finite or a label lies beyond the classes, ValueError for other shapes.
+    def check(self, logits: Tensor, labels: Tensor) -> None:
+        """Raise UserError where a logit is not finite or a label lies beyond the classes, ValueError for shapes other
+        than [n, K] and [n].
         """
-        logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
         if logits.shape != (len(labels), self.classes):
             raise ValueError(f"expected logits [{len(labels)}, {self.classes}], got {list(logits.shape)}")
         if not torch.isfinite(logits).all():
             raise UserError("the classifier's outputs are not finite; take an earlier checkpoint")
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise UserError(f"a label of the data lies beyond the classifier's {self.classes} classes; give its data")
+
+    def update(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Add a batch: logits [n, K] and labels int64 [n]; returns the probabilities [n, K], float64 on the CPU.
+
+        Raises as `check` does.
+        """
+        logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
+        self.check(logits, labels)
         probabilities = logits.softmax(1)
         predicted = logits.argmax(1)
         pairs = labels * self.classes + predicted
@@ -55,17 +62,18 @@ class ClassificationCounts:
         return probabilities
 
     def _update_bins(self, confidence: Tensor, hits: Tensor) -> None:
-        """Bin m holds the confidences in ((m - 1)/M, m/M], M bins."""
         bins = len(self.bin_counts)
-        index = (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
+        index = bin_of(confidence, bins)
         units = (confidence / CONFIDENCE_UNIT).round().long()
         self.bin_counts += torch.bincount(index, minlength=bins)
         self.bin_hits.index_add_(0, index, hits.long())
         self.bin_confidence.index_add_(0, index, units)
 
-    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Replace the counts by their sums over all processes; `sum_over_ranks` takes and returns an int64 vector."""
-        self._packed.copy_(sum_over_ranks(self._packed.clone()))
+    def reliability(self) -> list[dict[str, float | int | None]]:
+        """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in an empty one."""
+        confidence = (self.bin_confidence.double() * CONFIDENCE_UNIT).tolist()
+        rows = zip(self.bin_counts.tolist(), confidence, self.bin_hits.tolist(), strict=True)
+        return [{"n": n, "confidence": _share(total, n), "accuracy": _share(hits, n)} for n, total, hits in rows]
 
     def per_class(self, names: Sequence[str]) -> dict[str, dict[str, float | int | None]]:
         """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never named, never there)."""
@@ -96,9 +104,15 @@ class ClassificationCounts:
             "accuracy": int(self.confusion.trace()) / count,
             f"top{TOP}_accuracy": int(self.top_k_hits) / count if self.classes > TOP else None,
             "ece": float((confidence - self.bin_hits).abs().sum()) / count,
+            "reliability": self.reliability(),
             "per_class": self.per_class(names),
             "confusion": self.confusion.tolist(),
         }
+
+
+def bin_of(confidence: Tensor, bins: int) -> Tensor:
+    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M bins."""
+    return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
 def _rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:
@@ -112,24 +126,16 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-Observer = Callable[[Tensor, Tensor, Tensor], None]
-"""Called with each batch: images uint8 [b, C, H, W], labels int64 [b], probabilities float64 [b, K], on the CPU."""
-
-
 def evaluate_classifier(
     classifier: Classifier,  # a models Classifier
     reader: Dataset,
     *,
     batch_size: int = 256,
     limit: int | None = None,  # only the first so many images
-    rank: int = 0,
-    world_size: int = 1,
-    reduce: Callable[[Tensor], Tensor] | None = None,  # sums an int64 vector over the ranks
-    raising_together: Callable[[], AbstractContextManager[None]] = nullcontext,  # raises one rank's UserError on all
     show: bool = False,  # a progress bar
-    observe: Observer | None = None,
+    kept: list[Tensor] | None = None,  # takes all logits on rank 0, float32 [b, K] on the CPU, in the images' order
 ) -> dict[str, Any]:
-    """Figures over every image of the file exactly once, whatever the number of ranks; the same on each rank.
+    """Figures over every image of the file exactly once; the ranks share the images and get the same figures.
 
     Pass the unwrapped module: wrappers that talk to other ranks in `forward` hang on uneven shares. Returns
     `ClassificationCounts.figures`. Raises UserError for images without labels or of other classes than the
@@ -141,16 +147,22 @@ def evaluate_classifier(
     if given != own:
         raise UserError(f"the images have {given} classes, the classifier {own}; give its own data")
     counts = ClassificationCounts(own)
-    device = device_of(classifier)
-    total = min(len(reader), len(reader) if limit is None else limit) // world_size
-    bar = Bar(total=total, desc="images", unit="image", disable=not show)
-    with bar, evaluating(classifier), exact_float32(device), raising_together():
-        for batch in evaluation_batches(reader, batch_size, rank=rank, world_size=world_size, limit=limit):
-            logits = classifier(classifier_input(classifier, batch.images))
-            probabilities = counts.update(logits, batch.labels)
-            if observe is not None:
-                observe(batch.images, batch.labels, probabilities)
-            bar.update(len(batch.labels))
-    if reduce is not None:
-        counts.reduce(lambda packed: reduce(packed.to(device)))  # a backend such as NCCL wants it on its device
-    return counts.figures(reader.classes)
+    total = min(len(reader), len(reader) if limit is None else limit)
+
+    def work(rows: range) -> tuple[Tensor, Tensor]:
+        batch = read_batch(reader, np.arange(rows.start, rows.stop))
+        logits = classifier(classifier_input(classifier, batch.images)).cpu()
+        counts.check(logits, batch.labels)
+        return logits, batch.labels
+
+    with (
+        Bar(total=total, desc="images", unit="image", disable=not (show and collectives.is_main())) as bar,
+        evaluating(classifier),
+        exact_float32(device_of(classifier)),
+    ):
+        for logits, labels in shared_pass(total, work, side=reader.resolution, batch_size=batch_size):
+            counts.update(logits, labels)
+            if kept is not None:
+                kept.append(logits.float())
+            bar.update(len(labels))
+    return collectives.on_main(lambda: counts.figures(reader.classes))

@@ -1,6 +1,6 @@
 """Evaluation of a generator by the protocol in docs/evaluation.md."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset
-from metrics.copies import TrainingSets, search_copies, search_place, training_selection
+from metrics.copies import TrainingSets, search_copies, search_place, training_selection, training_sets
 from metrics.diversity import Diversity, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, RealFeatures, Selection, feature_sets, select
@@ -20,10 +20,12 @@ from metrics.protocol import PER_CLASS, SEARCHED
 from models.classifier import Classifier
 from models.gan import ImageGenerator
 from models.sampling import generate
+from utils.distributed import collectives
 from utils.errors import UserError
 
 Observer = Callable[[Tensor, Tensor, Tensor | None], None]
-"""Called with each batch: samples uint8 [b, C, H, W], labels int64 [b], the judge's probabilities [b, K] or None."""
+"""Called with each chunk of samples on rank 0, in their order: samples uint8 [b, C, H, W], labels int64 [b], the
+judge's probabilities [b, K] or None."""
 
 
 def evaluate_generator(
@@ -53,6 +55,7 @@ def evaluate_generator(
         `diversity_ratio`), `recognised`, `recognised_by_class`, `diversity_ratio`, `diversity_by_class`,
         `diversity_extractor`, `diversity_images`, `memorisation` (see `metrics.copies.search_copies`), `notes`.
 
+    All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.
     Raises UserError where images or classes of a file or the judge do not fit the generator; for less than two images.
     """
     if not extractors:
@@ -60,68 +63,93 @@ def evaluate_generator(
     notes: dict[str, str] = {}
     train_reader = _second_real_set(reader, train_reader, notes)
     real = real or RealFeatures(batch_size=batch_size, show=show)
-    side = _test_side(generator, reader, train_reader if floor else None, n=n, seed=seed, per_class=per_class)
+    with collectives.raising_together():
+        side = _test_side(generator, reader, train_reader if floor else None, n=n, seed=seed, per_class=per_class)
+        drawn = None if train_reader is None else _training_side(generator, train_reader, side.n, searched, seed)
     place = search_place(extractors, generator.channels) if train_reader is not None and searched else None
     spaces = [*extractors] if place is None or place in extractors else [*extractors, place]
-    real_sets = real.get(reader, side, spaces)
-    train = _training_sets(generator, train_reader, real, place, n=side.n, searched=searched, seed=seed)
-    samples = Samples(generator, side, seed=seed, batch_size=batch_size, judge=classifier, observe=observe)
+    tests = real.get(reader, side, spaces)
+    train = None
+    if train_reader is not None and drawn is not None:
+        train = training_sets(train_reader, drawn, real, floors=extractors if floor else [], place=place)
+    samples = Samples(generator, side, seed=seed, judge=classifier, observe=observe)
     with evaluating(generator):
-        fakes = feature_sets(samples, spaces, n=side.n, total=len(side.indices), what="samples", show=show)
-    floors = [train.of(extractor) if train is not None and floor else None for extractor in extractors]
-    measured = list(zip(extractors, fakes, real_sets, floors, strict=False))  # without the added space
-    rows = [_distances(*each, seed) for each in measured]
-    varied = [_diversity(generator, side, fake, test, per_class) for _, fake, test, _ in measured]
-    ratios = dict(zip(reader.classes, varied[0].by_class, strict=True)) if generator.classes else None
-    return {
-        "n": side.n,
-        "seed": seed,
-        "distances": [row | {"diversity_ratio": each.smallest} for row, each in zip(rows, varied, strict=True)],
-        **_recognised(generator, samples, reader.classes, notes),
-        "diversity_ratio": varied[0].smallest,
-        "diversity_by_class": ratios,
-        "diversity_images": varied[0].images,
-        "diversity_extractor": extractors[0].name,
-        "memorisation": _memorisation(train, spaces, fakes, real_sets, reader, side, notes),
-        "notes": notes,
-    }
+        size: Any = {"n": side.n, "total": len(side.indices), "side": generator.resolution, "batch_size": batch_size}
+        fakes = feature_sets(samples.draw, spaces, **size, what="samples", show=show, take=samples.take)
+    gathered = Gathered(reader, side, samples, list(extractors), spaces, fakes, tests, train, floor)
+    return collectives.on_main(lambda: gathered.figures(seed, per_class, notes))
 
 
 @dataclass
 class Samples:
-    """Batches of samples, uint8 on the CPU; keeps what the judge named them while it is read."""
+    """A generator's samples as a source of images; rank 0 keeps what the judge named them."""
 
     generator: ImageGenerator
     selection: Selection
     seed: int
-    batch_size: int
     judge: Classifier | None = None
     observe: Observer | None = None
     predictions: list[Tensor] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        total = len(self.selection.indices)
-        for start in range(0, total, self.batch_size):
-            indices = range(start, min(start + self.batch_size, total))
-            labels = torch.from_numpy(self.selection.labels[indices.start : indices.stop])
-            yield self._batch(labels, indices)
-
-    def _batch(self, labels: Tensor, indices: range) -> Tensor:
-        """Draw and judge samples `indices`; sample i depends on the seed, i and its label alone."""
+    def draw(self, rows: range) -> tuple[Tensor, tuple[Tensor | None, Tensor, Tensor | None]]:
+        """Draw and judge samples `rows`; sample i depends on the seed, i and its label alone. Returns them, and what
+        `take` wants.
+        """
+        labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
         with exact_float32(next(self.generator.parameters()).device):
             images = generate(
                 self.generator,
                 labels=labels if self.generator.classes else None,
-                indices=indices,
+                indices=rows,
                 seed=self.seed,
-                batch_size=self.batch_size,
+                batch_size=len(rows),
             )
         probabilities = None if self.judge is None else judge_images(self.judge, images)
+        return images, (None if self.observe is None else images, labels, probabilities)
+
+    def take(self, drawn: tuple[Tensor | None, Tensor, Tensor | None]) -> None:
+        """Keep the predictions and show the samples to the observer."""
+        images, labels, probabilities = drawn
         if probabilities is not None:
             self.predictions.append(probabilities.argmax(1))
-        if self.observe is not None:
+        if self.observe is not None and images is not None:
             self.observe(images, labels, probabilities)
-        return images
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What the passes over all images came to, on rank 0: the figures are made of this alone, whatever the ranks."""
+
+    reader: Dataset  # of the test images
+    side: Selection  # of test images; sample i was asked for the label of the i-th of them
+    samples: Samples  # the generator, and what the judge named its samples
+    extractors: list[Extractor]  # whose distances are figures
+    spaces: list[Extractor]  # these, and perhaps one more to search copies in
+    fakes: list[FeatureSet]  # of the samples, in each space
+    tests: list[FeatureSet]  # of the test images, in each space
+    train: TrainingSets | None  # of training images
+    floor: bool  # whether floors are wanted of them
+
+    def figures(self, seed: int, per_class: int, notes: dict[str, str]) -> dict[str, Any]:
+        """What `evaluate_generator` returns."""
+        generator, train = self.samples.generator, self.train
+        floors = [train.of(extractor) if train is not None and self.floor else None for extractor in self.extractors]
+        measured = list(zip(self.extractors, self.fakes, self.tests, floors, strict=False))  # without the added space
+        rows = [_distances(*each, seed) for each in measured]
+        varied = [_diversity(generator, self.side, fake, test, per_class) for _, fake, test, _ in measured]
+        ratios = dict(zip(self.reader.classes, varied[0].by_class, strict=True)) if generator.classes else None
+        return {
+            "n": self.side.n,
+            "seed": seed,
+            "distances": [row | {"diversity_ratio": each.smallest} for row, each in zip(rows, varied, strict=True)],
+            **_recognised(generator, self.samples, self.reader.classes, notes),
+            "diversity_ratio": varied[0].smallest,
+            "diversity_by_class": ratios,
+            "diversity_images": varied[0].images,
+            "diversity_extractor": self.extractors[0].name,
+            "memorisation": _memorisation(self, notes),
+            "notes": notes,
+        }
 
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
@@ -150,21 +178,9 @@ def _test_side(
     return select(_fitting_labels(generator, reader, "test"), n=n, seed=seed, role="test", per_class=per_class)
 
 
-def _training_sets(
-    generator: ImageGenerator,
-    train: Dataset | None,
-    real: RealFeatures,
-    place: Extractor | None,
-    *,
-    n: int,
-    searched: int,
-    seed: int,
-) -> TrainingSets | None:
-    """What the floors and the search for copies need of the training images, if there are any."""
-    if train is None:
-        return None
-    labels = _fitting_labels(generator, train, "train")
-    return TrainingSets(train, training_selection(labels, n=n, searched=searched, seed=seed), real, place)
+def _training_side(generator: ImageGenerator, train: Dataset, n: int, searched: int, seed: int) -> Selection:
+    """The draw of training images, which must fit the generator."""
+    return training_selection(_fitting_labels(generator, train, "train"), n=n, searched=searched, seed=seed)
 
 
 def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np.ndarray:
@@ -187,21 +203,14 @@ def _fitting_labels(generator: ImageGenerator, reader: Dataset, role: str) -> np
     return reader.labels() if generator.classes else np.zeros(len(reader), dtype=np.int64)
 
 
-def _memorisation(
-    train: TrainingSets | None,
-    spaces: list[Extractor],
-    fakes: list[FeatureSet],
-    tests: list[FeatureSet],
-    reader: Dataset,
-    side: Selection,
-    notes: dict[str, str],
-) -> dict[str, Any] | None:
+def _memorisation(found: Gathered, notes: dict[str, str]) -> dict[str, Any] | None:
     """What the search for copies says; None and a note without training images or search."""
+    train = found.train
     if train is None or train.place is None:
         notes["memorisation"] = notes.get("floor", "no search for copies was asked for")
         return None
-    index = spaces.index(train.place)
-    return search_copies(train, fakes[index], tests[index], reader, side)
+    index = found.spaces.index(train.place)
+    return search_copies(train, found.fakes[index], found.tests[index], found.reader, found.side)
 
 
 def _distances(

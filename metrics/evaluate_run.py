@@ -10,66 +10,43 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.dataset import Dataset, dataset_for_model
+from data.dataset import Dataset
+from metrics.classification.run import evaluate_classifier_run
 from metrics.copies import neighbour_images
-from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator, judge_images
-from metrics.evidence import few_images, interval_of, leaks, wilson
+from metrics.evidence import few_images, interval_of, leaks, training_images, wilson
 from metrics.extractors import ClassifierFeatures, Extractor, Options, build, find_weights
 from metrics.features import select
-from metrics.images import MistakeBoard, SampleBoard, save_confusion
+from metrics.images import SampleBoard
 from metrics.judge import load_judge
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics.shards import shared_pass
+from metrics.tables import classifier_table, heading, interval_words, note_lines
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import Checkpoint, load, resolve
 from utils.classes import require_same_classes
-from utils.distributed.collectives import choose_device
+from utils.distributed import collectives
 from utils.errors import UserError
 from utils.image_tables import save_captioned, save_rows
 from utils.text import columns, decimal
 
-GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
-
-
-def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
-    """Figures and images of a classifier."""
-    for name in GAN_ONLY:
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
-    classifier = classifier_from(checkpoint, choose_device(options.device))
-    classes = reader.classes
-    if classes:
-        require_same_classes("the classifier", checkpoint["classes"], "the images", classes)
-    board = MistakeBoard(classes)
-    figures = evaluate_classifier(
-        classifier,
-        reader,
-        batch_size=options.batch_size,
-        limit=options.n,
-        show=True,
-        observe=board.observe,
-    )
-    save_confusion(figures["confusion"], classes, out / "confusion.png")
-    interval = interval_of(figures["accuracy"], figures["n"])
-    train, _ = training_images(checkpoint)
-    with train or nullcontext():
-        notes = few_images(figures["n"], interval=interval) | leaks(reader, train)
-    figures |= {"accuracy_interval": interval, "notes": notes}
-    return {**figures, "images": ["confusion.png", *board.save(out)]}
-
 
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     """Figures and images of a generator."""
-    device = choose_device(options.device)
-    generator = generator_from(checkpoint, device)
-    names = checkpoint["classes"] if generator.classes else []
-    if names:
-        require_same_classes("the generator", names, "the images", reader.classes)
-    judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
-    extractors = build_extractors(options, reader.meta.channels, device, judge)
-    print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    train, why = training_images(checkpoint)
+    with collectives.raising_together():
+        if options.precision != "fp32" or options.fold:
+            raise UserError("--precision and --fold are for classifiers; a GAN's figures are float32's: leave them out")
+        device = collectives.choose_device(options.device)
+        generator = generator_from(checkpoint, device)
+        names = checkpoint["classes"] if generator.classes else []
+        if names:
+            require_same_classes("the generator", names, "the images", reader.classes)
+        judge = load_judge(options.classifier, checkpoint, names, device, reader) if options.classifier else None
+        train, why = training_images(checkpoint)
+    extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
+    if collectives.is_main():
+        print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
     board = SampleBoard(names)
     with train or nullcontext():
         figures = evaluate_generator(
@@ -86,28 +63,36 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             show=True,
             observe=board.observe,
         )
-        images = [*board.save(out), "real.png"]
-        if train is not None and figures["memorisation"] is not None:
-            pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
-            save_captioned(*pairs, out / "neighbours.png")
-            images.append("neighbours.png")
-        figures["notes"] |= leaks(reader, train)
-    if why:
-        figures["notes"] |= {"floor": why, "memorisation": why}
-    interval = interval_of(figures["recognised"], figures["n"])
-    figures["notes"] |= few_images(figures["n"], interval=interval, distances=True)
-    seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
-    figures |= {"recognised_interval": interval, "judge": seen}
-    teachers = checkpoint.get("teachers", [])
+        interval = interval_of(figures["recognised"], figures["n"])
+        seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
+
+        def finish() -> dict[str, Any]:
+            images = [*board.save(out), "real.png"]
+            if train is not None and figures["memorisation"] is not None:
+                pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
+                save_captioned(*pairs, out / "neighbours.png")
+                images.append("neighbours.png")
+            save_real(reader, names, board.columns, out / "real.png")
+            notes = figures["notes"] | leaks(reader, train)
+            notes |= {"floor": why, "memorisation": why} if why else {}
+            notes |= few_images(figures["n"], interval=interval, distances=True)
+            notes |= flattered(extractors, checkpoint.get("teachers", []))
+            return {**figures, "recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
+
+        return collectives.on_main(finish)
+
+
+def flattered(extractors: Sequence[Extractor], teachers: Sequence[str]) -> dict[str, str]:
+    """A note for each classifier in whose features samples look better than they are."""
+    notes = {}
     for extractor in extractors:
         if extractor.source in teachers:
             note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
-            figures["notes"][extractor.name] = note
+            notes[extractor.name] = note
         elif isinstance(extractor, ClassifierFeatures) and extractor.lineage["synthetic"]:
             note = "this classifier was trained on samples, which seem more real in its features than they are"
-            figures["notes"][extractor.name] = note
-    save_real(reader, names, board.columns, out / "real.png")
-    return {**figures, "images": images}
+            notes[extractor.name] = note
+    return notes
 
 
 def build_extractors(
@@ -141,23 +126,14 @@ def named_extractors(options: Namespace) -> list[str]:
 def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
     """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth."""
     chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
-    hits, size = 0, options.batch_size
-    for start in range(0, n, size):
-        images, labels = reader.read(chosen.indices[start : start + size])
-        predicted = judge_images(judge, torch.from_numpy(images)).argmax(1)
-        hits += int((predicted == torch.as_tensor(labels)).sum())
+
+    def hits_of(rows: range) -> int:
+        images, labels = reader.read(chosen.indices[rows.start : rows.stop])
+        return int((judge_images(judge, torch.from_numpy(images)).argmax(1) == torch.as_tensor(labels)).sum())
+
+    found = list(shared_pass(n, hits_of, side=reader.resolution, batch_size=options.batch_size))
+    hits = collectives.on_main(lambda: sum(found))
     return {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
-
-
-def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
-    """The images the generator was trained on, the second real set of the floor; or None and the reason."""
-    path = checkpoint["config"].get("data", {}).get("path")
-    if not path:
-        return None, "the run's config names no data.path to be the second real set"
-    try:
-        return dataset_for_model(path, checkpoint), ""
-    except UserError as error:
-        return None, f"the training images cannot be the second real set: {error}"
 
 
 def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
@@ -172,25 +148,6 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
 
 
 # --- for people
-
-
-def _heading(document: dict[str, Any]) -> str:
-    what = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
-    return f"{what}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
-
-
-def classifier_table(document: dict[str, Any]) -> str:
-    """A classifier's figures, then those of each class."""
-    names = {"accuracy": "accuracy", "top5_accuracy": "top-5 accuracy", "ece": "calibration error (ECE)"}
-    figures = [(name, decimal(document[key])) for key, name in names.items() if document[key] is not None]
-    figures[0] = ("accuracy", decimal(document["accuracy"]) + interval_words(document["accuracy_interval"]))
-    measures = ("precision", "recall", "f1")
-    classes = [
-        [name, *(decimal(row[key]) for key in measures), str(row["support"])]
-        for name, row in document["per_class"].items()
-    ]
-    per_class = columns([["class", "precision", "recall", "F1", "images"], *classes])
-    return "\n".join([_heading(document), columns(figures, "<"), "", per_class, *_notes(document)])
 
 
 def gan_table(document: dict[str, Any]) -> str:
@@ -212,22 +169,13 @@ def gan_table(document: dict[str, Any]) -> str:
     if document.get("memorisation") is not None:
         figures.append(["memorisation", memorisation_line(document["memorisation"])])
     head = ["extractor", "frechet", "floor", "kernel", "floor", "diversity", "n"]
-    parts = [_heading(document), columns([head, *distances]), "", columns(figures, "<")]
+    parts = [heading(document), columns([head, *distances]), "", columns(figures, "<")]
     if document["diversity_by_class"] is not None:
         recognised = document["recognised_by_class"] or {}
         ratios = document["diversity_by_class"].items()
         rows = [[name, decimal(recognised.get(name)), decimal(ratio)] for name, ratio in ratios]
         parts += ["", columns([["class", "recognised", "diversity"], *rows])]
-    return "\n".join([*parts, *_notes(document)])
-
-
-def _notes(document: dict[str, Any]) -> list[str]:
-    return [f"{key}: {note}" for key, note in document["notes"].items()]
-
-
-def interval_words(interval: list[float] | None) -> str:
-    """`  (95 %: 0.8541 to 0.8799)`, nothing where there is no interval."""
-    return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
+    return "\n".join([*parts, *note_lines(document)])
 
 
 def memorisation_line(copies: dict[str, Any]) -> str:

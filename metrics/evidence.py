@@ -1,10 +1,12 @@
 """How far an evaluation's figures can be trusted: intervals, small samples, images that were trained on."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from data.dataset import Dataset
+from data.dataset import Dataset, dataset_for_model
+from utils.checkpoint import Checkpoint
 from utils.errors import UserError
 
 NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
@@ -28,6 +30,35 @@ def interval_of(share: float | None, count: int) -> list[float] | None:
     return None if share is None else wilson(round(share * count), count)
 
 
+def balanced_interval(confusion: Sequence[Sequence[int]]) -> list[float] | None:
+    """The 95 % interval of the mean recall of the classes that have images; counts [true][predicted].
+
+    The distances from each recall to its Wilson limits are added up as independent ones are: by their squares (the
+    "method of variance estimates recovery", Zou and Donner 2008).
+    """
+    rows = [(row[label], sum(row)) for label, row in enumerate(confusion) if sum(row)]
+    limits = [(hits / count, wilson(hits, count) or [0.0, 1.0]) for hits, count in rows]
+    if not limits:
+        return None
+    mean = sum(share for share, _ in limits) / len(limits)
+    below = math.hypot(*(share - low for share, (low, _) in limits)) / len(limits)
+    above = math.hypot(*(high - share for share, (_, high) in limits)) / len(limits)
+    return [max(0.0, mean - below), min(1.0, mean + above)]
+
+
+def influence_interval(
+    value: float, influence: np.ndarray, *, low: float = 0.0, high: float = 1.0
+) -> list[float] | None:
+    """The 95 % interval of a figure of n images from each one's influence on it, [n], within `low` and `high`.
+
+    The influence is the figure's derivative by the image's weight, times n. The standard error is the root of the mean
+    square over n, of the infinitesimal jackknife (Efron 1982); it is what the bootstrap's tends to. None where no image
+    has any: such images leave no spread to estimate it from.
+    """
+    half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
+    return [max(low, value - half), min(high, value + half)] if half else None
+
+
 def few_images(n: int, *, interval: list[float] | None = None, distances: bool = False) -> dict[str, str]:
     """A note under the key `n` where so few images leave much to chance, else none."""
     words = []
@@ -39,6 +70,17 @@ def few_images(n: int, *, interval: list[float] | None = None, distances: bool =
             "same n, and only large differences"
         )
     return {"n": f"few images ({n}): {'; '.join(words)}"} if words else {}
+
+
+def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
+    """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the reason."""
+    path = checkpoint["config"].get("data", {}).get("path")
+    if not path:
+        return None, "the run's config names no data.path to be the second real set"
+    try:
+        return dataset_for_model(path, checkpoint), ""
+    except UserError as error:
+        return None, f"the training images cannot be the second real set: {error}"
 
 
 def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:

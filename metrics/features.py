@@ -1,7 +1,9 @@
 """From images to feature sets: which images are taken, and one pass over them for all extractors."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +12,15 @@ from torch import Tensor
 from data.dataset import Dataset
 from metrics.extractors import Extractor, extract
 from metrics.frechet import Moments
+from metrics.shards import shared_pass
+from utils.distributed.collectives import is_main
 from utils.progress import Bar
 from utils.seeding import numpy_generator
+
+Source = Callable[[range], tuple[Tensor, Any]]
+"""Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
+
+MOMENT_ROWS = 1024  # features added up at a time, whatever pass they come from
 
 
 @dataclass(frozen=True)
@@ -26,16 +35,23 @@ class Selection:
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of one set of images under one extractor."""
+    """Features of one set of images under one extractor; on ranks other than 0 without rows."""
 
     features: Tensor  # float32 [m, F] on the CPU
-    moments: Moments  # of the first n
     n: int
 
     @property
     def counted(self) -> Tensor:
         """The features that distances are computed from, [n, F]."""
         return self.features[: self.n]
+
+    @cached_property
+    def moments(self) -> Moments:
+        """Of the first n."""
+        moments = Moments(self.features.shape[1])
+        for rows in self.counted.split(MOMENT_ROWS):
+            moments.update(rows)
+        return moments
 
 
 def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0) -> Selection:
@@ -52,27 +68,35 @@ def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int =
 
 
 def feature_sets(
-    batches: Iterable[Tensor],  # uint8 [b, C, H, W] each
+    source: Source,
     extractors: Sequence[Extractor],
     *,
     n: int,
-    total: int,
+    total: int,  # images; at least n
+    side: int,  # of the images, in px
     what: str,
+    batch_size: int = 64,
     show: bool = False,  # a progress bar
+    take: Callable[[Any], None] = lambda _: None,
 ) -> list[FeatureSet]:
-    """One pass over the images for all extractors; returns a feature set for each of them."""
+    """One pass over the images for all extractors, shared by the ranks: a feature set for each of them, on rank 0.
+
+    `take` is called on rank 0 with what `source` gave besides the images, in their order. All ranks must call this.
+    """
     rows: list[list[Tensor]] = [[] for _ in extractors]
-    moments = [Moments(extractor.dim) for extractor in extractors]
-    done = 0
-    with Bar(total=total, desc=what, unit="image", disable=not show) as bar:
-        for images in batches:
-            for position, extractor in enumerate(extractors):
-                features = extract(extractor, images)
-                moments[position].update(features[: max(0, n - done)])
-                rows[position].append(features)
-            done += len(images)
-            bar.update(len(images))
-    return [FeatureSet(torch.cat(part), moment, n) for part, moment in zip(rows, moments, strict=True)]
+
+    def work(chunk: range) -> tuple[list[Tensor], Any]:
+        images, besides = source(chunk)
+        return [extract(extractor, images) for extractor in extractors], besides
+
+    with Bar(total=total, desc=what, unit="image", disable=not (show and is_main())) as bar:
+        for features, besides in shared_pass(total, work, side=side, batch_size=batch_size):
+            for kept, new in zip(rows, features, strict=True):
+                kept.append(new)
+            take(besides)
+            bar.update(len(features[0]))
+    none = [torch.empty(0, extractor.dim) for extractor in extractors]
+    return [FeatureSet(torch.cat([empty, *part]), n) for empty, part in zip(none, rows, strict=True)]
 
 
 @dataclass
@@ -87,17 +111,20 @@ class RealFeatures:
     _sets: dict[tuple[str, ...], FeatureSet] = field(default_factory=dict)
 
     def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
-        """The feature set of `selection` under each extractor; reads images only for those not kept yet."""
+        """The feature set of `selection` under each extractor; reads images only for those not kept yet. All ranks must
+        call this; rank 0 has the features.
+        """
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:
-            order, size = selection.indices, self.batch_size
             found = feature_sets(
-                (torch.from_numpy(reader.read(order[i : i + size])[0]) for i in range(0, len(order), size)),
+                lambda rows: (torch.from_numpy(reader.read(selection.indices[rows.start : rows.stop])[0]), None),
                 list(missing.values()),
                 n=selection.n,
                 total=len(selection.indices),
+                side=reader.resolution,
                 what=f"real {selection.key.split()[0]} images",
+                batch_size=self.batch_size,
                 show=self.show,
             )
             self._sets.update(zip(missing, found, strict=True))

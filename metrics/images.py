@@ -4,15 +4,18 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from data.dataset import Dataset
+from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from utils.files import write_atomic
 from utils.fonts import drawable, families
-from utils.image_tables import save_captioned, save_rows
+from utils.image_tables import PADDING, save_captioned, save_rows, save_table
 
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 
@@ -74,31 +77,82 @@ class SampleBoard:
         return names
 
 
-class MistakeBoard:
-    """Picks the most confident mistakes of a classifier; `observe` is an `Observer` of `evaluate_classifier`."""
+def save_mistakes(
+    reader: Dataset,
+    labels: np.ndarray,  # int64 [n], of the first n records
+    named: np.ndarray,  # int64 [n], the predicted classes
+    confidence: np.ndarray,  # [n], their probabilities
+    path: Path,
+    *,
+    size: int = 24,
+) -> bool:
+    """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
+    wrong = surest(named != labels, confidence)[:size]
+    if not len(wrong):
+        return False
+    classes = reader.classes
+    captions = [f"{i}: {classes[labels[i]]}\nnamed {classes[named[i]]} {confidence[i]:.2f}" for i in wrong.tolist()]
+    save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)
+    return True
 
-    def __init__(self, classes: Sequence[str], *, size: int = 24) -> None:
-        self.classes = list(classes)
-        self.mistakes = Best(size)
-        self._seen = 0
 
-    def observe(self, images: Tensor, labels: Tensor, probabilities: Tensor) -> None:
-        """Keep the wrongly named images of highest confidence, with their place in the file."""
-        confidence, named = probabilities.max(1)
-        wrong = (named != labels).nonzero()[:, 0].tolist()
-        texts = [
-            f"{self._seen + i}: {self.classes[int(labels[i])]}\nnamed {self.classes[int(named[i])]} {confidence[i]:.2f}"
-            for i in wrong
-        ]
-        self.mistakes.add(images[wrong], confidence[wrong], texts)
-        self._seen += len(labels)
+def save_confused(
+    reader: Dataset,
+    labels: np.ndarray,  # int64 [n], of the first n records
+    named: np.ndarray,  # int64 [n]
+    confidence: np.ndarray,  # [n]
+    pairs: Sequence[Mapping[str, Any]],  # `true`, `predicted`, `n`; at least one
+    path: Path,
+    *,
+    columns: int = 8,
+) -> None:
+    """Draw a row for each pair of classes that are confused, with its most confident images first."""
+    classes = reader.classes
+    rows = []
+    for pair in pairs:
+        true, predicted = classes.index(pair["true"]), classes.index(pair["predicted"])
+        chosen = surest((labels == true) & (named == predicted), confidence)[:columns]
+        rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
+    save_table(rows, path, row_heads=[f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs])
 
-    def save(self, folder: Path) -> list[str]:
-        """Write mistakes.png unless there was none; returns the names written."""
-        if not self.mistakes.images:
-            return []
-        save_captioned(self.mistakes.images, self.mistakes.captions, folder / "mistakes.png")
-        return ["mistakes.png"]
+
+def surest(wanted: np.ndarray, confidence: np.ndarray) -> np.ndarray:
+    """Indices where `wanted` is true, by falling confidence; of equal ones the earlier first."""
+    indices = np.flatnonzero(wanted)
+    return indices[np.argsort(-confidence[indices], kind="stable")]
+
+
+def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
+    """Draw a row for each corruption: the image uint8 [C, H, W] as it is, and at each strength."""
+    rows = [
+        [image, *(corruption(image, strength, seed=seed, index=0) for strength in range(1, STRENGTHS + 1))]
+        for corruption in CORRUPTIONS.values()
+    ]
+    heads = ["as it is", *(f"strength {strength}" for strength in range(1, STRENGTHS + 1))]
+    tensors = [[torch.from_numpy(np.ascontiguousarray(each)) for each in row] for row in rows]
+    save_table(tensors, path, row_heads=list(CORRUPTIONS), column_heads=heads, margin=3 * PADDING)
+
+
+def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path: str | Path) -> None:
+    """Draw accuracy by confidence, a bar for each bin that has images, above how many images it has.
+
+    The diagonal is a calibrated classifier; the gap from a bar to it is filled.
+    """
+    shown = [(place, row) for place, row in enumerate(reliability) if row["n"]]
+    places = (np.array([place for place, _ in shown]) + 0.5) / len(reliability)
+    accuracy, confidence, counts = (np.array([row[key] for _, row in shown]) for key in ("accuracy", "confidence", "n"))
+    figure = Figure(figsize=(4.5, 5.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    width = 1 / len(reliability)
+    above.bar(places, accuracy, width, color="#3b6ea5", edgecolor="white", label="accuracy")
+    gap = confidence - accuracy
+    above.bar(places, gap, width, accuracy, color="#d9822b", alpha=0.5, edgecolor="white", label="gap to confidence")
+    above.plot([0, 1], [0, 1], color="black", linewidth=1, linestyle="--")
+    above.set(xlim=(0, 1), ylim=(0, 1), ylabel="accuracy", title=f"calibration error {ece:.4f}")
+    above.legend(loc="upper left", frameon=False)
+    below.bar(places, counts, width, color="#888888", edgecolor="white")
+    below.set(xlabel="confidence", ylabel="images")
+    _save(figure, path)
 
 
 def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], path: str | Path) -> None:
@@ -119,6 +173,10 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
         for row, column in zip(*np.nonzero(counts), strict=True):
             colour = "white" if shares[row, column] > 0.5 else "black"
             axes.text(column, row, f"{counts[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str | Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     write_atomic(path, buffer.getvalue())

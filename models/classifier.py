@@ -161,7 +161,7 @@ def scaled(images: Tensor, side: int) -> Tensor:
     return found.to(images.dtype)
 
 
-torch.fx.wrap("scaled")  # folding (inference/fold.py) traces the network; what depends on the size is not looked into
+torch.fx.wrap("scaled")  # folding (models/fast.py) traces the network; what depends on the size is not looked into
 
 
 def fit_images(images: Tensor, side: int, channels: int) -> Tensor:

@@ -37,7 +37,10 @@ def time_taken(seconds: float) -> str:
 
 RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is, how it is written
     "accuracy": ("of the test images predicted correctly", percent),
+    "balanced_accuracy": ("balanced accuracy, the mean of the classes", percent),
     "top5_accuracy": ("top-5 accuracy", percent),
+    "auroc": ("AUROC, the mean of the classes", plain),
+    "average_precision": ("average precision, the mean of the classes", plain),
     "ece": ("expected calibration error", percent),
     "recognised": ("samples recognised as asked", percent),
     "diversity_ratio": ("diversity of the least diverse class, 1: as real images", plain),
@@ -79,7 +82,8 @@ def _evidence(found: Mapping[str, Any], key: str) -> str:
     """A share's 95 % interval, and how good the classifier is that judged it."""
     words, interval, judge = [], found.get(f"{key}_interval"), found.get("judge")
     if isinstance(interval, list) and len(interval) == 2:
-        words.append(f"95 % interval {percent(interval[0]).removesuffix(' %')} to {percent(interval[1])}")
+        low, high = (RESULTS[key][1](end) for end in interval)
+        words.append(f"95 % interval {low.removesuffix(' %')} to {high}")
     if key == "recognised" and isinstance(judge, dict):
         words.append(f"the judge predicts {percent(judge.get('accuracy'))} of the real images correctly")
     return f" ({'; '.join(words)})" if words else ""
@@ -107,7 +111,8 @@ def evaluation_facts(run: Run) -> tuple[str, str]:
 
 def tables(run: Run) -> list[Table]:
     """The evaluation's tables: of distances and of classes, as far as they have rows."""
-    return [table for table in (_distance_table(run), _class_table(run)) if table[1]]
+    found = (_distance_table(run), _class_table(run), _robustness_table(run), _outlier_table(run))
+    return [table for table in found if table[1]]
 
 
 def _distances(run: Run) -> list[dict[str, Any]]:
@@ -139,6 +144,37 @@ def _class_table(run: Run) -> Table:
             columns[title] = {label: show(value) for label, value in by_class.items()}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     return ["class", *columns], [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
+
+
+def _robustness_table(run: Run) -> Table:
+    """Accuracy under each corruption, weakest first."""
+    found = run.evaluation.get("robustness")
+    corruptions = found.get("corruptions") if isinstance(found, dict) else None
+    rows = []
+    for name, row in corruptions.items() if isinstance(corruptions, dict) else ():
+        strengths = row.get("strengths") if isinstance(row, dict) else None
+        there = strengths if isinstance(strengths, list) else []
+        shares = [each.get("accuracy") for each in there if isinstance(each, dict)]
+        rows.append([name, percent(run.evaluation.get("accuracy")), *map(percent, shares)])
+    most = max(map(len, rows), default=2)
+    rows = [row + ["-"] * (most - len(row)) for row in rows]
+    return ["accuracy under", "none", *(f"strength {place}" for place in range(1, most - 1))], rows
+
+
+def _outlier_table(run: Run) -> Table:
+    """How well images of another file are told from the test images."""
+    given = run.evaluation.get("ood")
+    found = given if isinstance(given, dict) else {}
+    names = {"max_probability": "largest probability", "energy": "energy"}
+    rows = []
+    for key, name in names.items():
+        row = found.get(key)
+        if isinstance(row, dict):
+            ends = row.get("auroc_interval")
+            interval = " to ".join(map(plain, ends)) if isinstance(ends, list) else "-"
+            rows.append([name, plain(row.get("auroc")), interval, percent(row.get("fpr95"))])
+    told_by = f"outliers ({Path(str(found.get('data'))).name}) told by"
+    return [told_by, "AUROC", "95 % interval", "missed while 95 % pass"], rows
 
 
 # --- training and data

@@ -22,6 +22,9 @@ CAPTIONS = {  # name of an image in eval/: what it shows
     "recognised_worst": "Samples that the classifier is least sure of: asked for, and predicted",
     "neighbours": "Samples beside the training images nearest to them",
     "confusion": "Confusion matrix: true classes in rows, predicted ones in columns",
+    "reliability": "Accuracy by confidence: on the diagonal the classifier is as often right as it is sure",
+    "confused": "The classes that are confused most often: true class as predicted class, and how many images",
+    "robustness": "A test image under each corruption, as it is and at each strength",
     "mistakes": "The most confident mistakes: record and true class, and predicted",
 }
 BESIDE = ("samples", "real")  # come first, side by side

@@ -81,6 +81,7 @@ def current(request):
 
 
 def test_page_renders_as_it_was_meant(page):
+    """N15: a fence was never closed, and the rest of the page was code."""
     lines = page.read_text().splitlines()
     for block in tokens(page):
         if block.type == "fence":
@@ -126,11 +127,47 @@ def test_tests_named_exist(current):
 
 
 def test_every_pitfall_names_a_test():
+    """N14: every lesson of the notes is there, with its test."""
     text = (ROOT / "docs" / "pitfalls.md").read_text()
     lessons = text.split("\n### ")[1:]
     assert len(lessons) > 40
     assert [lesson.partition("\n")[0] for lesson in lessons if "- Test: `tests/" not in lesson] == []
     assert [lesson.partition("\n")[0] for lesson in lessons if "- Here: " not in lesson] == []
+
+
+MISSED = {  # rows of what readers looked for in vain, the page where it is now, and words that it must have
+    "N2": ("README.md", ["DistributedDataParallel (DDP)", "docs/distributed.md"]),
+    "N4": ("README.md", ["What has run where", "gloo", "NCCL"]),
+    "N6": ("README.md", ["opencv-python-headless", "libGL"]),
+    "N7": (
+        "docs/not-here.md",
+        [
+            "apex",
+            "O3",
+            "DataParallel",
+            "TensorRT",
+            "DALI",
+            "RepVGG",
+            "ACNet",
+            "Pruning",
+            "Distillation",
+            "NNI",
+            "inplace-ABN",
+            "HDF5",
+            "TFRecord",
+        ],
+    ),
+    "N16": ("README.md", ["PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_CERT"]),
+    "U10": ("README.md", ["--config configs/finetune_resnet50.yaml"]),
+    "U23": ("README.md", ["docs/images/hero.png", "## Compared with others", "## Results of a run", "CONTRIBUTING.md"]),
+}
+
+
+@pytest.mark.parametrize("row", MISSED)
+def test_what_readers_missed_is_told(row):
+    name, words = MISSED[row]
+    text = " ".join((ROOT / name).read_text().split())
+    assert [word for word in words if word not in text] == []
 
 
 BAD = (  # phrases that are no idiomatic English, and what was meant
@@ -140,6 +177,7 @@ BAD = (  # phrases that are no idiomatic English, and what was meant
 
 
 def test_no_unidiomatic_phrase_is_left(page):
+    """U24, A4: of the phrases that were found."""
     text = " ".join(page.read_text().split())
     assert [phrase for phrase in BAD if phrase in text] == []
 

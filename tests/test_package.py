@@ -1,4 +1,4 @@
-"""`pip install .`: the package and the command `duet`, from a folder whose own modules are called as ours."""
+"""`pip install .`: the package and the command `duet`, from a folder whose own modules are called as ours (U5)."""
 
 import json
 import os

@@ -270,6 +270,7 @@ TRAINING = {
 
 @pytest.mark.parametrize("part", TRAINING)
 def test_imports_within_training_point_one_way(part):
+    """A3: the engine knows no model, optimizer and EMA import none."""
     assert {path.name for path in (ROOT / "training").iterdir() if (path / "__init__.py").exists()} == set(TRAINING)
     wrong = {
         str(path.relative_to(ROOT)): forbidden

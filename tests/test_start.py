@@ -43,6 +43,7 @@ def started(script: str, *options: str, code: str = WATCHED) -> tuple[str, str]:
 
 @pytest.mark.parametrize("script", SCRIPTS + MODULES)
 def test_help_and_wrong_options_wait_for_no_import(script: str) -> None:
+    """U22: 7 to 19 s on a busy machine."""
     assert started(script, "--help") == ("", "0")
     said, last = started(script, "--no-such-option")
     assert said.startswith("error: ")

@@ -73,10 +73,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """`--checkpoint`, `--which`, `--device` and `--batch-size`."""
+def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
+    """`--precision`, with this default, and `--fold`."""
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder or checkpoint file")
+    choices = ("auto", "fp32", "bf16", "fp16")
+    told = f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})"
+    add("--precision", choices=choices, default=precision, help=told)
+    add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """`--checkpoint` (`required` or not), `--which`, `--device` and `--batch-size`."""
+    add = parser.add_argument
+    add("--checkpoint", required=required, metavar="RUN_OR_FILE", help="run folder or checkpoint file")
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     add("--batch-size", type=positive, default=64, metavar="N", help="changes speed and memory only (default: 64)")

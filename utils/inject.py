@@ -20,8 +20,10 @@ SIGNALS = {
     "int": signal.SIGINT,
     "usr1": signal.SIGUSR1,
 }
-# what the process does to itself at the step's beginning; what its code then sees; where in a save it is killed
-KINDS = (*SIGNALS, "raise", "sleep", "nan", "spike", "oom", "unequal", "kill-before-write", "kill-before-rename")
+# what the process does to itself at the step's beginning; what its code then sees; where in a save, or before which
+# chunk of an evaluation's pass over images, it is killed
+WHERE = ("kill-before-write", "kill-before-rename", "kill-in-pass")
+KINDS = (*SIGNALS, "raise", "sleep", "nan", "spike", "oom", "unequal", *WHERE)
 
 
 class Fault(NamedTuple):

@@ -11,7 +11,9 @@ import torch
 
 MEASURES = ("rss_mib", "files", "threads")
 WARM_UP, WARM_SECONDS = 1 / 3, 60.0  # share of a lifetime, at least so long, that is not judged: pools and caches fill
-FEWEST = 20  # samples that a trend is read from
+COOL_SECONDS = 20.0  # at a lifetime's end, not judged either: the report is drawn
+SHORTEST = 120.0  # seconds that a trend is read from
+FEWEST = 20  # samples, likewise
 NEGLIGIBLE = 0.01  # of the level: what a trend may add up to over the lifetime and still count as flat
 
 
@@ -47,7 +49,7 @@ def trend(times: Sequence[float], values: Sequence[float]) -> Trend:
 
 
 def trends(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], dict[str, Trend]]:
-    """(run, start, role) -> measure -> its trend after the warm-up; lifetimes with too few samples are left out."""
+    """(run, start, role) -> measure -> its trend between warm-up and end; lifetimes that are too short are left out."""
     lives: dict[tuple[str, int, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         if "role" in row:
@@ -56,8 +58,8 @@ def trends(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], dict
     for life, samples in lives.items():
         first, last = samples[0]["time"], samples[-1]["time"]
         begin = first + max(WARM_SECONDS, WARM_UP * (last - first))
-        kept = [row for row in samples if row["time"] >= begin]
-        if len(kept) >= FEWEST:
+        kept = [row for row in samples if begin <= row["time"] <= last - COOL_SECONDS]
+        if len(kept) >= FEWEST and kept[-1]["time"] - kept[0]["time"] >= SHORTEST:
             times = [row["time"] for row in kept]
             found[life] = {name: trend(times, [row[name] for row in kept]) for name in MEASURES}
     return found

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.optimization import fuse
-from torch.fx.proxy import TraceError
 
 from data.dataset import Dataset
 from data.loader import read_batch
 from metrics.extractors import classifier_input
 from models.classifier import Classifier
+from models.fast import fold_batchnorm
 from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
 from models.sampling import draw
@@ -37,18 +36,6 @@ class Drawing(nn.Module):
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
         return self.generator(z, labels, noise="const")
-
-
-def fold_batchnorm(model: nn.Module) -> nn.Module:
-    """A copy of `model` in evaluation mode whose convolutions do their BatchNorm's work; same outputs within rounding.
-
-    A BatchNorm that follows no convolution stays, and so do all of a network that torch.fx cannot trace.
-    """
-    copied = copy.deepcopy(model).eval().requires_grad_(False)
-    try:
-        return fuse(copied).eval()
-    except TraceError:
-        return copied
 
 
 class InBfloat16(nn.Module):

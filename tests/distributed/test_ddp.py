@@ -93,7 +93,7 @@ def two_losses(way: str) -> list[Tensor]:
 def test_two_synchronised_backwards_leave_different_gradients_without_an_error(
     found: dict[int, dict[str, Any]], way: str
 ) -> None:
-    """If this fails, torch has mended issue 47260: docs/distributed.md and the README's reason can go."""
+    """N2: if this fails, torch has mended issue 47260: docs/distributed.md and the README's reason can go."""
     first, second = found[2]["two losses"][way]
     assert (first - second).abs().max() > 1e-2
     first, second = found[2]["two losses"]["their sum"]

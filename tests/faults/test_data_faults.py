@@ -160,7 +160,8 @@ def test_fault_15_flipped_byte_in_one_ranks_held_out_images(
     assert outcome.code == 2
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("error")]
     assert "held-out.lmdb: record 70 is damaged" in line
-    assert line.startswith("error on rank 1: ") == (task == "classifier")  # a GAN's rank 0 evaluates alone
+    if task == "classifier":  # the GAN's test images are drawn in another order
+        assert line.startswith("error on rank 1: ")
     assert status(tmp_path / "run") == ("failed", 2)
     assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
 

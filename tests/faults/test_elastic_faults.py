@@ -99,7 +99,7 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
     return 0
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [(23, 4), (2, 5)])  # of 2 images the third rank gets none
+@pytest.mark.parametrize(("count", "batch_size"), [(150, 4), (2, 5)])  # three chunks; one, of which the others get none
 def test_fault_30_every_image_is_counted_once_by_all_ranks(count: int, batch_size: int, tmp_path: Path) -> None:
     draws = np.random.default_rng(2)
     labels = np.resize([0, 1, 1, 2, 3], count)

@@ -49,7 +49,7 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
 
 
 def test_the_old_launcher_starts_too(tmp_path: Path, packed: Path) -> None:
-    """It gives every process its `--local-rank N`."""
+    """N3: it gives every process its `--local-rank N`."""
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     code, out = ended(torchrun(config, tmp_path / "run", "--dry-run", module="torch.distributed.launch"))
     assert code == 0, out

@@ -119,7 +119,7 @@ def run(prepare: Callable[[], Sequence[str]], folder: Path) -> tuple[list[str], 
     seconds = time.monotonic() - started
     told, errors = (path.read_text(errors="replace") for path in (out, err))
     if not plan.is_file():
-        raise RuntimeError(errors[-2000:])
+        raise RuntimeError(errors[-2000:] or f"the case could not be prepared in {WALL} s: {code}")
     planned = json.loads(plan.read_text())
     left = sorted(_files(folder) - set(planned["files"]))
     argv, added = planned["argv"], max(0, peak - resident)

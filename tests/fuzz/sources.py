@@ -1,11 +1,15 @@
 """Kinds of input that can be packed, and single images. See tests/fuzz/kinds.py."""
 
+import io
 import json
 import random
+import tarfile
 import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
+
+import lmdb
 
 from tests.fuzz.corpus import CLASSES, FORMATS, SIDE, copy, gzipped
 from tests.fuzz.mutate import TEXTS, mutated_bytes, mutated_json, mutated_text
@@ -70,6 +74,91 @@ def parquet(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
         path = folder / "data.parquet"
         path.write_bytes(mutated_bytes(draw, path.read_bytes()))
     return packing("data.parquet")
+
+
+def tar(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
+    """A tar of samples: damaged bytes, or members of other names, kinds, lengths and labels."""
+    members: list[tuple[str, bytes]] = []
+    for number, path in enumerate(sorted((corpus / "images").rglob("*.*"))):
+        label = draw.choice((str(number % 3), str(number % 3), CLASSES[number % 3], draw.choice(TEXTS), str(10**30)))
+        document = {"label": draw.choice((number % 3, CLASSES[number % 3])), "text": "x"}
+        told = {"cls": label.encode(errors="surrogatepass"), "json": json.dumps(document).encode(), "txt": b"a"}
+        suffix = draw.choice(("cls", "cls", "json", "txt"))
+        if suffix == "json" and draw.random() < 0.3:
+            told["json"] = mutated_json(draw, document)
+        members += [(f"{number:04d}{path.suffix}", path.read_bytes()), (f"{number:04d}.{suffix}", told[suffix])]
+    for _ in range(draw.choice((0, 1, 3))):
+        at = draw.randrange(len(members))
+        name, content = members[at]
+        odd = (
+            f"../{name}",
+            f"/{name}",
+            f"./{name}",
+            f"{name}/",
+            f"{draw.choice(TEXTS[4:])}/{name}",
+            name[:4],
+            "x" * 300,
+        )
+        members[at] = (draw.choice(odd), mutated_bytes(draw, content))
+    how = draw.choice((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT))
+    with tarfile.open(folder / "x.tar", "w", format=how, errors="replace") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name.replace("\0", "")[: 90 if how == tarfile.USTAR_FORMAT else None])
+            info.size = len(content)
+            if draw.random() < 0.02:
+                info.type, info.linkname = draw.choice((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE)), "0000.bmp"
+            archive.addfile(info, io.BytesIO(content))
+    if draw.random() < 0.6:
+        path = folder / "x.tar"
+        path.write_bytes(mutated_bytes(draw, path.read_bytes()))
+    return packing("x.tar", *draw.choice(((), ("--on-error", "skip"), ("--label-column", "label"))))
+
+
+def arrow(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
+    """A folder of `save_to_disk`: damaged bytes, or another state."""
+    import pyarrow
+
+    files = sorted((corpus / "images").rglob("*.*"))
+    images = [{"bytes": path.read_bytes(), "path": path.name} for path in files]
+    labels = [n % 3 if draw.random() < 0.95 else draw.choice((None, -1, 10**9)) for n in range(len(files))]
+    table = pyarrow.table({"image": images, "label": labels})
+    features = {"info": {"features": {"label": {"names": list(CLASSES), "_type": "ClassLabel"}}}}
+    if draw.random() < 0.8:
+        table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
+    path = folder / "set" / "data-00000-of-00001.arrow"
+    path.parent.mkdir()
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=draw.choice((1, 4, 100)))
+    state = {"_data_files": [{"filename": path.name}], "_split": "train"}
+    odd = draw.random() < 0.2
+    (folder / "set" / "state.json").write_bytes(mutated_json(draw, state) if odd else json.dumps(state).encode())
+    if not odd:
+        path.write_bytes(mutated_bytes(draw, path.read_bytes(), most=2))
+    return packing("set", *(["--on-error", "skip"] if draw.random() < 0.3 else []))
+
+
+def rosinality(draw: random.Random, corpus: Path, folder: Path) -> list[str]:
+    """An LMDB file of another program: damaged pages of its tree, or bytes anywhere."""
+    path = folder / "faces.lmdb"
+    files = sorted((corpus / "images").rglob("*.*"))
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as environment,
+        environment.begin(write=True) as records,
+    ):
+        for number in range(100):
+            records.put(f"{SIDE}-{number:05d}".encode(), files[number % len(files)].read_bytes())
+        records.put(b"length", b"100")
+    content = path.read_bytes()
+    tree = [at for at in range(0, len(content), 4096) if content[at + 10] in (1, 2, 8)]
+    for _ in range(draw.randint(1, 3)):
+        at = draw.choice(tree)
+        content = (
+            content[:at]
+            + mutated_bytes(draw, content[at : at + 4096], most=2)[:4096].ljust(4096, b"\0")
+            + (content[at + 4096 :])
+        )
+    path.write_bytes(mutated_bytes(draw, content) if draw.random() < 0.2 else content)
+    return packing("faces.lmdb", "--on-error", "skip")
 
 
 def manifest(draw: random.Random, corpus: Path, folder: Path) -> list[str]:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from inference.export.subject import InBfloat16, fold_batchnorm
+from inference.export.subject import InBfloat16
 from models.classifier import Classifier, ModelConfig
+from models.fast import fold_batchnorm, hasten
 from utils.seeding import forked
 
 SIZES = [
@@ -105,3 +106,23 @@ def test_bfloat16_takes_and_gives_float32_and_stays_near():
     assert found.dtype == torch.float32
     error = float((found - expected).detach().norm() / expected.detach().norm())
     assert 0 < error < 0.03
+
+
+def test_n8_a_hastened_classifier_gives_the_folded_networks_logits_and_leaves_the_one_given_as_it_is():
+    model, cpu = classifier(), torch.device("cpu")
+    with forked(0, "test"):
+        x = torch.randn(4, 1, 16, 16)
+    expected = model(x)
+    for precision in ("auto", "fp32"):
+        assert hasten(model, cpu, precision=precision, fold=False)(x).equal(expected)
+        assert hasten(model, cpu, precision=precision, fold=True)(x).equal(fold_batchnorm(model)(x))
+    for fold in (False, True):
+        reduced = hasten(model, cpu, precision="bf16", fold=fold)
+        with torch.autocast("cpu", enabled=False):  # as an evaluation in full float32 has it
+            found = reduced(x)
+        assert found.dtype == torch.float32
+        error = float((found - expected).detach().norm() / expected.detach().norm())
+        assert 0 < error < 0.03
+        assert reduced.features(x).equal(model.features(x))
+    assert model(x).equal(expected)
+    assert "forward" not in vars(model)

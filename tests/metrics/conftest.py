@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from data.dataset import Dataset
 from data.lmdb.record import Layout
@@ -114,20 +113,6 @@ def no_weights(monkeypatch):
     """No ResNet-50 weights are found on this machine."""
     monkeypatch.setattr("metrics.extractors.PLACES", ())
     monkeypatch.delenv("DUET_WEIGHTS", raising=False)
-
-
-class Ranks:
-    """Stands in for an all-reduce: `keep` is what each rank calls, `total` gives the sum of what was kept."""
-
-    def __init__(self):
-        self.kept: list[torch.Tensor] = []
-
-    def keep(self, vector: torch.Tensor) -> torch.Tensor:
-        self.kept.append(vector)
-        return vector
-
-    def total(self, _vector: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.kept).sum(0)
 
 
 def read_json(path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from metrics.diversity import diversity_by_class, recognised_share
-from metrics.features import FeatureSet, Moments
+from metrics.features import FeatureSet
 from metrics.memorisation import RealSet, memorisation
 from metrics.sample_figures import sample_figures
 
@@ -45,9 +45,7 @@ def ignoring_labels():
 
 
 def feature_set(features):
-    moments = Moments(DIM)
-    moments.update(features)
-    return FeatureSet(features=features, moments=moments, n=N)
+    return FeatureSet(features, N)
 
 
 def figures(samples):

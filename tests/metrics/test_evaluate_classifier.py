@@ -1,5 +1,6 @@
 import io
 
+import numpy as np
 import pytest
 import torch
 from tqdm import tqdm
@@ -7,7 +8,7 @@ from tqdm import tqdm
 from data.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
 from models.classifier import Classifier
-from tests.metrics.conftest import CLASSES, SIDE, Ranks, pack
+from tests.metrics.conftest import CLASSES, SIDE, pack
 from utils.errors import UserError
 
 
@@ -26,17 +27,12 @@ class ByBrightness(Classifier):
         return -(x.mean((1, 2, 3))[:, None] - centres).square() * 9 * self.gain
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_every_image_counts_once_at_any_number_of_ranks(test_reader, world_size):
-    model = ByBrightness()
-    whole = evaluate_classifier(model, test_reader, batch_size=16)
-    assert whole["n"] == 60
-    assert sum(map(sum, whole["confusion"])) == 60
-    ranks = Ranks()
-    share = {"batch_size": 4, "world_size": world_size}
-    for rank in range(world_size):
-        evaluate_classifier(model, test_reader, rank=rank, reduce=ranks.keep, **share)
-    assert evaluate_classifier(model, test_reader, reduce=ranks.total, **share) == whole
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 500])
+def test_every_image_counts_once_at_any_batch_size(test_reader, batch_size):
+    """And at any number of ranks: tests/distributed/test_evaluation.py."""
+    found = evaluate_classifier(ByBrightness(), test_reader, batch_size=batch_size)
+    assert found["n"] == sum(map(sum, found["confusion"])) == 60
+    assert found == evaluate_classifier(ByBrightness(), test_reader)
 
 
 def test_limit_takes_the_first_images(test_reader):
@@ -53,23 +49,23 @@ def test_mode_comes_back_and_classes_are_named(test_reader):
     assert found["top5_accuracy"] is None
 
 
-def test_observer_and_progress_see_every_image(test_reader, monkeypatch):
-    seen, bars = [], []
+def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
+    kept: list[torch.Tensor] = []
+    bars: list[tqdm] = []
 
     def bar(**named):
         bars.append(tqdm(**named | {"disable": False, "file": io.StringIO()}))
         return bars[-1]
 
     monkeypatch.setattr("metrics.evaluate_classifier.Bar", bar)
-    evaluate_classifier(
-        ByBrightness(),
-        test_reader,
-        batch_size=25,
-        observe=lambda images, labels, probabilities: seen.append((images.shape, labels.shape, probabilities.shape)),
-        show=True,
-    )
-    assert [shapes[2] for shapes in seen] == [(25, 3), (25, 3), (10, 3)]
-    assert [(each.n, each.total) for each in bars] == [(60, 60)]
+    model = ByBrightness().eval()
+    with Dataset(pack(tmp_path / "many.lmdb", count=150)) as reader:
+        evaluate_classifier(model, reader, batch_size=25, kept=kept, show=True)
+        images = torch.from_numpy(reader.read(np.arange(150))[0])
+    assert [len(logits) for logits in kept] == [64, 64, 22]  # whole chunks, whatever the batch size
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(kept), model(images.float() / 127.5 - 1))
+    assert [(each.n, each.total) for each in bars] == [(150, 150)]
 
 
 def test_data_without_its_labels_is_told(tmp_path):

@@ -1,10 +1,24 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from metrics.evaluate_run import classifier_table, gan_table
-from metrics.images import Best, MistakeBoard, SampleBoard, save_confusion
+from metrics.classification.corruptions import CORRUPTIONS
+from metrics.evaluate_run import gan_table
+from metrics.images import (
+    Best,
+    SampleBoard,
+    save_confused,
+    save_confusion,
+    save_corruptions,
+    save_mistakes,
+    save_reliability,
+)
+from metrics.tables import classifier_table
+from tests.metrics.conftest import SIDE
+from utils.image_tables import PADDING
 
 
 def shades(*values, side=8):
@@ -43,14 +57,53 @@ def test_sample_board_without_classes_or_judge(tmp_path):
     np.testing.assert_array_equal(pixels(tmp_path / "samples.png")[::64, ::64], [[1, 2], [3, 4]])
 
 
-def test_mistakes_are_the_confident_wrong_ones_with_their_place(tmp_path):
-    board = MistakeBoard(["a", "b"], size=2)
-    board.observe(shades(1, 2), torch.tensor([0, 1]), torch.tensor([[0.9, 0.1], [0.8, 0.2]]))
-    assert board.mistakes.captions == ["1: b\nnamed a 0.80"]
-    board.observe(shades(3, 4), torch.tensor([0, 0]), torch.tensor([[0.05, 0.95], [0.4, 0.6]]))
-    assert board.mistakes.captions == ["2: a\nnamed b 0.95", "1: b\nnamed a 0.80"]
-    assert board.save(tmp_path) == ["mistakes.png"]
-    assert MistakeBoard(["a", "b"]).save(tmp_path) == []
+def test_mistakes_are_the_confident_wrong_ones_with_their_record(test_reader, tmp_path, monkeypatch):
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr("metrics.images.save_captioned", lambda *given: drawn.update(images=given[0], texts=given[1]))
+    labels = test_reader.labels()[:5]  # all "dark"
+    named, confidence = np.array([0, 1, 2, 1, 2]), np.array([0.9, 0.8, 0.95, 0.8, 0.4])
+    assert save_mistakes(test_reader, labels, named, confidence, tmp_path / "x.png", size=3)
+    assert drawn["texts"] == ["2: dark\nnamed light 0.95", "1: dark\nnamed grey 0.80", "3: dark\nnamed grey 0.80"]
+    expected = test_reader.read([2, 1, 3])[0]
+    np.testing.assert_array_equal(torch.stack(drawn["images"]).numpy(), expected)
+    assert not save_mistakes(test_reader, labels, labels, confidence, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_confused_pairs_have_a_row_each_surest_first(test_reader, tmp_path):
+    labels, named = test_reader.labels(), np.zeros(60, dtype=np.int64)
+    confidence = np.linspace(0.5, 0.9, 60)
+    pairs = [{"true": "grey", "predicted": "dark", "n": 20}, {"true": "light", "predicted": "dark", "n": 20}]
+    save_confused(test_reader, labels, named, confidence, pairs, tmp_path / "x.png", columns=3)
+    found = pixels(tmp_path / "x.png")
+    cell, step = SIDE * (96 // SIDE), 96 + PADDING
+    left = found.shape[1] - 3 * step
+    for row, last in enumerate((39, 59)):
+        for column in range(3):
+            corner = found[row * step : row * step + cell, left + column * step : left + column * step + cell]
+            np.testing.assert_array_equal(
+                corner[:: 96 // SIDE, :: 96 // SIDE], test_reader.read([last - column])[0][0, 0]
+            )
+
+
+def test_corruptions_have_a_row_each_that_begins_with_the_image(tmp_path):
+    image = np.tile(np.arange(32, dtype=np.uint8) * 8, (3, 32, 1))
+    save_corruptions(image, tmp_path / "x.png", seed=0)
+    found = pixels(tmp_path / "x.png")
+    rows = len(CORRUPTIONS)
+    assert found.shape[0] >= rows * 96
+    shades = {tuple(found[-(row + 1) * (96 + PADDING) + 10, -6 * (96 + PADDING) :].tolist()) for row in range(rows)}
+    assert len(shades) == rows
+
+
+def test_reliability_shows_bars_below_the_diagonal_of_an_overconfident_classifier(tmp_path):
+    empty = {"n": 0, "confidence": None, "accuracy": None}
+    rows = [empty] * 9 + [{"n": 50, "confidence": 0.95, "accuracy": 0.3}]
+    save_reliability(rows, 0.65, tmp_path / "x.png")
+    save_reliability([*rows[:9], {"n": 50, "confidence": 0.95, "accuracy": 0.95}], 0, tmp_path / "y.png")
+    with Image.open(tmp_path / "x.png") as x, Image.open(tmp_path / "y.png") as y:
+        blue = [(np.abs(np.asarray(each.convert("RGB"), int) - (59, 110, 165)).sum(2) < 30).sum() for each in (x, y)]
+    assert 2 * blue[0] < blue[1]
 
 
 @pytest.mark.parametrize("count", [2, 40])
@@ -103,11 +156,38 @@ def test_gan_table_shows_figures_floors_and_notes():
 
 
 def test_classifier_table_shows_figures_by_class():
-    rows = {"a": {"precision": None, "recall": 0.5, "f1": 0.25, "support": 20}}
-    figures = {"accuracy": 0.5, "top5_accuracy": None, "ece": 0.125, "per_class": rows}
-    more = {"accuracy_interval": [0.25, 0.75], "notes": {"n": "few images (20)"}}
-    lines = classifier_table({**HEAD, "task": "classifier", **figures, **more}).splitlines()
-    assert "accuracy                 0.5000  (95 %: 0.2500 to 0.7500)" in lines
+    row = {"precision": None, "recall": 0.5, "f1": 0.25, "auroc": 0.75, "average_precision": 0.625, "support": 20}
+    figures = {"accuracy": 0.5, "balanced_accuracy": 0.25, "top5_accuracy": None, "auroc": 0.75, "nll": 2.5}
+    figures |= {"average_precision": 0.625, "ece": 0.125}
+    intervals = {f"{name}_interval": None for name in figures} | {"accuracy_interval": [0.25, 0.75]}
+    temperature = {"value": 1.5, "ece_before": 0.25, "ece_after": 0.0625}
+    more = {"per_class": {"a": row}, "temperature": temperature, "notes": {"n": "few images (20)"}}
+    more |= {"confused": [{"true": "a", "predicted": "b", "n": 3}]}
+    document = {**HEAD, "task": "classifier", **figures, **intervals, **more}
+    lines = classifier_table(document).splitlines()
+    assert "accuracy                     0.5000  (95 %: 0.2500 to 0.7500)" in lines
+    assert "AUROC (mean of the classes)  0.7500" in lines
+    assert "temperature                  1.500  (ECE 0.2500 -> 0.0625 on the other half)" in lines
+    assert "most confused                a as b (3)" in lines
     assert lines[-1] == "n: few images (20)"
-    assert not any("top-5" in line for line in lines)
-    assert any(line.split() == ["a", "-", "0.5000", "0.2500", "20"] for line in lines)
+    assert not any("top-5" in line or "outliers" in line or "strength" in line for line in lines)
+    assert any(line.split() == ["a", "-", "0.5000", "0.2500", "0.7500", "0.6250", "20"] for line in lines)
+    bare = classifier_table(document | {"temperature": None, "confused": []})
+    assert "temperature" not in bare
+    assert "confused" not in bare
+
+
+def test_classifier_table_shows_what_was_asked_for_besides():
+    strengths = [{"amount": 1.0, "accuracy": share, "accuracy_interval": None} for share in (0.5, 0.25)]
+    ood = {
+        "max_probability": {"auroc": 0.75, "auroc_interval": [0.7, 0.8]},
+        "energy": {"auroc": 1, "auroc_interval": None},
+    }
+    asked = {"robustness": {"corruptions": {"blur": {"unit": "px", "strengths": strengths}}}, "ood": ood}
+    names = ("balanced_accuracy", "top5_accuracy", "auroc", "average_precision", "nll", "ece")
+    none = dict.fromkeys(names) | {"accuracy": 0.75, "accuracy_interval": None, "temperature": None, "confused": []}
+    document = {**HEAD, "task": "classifier", **none, "per_class": {}, "notes": {}, **asked}
+    lines = [line.split() for line in classifier_table(document).splitlines()]
+    assert ["blur", "0.7500", "0.5000", "0.2500"] in lines
+    assert "outliers by probability  AUROC 0.7500  (95 %: 0.7000 to 0.8000)" in classifier_table(document)
+    assert "outliers by energy       AUROC 1.0000" in classifier_table(document)

@@ -12,6 +12,7 @@ import generate
 import inference.samples
 import predict
 from data.dataset import Dataset
+from metrics.comparison.predictions import load_predictions
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import fingerprint
 from models.restore import classifier_from
@@ -47,10 +48,34 @@ class TestEvaluate:
         assert np.sum(found["confusion"]) == 60
         for name in found["images"]:
             assert pixels(runs["classifier"] / "eval" / name).size
-        assert {"confusion.png", "mistakes.png"} == set(found["images"])
+        assert {"confusion.png", "reliability.png", "mistakes.png", "confused.png"} == set(found["images"])
+        for name in ("accuracy", "balanced_accuracy", "auroc", "average_precision", "ece", "nll"):
+            low, high = found[f"{name}_interval"]
+            assert low <= found[name] <= high
+        assert found["temperature"]["judged_on"] == 30
+        kept = load_predictions(runs["classifier"] / "eval", found["predictions"]["sha256"])
+        assert kept.about["data"] == found["data_hash"]
+        assert kept.hits is not None
+        assert kept.hits.mean() == found["accuracy"]
         printed = capsys.readouterr()
         assert f"{found['accuracy']:.4f}" in printed.out
         assert "wrote" in printed.err
+
+    def test_n8_a_precision_and_folding_are_told_and_the_default_is_float32(self, runs, tmp_path, capsys):
+        found = {}
+        for name, more in (("plain", []), ("fold", ["--fold"]), ("bf16", ["--fold", "--precision", "bf16"])):
+            assert call(evaluate, "--checkpoint", runs["classifier"], "--out", tmp_path / name, *more) == 0
+            found[name] = read_json(tmp_path / name / "metrics.json")
+        assert [(row["precision"], row["fold"]) for row in found.values()] == [
+            ("fp32", False),
+            ("fp32", True),
+            ("bf16", True),
+        ]
+        assert found["plain"]["confusion"] == found["fold"]["confusion"]
+        assert abs(found["bf16"]["ece"] - found["plain"]["ece"]) < 0.02
+        assert "are for classifiers" in refused(
+            capsys, evaluate, "--checkpoint", runs["gan"], "--fold", "--out", tmp_path / "gan"
+        )
 
     def test_gan_with_judge_and_json(self, runs, tmp_path, capsys):
         options = ["--checkpoint", runs["gan"], "--classifier", runs["classifier"], "--out", tmp_path, "--json"]
@@ -225,6 +250,22 @@ class TestPredict:
         images = np.stack([test_reader.image(0)[0].transpose(2, 0, 1)])
         expected = judge_images(model, torch.from_numpy(images))[0]
         assert [first["probabilities"][name] for name in CLASSES] == pytest.approx(expected.tolist(), abs=1e-6)
+
+    def test_n8_precision_and_folding_reach_the_probabilities_but_not_grad_cam(
+        self, runs, sample_images, tmp_path, capsys
+    ):
+        found, maps = {}, {}
+        for name, more in (("plain", []), ("fold", ["--fold"]), ("bf16", ["--precision", "bf16"])):
+            options = ["--json", "--gradcam", tmp_path / name, *more]
+            assert call(predict, "--checkpoint", runs["classifier"], *sample_images, *options) == 0
+            found[name] = [row["probabilities"] for row in json.loads(capsys.readouterr().out)]
+            maps[name] = pixels(tmp_path / name / "first-gradcam.png")
+        plain = [row[name] for row in found["plain"] for name in CLASSES]
+        assert [row[name] for row in found["fold"] for name in CLASSES] == pytest.approx(plain, abs=1e-5)
+        reduced = [row[name] for row in found["bf16"] for name in CLASSES]
+        assert reduced != plain
+        assert reduced == pytest.approx(plain, abs=0.02)
+        assert maps["fold"].shape == maps["plain"].shape
 
     def test_top_and_table(self, runs, sample_images, capsys):
         assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--json", "--top", 2) == 0

@@ -11,12 +11,12 @@ import torchvision
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from inference.export.subject import fold_batchnorm
 from inference.predictions import grad_cam, image_heat
 from models.backbones import base
 from models.backbones.registry import BACKBONES, backbone_of
 from models.backbones.resnet import RESNET
 from models.classifier import Classifier, ModelConfig
+from models.fast import fold_batchnorm
 from models.model_parallel import place
 from models.weights import find_weights, load_pretrained
 from tests.models.test_layers import draw

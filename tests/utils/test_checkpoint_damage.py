@@ -178,7 +178,6 @@ def test_a_config_that_is_no_mapping_is_refused(tmp_path):
         load(path)
 
 
-
 def test_a_text_file_is_refused(tmp_path):
     path = tmp_path / "x.pt"
     path.write_text("this is not a checkpoint\n" * 10)

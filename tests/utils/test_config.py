@@ -318,6 +318,7 @@ def test_differences():
 
 
 def test_a_recipe_of_another_size_is_not_near(tmp_path):
+    """U14: `gan_64.yaml` was answered by r3gan_256.yaml."""
     for name in ("r3gan_256.yaml", "gan_64.yaml", "cifar10_gan.yaml"):
         (tmp_path / name).write_text("task: gan")
     for wrong, told in (("gan_96", ""), ("gann_64", "gan_64.yaml"), ("cifar_gan", "cifar10_gan.yaml")):
@@ -326,6 +327,7 @@ def test_a_recipe_of_another_size_is_not_near(tmp_path):
 
 @pytest.mark.parametrize("name", ["epochs", "num_epochs", "learning_rate", "image_size"])
 def test_a_name_without_a_near_match_is_told_what_to_give(name):
+    """U14: `--epochs` was answered by "--procs"."""
     with pytest.raises(UnknownKey, match=rf"^command line: there is no {name}; .*--") as error:
         build(GanConfig, {"task": "gan"}, [f"--{name}", "1"])
     assert str(error.value.among(["--procs"])) == str(error.value)

@@ -30,6 +30,7 @@ def often(monkeypatch):
 
 
 def test_lines_come_while_nothing_moves_and_end_with_the_bar(capsys):
+    """U16: redirected logs said nothing for minutes."""
     with Bar(total=12, desc="packing", unit="image") as bar:
         bar.update(3)
         assert LINE.search(wait_for(capsys, "left"))

@@ -26,6 +26,7 @@ def checkout(tmp_path):
 
 
 def test_the_commit_and_whether_files_differ_from_it(checkout, monkeypatch):
+    """U18: untracked files are no local changes."""
     monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a hook of another repository
     with monkeypatch.context() as patch:
         patch.delenv("GIT_DIR")

@@ -88,7 +88,7 @@ class EvaluationConfig(Checked, section="evaluation"):
     n: Annotated[int, at_least(2)] = 1000  # GAN: generated images; fewer than for a final figure
     extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
-    batch_size: PositiveInt = 100  # images a forward pass
+    batch_size: PositiveInt = 100  # images that a process takes at a time, in whole chunks (docs/evaluation.md)
 
 
 @dataclass(kw_only=True)

@@ -375,11 +375,9 @@ class ClassifierTask(Task):
         return self.finetuning.begins[parameter] is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Of the average model, every rank taking its share of the held-out images; empty without a val_path."""
+        """Of the average model, the ranks sharing the held-out images; empty without a val_path."""
         if self.val_reader is None:
             return {}
-        ranks: Any = {"rank": collectives.rank(), "world_size": collectives.world_size()}
-        ranks |= {"reduce": collectives.all_reduce_sum_, "raising_together": collectives.raising_together}
         size = self.config.evaluation.batch_size
-        found = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, **ranks)
+        found = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size)
         return {"accuracy": found["accuracy"], "ece": found["ece"]}

@@ -11,13 +11,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data.dataset import Dataset
 from data.loader import Batch
+from models.fast import Fixed, native
 from training.base import data
 from training.base.config import RunConfig
 from training.base.task import Task
@@ -28,8 +29,6 @@ from utils.distributed import collectives
 from utils.errors import UserError
 from utils.memory import ran_out
 from utils.text import duration
-
-Fixed = Literal["fp32", "bf16", "fp16"]
 
 FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a measurement
 FIRST = 3.0  # seconds that the first step may take, with the fewest samples
@@ -112,12 +111,6 @@ class Trial:
             self.seconds(precision, step)
         found = {step: min(self.seconds(precision, step) for _ in range(2)) for step in self.shares}
         return sum(share * found[step] for step, share in self.shares.items())
-
-
-def native(device: torch.device) -> Fixed:
-    """The reduced precision in which an accelerator is fast."""
-    slow = device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return "fp16" if slow else "bf16"
 
 
 def choose(config: RunConfig, reader: Dataset, device: torch.device, *, kept: bool = False) -> Choice:

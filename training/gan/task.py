@@ -11,9 +11,10 @@ from data.augment.transforms import to_float
 from data.dataset import Dataset
 from data.loader import Batch, read_batch
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import Extractor, Options, build, fingerprint
+from metrics.extractors import Options, build, fingerprint
 from metrics.features import RealFeatures
 from metrics.precision import evaluating
+from metrics.shards import shared_pass
 from models.classifier import Classifier
 from models.gan import StageGenerator
 from models.registry import architecture_of
@@ -99,9 +100,8 @@ class GanTask(Task):
             channels=meta.channels,
             load_classifier=lambda run: classifier_from(load(resolve(run)), device),
         )
-        self._extractors: list[Extractor] = []
         # now, not at the first evaluation: it may be refused
-        collectives.on_main(lambda: self._extractors.extend(build([config.evaluation.extractor], options)))
+        self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], options))
 
     @staticmethod
     def outline(config: GanConfig, shape: Mapping[str, int]) -> Outline:
@@ -237,13 +237,9 @@ class GanTask(Task):
         return grid(generate(self.shown(), labels=labels, indices=range(count), seed=self.config.seed), columns=columns)
 
     def evaluate(self) -> dict[str, float]:
-        """Distance of the average generator's samples to held-out images (training images where there are none).
-
-        Rank 0 computes, the others wait.
+        """Distance of the average generator's samples to held-out images (training images where there are none); the
+        ranks share the images.
         """
-        return collectives.on_main(self._evaluate_here)
-
-    def _evaluate_here(self) -> dict[str, float]:
         config = self.config.evaluation
         found = evaluate_generator(
             self.shown(),
@@ -275,19 +271,19 @@ class GanTask(Task):
         count = min(JUDGED, len(self.val_reader), len(self.reader)) // group * group
         if not count:
             return {}
-        held_out, real = (read_batch(part, np.arange(count)) for part in (self.val_reader, self.reader))
-        labels = real.labels if self.generator.classes else None
-        samples = generate(self.ema.model, labels=labels, indices=range(count), seed=self.config.seed)
-        fake = Batch(samples, real.labels)
-        with evaluating(self.discriminator):
-            named = {"held_out": held_out, "real": real, "fake": fake}
-            return {f"logits/{name}": self._mean_logit(batch, group) for name, batch in named.items()}
 
-    def _mean_logit(self, batch: Batch, group: int) -> float:
-        """Of whole minibatch-std groups; labels of an unlabelled set count for nothing."""
-        size, total = 16 * group, 0.0
-        for start in range(0, len(batch), size):
-            images = to_float(batch.images[start : start + size].to(self.device))
-            logits = self.discriminator(images, batch.labels[start : start + size].to(self.device))
-            total += float(logits.sum())
-        return total / len(batch)
+        def work(rows: range) -> Tensor:
+            held_out, real = (read_batch(part, np.arange(rows.start, rows.stop)) for part in readers)
+            labels = real.labels if self.generator.classes else None
+            samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
+            return torch.stack([self._logits(batch) for batch in (held_out, real, Batch(samples, real.labels))])
+
+        readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
+        with evaluating(self.discriminator):
+            logits = list(shared_pass(count, work, side=self.reader.resolution, batch_size=size, multiple=group))
+        means = collectives.on_main(lambda: torch.cat(logits, 1).double().mean(1).tolist())
+        return dict(zip(("logits/held_out", "logits/real", "logits/fake"), means, strict=True))
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """[n] on the CPU, of whole minibatch-std groups; labels of an unlabelled set count for nothing."""
+        return self.discriminator(to_float(batch.images.to(self.device)), batch.labels.to(self.device)).flatten().cpu()

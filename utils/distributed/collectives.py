@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from utils.distributed.launch import AGAIN, LAUNCHED
 from utils.distributed.rendezvous import fresh_store
-from utils.errors import UserError
+from utils.errors import TrainingHalted, UserError
 from utils.processes import leave_threads
 from utils.tensors import by_device
 
@@ -169,6 +170,28 @@ def stop(*, lost: bool = False) -> None:
     watch_while_waiting(None)
 
 
+@contextmanager
+def group(device: torch.device) -> Iterator[None]:
+    """`start` and `stop` around what is done by all ranks and cannot be resumed. Raises TrainingHalted, exit code 4,
+    where another rank is lost.
+    """
+    lost = True
+    try:
+        start(device)
+        yield
+        lost = False
+    except Exception as error:
+        if not is_peer_error(error):
+            lost = getattr(error, "of_rank", None) is None  # else all leave
+            raise
+        told = str(error).strip().splitlines()[0]
+        reason = f"another process is gone or does not answer ({told}); {AGAIN}"
+        # our launcher tells of those that are gone
+        raise TrainingHalted(reason, rank_specific=True, quiet=LAUNCHED in os.environ and "peer" in told) from error
+    finally:
+        stop(lost=lost)
+
+
 def barrier() -> None:
     """Wait until every rank is here, however long one of them works on its own, as long as all are alive."""
     if world_size() == 1:
@@ -233,6 +256,39 @@ def gather_objects(value: T) -> list[T]:
     found: list[T | None] = [None] * world_size()
     dist.all_gather_object(found, value, group=_control)
     return found  # type: ignore[return-value]
+
+
+def gather_to_main(action: Callable[[], T]) -> list[T]:
+    """Every rank's result of `action()` (plain data, tensors on the CPU) on rank 0, in the ranks' order; nothing on the
+    others. The lowest rank's UserError is raised on all. A rank that does not come within the timeout is lost.
+    """
+    if world_size() == 1:
+        return [action()]
+    own: T | None = None
+    problem: UserError | None = None
+    try:
+        own = action()
+    except UserError as error:
+        problem = error
+    if agree(int(problem is not None)):
+        with raising_together():
+            if problem is not None:
+                raise problem
+    found: list[T | None] | None = [None] * world_size() if is_main() else None
+    dist.gather_object(own, found, group=_control)
+    return found or []  # type: ignore[return-value]
+
+
+def main_first(action: Callable[[], T]) -> T:
+    """Every rank's own result of `action()`; rank 0 is the first, so that the others find what it has downloaded. The
+    lowest rank's UserError is raised on all.
+    """
+    result: T | None = None
+    for turn in (True, False):
+        with raising_together():
+            if is_main() == turn:
+                result = action()
+    return result  # type: ignore[return-value]
 
 
 @contextmanager

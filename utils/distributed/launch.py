@@ -1,4 +1,4 @@
-"""Start one process per GPU, or N on the CPU, on this machine: what `train.py --gpus 0,1` and `--procs N` do.
+"""Start one process per GPU, or N on the CPU, on this machine: what `--gpus 0,1` and `--procs N` do.
 
 Imports no torch: `--gpus` must be applied before CUDA starts. The exit code is the processes' own, which torchrun's
 is not; torchrun itself works as well, for several machines or restarts.
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -23,6 +24,8 @@ GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one proc
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
 REMEDY = "the same command resumes from the last checkpoint"
 SAME = "nothing was lost, the same command resumes"
+AGAIN = "give the same command again"  # for what does not resume
+MOST_PROCESSES = 1024
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -74,8 +77,75 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launch(command: Sequence[str], processes: int) -> int:
-    """Run `python command...` as `processes` ranks, forward signals, return the first failing rank's exit code or 0."""
+def add_options(add: Callable[..., object]) -> None:
+    """`--gpus` and `--procs`, for a parser's `add_argument`."""
+    add("--gpus", metavar="0,1", help="GPUs to use, one process each; not under torchrun")
+    procs = "processes on the CPU (gloo), or to share the --gpus; under torchrun its own number only"
+    add("--procs", type=int, metavar="N", help=procs)
+
+
+def start_processes(
+    script: str | Path, argv: Sequence[str], gpus: str | None, procs: int | None, *, resumes: bool = True
+) -> int | None:
+    """Start the processes that `--gpus` and `--procs` ask for, with `script` and `argv`, and return their exit code.
+
+    None: this process is to do the work, alone or as one of them; it sees the GPUs that were named. Raises UserError
+    for options that cannot be.
+    """
+    named = parse_gpus(gpus) if gpus else []
+    if procs is not None and procs < 1:
+        raise UserError("--procs must be 1 or more")
+    if procs is not None and procs > MOST_PROCESSES:
+        raise UserError(f"--procs {procs}: at most {MOST_PROCESSES} on a machine; give as many as it has cores")
+    _check_launcher(gpus, procs)
+    if named and not under_launcher():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named)  # before CUDA starts, here and in the processes below
+    processes = procs or len(named) or 1
+    if named and len(named) % processes:
+        raise UserError(f"--gpus {gpus}: {len(named)} cannot be shared by --procs {processes}; give a multiple")
+    if processes > 1 and not under_launcher():
+        return launch([str(Path(script).resolve()), *argv], processes, resumes=resumes)
+    return None
+
+
+def _check_launcher(gpus: str | None, procs: int | None) -> None:
+    """Raise UserError where torchrun has started the processes already, and other ones are asked for."""
+    if not under_launcher() or LAUNCHED in os.environ:  # our launcher hands the options on
+        return
+    world = os.environ["WORLD_SIZE"]
+    if gpus is not None:
+        raise UserError(
+            f"--gpus {gpus}: torchrun has started the processes; leave --gpus out and call it with --nproc-per-node N "
+            f"and CUDA_VISIBLE_DEVICES={gpus}"
+        )
+    if procs is not None and str(procs) != world:
+        raise UserError(
+            f"--procs {procs}: torchrun has started {world} process{'es' * (world != '1')}; leave --procs out, its "
+            "--nproc-per-node says how many"
+        )
+
+
+def wanted_device(device: str | None, gpus: str | None, procs: int | None) -> str | None:
+    """What `--device` would say: it, or what `--gpus` and `--procs` ask for, so that nothing replaces it in silence.
+
+    Imports torch where GPUs are named. Raises UserError where they cannot be used.
+    """
+    if device is not None or not gpus:
+        return device or ("cpu" if (procs or 1) > 1 else None)
+    import torch
+
+    count, usable = len(parse_gpus(gpus)), torch.cuda.device_count()  # of those, as CUDA_VISIBLE_DEVICES names them
+    if not usable:
+        raise UserError(f"--gpus {gpus}: no usable GPU of this name here; leave --gpus out, for CPUs give --procs N")
+    if usable < count:
+        raise UserError(f"--gpus {gpus}: only {usable} of these {count} can be used; nvidia-smi lists what is there")
+    return "cuda"
+
+
+def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> int:
+    """Run `python command...` as `processes` ranks, forward signals, return the first failing rank's exit code or 0.
+    `resumes`: what is done goes on where it ended if it is started again.
+    """
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
@@ -104,10 +174,10 @@ def launch(command: Sequence[str], processes: int) -> int:
                 child.send_signal(signum)
 
     with handling(forward, obeyed_signals()):
-        return _wait(children, told)
+        return _wait(children, told, resumes)
 
 
-def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
+def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes: bool) -> int:
     """The first failing child's exit code (4 for a killed one, which is reported when all have ended), else 0. A child
     that a `forwarded` signal has ended had not begun to train: 3.
     """
@@ -121,7 +191,8 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
                 failed_at = time.monotonic()
                 code = child.returncode if child.returncode > 0 else 4
                 if -child.returncode in forwarded:
-                    code, killed = 3, f"stopped: {signal.Signals(-child.returncode).name} before the first step"
+                    when = " before the first step" if resumes else ""
+                    code, killed = 3, f"stopped: {signal.Signals(-child.returncode).name}{when}"
                 elif child.returncode < 0:
                     killed = f"error: rank {index} was ended by {signal.Signals(-child.returncode).name}"
         if failed_at is not None:
@@ -131,5 +202,6 @@ def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
                     child.kill()
         time.sleep(0.05)
     if killed:
-        print(f"{killed}; {REMEDY if code == 4 else SAME}", file=sys.stderr, flush=True)
+        remedy = AGAIN if not resumes else REMEDY if code == 4 else SAME
+        print(f"{killed}; {remedy}", file=sys.stderr, flush=True)
     return code

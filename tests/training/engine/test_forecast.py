@@ -45,6 +45,7 @@ def steps_take(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_time_is_images_by_speed(packed, tmp_path, reader, steps_take, task):
+    """U1: a month on a CPU was printed without a comment."""
     config = config_of(packed, task, tmp_path)
     steps_take(0.01)
     assert forecast(config, reader, CPU, 360_000) == "about 60 min here, 100 images/s"

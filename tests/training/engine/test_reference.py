@@ -89,6 +89,7 @@ def test_a_word_selects():
 
 
 def test_as_text_and_as_markdown_have_every_key():
+    """U8."""
     found = groups()
     text, page = as_text(found), as_markdown(found)
     for key in (key for listed in found.values() for key in listed):

@@ -360,7 +360,7 @@ def test_alone_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_accelerators_search_the_fastest_convolutions(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch, packed: Path, tmp_path: Path
 ) -> None:
-    """Unless the run is to be deterministic."""
+    """N5: unless the run is to be deterministic."""
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
     monkeypatch.setattr(collectives, "choose_device", lambda *_, **__: torch.device("meta"))
@@ -384,7 +384,7 @@ print(torch.backends.cpu.get_cpu_capability(), *measure_recipe(sys.argv[1], sys.
 
 
 def test_without_units_for_bf16_auto_is_fp32(packed: Path, tmp_path: Path) -> None:
-    """The quickstart's GAN at 16 px on a laptop's instruction set."""
+    """U2: the quickstart's GAN at 16 px on a laptop's instruction set."""
     environment = {**os.environ, **AVX2, "OMP_NUM_THREADS": "1"}
     environment.pop(speed.FORCED, None)
     images = str(packed / "train.lmdb")

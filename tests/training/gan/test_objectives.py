@@ -74,6 +74,7 @@ def test_guessing_is_the_discriminators_loss_where_it_tells_nothing_apart(name):
 
 
 def test_an_unknown_game_is_refused_with_the_near_one():
+    """A1: it trained the non-saturating one without a word."""
     with pytest.raises(UserError, match=r"'hinged' is unknown \(did you mean 'hinge'\?\); there are nonsaturating, "):
         objective_of("hinged")
     with pytest.raises(UserError, match=r"loss.objective 'non-saturating' is unknown \(did you mean 'nonsaturating'"):

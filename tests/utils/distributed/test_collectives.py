@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from utils.distributed import collectives
-from utils.errors import UserError
+from utils.errors import TrainingHalted, UserError
 
 
 def test_alone():
@@ -13,7 +13,8 @@ def test_alone():
     collectives.barrier()
     assert collectives.agree(15) == 15
     assert collectives.broadcast_object({"a": 1}) == {"a": 1}
-    assert collectives.on_main(lambda: 7) == 7
+    assert collectives.on_main(lambda: 7) == collectives.main_first(lambda: 7) == 7
+    assert collectives.gather_to_main(lambda: 7) == [7]
     assert collectives.all_reduce_sum_(torch.tensor([2.0])).item() == 2.0
     collectives.stop()
 
@@ -68,6 +69,23 @@ def test_errors_of_rank_zero_pass():
 
     with pytest.raises(UserError, match="no such file"):
         collectives.on_main(refuse)
+
+
+@pytest.mark.parametrize("told", ["[/x/pair.cc:5] Connection closed by peer", "Timed out waiting 600000ms"])
+def test_a_lost_rank_where_nothing_can_be_resumed(monkeypatch, told):
+    """One line with the remedy; under our launcher it is the launcher's, unless the lost rank still lives."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "start", lambda *_: None)
+    for launched in (False, True):
+        monkeypatch.setenv("DUET_LAUNCHED", "1") if launched else monkeypatch.delenv("DUET_LAUNCHED", raising=False)
+        with (
+            pytest.raises(TrainingHalted, match=r"does not answer .*; give the same command again") as caught,
+            collectives.group(torch.device("cpu")),
+        ):
+            raise RuntimeError(told)
+        assert caught.value.quiet == (launched and "peer" in told)
+    with pytest.raises(ZeroDivisionError), collectives.group(torch.device("cpu")):
+        _ = 1 / 0
 
 
 def test_devices():

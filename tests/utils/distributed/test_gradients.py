@@ -48,6 +48,7 @@ def test_one_process_sends_nothing():
 
 
 def test_buckets_begin_with_the_last_parameter(sent: list[int]):
+    """A2: every gradient is sent once, in few pieces."""
     frozen = torch.ones(100)
     found = buckets_of([frozen, *parameters(1, 3, 5, 2, 3)])
     assert [[len(p) for p in bucket] for bucket in found] == [[3, 2], [5], [3, 1]]

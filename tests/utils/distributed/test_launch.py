@@ -105,6 +105,12 @@ def test_the_last_rank_to_be_killed_is_told_too(script, capfd):
     assert capfd.readouterr().err == f"error: rank 0 was ended by SIGKILL; {launcher.REMEDY}\n"
 
 
+def test_what_does_not_resume_is_to_be_started_again(script, capfd):
+    text = "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n"
+    assert launch(script(text), 2, resumes=False) == 4
+    assert capfd.readouterr().err == f"error: rank 1 was ended by SIGKILL; {launcher.AGAIN}\n"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_failure_counts_and_the_others_get_a_grace(script, tmp_path, monkeypatch, rank):
     monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)

@@ -1,0 +1,84 @@
+"""Five ways to spoil an image, each at five strengths: pure functions of the image, the strength and a key.
+
+After Hendrycks and Dietterich (1903.12261). The strengths are those of their CIFAR-10-C at 32 px. At other sizes they
+are scaled so that an image is spoiled about as much to the eye: the blur's width grows with the side; noise, which the
+eye averages, with its square root; JPEG's quality falls with it. Brightness and contrast do not depend on the size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import simplejpeg
+
+from utils.seeding import numpy_generator
+
+SIDE = 32  # px that the strengths below are for
+STRENGTHS = 5
+Corrupt = Callable[[np.ndarray, float, int, int], np.ndarray]
+"""(image uint8 [C, H, W], amount, seed, index in the file) -> uint8 [C, H, W]."""
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A way to spoil an image."""
+
+    amounts: Sequence[float]  # at SIDE px, weakest first
+    unit: str  # what an amount is
+    power: float  # an amount grows with (side / SIDE) to this power
+    corrupt: Corrupt
+
+    def amount(self, strength: int, side: int) -> float:
+        """The amount of a strength from 1 to 5 at images of `side` px."""
+        return self.amounts[strength - 1] * (side / SIDE) ** self.power
+
+    def __call__(self, image: np.ndarray, strength: int, *, seed: int, index: int) -> np.ndarray:
+        """The spoiled image, uint8 [C, H, W]; the same whatever batch and process it is in."""
+        return self.corrupt(image, self.amount(strength, image.shape[-1]), seed, index)
+
+
+def _as_bytes(values: np.ndarray) -> np.ndarray:
+    return values.round().clip(0, 255).astype(np.uint8)
+
+
+def _blur(image: np.ndarray, sigma: float, _seed: int, _index: int) -> np.ndarray:
+    """A Gaussian blur of `sigma` px; edges are mirrored."""
+    from scipy.ndimage import gaussian_filter  # where it is used: SciPy takes its time to import
+
+    return _as_bytes(gaussian_filter(image.astype(np.float64), (0, sigma, sigma), mode="reflect"))
+
+
+def _noise(image: np.ndarray, deviation: float, seed: int, index: int) -> np.ndarray:
+    """Gaussian noise on every value; one field an image at all strengths, by the key (seed, "eval", "noise", index)."""
+    field = numpy_generator(seed, "eval", "noise", index).standard_normal(image.shape)
+    return _as_bytes(image + 255 * deviation * field)
+
+
+def _jpeg(image: np.ndarray, quality: float, _seed: int, _index: int) -> np.ndarray:
+    """What is left after a JPEG file of a quality from 1 to 95, colours at half the resolution."""
+    space = "RGB" if len(image) == 3 else "GRAY"
+    pixels = np.ascontiguousarray(image.transpose(1, 2, 0))
+    colours = "420" if len(image) == 3 else "Gray"
+    whole = min(95, max(1, round(quality)))
+    encoded = simplejpeg.encode_jpeg(pixels, quality=whole, colorspace=space, colorsubsampling=colours)
+    return simplejpeg.decode_jpeg(encoded, colorspace=space).transpose(2, 0, 1)
+
+
+def _brightness(image: np.ndarray, share: float, _seed: int, _index: int) -> np.ndarray:
+    """Every value is raised by a share of the whole range."""
+    return _as_bytes(image + 255 * share)
+
+
+def _contrast(image: np.ndarray, share: float, _seed: int, _index: int) -> np.ndarray:
+    """Every value keeps a share of its distance from its channel's mean."""
+    mean = image.mean((1, 2), keepdims=True)
+    return _as_bytes(mean + share * (image - mean))
+
+
+CORRUPTIONS = {
+    "blur": Corruption((0.4, 0.6, 0.7, 0.8, 1.0), "px", 1.0, _blur),
+    "noise": Corruption((0.04, 0.06, 0.08, 0.09, 0.10), "of the range", 0.5, _noise),
+    "jpeg": Corruption((80, 65, 58, 50, 40), "quality", -0.6, _jpeg),
+    "brightness": Corruption((0.1, 0.2, 0.3, 0.4, 0.5), "of the range", 0.0, _brightness),
+    "contrast": Corruption((0.75, 0.5, 0.4, 0.3, 0.15), "of the distance from the mean", 0.0, _contrast),
+}

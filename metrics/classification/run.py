@@ -1,0 +1,73 @@
+"""What evaluate.py does with a classifier's checkpoint: its figures, what it keeps of every image, and images."""
+
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.dataset import Dataset
+from metrics.classification.figures import further_figures
+from metrics.comparison.predictions import save_predictions
+from metrics.evaluate_classifier import evaluate_classifier
+from metrics.evidence import few_images, leaks, training_images
+from metrics.images import save_confused, save_confusion, save_mistakes, save_reliability
+from models.fast import hasten
+from models.restore import classifier_from
+from utils.checkpoint import Checkpoint
+from utils.classes import require_same_classes
+from utils.distributed import collectives
+from utils.errors import UserError
+
+GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
+
+
+def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
+    """Figures and images of a classifier."""
+    for name in GAN_ONLY:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
+    speed = {"precision": options.precision, "fold": options.fold}
+    with collectives.raising_together():
+        device = collectives.choose_device(options.device)
+        classifier = hasten(classifier_from(checkpoint, device), device, **speed)
+        if reader.classes:
+            require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
+    how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
+    logits: list[Tensor] = []
+    counted = evaluate_classifier(classifier, reader, **how, show=True, kept=logits)
+    counted |= speed
+    return collectives.on_main(lambda: _written(checkpoint, reader, out, counted, torch.cat(logits), options.seed))
+
+
+def _written(
+    checkpoint: Checkpoint, reader: Dataset, out: Path, counted: dict[str, Any], logits: Tensor, seed: int
+) -> dict[str, Any]:
+    """The document, once everything that goes beside it is written."""
+    labels = torch.from_numpy(reader.labels()[: counted["n"]].copy())
+    further, kept = further_figures(counted, logits, labels, seed=seed)
+    figures = counted | further
+    about = {"task": "classifier", "data": reader.meta.content_hash, "n": figures["n"], "seed": seed}
+    about |= {"training_seed": checkpoint["config"].get("seed"), "classes": reader.classes, "judge": None}
+    predictions = save_predictions(out, about, kept)
+    train, _ = training_images(checkpoint)
+    with train or nullcontext():
+        notes = few_images(figures["n"], interval=figures["accuracy_interval"]) | leaks(reader, train)
+    images = _images(reader, figures, kept, out)
+    of_data = {"data_hash": reader.meta.content_hash, "predictions": predictions}
+    return {**figures, **of_data, "notes": notes, "images": images}
+
+
+def _images(reader: Dataset, figures: dict[str, Any], kept: dict[str, np.ndarray], out: Path) -> list[str]:
+    """Write the images that go with the figures; returns their names."""
+    save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
+    save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
+    images = ["confusion.png", "reliability.png"]
+    judged = kept["label"], kept["prediction"], kept["confidence"]
+    if save_mistakes(reader, *judged, out / "mistakes.png"):
+        save_confused(reader, *judged, figures["confused"], out / "confused.png")
+        images += ["mistakes.png", "confused.png"]
+    return images

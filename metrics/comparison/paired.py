@@ -1,0 +1,121 @@
+"""Is one of two figures larger than the other? Differences with 95 % intervals and p-values, all two-sided."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metrics.evidence import NORMAL
+
+ROUNDS = 100  # of a bisection
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The second figure less the first."""
+
+    value: float
+    interval: list[float] | None  # of 95 %; None where nothing tells how far chance reaches
+    p: float | None  # that a difference as large comes about by chance alone
+    method: str
+
+
+def paired_shares(first: np.ndarray, second: np.ndarray) -> Difference:
+    """Two shares over the same images: `first` and `second` bool [n].
+
+    p is McNemar's exact test: of the images where only one is right, each is as likely to be in the right. The interval
+    is Tango's (1998), which keeps its level for few images and for shares near 0 and 1.
+    """
+    from scipy.stats import binomtest  # where it is used: SciPy takes its time to import
+
+    gained, lost = int((second & ~first).sum()), int((first & ~second).sum())
+    p = float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+    return Difference((gained - lost) / len(first), tango(gained, lost, len(first)), p, "McNemar")
+
+
+def tango(gained: int, lost: int, n: int) -> list[float]:
+    """The 95 % score interval of (gained - lost) / n in matched pairs (Tango 1998, Stat. Med. 17, 891-908)."""
+
+    def score(difference: float) -> float:
+        """Falls with the difference; its root of +-NORMAL are the limits. Equations 4 and 5."""
+        a = 2 * n
+        b = -gained - lost + (2 * n - gained + lost) * difference
+        c = -lost * difference * (1 - difference)
+        only_first = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)  # estimated share, given the difference
+        variance = n * (2 * only_first + difference * (1 - difference))
+        distance = gained - lost - n * difference
+        return distance / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, distance)
+
+    estimate = (gained - lost) / n
+    return [_root(score, NORMAL, -1.0, estimate), _root(score, -NORMAL, estimate, 1.0)]
+
+
+def _root(falling: Callable[[float], float], value: float, low: float, high: float) -> float:
+    """Where a falling function reaches `value`, or the end of the range that is nearer to it."""
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > value else (low, middle)
+    return (low + high) / 2
+
+
+def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Difference:
+    """The difference `value` of two figures of the same images, from each image's influence on both, [n].
+
+    The standard error is of the infinitesimal jackknife, see `metrics.evidence.influence_interval`; for the AUROC this
+    is DeLong's paired test (1988), for a mean the paired normal test.
+    """
+    error = float(np.sqrt(np.square(second - first).sum())) / len(first)
+    return _normal(value, error, "paired by image")
+
+
+def independent_figures(
+    first: float, first_interval: Sequence[float], second: float, second_interval: Sequence[float]
+) -> Difference:
+    """The difference of two figures with intervals of their own, taken as independent (Zou and Donner 2008).
+
+    Figures of the same test images go up and down together, so that the interval is rather too wide. p is of the normal
+    distribution that reaches 0 as the interval does.
+    """
+    value = second - first
+    low = value - math.hypot(second - second_interval[0], first_interval[1] - first)
+    high = value + math.hypot(second_interval[1] - second, first - first_interval[0])
+    toward_zero = (value - low if value > 0 else high - value) / NORMAL
+    return Difference(value, [low, high], _normal(value, toward_zero, "").p, "intervals of each")
+
+
+def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """The mean difference of pairs of runs that were trained with the same seeds; at least two pairs.
+
+    Student's paired test: it covers the chance of training and of the draw of test images for that training, but not
+    that all runs share the test images.
+    """
+    from scipy.stats import t
+
+    differences = np.asarray(second) - np.asarray(first)
+    value, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    degrees = len(differences) - 1
+    if error == 0:
+        return Difference(value, None, None, "paired by training seed")
+    half = float(t.ppf(0.975, degrees)) * error
+    p = float(2 * t.sf(abs(value) / error, degrees))
+    return Difference(value, [value - half, value + half], p, "paired by training seed")
+
+
+def _normal(value: float, error: float, method: str) -> Difference:
+    if error == 0:
+        equal = value == 0
+        return Difference(value, [0.0, 0.0] if equal else None, 1.0 if equal else None, method)
+    p = math.erfc(abs(value) / error / math.sqrt(2))
+    return Difference(value, [value - NORMAL * error, value + NORMAL * error], p, method)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm 1979): the chance of even one false alarm stays below the level."""
+    order = np.argsort(p, kind="stable")
+    corrected = [0.0] * len(p)
+    largest = 0.0
+    for place, index in enumerate(order.tolist()):
+        largest = max(largest, min(1.0, (len(p) - place) * p[index]))
+        corrected[index] = largest
+    return corrected

@@ -1,0 +1,110 @@
+"""What an evaluation keeps of every image, beside metrics.json, so that two of them can be compared image by image.
+
+`predictions.safetensors`: a column for each of COLUMNS that there is, each of n rows, and in its metadata under `about`
+JSON of what was evaluated (ABOUT). Nothing in it is executed when it is read.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from utils import door
+from utils.errors import UserError
+from utils.files import write_atomic
+from utils.schema import items, maybe, record, text, whole
+
+FILE = "predictions.safetensors"
+SCHEMA = 1
+COLUMNS = {
+    "label": np.int64,  # the true class; of a sample the one that was asked for
+    "prediction": np.int64,  # the most likely class
+    "confidence": np.float64,  # its probability
+    "loss": np.float64,  # -log of the true class's probability
+    "auroc": np.float64,  # the image's influence on the document's figure of this name, see `metrics.evidence`
+    "average_precision": np.float64,
+    "ece": np.float64,
+}
+ABOUT = record(
+    {
+        "schema": whole(SCHEMA, SCHEMA),
+        "task": text,
+        "data": text,  # content hash of the test file
+        "n": whole(1),
+        "seed": whole(-(2**63)),  # of the evaluation
+        "training_seed": maybe(whole(-(2**63))),
+        "classes": items(text),
+        "judge": maybe(text),  # fingerprint of the classifier that predicts a GAN's samples
+    }
+)
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Columns of n rows, by the images' place in the evaluation, and what they are of."""
+
+    about: dict[str, Any]
+    columns: dict[str, np.ndarray]
+
+    @property
+    def hits(self) -> np.ndarray | None:
+        """Whether each image is predicted as its label says, bool [n]; None where nothing was predicted."""
+        if "prediction" not in self.columns:
+            return None
+        return self.columns["prediction"] == self.columns["label"]
+
+
+def save_predictions(folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """Write FILE into a folder; `about` is ABOUT without `schema`. Returns what metrics.json says of it: `file`,
+    `sha256`.
+    """
+    arrays = {name: np.ascontiguousarray(column, dtype=COLUMNS[name]) for name, column in columns.items()}
+    told = json.dumps({"schema": SCHEMA, **about})
+    content = save(arrays, {"about": told})
+    write_atomic(folder / FILE, content)
+    return {"file": FILE, "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def load_predictions(folder: Path, sha256: str) -> Predictions:
+    """Read FILE, which has the hash that metrics.json says, from a folder. Raises UserError for one that is missing,
+    damaged, or of another evaluation or format.
+    """
+    path = folder / FILE
+    remedy = "evaluate that run once more with evaluate.py --checkpoint"
+    try:
+        content = door.read_file(path, door.TABLE)
+    except FileNotFoundError:
+        raise UserError(f"{folder} has no {FILE}; {remedy}") from None
+    except OSError as error:
+        raise UserError(f"{path} {error}; {remedy}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
+    try:
+        columns = load(content)
+        head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        about = json.loads(head["__metadata__"]["about"])
+        ABOUT("about", about)
+        check_columns(columns, about["n"], len(about["classes"]))
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        told = " ".join(str(error).split())[:120]
+        raise UserError(f"{path} is damaged or none of ours ({told}); {remedy}") from error
+    return Predictions(about, columns)
+
+
+def check_columns(columns: Mapping[str, np.ndarray], n: int, classes: int) -> None:
+    """Raise ValueError unless the columns are known, finite, of n rows and of classes that there are."""
+    for name, column in columns.items():
+        if name not in COLUMNS or column.dtype != COLUMNS[name] or column.shape != (n,):
+            raise ValueError(f"column {name} is {column.dtype} {list(column.shape)}, n is {n}")
+        if column.dtype == np.float64 and not np.isfinite(column).all():
+            raise ValueError(f"column {name} is not finite")
+        if name in ("label", "prediction") and not 0 <= column.min() <= column.max() < max(1, classes):
+            raise ValueError(f"column {name} lies beyond the {classes} classes")
+    if "prediction" in columns and "label" not in columns:
+        raise ValueError("column label is missing")

@@ -1,0 +1,190 @@
+"""Evaluation on several ranks and with several batch sizes gives the same figures, and shows the same images in order.
+
+As a module it is one rank: `python -m tests.distributed.test_evaluation OUT FOLDER`.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data.dataset import Dataset
+from metrics.evaluate_classifier import evaluate_classifier
+from metrics.evaluate_gan import evaluate_generator
+from metrics.extractors import ClassifierFeatures, PixelFeatures
+from metrics.features import RealFeatures
+from models.restore import classifier_from, generator_from
+from tests.distributed import worker
+from tests.metrics.conftest import classifier_run, gan_run, pack, read_json
+from training.base.data import make_loader
+from training.engine.tasks import TASKS, build_run_config
+from utils.checkpoint import load, resolve
+from utils.distributed import collectives
+from utils.distributed.launch import launch
+
+RANKS, BATCH_SIZES = (1, 2, 3), (5, 64, 150)
+COUNT = 300  # test images, which neither a chunk nor the ranks divide
+STEPS = 2  # of the training whose evaluation is looked at
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux"),
+    pytest.mark.timeout(900),  # the records of all variants are made at once
+]
+
+
+class Seen:
+    """What an observer was shown, in its order."""
+
+    def __init__(self) -> None:
+        self.digest, self.count = hashlib.sha256(), 0
+
+    def __call__(self, images: torch.Tensor, labels: torch.Tensor, probabilities: torch.Tensor | None) -> None:
+        assert probabilities is not None
+        self.count += len(images)
+        for part in (images, labels, probabilities):
+            self.digest.update(part.contiguous().numpy().tobytes())
+
+
+def gan_figures(folder: Path, batch_size: int) -> dict[str, Any]:
+    device = torch.device("cpu")
+    generator = generator_from(load(resolve(folder / "gan")), device)
+    judge = classifier_from(load(resolve(folder / "classifier")), device)
+    seen, real = Seen(), RealFeatures(batch_size=batch_size)
+    with Dataset(folder / "test.lmdb") as reader, Dataset(folder / "train.lmdb") as train:
+        found = [
+            evaluate_generator(
+                generator,
+                reader,
+                n=COUNT - 20,
+                seed=3,
+                extractors=[ClassifierFeatures(judge, name="classifier:x"), PixelFeatures(1)],
+                classifier=judge,
+                train_reader=train,
+                real=real,
+                per_class=98,  # some samples are for the diversity alone
+                batch_size=batch_size,
+                observe=seen,
+            )
+            for _ in range(2)  # real features are kept on rank 0 alone
+        ]
+    assert found[0] == found[1]
+    return found[0] | {"seen": seen.digest.hexdigest(), "count": seen.count}
+
+
+def classifier_figures(folder: Path, batch_size: int) -> dict[str, Any]:
+    classifier = classifier_from(load(resolve(folder / "classifier")), torch.device("cpu"))
+    kept: list[torch.Tensor] = []
+    with Dataset(folder / "test.lmdb") as reader:
+        found = evaluate_classifier(classifier, reader, batch_size=batch_size, kept=kept)
+    logits = torch.cat([torch.empty(0, 3), *kept])
+    return found | {"seen": hashlib.sha256(logits.numpy().tobytes()).hexdigest(), "count": len(logits)}
+
+
+def training_figures(folder: Path, name: str) -> dict[str, float]:
+    """What a task's evaluation finds after some steps in float64."""
+    files = {"path": str(folder / "train.lmdb"), "val_path": str(folder / "test.lmdb")}
+    tree = worker.TREES[name] | {"batch_size": 12, "data": files, "evaluation": {"n": 100}}
+    kind = name.partition("-")[0]
+    with Dataset(files["path"]) as reader, Dataset(files["val_path"]) as val_reader:
+        task = TASKS[kind].task(build_run_config(tree, [], "test"), reader, val_reader, torch.device("cpu"))
+        loader = make_loader(task.config, reader, torch.device("cpu"))
+        for step in range(STEPS):
+            task.step(loader, step)
+        return task.evaluate()
+
+
+def main(out: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    collectives.start(torch.device("cpu"))
+    found: dict[str, Any] = {}
+    for size in BATCH_SIZES:
+        found[f"gan {size}"] = gan_figures(Path(folder), size)
+        found[f"classifier {size}"] = classifier_figures(Path(folder), size)
+    torch.set_default_dtype(torch.float64)
+    for name in ("gan", "classifier"):
+        found[f"training {name}"] = training_figures(Path(folder), name)
+    Path(f"{out}.{collectives.rank()}").write_text(json.dumps(found))
+    collectives.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed images and untrained runs."""
+    path = tmp_path_factory.mktemp("evaluation")
+    files = {"path": str(path / "train.lmdb"), "val_path": str(path / "test.lmdb")}
+    pack(files["path"], count=400, seed=1)
+    pack(files["val_path"], count=COUNT, seed=2)
+    gan_run(path / "gan", data=files)
+    classifier_run(path / "classifier", data=files)
+    return path
+
+
+@pytest.fixture(scope="module")
+def records(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each rank found, by the number of ranks."""
+    found = {}
+    for ranks in RANKS:
+        out = folder / f"{ranks}.json"
+        assert launch(["-m", "tests.distributed.test_evaluation", str(out), str(folder)], ranks) == 0
+        found[ranks] = [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+    return found
+
+
+@pytest.mark.parametrize("size", BATCH_SIZES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_neither_ranks_nor_batch_size_change_a_bit(
+    records: dict[int, list[dict[str, Any]]], task: str, ranks: int, size: int
+) -> None:
+    """Integers and distances alike: the same chunks are computed, and the same features make the figures."""
+    expected = records[1][0][f"{task} {BATCH_SIZES[0]}"]
+    found = [record[f"{task} {size}"] for record in records[ranks]]
+    assert found[0] == expected
+    for other in found[1:]:  # the figures are all ranks', the images rank 0's
+        assert other == expected | {"count": 0, "seen": hashlib.sha256().hexdigest()}
+
+
+def test_the_comparison_is_of_something(records: dict[int, list[dict[str, Any]]]) -> None:
+    gan, classifier = (records[1][0][f"{task} 64"] for task in ("gan", "classifier"))
+    assert 2 * (COUNT - 20) < gan["count"] <= 2 * COUNT  # in two evaluations
+    assert classifier["count"] == classifier["n"] == sum(map(sum, classifier["confusion"])) == COUNT
+    for row in gan["distances"]:
+        assert row["frechet"] > row["floor"] > 0
+    assert 0 < gan["recognised"] < 1
+    assert gan["memorisation"]["searched"] == 400
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_evaluation_in_training(records: dict[int, list[dict[str, Any]]], task: str, ranks: int) -> None:
+    """Of networks that were trained on as many ranks, whose weights differ from one rank's in their last digits."""
+    expected = records[1][0][f"training {task}"]
+    assert {"gan": "logits/real", "classifier": "accuracy"}[task] in expected
+    for record in records[ranks]:
+        assert record[f"training {task}"] == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("task", ["gan", "classifier"])
+def test_the_script_on_two_processes_writes_what_one_does(
+    folder: Path, task: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--extractor", "classifier,pixels", "--classifier", str(folder / "classifier")] if task == "gan" else []
+    found, told = {}, {}
+    for ranks in (1, 2):
+        out = ["--checkpoint", str(folder / task), "--out", str(tmp_path / str(ranks)), "--json", "--device", "cpu"]
+        assert launch(["evaluate.py", *out, *more, "--procs", str(ranks)], 1) == 0
+        printed = capfd.readouterr()
+        told[ranks] = json.loads(printed.out)
+        found[ranks] = {path.name: path.read_bytes() for path in sorted((tmp_path / str(ranks)).iterdir())}
+        assert printed.err.count("wrote metrics.json") == 1
+    del found[1]["command.txt"], found[2]["command.txt"]
+    assert told[1] == told[2] == read_json(tmp_path / "2" / "metrics.json")
+    assert found[1] == found[2]
+    assert len(found[1]) == {"gan": 6, "classifier": 6}[task]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,217 @@
+"""evaluate.py --compare, on evaluations that are written by hand and on those of untrained runs."""
+
+import json
+
+import numpy as np
+import pytest
+
+import evaluate
+from metrics.classification.figures import further_figures
+from metrics.comparison.compare import compare, comparison_table
+from metrics.comparison.predictions import save_predictions
+from tests.metrics.conftest import classifier_run, read_json
+from tests.metrics.test_classification import answers, figures_of
+from tests.metrics.test_scripts import call, refused
+from utils.errors import UserError
+
+NAMES = [f"c{label}" for label in range(7)]
+
+
+def classified(folder, *, better=0.0, seed=0, n=500, noise=0):
+    """An evaluated classifier whose own logits are raised by `better`; `noise` is another classifier."""
+    logits, labels = answers(n=n)
+    other, _ = answers(n=n, seed=100 + noise)
+    logits = logits + (0.5 * other if noise else 0)
+    logits[np.arange(n), labels] += better
+    counted = figures_of(logits, labels)
+    further, kept = further_figures(counted, logits, labels, seed=0)
+    return written(folder, counted | further, kept, "classifier", n, training_seed=seed)
+
+
+def written(folder, figures, kept, task, n, **about):
+    told = {"task": task, "data": "ab12", "n": n, "seed": 0, "training_seed": 0, "classes": NAMES, "judge": None}
+    folder.mkdir()
+    predictions = save_predictions(folder, told | about, kept)
+    document = figures | {"task": task, "n": n, "seed": 0, "predictions": predictions}
+    (folder / "metrics.json").write_text(json.dumps(document))
+    return str(folder)
+
+
+def rows_of(document, place=0):
+    return {row["figure"]: row for row in document["comparisons"][place]["figures"]}
+
+
+def test_a_better_classifier_is_better_and_the_reverse_is_worse(tmp_path):
+    plain, better = classified(tmp_path / "a"), classified(tmp_path / "b", better=0.6)
+    forward, back = rows_of(compare([plain, better])), rows_of(compare([better, plain]))
+    ranked = {"auroc", "average_precision"}
+    assert set(forward) == {"accuracy", "balanced_accuracy", "top5_accuracy", "nll", "ece"} | ranked
+    for name in ("accuracy", "balanced_accuracy", "auroc", "average_precision", "nll"):
+        assert forward[name]["verdict"] == "better", name
+        assert back[name]["verdict"] == "worse", name
+        low, high = forward[name]["interval"]
+        assert low < forward[name]["difference"] < high
+        assert low * high > 0
+        assert forward[name]["difference"] == pytest.approx(forward[name]["second"] - forward[name]["first"])
+        assert back[name]["difference"] == -forward[name]["difference"]
+        assert back[name]["p"] == pytest.approx(forward[name]["p"])
+    assert forward["accuracy"]["method"] == "McNemar"
+    assert forward["top5_accuracy"]["method"] == "intervals of each"
+
+
+def test_pairing_sees_what_two_intervals_do_not(tmp_path):
+    """Half a hundred images more are right, the others are the same: the two intervals overlap."""
+    plain, better = classified(tmp_path / "a"), classified(tmp_path / "b", better=0.2)
+    intervals = [read_json(f"{run}/metrics.json")["accuracy_interval"] for run in (plain, better)]
+    assert intervals[0][1] > intervals[1][0]
+    assert rows_of(compare([plain, better]))["accuracy"]["verdict"] == "better"
+
+
+def test_equal_classifiers_cannot_be_told_apart(tmp_path):
+    """20 pairs of classifiers with noise of their own: at most two false verdicts of 5 % each."""
+    runs = [classified(tmp_path / str(noise), noise=noise) for noise in range(1, 41)]
+    wrong = dict.fromkeys(("accuracy", "auroc", "nll"), 0)
+    for pair in zip(runs[::2], runs[1::2], strict=True):
+        found = rows_of(compare(pair))
+        for name in wrong:
+            wrong[name] += found[name]["verdict"] != "cannot tell"
+    assert max(wrong.values()) <= 3, wrong
+    same = rows_of(compare([runs[0], runs[0]]))
+    assert {row["verdict"] for row in same.values()} == {"cannot tell"}
+    assert same["accuracy"]["difference"] == 0
+
+
+def test_the_interval_of_a_difference_is_the_paired_bootstraps(tmp_path):
+    found = rows_of(compare([classified(tmp_path / str(noise), noise=noise) for noise in (1, 2)]))
+    (logits, labels), draw = answers(), np.random.default_rng(0)
+    pair = [logits + 0.5 * answers(seed=100 + noise)[0] for noise in (1, 2)]
+    names, values = ("balanced_accuracy", "nll", "auroc"), []
+    for _ in range(80):
+        chosen = draw.integers(0, 500, 500)
+        counted = [figures_of(each[chosen], labels[chosen]) for each in pair]
+        figures = [
+            further_figures(counts, each[chosen], labels[chosen], seed=0)[0]
+            for counts, each in zip(counted, pair, strict=True)
+        ]
+        values.append([figures[1][name] - figures[0][name] for name in names])
+    for name, spread in zip(names, np.std(values, 0), strict=True):
+        low, high = found[name]["interval"]
+        assert (high - low) / (2 * 1.96) == pytest.approx(spread, rel=0.25), name
+
+
+def test_several_are_compared_with_the_first_and_corrected(tmp_path):
+    runs = [classified(tmp_path / str(place), noise=place) for place in range(4)]
+    found = compare(runs)
+    assert [each["run"] for each in found["comparisons"]] == runs[1:]
+    for place in range(3):
+        alone = rows_of(compare([runs[0], runs[place + 1]]))["nll"]
+        together = rows_of(found, place)["nll"]
+        assert together["p"] >= alone["p"]
+        assert together["interval"] == alone["interval"]
+    assert "Holm" in found["notes"]["p"]
+    text = comparison_table(found)
+    assert text.count("the second is") == 3
+    assert "p: corrected for 3 comparisons" in text
+
+
+def test_groups_are_paired_by_their_training_seeds(tmp_path):
+    """The same three seeds, given in another order; every one is a little better."""
+    first = [classified(tmp_path / f"a{seed}", noise=seed + 1, seed=seed) for seed in range(3)]
+    second = [classified(tmp_path / f"b{seed}", noise=seed + 1, seed=seed, better=0.3) for seed in (2, 0, 1)]
+    found = compare([",".join(first), ",".join(second)])
+    row = rows_of(found)["accuracy"]
+    assert row["method"] == "paired by training seed"
+    assert row["verdict"] == "better"
+    assert row["first"] == pytest.approx(np.mean([read_json(f"{run}/metrics.json")["accuracy"] for run in first]))
+    assert "seeds" not in found["notes"]
+    unpaired = rows_of(compare([first[0], second[0]]))["accuracy"]
+    assert unpaired["method"] == "McNemar"
+
+
+def sampled(folder, share, *, judge="sha256:1", frechet=3.0, width=0.2, weights="w", **about):
+    """An evaluated GAN of which a share of 400 samples is recognised."""
+    label = np.arange(400) % 7
+    prediction = np.where(np.arange(400) < share * 400, label, (label + 1) % 7)
+    distance = {"extractor": "classifier:x", "weights": weights, "frechet": frechet, "kernel": None}
+    distance["frechet_interval"] = [frechet - width, frechet + width]
+    figures = {"recognised": share, "distances": [distance]}
+    return written(folder, figures, {"label": label, "prediction": prediction}, "gan", 400, judge=judge, **about)
+
+
+def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
+    first, second = sampled(tmp_path / "a", 0.5), sampled(tmp_path / "b", 0.75, frechet=2.5)
+    found = rows_of(compare([first, second]))
+    assert found["recognised"]["method"] == "McNemar"
+    assert found["recognised"]["verdict"] == "better"
+    row = found["frechet classifier w"]
+    assert row["verdict"] == "better"  # smaller
+    assert row["interval"] == pytest.approx([-0.5 - 0.2 * 2**0.5, -0.5 + 0.2 * 2**0.5])
+    wide = sampled(tmp_path / "c", 0.5, frechet=2.5, width=0.9)
+    assert rows_of(compare([first, wide]))["frechet classifier w"]["verdict"] == "cannot tell"
+    other = sampled(tmp_path / "d", 0.75, judge="sha256:2", weights="v")
+    document = compare([first, other])
+    assert rows_of(document) == {}
+    assert "--classifier" in document["notes"]["recognised"]
+
+
+def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
+    first = classified(tmp_path / "a")
+    for name, about, told in (
+        ("data", {"data": "cd34"}, r"another test file \(hash\) \(ab12 and cd34\)"),
+        ("seed", {"seed": 1}, r"another seed \(0 and 1\)"),
+        ("classes", {"classes": NAMES[::-1]}, "another classes"),
+    ):
+        other = written(tmp_path / name, {}, {"label": np.zeros(500)}, "classifier", 500, **about)
+        with pytest.raises(UserError, match=told) as caught:
+            compare([first, other])
+        assert "evaluate both with the same --data, --n and --seed" in str(caught.value)
+    with pytest.raises(UserError, match=r"another number of images \(500 and 400\)"):
+        compare([first, classified(tmp_path / "n", n=400)])
+    with pytest.raises(UserError, match="another task"):
+        compare([first, sampled(tmp_path / "gan", 0.5)])
+    with pytest.raises(UserError, match="two runs or more"):
+        compare([first])
+    with pytest.raises(UserError, match="must be trained with different seeds"):
+        compare([f"{first},{first}", f"{first},{first}"])
+    with pytest.raises(UserError, match=r"training seeds \[0\] and \[0, 1\]"):
+        compare([first, f"{first},{classified(tmp_path / 'second', seed=1)}"])
+
+
+def test_damaged_evaluations_are_refused_in_one_line(tmp_path):
+    first, other = classified(tmp_path / "a"), tmp_path / "b"
+    classified(other, noise=1)
+    good = read_json(other / "metrics.json")
+    for change, told in (
+        ({"accuracy": "high"}, "accuracy is 'high'"),
+        ({"accuracy_interval": [0.1]}, "length of accuracy_interval"),
+        ({"predictions": None}, "predictions is None"),
+        ({"predictions": {"sha256": "0"}}, "is not of the evaluation"),
+    ):
+        (other / "metrics.json").write_text(json.dumps(good | change))
+        with pytest.raises(UserError, match=told) as caught:
+            compare([first, str(other)])
+        assert "\n" not in str(caught.value)
+    (other / "metrics.json").write_text("[" * 10_000)
+    with pytest.raises(UserError, match=r"metrics\.json"):
+        compare([first, str(other)])
+    (other / "metrics.json").unlink()
+    with pytest.raises(UserError, match=r"evaluate it with evaluate\.py --checkpoint"):
+        compare([first, str(other)])
+
+
+def test_by_the_command_line(files, tmp_path, capsys):
+    runs = [classifier_run(tmp_path / str(seed), data=files, seed=seed) for seed in (0, 1)]
+    assert "evaluate it with" in refused(capsys, evaluate, "--compare", *runs)
+    for run in runs:
+        assert call(evaluate, "--checkpoint", run) == 0
+    capsys.readouterr()
+    assert call(evaluate, "--compare", *runs, "--out", tmp_path / "out", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == read_json(tmp_path / "out" / "comparison.json")
+    assert document["runs"] == [str(run) for run in runs]
+    found = rows_of(document)["accuracy"]
+    assert found["second"] == read_json(runs[1] / "eval" / "metrics.json")["accuracy"]
+    assert call(evaluate, "--compare", *runs) == 0
+    assert "the second is" in capsys.readouterr().out
+    assert "leave --n out" in refused(capsys, evaluate, "--compare", *runs, "--n", 3)
+    assert "required: --checkpoint" in refused(capsys, evaluate, "--n", 3)

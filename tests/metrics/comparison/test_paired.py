@@ -1,0 +1,138 @@
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm, ttest_rel, wilcoxon
+
+from metrics.classification.ranking import Ranking
+from metrics.comparison.paired import (
+    by_seeds,
+    holm,
+    independent_figures,
+    paired_figures,
+    paired_shares,
+    tango,
+)
+from metrics.evidence import wilson
+
+
+def pair(gained, lost, both=10, neither=10):
+    """Two columns of hits of which the second has `gained` alone, the first `lost`."""
+    first = np.repeat([False, True, True, False], [gained, lost, both, neither])
+    second = np.repeat([True, False, True, False], [gained, lost, both, neither])
+    return first, second
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(0, 0), (1, 0), (5, 0), (6, 0), (3, 9), (40, 20)])
+def test_mcnemar_is_the_sum_of_the_binomials_tails(gained, lost):
+    found = paired_shares(*pair(gained, lost))
+    count = gained + lost
+    tail = sum(math.comb(count, k) for k in range(min(gained, lost) + 1)) / 2**count
+    assert found.p == pytest.approx(min(1, 2 * tail), rel=1e-9)
+    assert found.value == pytest.approx((gained - lost) / (count + 20))
+    low, high = found.interval or [1, 0]
+    assert low <= found.value <= high
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "n", "expected"),
+    [(0, 0, 44, (-0.0803, 0.0803)), (0, 1, 44, (-0.1181, 0.0594)), (12, 2, 50, (0.0611, 0.3447))],
+)
+def test_tango_gives_what_newcombe_lists(gained, lost, n, expected):
+    """Newcombe 1998, Stat. Med. 17, 2635-2650, compares ten methods; Tango's are given there and in Tango 1998."""
+    assert tango(gained, lost, n) == pytest.approx(expected, abs=5e-5)
+
+
+@pytest.mark.parametrize(("gained", "lost", "n"), [(12, 2, 50), (3, 9, 40), (5, 0, 60)])
+def test_tangos_limits_solve_the_score_equation_by_a_slow_search(gained, lost, n):
+    """With the shares that are the likeliest for a difference, found on a fine grid."""
+
+    def score(difference):
+        only_first = np.linspace(max(0, -difference), (1 - difference) / 2, 400_001)[1:-1]
+        only_second = only_first + difference
+        rest = 1 - only_first - only_second
+        likelihood = lost * np.log(only_first) + gained * np.log(only_second) + (n - gained - lost) * np.log(rest)
+        best = only_first[np.argmax(likelihood)]
+        return (gained - lost - n * difference) / math.sqrt(n * (2 * best + difference - difference**2))
+
+    low, high = tango(gained, lost, n)
+    assert score(low) == pytest.approx(1.96, abs=2e-3)
+    assert score(high) == pytest.approx(-1.96, abs=2e-3)
+
+
+@pytest.mark.parametrize("shares", [(0.05, 0.05), (0.3, 0.02), (0.0, 0.2)])
+def test_tango_covers(shares):
+    draw = np.random.default_rng(0)
+    lost, gained, _ = draw.multinomial(60, [*shares, 1 - sum(shares)], 500).T
+    limits = [tango(int(g), int(x), 60) for g, x in zip(gained, lost, strict=True)]
+    assert np.mean([low <= shares[1] - shares[0] <= high for low, high in limits]) >= 0.93
+
+
+def test_paired_figures_of_a_mean_is_the_paired_test():
+    draw = np.random.default_rng(0)
+    first = draw.standard_normal(400)
+    second = first + 0.1 + 0.5 * draw.standard_normal(400)
+    found = paired_figures(second.mean() - first.mean(), first - first.mean(), second - second.mean())
+    expected = ttest_rel(second, first)
+    assert found.p == pytest.approx(expected.pvalue, rel=0.2)
+    limits = expected.confidence_interval()
+    assert found.interval == pytest.approx([limits.low, limits.high], abs=2e-3)
+    assert wilcoxon(second - first).pvalue < 0.05  # a test of another kind sees it, too
+
+
+def test_paired_figures_of_auroc_is_delongs_test():
+    """Against a slow loop over DeLong's placements, with 1/m instead of 1/(m - 1)."""
+    draw = np.random.default_rng(0)
+    positive = draw.random(120) < 0.4
+    scores = [draw.standard_normal(120) + shift * positive for shift in (0.6, 1.2)]
+    rankings = [Ranking(each, positive) for each in scores]
+    found = paired_figures(rankings[1].auroc() - rankings[0].auroc(), *(each.auroc_influence() for each in rankings))
+    rows, columns = [], []
+    for each in scores:
+        wins = np.array([[(p > q) + (p == q) / 2 for q in each[~positive]] for p in each[positive]])
+        rows.append(wins.mean(1))
+        columns.append(wins.mean(0))
+    variance = np.var(rows[1] - rows[0]) / len(rows[0]) + np.var(columns[1] - columns[0]) / len(columns[0])
+    assert found.p == pytest.approx(2 * norm.sf(abs(found.value) / math.sqrt(variance)), rel=1e-9)
+
+
+def test_the_same_answers_do_not_differ():
+    found = paired_figures(0.0, np.ones(5), np.ones(5))
+    assert (found.interval, found.p) == ([0.0, 0.0], 1.0)
+    assert paired_shares(*pair(0, 0)).p == 1
+
+
+def test_independent_figures_cover_the_difference_of_two_shares():
+    draw = np.random.default_rng(1)
+    hits = 0
+    for first, second in draw.binomial(80, [0.9, 0.95], (400, 2)).tolist():
+        own, its = (wilson(count, 80) or [0, 1] for count in (first, second))
+        found = independent_figures(first / 80, own, second / 80, its)
+        low, high = found.interval or [1, 0]
+        hits += low <= 0.05 <= high
+        assert found.p is not None
+        assert (found.p < 0.05) == (low > 0 or high < 0)
+    assert 0.93 <= hits / 400 <= 0.98
+
+
+def test_by_seeds_is_students_paired_test():
+    first, second = [0.81, 0.83, 0.79], [0.84, 0.85, 0.83]
+    found, expected = by_seeds(first, second), ttest_rel(second, first)
+    assert found.p == pytest.approx(expected.pvalue)
+    limits = expected.confidence_interval()
+    assert found.interval == pytest.approx([limits.low, limits.high])
+    assert by_seeds(first, first).p is None
+
+
+def test_holm_by_a_slow_loop():
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        values = np.round(draw.random(5) * 0.2, 3).tolist()
+        order = sorted(range(5), key=lambda i: values[i])
+        for level in (0.01, 0.05, 0.1):
+            rejected, step = set(), 0
+            while step < 5 and values[order[step]] * (5 - step) < level:
+                rejected.add(order[step])
+                step += 1
+            assert {i for i, p in enumerate(holm(values)) if p < level} == rejected
+    assert holm([]) == []

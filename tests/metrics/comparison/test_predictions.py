@@ -1,0 +1,82 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from metrics.comparison.predictions import FILE, load_predictions, save_predictions
+from utils.errors import UserError
+
+ABOUT = {
+    "task": "classifier",
+    "data": "ab12",
+    "n": 4,
+    "seed": 0,
+    "training_seed": 3,
+    "classes": ["a", "b"],
+    "judge": None,
+}
+LABEL, PREDICTION = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 1])
+COLUMNS = {"label": LABEL, "prediction": PREDICTION, "confidence": np.array([0.9, 0.8, 0.6, 0.7])}
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_what_is_saved_is_loaded(tmp_path):
+    told = save_predictions(tmp_path, ABOUT, COLUMNS)
+    first = (tmp_path / FILE).read_bytes()
+    assert told == {"file": FILE, "sha256": sha256(first)}
+    found = load_predictions(tmp_path, told["sha256"])
+    assert found.about == {"schema": 1, **ABOUT}
+    assert found.hits is not None
+    assert found.hits.tolist() == [True, True, False, False]
+    for name, column in COLUMNS.items():
+        np.testing.assert_array_equal(found.columns[name], column)
+    save_predictions(tmp_path, ABOUT, dict(reversed(COLUMNS.items())))
+    assert (tmp_path / FILE).read_bytes() == first
+    unjudged = save_predictions(tmp_path, ABOUT, {"label": LABEL})
+    assert load_predictions(tmp_path, unjudged["sha256"]).hits is None
+    with pytest.raises(UserError, match=r"is not of the evaluation that metrics.json beside it is of"):
+        load_predictions(tmp_path, told["sha256"])
+
+
+def bad(about=None, columns=None):
+    told = json.dumps({"schema": 1, **ABOUT, **(about or {})})
+    return save(COLUMNS | (columns or {}), {"about": told})
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "damaged"),
+        (b"\x10\0\0\0\0\0\0\0not json at all!", "damaged"),
+        (bad()[:-8], "damaged"),
+        (save(COLUMNS), "damaged"),
+        (save(COLUMNS, {"about": "[]"}), "about is list"),
+        (bad({"schema": 2}), "about.schema is 2"),
+        (bad({"n": 5}), "n is 5"),
+        (bad({"n": "4"}), "about.n is '4'"),
+        (bad({"classes": ["a"]}), "beyond the 1 classes"),
+        (bad(columns={"label": LABEL.astype(np.int32)}), "column label is int32"),
+        (bad(columns={"confidence": np.array([0.1, np.nan, 0, 0])}), "confidence is not finite"),
+        (bad(columns={"else": LABEL}), "column else"),
+        (save({"prediction": LABEL}, {"about": json.dumps({"schema": 1, **ABOUT})}), "label is missing"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused_in_one_line(tmp_path, content, told):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(UserError, match=told) as caught:
+        load_predictions(tmp_path, sha256(content))
+    assert "evaluate that run once more" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_pipe_are_told(tmp_path):
+    with pytest.raises(UserError, match=f"has no {FILE}; evaluate that run once more"):
+        load_predictions(tmp_path, "")
+    (tmp_path / FILE).symlink_to("/dev/zero")
+    with pytest.raises(UserError, match="is a device"):
+        load_predictions(tmp_path, "")
