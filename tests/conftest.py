@@ -20,6 +20,13 @@ os.environ.setdefault("DUET_PRECISION", "fp32")
 REPOSITORY = Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
+    if "reporting" not in request.path.parts:
+        monkeypatch.setattr("reporting.charts._svg", lambda curves, *, log: "<svg></svg>")
+
+
 def sample_images(split: str, per_class: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """The first `per_class` images of each class of the sample at 16 px: uint8 [n, 1, 16, 16], labels, names."""
     source = open_source("sample", split=split, root=None)

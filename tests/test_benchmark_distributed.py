@@ -55,6 +55,7 @@ def test_figures_are_medians_of_the_repeats():
     assert "exchange_vs_by_hand_ratio" in benchmark.summary("gan", {"ranks": [1], "by_hand": [1], "process": [1]}, 8)
 
 
+@pytest.mark.slow  # ten processes, for a script that only developers run
 @pytest.mark.skipif(sys.platform != "linux", reason="gloo on loopback is tested on Linux")
 def test_every_figure_is_there_and_the_last_line_is_flat(tmp_path, capsys):
     files = []

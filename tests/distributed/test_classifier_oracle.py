@@ -1,4 +1,4 @@
-"""Ranks and micro-batches do not change what a classifier's training does, with all of its settings on, in float64.
+"""Ranks and micro-batches do not change what a slim classifier's training does, with all settings on, in float64.
 
 As a module it is one rank: `python -m tests.distributed.test_classifier_oracle OUT DATA VARIANT...`, see worker.
 """
@@ -14,6 +14,7 @@ from data.lmdb.writer import pack_arrays
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
 from tests.metrics.conftest import gan_run
+from tests.slim import slim_down
 from utils.distributed.launch import launch
 
 Records = dict[int, dict[str, list[dict[str, Any]]]]
@@ -101,4 +102,5 @@ def test_the_evaluated_network_of_a_schedule_free_training_is_its_own(records: R
 
 
 if __name__ == "__main__":
+    slim_down()
     worker.main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -9,6 +9,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -36,7 +37,7 @@ SHORT = {  # of other commands, or of those with this word
     "dataset": ["--n=8"],
     "--classifier": ["--n=20", "--per-class=4"],
     "--extractor": ["--n=20"],
-    "--lr-find": ["--lr-find-steps=8"],
+    "--lr-find": ["--lr-find-steps=10"],
 }
 WEIGHTS = "resnet50.safetensors"
 ELSEWHERE = re.compile(r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b")  # takes more than one machine's CPU
@@ -69,7 +70,7 @@ def pack(source: str, *names: str, options: Sequence[str] = ("--size", "64")) ->
 
 
 def train(name: str, folder: str) -> None:
-    data = ["--data.path", "train.lmdb", "--data.val-path", "train.lmdb", "--run-dir", folder]
+    data = ["--data.path", "train.lmdb", "--data.val-path", "val.lmdb", "--run-dir", folder]
     assert run("train", made_small("train", ["--config", f"configs/{name}.yaml", *data])) == 0
 
 
@@ -90,14 +91,15 @@ def before_classifier() -> None:
 
 def before_evaluation() -> None:
     pack("photos", "train.lmdb")
+    pack("parts/val", "val.lmdb")
     for name, run_folder in (("finetune_resnet50", "judge"), ("finetune_resnet50", "x"), ("gan_64_cpu", "gan")):
         train(name, f"runs/{run_folder}")
 
 
 def before_gan() -> None:
     pack("photos", "train.lmdb", "val.lmdb")
-    pack("sample", "few.lmdb", options=["--size", "32", "--split", "test"])
     pack_sample()
+    run_python("gan", {})  # makes few.lmdb
     train("gan_64_cpu", "RUN")
     shutil.copy("image1.jpg", "PHOTO")
 
@@ -111,6 +113,10 @@ BEFORE = {  # page -> what it takes for granted
     "classifier": before_classifier,
     "evaluation": before_evaluation,
     "gan": before_gan,
+}
+PYTHON: dict[str, dict[str, Any]] = {  # page -> names that its Python code takes for granted; it runs at the end
+    "README": {},
+    "lmdb": {"images": np.zeros((4, 1, 8, 8), np.uint8), "labels": [0, 1, 0, 1]},
 }
 SLOW = [page for page in BEFORE if page != "recipes"]
 
@@ -131,7 +137,7 @@ def made_small(module: str, arguments: Sequence[str]) -> list[str]:
     return [*own, *SMALL[tree["task"]], *scaled, *EVERY, *steps]
 
 
-@pytest.mark.timeout(900)  # a minute or two, more on a busy machine
+@pytest.mark.timeout(1800)  # a minute or two, more on a busy machine
 @pytest.mark.parametrize("page", [pytest.param(name, marks=pytest.mark.slow) for name in SLOW] + ["recipes"])
 def test_a_pages_commands_run_in_its_order(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page in ("evaluation", "gan"):
@@ -148,8 +154,8 @@ def test_a_pages_commands_run_in_its_order(page: str, folder: Path, monkeypatch:
             for file in Path.cwd().glob(f"{Path(arguments[1]).stem}*.lmdb"):
                 file.unlink()
         assert run(module, made_small(module, arguments)) == 0, (module, arguments)
-    for source in python_of(file_of(page)):
-        exec(compile(source, page, "exec"), {})
+    if page in PYTHON:
+        run_python(page, dict(PYTHON[page]))
 
 
 def file_of(page: str) -> Path:
@@ -161,9 +167,12 @@ def here(lines: Sequence[str]) -> list[str]:
     return [line for line in lines if not ELSEWHERE.search(line)]
 
 
-def python_of(page: Path) -> list[str]:
-    """A page's Python code."""
-    return [block.content for block in tokens(page) if block.type == "fence" and block.info == "python"]
+def run_python(page: str, names: dict[str, Any]) -> None:
+    """Run a page's Python code; `names`: what it takes for granted."""
+    sources = [block.content for block in tokens(file_of(page)) if block.type == "fence" and block.info == "python"]
+    assert sources
+    for source in sources:
+        exec(compile(source, page, "exec"), names)
 
 
 def test_no_page_with_commands_is_left_out() -> None:
