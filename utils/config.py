@@ -155,7 +155,7 @@ def build(config_class: type[T], tree: Tree, overrides: Sequence[str] = (), *, s
         if name not in known:
             raise UnknownKey("command line", name, known)
         _check_value("command line", name, value)
-    parser, where = _parser(config_class), source
+    parser, where = _parser(config_class), source  # type: ignore[arg-type]  # a class is hashable
     try:
         namespace = parser.parse_object(tree)
         if tokens:

@@ -14,12 +14,17 @@ def lr_of(config: GanConfig) -> tuple[str, float, str]:
     return config.architecture, config.generator_optimizer.lr, type(config.generator).__name__
 
 
+@pytest.fixture(scope="module")
+def another_process():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_it_travels_to_another_process_and_copies_are_its_own(architecture):
+def test_it_travels_to_another_process_and_copies_are_its_own(architecture, another_process):
     config = config_of(architecture)()
     config.generator_optimizer.lr = 0.125
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(lr_of, (config,)) == lr_of(config)
+    assert another_process.apply(lr_of, (config,)) == lr_of(config)
     other = copy.deepcopy(config)
     assert type(other) is type(config)
     assert other == config
