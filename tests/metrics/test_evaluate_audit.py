@@ -18,6 +18,7 @@ from models.stylegan2 import Discriminator, DiscriminatorConfig
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 from tests.metrics.test_scripts import call, pixels, refused
 from utils.checkpoint import load, resolve
+from utils.distributed.launch import launch
 from utils.seeding import forked
 
 D_SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8}
@@ -84,10 +85,14 @@ def test_a_gan_that_never_saw_an_image_tells_nothing(run, sets, tmp_path, capsys
 
 
 def test_the_same_seed_gives_the_same_document(run, tmp_path, capsys):
-    for name in ("a", "b"):
-        audited(run, tmp_path / name, "--batch-size", 16)
-    one, other = (tmp_path / name / "audit.json" for name in ("a", "b"))
-    assert one.read_bytes() == other.read_bytes()
+    """And the same images, with any batch size and on two processes."""
+    for size in (16, 500):
+        audited(run, tmp_path / str(size), "--batch-size", size)
+    options = ["--extractor", "pixels", "--n", "120", "--out", str(tmp_path / "two"), "--procs", "2", "--device", "cpu"]
+    assert launch(["evaluate.py", "--checkpoint", str(run), "--audit", *options], 1) == 0
+    written = [{file.name: file.read_bytes() for file in folder.iterdir()} for folder in tmp_path.iterdir()]
+    assert len(written) == len(written[0]) == 3
+    assert written[0] == written[1] == written[2]
 
 
 def test_a_generator_that_returns_training_images_is_caught(run, sets, tmp_path, monkeypatch):
