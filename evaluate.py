@@ -28,6 +28,9 @@ def parser() -> Parser:
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
     add("--seed", type=int, default=0, help="of samples and draws (default: 0)")
+    spoiled = "classifier: accuracy under blur, noise, JPEG, brightness and contrast at five strengths (25 passes)"
+    add("--robustness", action="store_true", help=spoiled)
+    add("--ood", metavar="X.lmdb", help="classifier: images of another kind, which its confidence should give away")
     add("--json", action="store_true", help="print metrics.json instead of a table; logs go to stderr")
     add("--classifier", metavar="RUN_OR_FILE", help="GAN: independent classifier that judges the samples")
     extractors = "GAN: classifier, classifier:RUN_OR_FILE, resnet50, inception or pixels; repeat it or use commas "

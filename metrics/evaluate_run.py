@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.dataset import Dataset
 from metrics.classification.run import evaluate_classifier_run
+from metrics.comparison.predictions import save_predictions
+from metrics.comparison.samples import SamplePredictions
 from metrics.copies import neighbour_images
 from metrics.evaluate_gan import evaluate_generator, judge_images
 from metrics.evidence import few_images, interval_of, leaks, training_images, wilson
-from metrics.extractors import ClassifierFeatures, Extractor, Options, build, find_weights
+from metrics.extractors import ClassifierFeatures, Extractor, Options, build, find_weights, fingerprint
 from metrics.features import select
 from metrics.images import SampleBoard
 from metrics.judge import load_judge
@@ -31,9 +34,14 @@ from utils.errors import UserError
 from utils.image_tables import save_captioned, save_rows
 from utils.text import columns, decimal
 
+CLASSIFIER_ONLY = ("robustness", "ood")
+
 
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     """Figures and images of a generator."""
+    for name in CLASSIFIER_ONLY:
+        if getattr(options, name):
+            raise UserError(f"--{name} is for a classifier, this checkpoint is a GAN's; leave it out")
     with collectives.raising_together():
         if options.precision != "fp32" or options.fold:
             raise UserError("--precision and --fold are for classifiers; a GAN's figures are float32's: leave them out")
@@ -47,7 +55,12 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
     extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    board = SampleBoard(names)
+    board, kept = SampleBoard(names), SamplePredictions()
+
+    def observe(images: Tensor, labels: Tensor, probabilities: Tensor | None) -> None:
+        board.observe(images, labels, probabilities)
+        kept.observe(images, labels, probabilities)
+
     with train or nullcontext():
         figures = evaluate_generator(
             generator,
@@ -61,7 +74,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             searched=SEARCHED if options.searched is None else options.searched,
             batch_size=options.batch_size,
             show=True,
-            observe=board.observe,
+            observe=observe,
         )
         interval = interval_of(figures["recognised"], figures["n"])
         seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
@@ -77,7 +90,13 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(figures["n"], interval=interval, distances=True)
             notes |= flattered(extractors, checkpoint.get("teachers", []))
-            return {**figures, "recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
+            about = {"task": "gan", "data": reader.meta.content_hash, "n": figures["n"], "seed": options.seed}
+            about |= {"training_seed": checkpoint["config"].get("seed"), "classes": names}
+            about |= {"judge": None if judge is None else fingerprint(judge)}
+            more = {"data_hash": reader.meta.content_hash}
+            more |= {"predictions": save_predictions(out, about, kept.columns(figures["n"]))}
+            more |= {"recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
+            return figures | more
 
         return collectives.on_main(finish)
 

@@ -15,7 +15,7 @@ from data.dataset import Dataset
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from utils.files import write_atomic
 from utils.fonts import drawable, families
-from utils.image_tables import PADDING, save_captioned, save_rows, save_table
+from utils.image_tables import save_captioned, save_rows, save_table
 
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 
@@ -130,7 +130,7 @@ def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:
     ]
     heads = ["as it is", *(f"strength {strength}" for strength in range(1, STRENGTHS + 1))]
     tensors = [[torch.from_numpy(np.ascontiguousarray(each)) for each in row] for row in rows]
-    save_table(tensors, path, row_heads=list(CORRUPTIONS), column_heads=heads, margin=3 * PADDING)
+    save_table(tensors, path, row_heads=list(CORRUPTIONS), column_heads=heads)
 
 
 def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path: str | Path) -> None:

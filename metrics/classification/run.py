@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
-from metrics.classification.figures import further_figures
+from data.dataset import Dataset, dataset_for_model
+from metrics.classification.figures import further_figures, outliers, robustness
+from metrics.classification.passes import corrupted_hits, outlier_logits
 from metrics.comparison.predictions import save_predictions
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evidence import few_images, leaks, training_images
-from metrics.images import save_confused, save_confusion, save_mistakes, save_reliability
+from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
 from models.fast import hasten
 from models.restore import classifier_from
 from utils.checkpoint import Checkpoint
@@ -36,11 +37,35 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
         classifier = hasten(classifier_from(checkpoint, device), device, **speed)
         if reader.classes:
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
+        others = open_others(options.ood, checkpoint, reader) if options.ood else None
     how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
     logits: list[Tensor] = []
-    counted = evaluate_classifier(classifier, reader, **how, show=True, kept=logits)
-    counted |= speed
-    return collectives.on_main(lambda: _written(checkpoint, reader, out, counted, torch.cat(logits), options.seed))
+    with others or nullcontext():
+        counted = evaluate_classifier(classifier, reader, **how, show=True, kept=logits) | speed
+        hits = corrupted_hits(classifier, reader, seed=options.seed, **how) if options.robustness else None
+        outside = outlier_logits(classifier, others, **how) if others else None
+
+    def finish() -> dict[str, Any]:
+        document = _written(checkpoint, reader, out, counted, torch.cat(logits), options.seed)
+        if hits is not None:
+            document["robustness"] = robustness(hits, counted["n"], reader.resolution)
+            save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=options.seed)
+            document["images"].append("robustness.png")
+        if others is not None and outside is not None:
+            document["ood"] = {"data": others.path, **outliers(torch.cat(logits), outside)}
+        return document
+
+    return collectives.on_main(finish)
+
+
+def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:
+    """The images that are to be told from the test images: of any classes, size and channels, but not the same file."""
+    others = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
+    if others.meta.content_hash == reader.meta.content_hash:
+        raise UserError(f"--ood {path}: these are the test images themselves; give images of another kind")
+    if not len(others):
+        raise UserError(f"--ood {path}: there is no image in it; give another file")
+    return others
 
 
 def _written(

@@ -4,7 +4,7 @@ A group is one run, or several that were trained alike with other seeds. Every g
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from utils.schema import anything, items, mapping, maybe, number, record, text, 
 from utils.text import columns, decimal
 
 LEVEL = 0.05  # of a verdict
-BETTER = {  # figure of a document, or of one of its `distances`: whether a larger one is better
+BETTER = {  # figure of a document, or of one of a GAN's `distances`: whether a larger one is better
     "accuracy": True,
     "balanced_accuracy": True,
     "top5_accuracy": True,
@@ -35,13 +35,26 @@ BETTER = {  # figure of a document, or of one of its `distances`: whether a larg
     "nll": False,
     "ece": False,
     "recognised": True,
+    "class_score": True,
+}
+BETTER_SPACE = {  # the same for each extractor's figures
     "frechet": False,
     "kernel": False,
+    "intra_class_frechet": False,
+    "precision": True,
+    "recall": True,
+    "coverage": True,
+    "clipped_density": True,
+    "clipped_coverage": True,
 }
 SHARES = ("accuracy", "recognised")  # of images that are predicted as their label says
+JUDGED = ("recognised", "class_score")  # by a classifier
 INTERVAL = maybe(items(number(), 2, 2))
-FIGURES = {name: maybe(number()) for name in BETTER} | {f"{name}_interval": INTERVAL for name in BETTER}
-DISTANCE = record({"extractor": text, "weights": text}, FIGURES)
+FIGURES, SPACE = (
+    {name: maybe(number()) for name in names} | {f"{name}_interval": INTERVAL for name in names}
+    for names in (BETTER, BETTER_SPACE)
+)
+DISTANCE = record({"extractor": text, "weights": text}, SPACE)
 DOCUMENT = record(
     {"task": text, "n": whole(1), "seed": whole(-(2**63)), "predictions": record({"sha256": text})},
     {**FIGURES, "distances": items(DISTANCE), "notes": mapping(anything)},
@@ -58,9 +71,9 @@ class Evaluated:
 
     def figures(self) -> dict[str, tuple[float, list[float] | None]]:
         """(value, interval) of every figure that can be compared; distances by their extractor and its weights."""
-        found = dict(_figures(self.document, ""))
+        found = _figures(self.document, BETTER, "")
         for row in self.document.get("distances", []):
-            found |= _figures(row, f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip())
+            found |= _figures(row, BETTER_SPACE, f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip())
         return found
 
     def influences(self) -> dict[str, np.ndarray]:
@@ -79,9 +92,9 @@ class Evaluated:
         return found
 
 
-def _figures(values: dict[str, Any], suffix: str) -> dict[str, tuple[float, list[float] | None]]:
+def _figures(values: dict[str, Any], names: Iterable[str], suffix: str) -> dict[str, tuple[float, list[float] | None]]:
     return {
-        name + suffix: (values[name], values.get(f"{name}_interval")) for name in BETTER if values.get(name) is not None
+        name + suffix: (values[name], values.get(f"{name}_interval")) for name in names if values.get(name) is not None
     }
 
 
@@ -168,7 +181,7 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
     found = {}
     for name in runs[0].figures():
         values = [run.figures().get(name) for run in runs]
-        if None in values or (name == "recognised" and len(judges) > 1):
+        if None in values or (name in JUDGED and len(judges) > 1):
             continue
         one, other = ([run.figures()[name][0] for run in group] for group in (first, second))
         difference = by_seeds(one, other) if len(first) > 1 else _difference(name, first[0], second[0])
@@ -202,7 +215,8 @@ def _difference(name: str, first: Evaluated, second: Evaluated) -> Difference:
 def _verdict(name: str, row: dict[str, Any]) -> str:
     if row["p"] is None or row["p"] >= LEVEL:
         return "cannot tell"
-    return "better" if (row["difference"] > 0) == BETTER[name.partition(" ")[0]] else "worse"
+    larger_is_better = (BETTER | BETTER_SPACE)[name.partition(" ")[0]]
+    return "better" if (row["difference"] > 0) == larger_is_better else "worse"
 
 
 def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
@@ -232,7 +246,7 @@ def comparison_table(document: dict[str, Any]) -> str:
                 decimal(row["second"]),
                 f"{row['difference']:+.4f}",
                 "-" if row["interval"] is None else f"{row['interval'][0]:+.4f} to {row['interval'][1]:+.4f}",
-                decimal(row["p"]),
+                "<0.0001" if row["p"] is not None and row["p"] < 1e-4 else decimal(row["p"]),
                 row["verdict"],
             ]
             for row in found["figures"]
