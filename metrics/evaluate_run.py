@@ -13,7 +13,7 @@ from torch import Tensor
 
 from data.dataset import Dataset
 from metrics.classification.run import evaluate_classifier_run
-from metrics.comparison.predictions import save_predictions
+from metrics.comparison.predictions import keep_predictions
 from metrics.comparison.samples import SamplePredictions
 from metrics.copies import neighbour_images
 from metrics.evaluate_gan import evaluate_generator, judge_images
@@ -90,11 +90,9 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(figures["n"], interval=interval, distances=True)
             notes |= flattered(extractors, checkpoint.get("teachers", []))
-            about = {"task": "gan", "data": reader.meta.content_hash, "n": figures["n"], "seed": options.seed}
-            about |= {"training_seed": checkpoint["config"].get("seed"), "classes": names}
-            about |= {"judge": None if judge is None else fingerprint(judge)}
-            more = {"data_hash": reader.meta.content_hash}
-            more |= {"predictions": save_predictions(out, about, kept.columns(figures["n"]))}
+            source = None if judge is None else fingerprint(judge)
+            samples = kept.columns(figures["n"])
+            more = keep_predictions(out, samples, checkpoint, reader, seed=options.seed, judge=source)
             more |= {"recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
             return figures | more
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from data.dataset import Dataset, dataset_for_model
 from metrics.classification.figures import further_figures, outliers, robustness
 from metrics.classification.passes import corrupted_hits, outlier_logits
-from metrics.comparison.predictions import save_predictions
+from metrics.comparison.predictions import keep_predictions
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evidence import few_images, leaks, training_images
 from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
@@ -75,15 +75,12 @@ def _written(
     labels = torch.from_numpy(reader.labels()[: counted["n"]].copy())
     further, kept = further_figures(counted, logits, labels, seed=seed)
     figures = counted | further
-    about = {"task": "classifier", "data": reader.meta.content_hash, "n": figures["n"], "seed": seed}
-    about |= {"training_seed": checkpoint["config"].get("seed"), "classes": reader.classes, "judge": None}
-    predictions = save_predictions(out, about, kept)
     train, _ = training_images(checkpoint)
     with train or nullcontext():
         notes = few_images(figures["n"], interval=figures["accuracy_interval"]) | leaks(reader, train)
     images = _images(reader, figures, kept, out)
-    of_data = {"data_hash": reader.meta.content_hash, "predictions": predictions}
-    return {**figures, **of_data, "notes": notes, "images": images}
+    predictions = keep_predictions(out, kept, checkpoint, reader, seed=seed)
+    return {**figures, **predictions, "notes": notes, "images": images}
 
 
 def _images(reader: Dataset, figures: dict[str, Any], kept: dict[str, np.ndarray], out: Path) -> list[str]:

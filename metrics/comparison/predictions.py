@@ -15,6 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from data.dataset import Dataset
 from utils import door
 from utils.errors import UserError
 from utils.files import write_atomic
@@ -58,6 +59,21 @@ class Predictions:
         if "prediction" not in self.columns:
             return None
         return self.columns["prediction"] == self.columns["label"]
+
+
+def keep_predictions(
+    folder: Path,
+    columns: Mapping[str, np.ndarray],
+    checkpoint: Mapping[str, Any],
+    reader: Dataset,  # the test images
+    *,
+    seed: int,  # of the evaluation
+    judge: str | None = None,  # fingerprint of the classifier, where it is not the checkpoint's own
+) -> dict[str, Any]:
+    """Write FILE of an evaluation into a folder; returns what its document says of it: `data_hash`, `predictions`."""
+    about = {"task": checkpoint["task"], "data": reader.meta.content_hash, "n": len(columns["label"]), "seed": seed}
+    about |= {"training_seed": checkpoint["config"].get("seed"), "classes": checkpoint["classes"], "judge": judge}
+    return {"data_hash": reader.meta.content_hash, "predictions": save_predictions(folder, about, columns)}
 
 
 def save_predictions(folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> dict[str, str]:

@@ -56,12 +56,13 @@ def gan_run(
     data=None,
     loss=None,
     discriminator=None,
+    seed=0,
     sizes=None,  # the discriminator's config
     **more,
 ):
     """A run of an untrained generator with strong noise, so that its samples differ."""
     shape = {"channels": channels, "classes": len(classes), "resolution": side}
-    with forked(0, "init", "test generator"):
+    with forked(seed, "init", "test generator"):
         generator = Generator(GeneratorConfig(**TINY), **shape)
     config = {"generator": TINY, "data": data or {}, "loss": loss or {}}
     state = {"generator_ema": generator.state_dict()}

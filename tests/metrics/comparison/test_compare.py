@@ -9,7 +9,7 @@ import evaluate
 from metrics.classification.figures import further_figures
 from metrics.comparison.compare import compare, comparison_table
 from metrics.comparison.predictions import save_predictions
-from tests.metrics.conftest import classifier_run, read_json
+from tests.metrics.conftest import classifier_run, gan_run, read_json
 from tests.metrics.test_classification import answers, figures_of
 from tests.metrics.test_scripts import call, refused
 from utils.errors import UserError
@@ -134,7 +134,8 @@ def sampled(folder, share, *, judge="sha256:1", frechet=3.0, width=0.2, weights=
     prediction = np.where(np.arange(400) < share * 400, label, (label + 1) % 7)
     distance = {"extractor": "classifier:x", "weights": weights, "frechet": frechet, "kernel": None}
     distance["frechet_interval"] = [frechet - width, frechet + width]
-    figures = {"recognised": share, "distances": [distance]}
+    distance |= {"clipped_density": share, "clipped_density_interval": [share - 0.05, share + 0.05]}
+    figures = {"recognised": share, "class_score": 7 * share, "class_score_interval": None, "distances": [distance]}
     return written(folder, figures, {"label": label, "prediction": prediction}, "gan", 400, judge=judge, **about)
 
 
@@ -143,6 +144,8 @@ def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
     found = rows_of(compare([first, second]))
     assert found["recognised"]["method"] == "McNemar"
     assert found["recognised"]["verdict"] == "better"
+    assert found["clipped_density classifier w"]["verdict"] == "better"
+    assert found["class_score"]["verdict"] == "cannot tell"
     row = found["frechet classifier w"]
     assert row["verdict"] == "better"  # smaller
     assert row["interval"] == pytest.approx([-0.5 - 0.2 * 2**0.5, -0.5 + 0.2 * 2**0.5])
@@ -152,6 +155,26 @@ def test_gans_are_compared_by_sample_and_by_their_intervals(tmp_path):
     document = compare([first, other])
     assert rows_of(document) == {}
     assert "--classifier" in document["notes"]["recognised"]
+
+
+def test_gans_by_the_command_line(runs, files, tmp_path, capsys):
+    """A generator beside itself, and beside another one; both with the same judge."""
+    other = gan_run(tmp_path / "other", data=files, seed=1)
+    how = ["--classifier", runs["classifier"], "--extractor", "pixels", "--n", 40, "--per-class", 5, "--searched", 0]
+    folders = [tmp_path / name for name in ("a", "b")]
+    for run, folder in zip((runs["gan"], other), folders, strict=True):
+        assert call(evaluate, "--checkpoint", run, "--out", folder, *how) == 0
+    capsys.readouterr()
+    assert call(evaluate, "--compare", folders[0], folders[0], folders[1], "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    same, found = rows_of(document), rows_of(document, 1)
+    assert {row["verdict"] for row in same.values()} == {"cannot tell"}
+    assert {"recognised", "frechet pixels", "kernel pixels"} <= set(found)
+    figures = read_json(folders[1] / "metrics.json")
+    assert found["recognised"]["second"] == figures["recognised"]
+    assert found["frechet pixels"]["second"] == figures["distances"][0]["frechet"]
+    interval = figures["distances"][0].get("frechet_interval")
+    assert (found["frechet pixels"]["interval"] is None) == (interval is None)
 
 
 def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
