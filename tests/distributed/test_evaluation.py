@@ -164,7 +164,9 @@ def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None
 def test_the_script_on_two_processes_writes_what_one_does(
     folder: Path, task: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    more = ["--extractor", "classifier,pixels", "--classifier", str(folder / "classifier")] if task == "gan" else []
+    more = ["--robustness", "--ood", str(folder / "train.lmdb")]
+    if task == "gan":
+        more = ["--extractor", "classifier,pixels", "--classifier", str(folder / "classifier")]
     found, told = {}, {}
     for ranks in (1, 2):
         out = ["--checkpoint", str(folder / task), "--out", str(tmp_path / str(ranks)), "--json", "--device", "cpu"]
@@ -176,7 +178,7 @@ def test_the_script_on_two_processes_writes_what_one_does(
     del found[1]["command.txt"], found[2]["command.txt"]
     assert told[1] == told[2] == read_json(tmp_path / "2" / "metrics.json")
     assert found[1] == found[2]
-    assert len(found[1]) == {"gan": 6, "classifier": 6}[task]
+    assert len(found[1]) == 7
 
 
 if __name__ == "__main__":
