@@ -15,6 +15,8 @@ import predict
 from tests import slim
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import rows, state_of, train_in_process
+from training.gan import generator_step, penalties
+from training.optim.ema import half_life_beta
 from utils.config import of_today, read_yaml
 from utils.errors import run_cli
 
@@ -32,6 +34,21 @@ def old(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def formulas_of_before(monkeypatch):
+    """What was changed on purpose since, as it was: path length's own share (P1) and the average's ramp (P2)."""
+
+    def constant_mean(lengths, mean, batch_mean, decay, batch):
+        return (lengths - mean).square().sum() / batch
+
+    def ramp_after_the_step(batch, seen, *rest):
+        return half_life_beta(batch, seen + batch, *rest)
+
+    monkeypatch.setattr(penalties, "path_length_penalty", constant_mean)
+    monkeypatch.setattr(generator_step, "half_life_beta", ramp_after_the_step)
+
+
+@pytest.mark.usefixtures("formulas_of_before")
 @pytest.mark.parametrize("run", RUNS)
 def test_an_old_run_goes_on_as_the_old_version_did(old, run):
     after = torch.load(old / "after.pt", weights_only=True)[run]
