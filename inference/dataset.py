@@ -72,4 +72,6 @@ def provenance(path: Path, checkpoint: dict[str, Any], sampler: Sampler) -> str:
     parts += [f"seed {sampler.seed}", f"psi {sampler.truncation_psi:g}"]
     if sampler.truncation_cutoff is not None:
         parts.append(f"cutoff {sampler.truncation_cutoff}")
+    if sampler.numpy_latents:
+        parts.append("latents numpy")
     return ", ".join([*parts, f"noise {sampler.noise_mode}"])

@@ -149,6 +149,8 @@ def test_it_says_where_it_comes_from(runs, checkpoint):
     assert text == expected
     cut = sampler_of(generator_from(checkpoint), truncation_cutoff=2)
     assert "psi 1, cutoff 2, noise random" in provenance(path, checkpoint, cut)
+    other = sampler_of(generator_from(checkpoint), numpy_latents=True)
+    assert "latents numpy" in provenance(path, checkpoint, other)
 
 
 def test_memory_does_not_hold_all_images(generator, checkpoint, tmp_path, monkeypatch):

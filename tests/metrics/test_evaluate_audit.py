@@ -183,6 +183,8 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):
     assert "--audit is for a GAN" in refused(capsys, evaluate, "--checkpoint", judge, *common)
     told = refused(capsys, evaluate, "--checkpoint", run, *common, "--classifier", judge)
     assert "--classifier is not for --audit" in told
+    for more in (["--precision", "bf16"], ["--fold"]):
+        assert "are for classifiers" in refused(capsys, evaluate, "--checkpoint", run, *common, *more)
 
 
 def seen_run(tmp_path, sets):
