@@ -197,6 +197,7 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
             "floor": first["floor"],
             "extractor": first["extractor"],
             "n": first["n"],
+            **sure_of(gan, first),
         },
         "plan": {
             "source": plan.survey.source,
@@ -223,6 +224,15 @@ def accuracy_of(evaluation: dict[str, Any]) -> dict[str, Any]:
     """The accuracy, the interval in which the true one lies at 95 %, and of how many images."""
     found = {"accuracy": evaluation["accuracy"], "interval": evaluation.get("accuracy_interval")}
     return found | {"n": evaluation.get("n")}
+
+
+def sure_of(gan: dict[str, Any], distance: dict[str, Any]) -> dict[str, Any]:
+    """The 95 % intervals of a generator's figures, and fidelity and coverage with theirs; those that there are."""
+    shares = ("clipped_density", "clipped_coverage")
+    names = ("recognised_interval", "diversity_ratio_interval", *shares, *(f"{name}_interval" for name in shares))
+    found = {name: gan[name] for name in names if name in gan}
+    interval = {"distance_interval": distance["frechet_interval"]} if "frechet_interval" in distance else {}
+    return interval | found
 
 
 def about(run: Path, training: Training, quick: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,10 @@ class Diversity:
     interval: list[float] | None  # 95 %, of the class that is the smallest
     by_class: list[float | None]
     images: int  # the least number of images on either side that a ratio above rests on
+
+    def smallest_figures(self) -> dict[str, Any]:
+        """Its two keys in an evaluation's document."""
+        return {"diversity_ratio": self.smallest, "diversity_ratio_interval": self.interval}
 
 
 def diversity_by_class(

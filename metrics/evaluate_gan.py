@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset
+from metrics.bootstrap import normal_interval
+from metrics.class_score import class_score
 from metrics.copies import TrainingSets, search_copies, search_place, training_selection, training_sets
 from metrics.diversity import Diversity, diversity_by_class, recognised_share
 from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, RealFeatures, Selection, feature_sets, select
 from metrics.frechet import frechet_distance
-from metrics.kernel import kernel_distance
+from metrics.kernel import kernel_distance, kernel_with_variance
+from metrics.path_length import path_length
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.protocol import PER_CLASS, SEARCHED
+from metrics.sample_figures import HEADLINE, sample_figures
 from models.classifier import Classifier
-from models.gan import ImageGenerator
+from models.gan import ImageGenerator, StyledGenerator
 from models.sampling import generate
 from utils.distributed import collectives
 from utils.errors import UserError
@@ -41,6 +45,8 @@ def evaluate_generator(
     per_class: int = PER_CLASS,  # images of a class for the diversity
     floor: bool = True,  # whether floors are computed
     searched: int = SEARCHED,  # training images that are searched for copies; 0: no search
+    details: bool = True,  # whether the figures of `sample_figures` are computed, and intervals of distances
+    path_lengths: int = 0,  # ways of the path length; 0: none
     batch_size: int = 64,
     show: bool = False,  # progress bars
     observe: Observer | None = None,
@@ -50,10 +56,10 @@ def evaluate_generator(
     n falls to the size of the smallest real set. Sample i has the label of the i-th real image drawn, so both sides
     have the same mix of classes. What cannot be computed is None, and `notes` says why.
 
-    Returns:
-        `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`, `n`,
-        `diversity_ratio`), `recognised`, `recognised_by_class`, `diversity_ratio`, `diversity_by_class`,
-        `diversity_extractor`, `diversity_images`, `memorisation` (see `metrics.copies.search_copies`), `notes`.
+    Returns `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`,
+    `n`, `diversity_ratio` and the figures of `sample_figures`), `recognised`, `recognised_by_class`, `class_score`, the
+    figures of `_first`, `path_length`, `memorisation` (see `metrics.copies.search_copies`), `notes`. 95 % intervals are
+    under `NAME_interval`.
 
     All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.
     Raises UserError where images or classes of a file or the judge do not fit the generator; for less than two images.
@@ -77,19 +83,20 @@ def evaluate_generator(
         size: Any = {"n": side.n, "total": len(side.indices), "side": generator.resolution, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **size, what="samples", show=show, take=samples.take)
     gathered = Gathered(reader, side, samples, list(extractors), spaces, fakes, tests, train, floor)
-    return collectives.on_main(lambda: gathered.figures(seed, per_class, notes))
+    how: Any = {"details": details, "path_lengths": path_lengths}
+    return collectives.on_main(lambda: gathered.figures(seed, per_class, notes, **how))
 
 
 @dataclass
 class Samples:
-    """A generator's samples as a source of images; rank 0 keeps what the judge named them."""
+    """A generator's samples as a source of images; rank 0 keeps what the judge says of them."""
 
     generator: ImageGenerator
     selection: Selection
     seed: int
     judge: Classifier | None = None
     observe: Observer | None = None
-    predictions: list[Tensor] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)  # probabilities [b, K] of the judge
 
     def draw(self, rows: range) -> tuple[Tensor, tuple[Tensor | None, Tensor, Tensor | None]]:
         """Draw and judge samples `rows`; sample i depends on the seed, i and its label alone. Returns them, and what
@@ -108,10 +115,10 @@ class Samples:
         return images, (None if self.observe is None else images, labels, probabilities)
 
     def take(self, drawn: tuple[Tensor | None, Tensor, Tensor | None]) -> None:
-        """Keep the predictions and show the samples to the observer."""
+        """Keep the answers and show the samples to the observer."""
         images, labels, probabilities = drawn
         if probabilities is not None:
-            self.predictions.append(probabilities.argmax(1))
+            self.answers.append(probabilities)
         if self.observe is not None and images is not None:
             self.observe(images, labels, probabilities)
 
@@ -122,7 +129,7 @@ class Gathered:
 
     reader: Dataset  # of the test images
     side: Selection  # of test images; sample i was asked for the label of the i-th of them
-    samples: Samples  # the generator, and what the judge named its samples
+    samples: Samples  # the generator, and what the judge says of its samples
     extractors: list[Extractor]  # whose distances are figures
     spaces: list[Extractor]  # these, and perhaps one more to search copies in
     fakes: list[FeatureSet]  # of the samples, in each space
@@ -130,23 +137,25 @@ class Gathered:
     train: TrainingSets | None  # of training images
     floor: bool  # whether floors are wanted of them
 
-    def figures(self, seed: int, per_class: int, notes: dict[str, str]) -> dict[str, Any]:
+    def figures(
+        self, seed: int, per_class: int, notes: dict[str, str], *, details: bool, path_lengths: int
+    ) -> dict[str, Any]:
         """What `evaluate_generator` returns."""
         generator, train = self.samples.generator, self.train
         floors = [train.of(extractor) if train is not None and self.floor else None for extractor in self.extractors]
         measured = list(zip(self.extractors, self.fakes, self.tests, floors, strict=False))  # without the added space
-        rows = [_distances(*each, seed) for each in measured]
-        varied = [_diversity(generator, self.side, fake, test, per_class) for _, fake, test, _ in measured]
-        ratios = dict(zip(self.reader.classes, varied[0].by_class, strict=True)) if generator.classes else None
+        side, names = self.side, self.reader.classes if generator.classes else []
+        more = [_details(side, names, fake, test, notes) if details else {} for _, fake, test, _ in measured]
+        rows = [_distances(*each, seed) | extra for each, extra in zip(measured, more, strict=True)]
+        varied = [_diversity(generator, side, fake, test, per_class) for _, fake, test, _ in measured]
         return {
-            "n": self.side.n,
+            "n": side.n,
             "seed": seed,
-            "distances": [row | {"diversity_ratio": each.smallest} for row, each in zip(rows, varied, strict=True)],
+            "distances": [row | each.smallest_figures() for row, each in zip(rows, varied, strict=True)],
             **_recognised(generator, self.samples, self.reader.classes, notes),
-            "diversity_ratio": varied[0].smallest,
-            "diversity_by_class": ratios,
-            "diversity_images": varied[0].images,
-            "diversity_extractor": self.extractors[0].name,
+            **_class_score(self.samples, seed),
+            **_first(rows[0], varied[0], names),
+            **_path_length(generator, self.extractors[0], side, path_lengths, seed, notes),
             "memorisation": _memorisation(self, notes),
             "notes": notes,
         }
@@ -217,14 +226,35 @@ def _distances(
     extractor: Extractor, fake: FeatureSet, test: FeatureSet, train: FeatureSet | None, seed: int
 ) -> dict[str, Any]:
     """Frechet and kernel distance of samples and test images, and of train and test images (the floor)."""
+    kernel, variance = kernel_with_variance(fake.counted, test.counted, seed=seed)
     return {
         "extractor": extractor.name,
         "weights": extractor.source,
         "frechet": frechet_distance(fake.moments, test.moments),
-        "kernel": kernel_distance(fake.counted, test.counted, seed=seed),
+        "kernel": kernel,
+        "kernel_interval": normal_interval(kernel, variance),
         "floor": None if train is None else frechet_distance(train.moments, test.moments),
         "kernel_floor": None if train is None else kernel_distance(train.counted, test.counted, seed=seed),
         "n": fake.n,
+    }
+
+
+def _details(
+    selection: Selection, names: Sequence[str], fake: FeatureSet, test: FeatureSet, notes: dict[str, str]
+) -> dict[str, Any]:
+    """What is wrong with the samples, by `sample_figures`."""
+    labels = torch.from_numpy(selection.labels[: selection.n])
+    return sample_figures(fake.counted, test.counted, labels, names, notes)
+
+
+def _first(row: dict[str, Any], varied: Diversity, names: Sequence[str]) -> dict[str, Any]:
+    """The figures of the first extractor that stand at the top of the document as well."""
+    return {
+        **{key: row.get(key) for key in HEADLINE},
+        **varied.smallest_figures(),
+        "diversity_by_class": dict(zip(names, varied.by_class, strict=True)) if names else None,
+        "diversity_images": varied.images,
+        "diversity_extractor": row["extractor"],
     }
 
 
@@ -245,6 +275,29 @@ def _recognised(generator: ImageGenerator, samples: Samples, names: list[str], n
     else:
         n = samples.selection.n
         labels = torch.from_numpy(samples.selection.labels[:n])
-        share, by_class = recognised_share(torch.cat(samples.predictions)[:n], labels, classes=len(names))
+        share, by_class = recognised_share(torch.cat(samples.answers)[:n].argmax(1), labels, classes=len(names))
         return {"recognised": share, "recognised_by_class": dict(zip(names, by_class, strict=True))}
     return {"recognised": None, "recognised_by_class": None}
+
+
+def _class_score(samples: Samples, seed: int) -> dict[str, Any]:
+    """The judge's class score of the n samples and its interval; None without a judge, of which `recognised` tells."""
+    if samples.judge is None:
+        return {"class_score": None, "class_score_interval": None}
+    score, interval = class_score(torch.cat(samples.answers)[: samples.selection.n], seed=seed)
+    return {"class_score": score, "class_score_interval": interval}
+
+
+def _path_length(
+    generator: ImageGenerator, extractor: Extractor, selection: Selection, n: int, seed: int, notes: dict[str, str]
+) -> dict[str, Any]:
+    """The path length over n ways of the samples' labels and its interval; None where it was not asked for."""
+    length, interval = None, None
+    if n and not isinstance(generator, StyledGenerator):
+        notes["path_length"] = "the generator has no w, along which the path length is measured"
+    elif n and extractor.name == "inception":
+        notes["path_length"] = "Inception takes whole grey levels, too coarse for small steps; name another one first"
+    elif n and isinstance(generator, StyledGenerator):
+        labels = torch.from_numpy(np.resize(selection.labels, n)) if generator.classes else None
+        length, interval = path_length(generator, extractor, labels=labels, n=n, seed=seed)
+    return {"path_length": length, "path_length_interval": interval}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from data.dataset import Dataset
+from metrics.class_score import class_score
 from metrics.classification.run import evaluate_classifier_run
 from metrics.comparison.predictions import keep_predictions
 from metrics.comparison.samples import SamplePredictions
@@ -72,6 +73,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             train_reader=train,
             per_class=options.per_class or PER_CLASS,
             searched=SEARCHED if options.searched is None else options.searched,
+            path_lengths=options.path_lengths or 0,
             batch_size=options.batch_size,
             show=True,
             observe=observe,
@@ -90,8 +92,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(figures["n"], interval=interval, distances=True)
             notes |= flattered(extractors, checkpoint.get("teachers", []))
-            source = None if judge is None else fingerprint(judge)
-            samples = kept.columns(figures["n"])
+            samples, source = kept.columns(figures["n"]), None if judge is None else fingerprint(judge)
             more = keep_predictions(out, samples, checkpoint, reader, seed=options.seed, judge=source)
             more |= {"recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
             return figures | more
@@ -141,16 +142,24 @@ def named_extractors(options: Namespace) -> list[str]:
 
 
 def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
-    """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth."""
+    """How many of n real test images, drawn by the seed, the judge predicts correctly: what `recognised` is worth; and
+    the class score that they have.
+    """
     chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
 
-    def hits_of(rows: range) -> int:
-        images, labels = reader.read(chosen.indices[rows.start : rows.stop])
-        return int((judge_images(judge, torch.from_numpy(images)).argmax(1) == torch.as_tensor(labels)).sum())
+    def answers_to(rows: range) -> Tensor:
+        return judge_images(judge, torch.from_numpy(reader.read(chosen.indices[rows.start : rows.stop])[0]))
 
-    found = list(shared_pass(n, hits_of, side=reader.resolution, batch_size=options.batch_size))
-    hits = collectives.on_main(lambda: sum(found))
-    return {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
+    found = list(shared_pass(n, answers_to, side=reader.resolution, batch_size=options.batch_size))
+
+    def figures() -> dict[str, Any]:
+        answers = torch.cat(found)
+        hits = int((answers.argmax(1) == torch.from_numpy(chosen.labels)).sum())
+        score, interval = class_score(answers, seed=options.seed)
+        shares = {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
+        return shares | {"class_score": score, "class_score_interval": interval}
+
+    return collectives.on_main(figures)
 
 
 def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:
@@ -167,20 +176,34 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
 # --- for people
 
 
+GAN_FIGURES = {  # key of the document: its name in the table
+    "recognised": "recognised",
+    "clipped_density": "clipped density (fidelity)",
+    "clipped_coverage": "clipped coverage",
+    "precision": "precision",
+    "recall": "recall",
+    "density": "density",
+    "coverage": "coverage",
+    "intra_class_frechet": "frechet within classes",
+    "class_score": "class score",
+    "path_length": "path length",
+}
+
+
 def gan_table(document: dict[str, Any]) -> str:
     """A generator's figures: distances with their floors, what was recognised, how varied the samples are."""
     digits = {"frechet": 3, "floor": 3, "kernel": 6, "kernel_floor": 6, "diversity_ratio": 3}
     distances = [
-        [row["extractor"], *(decimal(row[key], count) for key, count in digits.items()), str(row["n"])]
+        [row["extractor"], *(with_error(row, key, count) for key, count in digits.items()), str(row["n"])]
         for row in document["distances"]
     ]
     figures = [
-        ["recognised", decimal(document["recognised"]) + interval_words(document["recognised_interval"])],
-        [
-            "diversity_ratio",
-            f"{decimal(document['diversity_ratio'])}  (smallest class; {document['diversity_extractor']})",
-        ],
+        [name, decimal(document[key]) + interval_words(document[f"{key}_interval"])]
+        for key, name in GAN_FIGURES.items()
+        if key == "recognised" or document[key] is not None
     ]
+    place = f"  (smallest class; {document['diversity_extractor']})"
+    figures.append(["diversity_ratio", with_error(document, "diversity_ratio") + place])
     if document["judge"] is not None:
         figures.insert(1, ["the judge itself", f"{decimal(document['judge']['accuracy'])}  of the real images"])
     if document.get("memorisation") is not None:
@@ -190,9 +213,18 @@ def gan_table(document: dict[str, Any]) -> str:
     if document["diversity_by_class"] is not None:
         recognised = document["recognised_by_class"] or {}
         ratios = document["diversity_by_class"].items()
-        rows = [[name, decimal(recognised.get(name)), decimal(ratio)] for name, ratio in ratios]
-        parts += ["", columns([["class", "recognised", "diversity"], *rows])]
+        within = document["intra_class_frechet_by_class"] or {}
+        rows = [[name, *map(decimal, (recognised.get(name), ratio, within.get(name)))] for name, ratio in ratios]
+        parts += ["", columns([["class", "recognised", "diversity", "frechet"], *rows])]
     return "\n".join([*parts, *note_lines(document)])
+
+
+def with_error(figures: dict[str, Any], key: str, digits: int = 4) -> str:
+    """`36.345 +-0.263`: a figure and how far the upper end of its 95 % interval lies from it, if it has one."""
+    value, interval = figures[key], figures.get(f"{key}_interval")
+    if value is None or interval is None:
+        return decimal(value, digits)
+    return f"{decimal(value, digits)} +-{decimal(interval[1] - value, digits)}"
 
 
 def memorisation_line(copies: dict[str, Any]) -> str:

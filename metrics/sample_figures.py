@@ -9,19 +9,24 @@ from torch import Tensor
 from metrics.bootstrap import normal_interval
 from metrics.clipped import clipped_coverage, clipped_density
 from metrics.density_coverage import coverage, density
-from metrics.features import FeatureSet
 from metrics.frechet_variance import frechet_with_variance
 from metrics.intra_class import intra_class_frechet
 from metrics.neighbours import K_DENSITY, neighbourhoods
 from metrics.precision_recall import precision, recall
 
 NEIGHBOURS = ("precision", "recall", "density", "coverage", "clipped_density", "clipped_coverage")
+HEADLINE = (  # of the first extractor, repeated at the top of an evaluation's document
+    *(name + ending for name in NEIGHBOURS for ending in ("", "_interval")),
+    "intra_class_frechet",
+    "intra_class_frechet_interval",
+    "intra_class_frechet_by_class",
+)
 FEW_PER_CLASS = 500  # images of a class below which its Frechet distance is mostly bias
 
 
 def sample_figures(
-    fake: FeatureSet,
-    test: FeatureSet,
+    samples: Tensor,  # features [n, F]
+    real: Tensor,  # features [n, F]
     labels: Tensor,  # int64 [n], of both sides
     names: Sequence[str],  # of the classes; empty for an unconditional generator
     notes: dict[str, str],
@@ -31,8 +36,8 @@ def sample_figures(
     Each of `NEIGHBOURS` and `intra_class_frechet` has its interval under `NAME_interval`; what is undefined is None
     and `notes` says why.
     """
-    found = {"frechet_interval": normal_interval(*frechet_with_variance(fake.counted, test.counted), low=0.0)}
-    return found | _neighbours(fake.counted, test.counted, notes) | _intra_class(fake, test, labels, names, notes)
+    found = {"frechet_interval": normal_interval(*frechet_with_variance(samples, real), low=0.0)}
+    return found | _neighbours(samples, real, notes) | _intra_class(samples, real, labels, names, notes)
 
 
 def _neighbours(samples: Tensor, real: Tensor, notes: dict[str, str]) -> dict[str, Any]:
@@ -56,13 +61,13 @@ def _neighbours(samples: Tensor, real: Tensor, notes: dict[str, str]) -> dict[st
 
 
 def _intra_class(
-    fake: FeatureSet, test: FeatureSet, labels: Tensor, names: Sequence[str], notes: dict[str, str]
+    samples: Tensor, real: Tensor, labels: Tensor, names: Sequence[str], notes: dict[str, str]
 ) -> dict[str, Any]:
     """The Frechet distances within classes; None for a generator without them."""
     key = "intra_class_frechet"
     if not names:
         return dict.fromkeys([key, f"{key}_interval", f"{key}_by_class"])
-    within = intra_class_frechet(fake.counted, labels, test.counted, labels, classes=len(names))
+    within = intra_class_frechet(samples, labels, real, labels, classes=len(names))
     if within.images < FEW_PER_CLASS:
         few = f"a class has {within.images} images a side, so its distance is mostly the bias of small n"
         notes[key] = f"{few}: compare it with figures of the same n alone"

@@ -43,12 +43,22 @@ RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is
     "average_precision": ("average precision, the mean of the classes", plain),
     "ece": ("expected calibration error", percent),
     "recognised": ("samples recognised as asked", percent),
+    "clipped_density": ("fidelity (clipped density): samples as good as real images", percent),
+    "clipped_coverage": ("coverage (clipped): of what real images are like, samples show", percent),
     "diversity_ratio": ("diversity of the least diverse class, 1: as real images", plain),
+    "precision": ("precision: samples among real images", percent),
+    "recall": ("recall: real images among samples", percent),
+    "density": ("density, about 1: as real images", plain),
+    "coverage": ("coverage: real images with a sample nearby", percent),
+    "intra_class_frechet": ("Frechet distance within classes, on average", plain),
+    "class_score": ("class score: classes that the judge tells apart", plain),
+    "path_length": ("path length: how far images move for a step in w", plain),
 }
-HEADLINE = ("accuracy", "recognised", "diversity_ratio")  # of RESULTS, at the top of a page
+HEADLINE = ("accuracy", "recognised", "clipped_density", "clipped_coverage", "diversity_ratio")  # at the top of a page
 BY_CLASS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: column of the table of classes
     "recognised_by_class": ("recognised", percent),
     "diversity_by_class": ("diversity ratio", plain),
+    "intra_class_frechet_by_class": ("Frechet distance", plain),
 }
 DISTANCES = {  # key of each of eval/metrics.json's `distances`: column of their table
     "frechet": "Frechet",
@@ -63,8 +73,9 @@ def headline(run: Run) -> list[Figure]:
     """What a person asks first."""
     figures = results(run, HEADLINE)
     for row in _distances(run)[:1]:
-        floor = f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"
-        figures.append((plain(row.get("frechet")), f"Frechet distance on {_extractor(row)} ({floor})"))
+        words = [f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
+        words += _interval(row.get("frechet_interval"), plain)
+        figures.append((plain(row.get("frechet")), f"Frechet distance on {_extractor(row)} ({'; '.join(words)})"))
     return figures
 
 
@@ -72,21 +83,28 @@ def results(run: Run, keys: Iterable[str] = RESULTS) -> list[Figure]:
     """Those of the named figures of the evaluation that are there, with how sure they are."""
     found = run.evaluation
     return [
-        (RESULTS[key][1](found[key]), RESULTS[key][0] + _evidence(found, key))
-        for key in keys
+        (show(found[key]), what + _evidence(found, key, show))
+        for key, (what, show) in ((key, RESULTS[key]) for key in keys)
         if found.get(key) is not None
     ]
 
 
-def _evidence(found: Mapping[str, Any], key: str) -> str:
-    """A share's 95 % interval, and how good the classifier is that judged it."""
-    words, interval, judge = [], found.get(f"{key}_interval"), found.get("judge")
-    if isinstance(interval, list) and len(interval) == 2:
-        low, high = (RESULTS[key][1](end) for end in interval)
-        words.append(f"95 % interval {low.removesuffix(' %')} to {high}")
+def _evidence(found: Mapping[str, Any], key: str, show: Show) -> str:
+    """A figure's 95 % interval, and how good the classifier is that judged it."""
+    words, judge = _interval(found.get(f"{key}_interval"), show), found.get("judge")
     if key == "recognised" and isinstance(judge, dict):
         words.append(f"the judge predicts {percent(judge.get('accuracy'))} of the real images correctly")
+    if key == "class_score" and isinstance(judge, dict) and judge.get("class_score") is not None:
+        words.append(f"real images: {plain(judge['class_score'])}")
     return f" ({'; '.join(words)})" if words else ""
+
+
+def _interval(interval: object, show: Show) -> list[str]:
+    """`95 % interval 12.3 to 14.5 %`, if there is one."""
+    if not isinstance(interval, list) or len(interval) != 2:
+        return []
+    low, high = (show(bound) for bound in interval)
+    return [f"95 % interval {low.removesuffix(' %')} to {high}"]
 
 
 def memorisation(run: Run) -> list[Figure]:

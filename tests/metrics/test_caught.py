@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from metrics.diversity import diversity_by_class, recognised_share
-from metrics.features import FeatureSet
 from metrics.memorisation import RealSet, memorisation
 from metrics.sample_figures import sample_figures
 
@@ -44,13 +43,9 @@ def ignoring_labels():
     return real(8)[torch.randperm(N, generator=torch.Generator().manual_seed(9))]
 
 
-def feature_set(features):
-    return FeatureSet(features, N)
-
-
 def figures(samples):
     names = [str(label) for label in range(CLASSES)]
-    found = sample_figures(feature_set(samples), feature_set(TEST), LABELS, names, {})
+    found = sample_figures(samples, TEST, LABELS, names, {})
     copies, _ = memorisation(samples, RealSet(TRAIN, LABELS), RealSet(TEST, LABELS))
     named = torch.cdist(samples, CENTRES).argmin(1)
     return found | {

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from data.dataset import Dataset
+from metrics.class_score import class_score
 from metrics.copies import neighbour_images
 from metrics.diversity import diversity_ratio
 from metrics.evaluate_gan import evaluate_generator
@@ -14,6 +15,8 @@ from metrics.features import RealFeatures, feature_sets, select
 from metrics.frechet import Moments, frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.memorisation import RealSet, memorisation
+from metrics.path_length import path_length
+from metrics.sample_figures import HEADLINE, NEIGHBOURS, sample_figures
 from models.classifier import Classifier, ModelConfig
 from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
@@ -97,7 +100,7 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     hits = judge(samples[:30].float() / 127.5 - 1).argmax(1) == labels[:30]
     assert found["recognised"] == pytest.approx(hits.double().mean().item())
     assert found["recognised_by_class"]["dark"] == pytest.approx(hits[labels[:30] == 0].double().mean().item())
-    assert found["notes"] == {}
+    assert set(found["notes"]) == {"intra_class_frechet"}  # of nine images a class
     searched = select(train_reader.labels(), n=90, seed=3, role="train")
     sets = [
         RealSet(
@@ -120,6 +123,44 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     assert distances == sorted(distances)
     assert distances[0] == pytest.approx(float(neighbours.distances.min()), rel=1e-6)
     json.dumps(found, allow_nan=False)
+
+
+def test_every_figure_has_its_value_and_interval(generator, test_reader):
+    """Those of the first extractor stand at the top as well; the judge's and the path length once."""
+    judge = Whimsical()
+    found = evaluate(generator, test_reader, classifier=judge, extractors=[PIXELS, Counting()], path_lengths=5)
+    test = select(test_reader.labels(), n=30, seed=3, role="test")
+    labels = torch.from_numpy(test.labels)
+    samples = generate(generator, labels=labels, indices=range(30), seed=3)
+    fake, real = extract(PIXELS, samples), extract(PIXELS, torch.from_numpy(test_reader.read(test.indices)[0]))
+    row, other = found["distances"]
+    expected = sample_figures(fake, real, labels.long(), CLASSES, {})
+    for key, value in expected.items():
+        assert row[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+    assert set(other) == set(row)
+    assert {key: found[key] for key in HEADLINE} == {key: row[key] for key in HEADLINE}
+    for name in ("frechet", "kernel", "diversity_ratio", *NEIGHBOURS, "intra_class_frechet"):
+        low, high = row[f"{name}_interval"]
+        assert low <= row[name] <= high, name
+    answers = judge(samples.float() / 127.5 - 1).softmax(1)
+    assert found["class_score"] == pytest.approx(class_score(answers, seed=3)[0], rel=1e-6)
+    length, interval = path_length(generator, PIXELS, labels=labels[:5], n=5, seed=3)
+    assert found["path_length"] == pytest.approx(length, rel=1e-6)
+    assert found["path_length_interval"] == pytest.approx(interval, rel=1e-6)
+    json.dumps(found, allow_nan=False)
+
+
+def test_without_details_training_pays_for_none(generator, test_reader):
+    found = evaluate(generator, test_reader, details=False)
+    assert "clipped_density" not in found["distances"][0]
+    assert found["clipped_density"] is None
+    assert found["path_length"] is None
+
+
+def test_too_few_images_for_neighbourhoods(generator, test_reader):
+    found = evaluate(generator, test_reader, n=5)
+    assert found["clipped_coverage"] is found["precision_interval"] is None
+    assert "more than 5" in found["notes"]["density"]
 
 
 def test_same_seed_same_figures_and_another_seed_others(generator, test_reader):
@@ -159,7 +200,8 @@ def test_unconditional_generator(test_reader, tmp_path, judge):
     generator = generator_from(load(resolve(gan_run(tmp_path / "gan", classes=[]))))
     found = evaluate(generator, test_reader, classifier=judge)
     assert found["diversity_ratio"] > 0
-    assert found["diversity_by_class"] is found["recognised"] is None
+    assert found["diversity_by_class"] is found["recognised"] is found["intra_class_frechet"] is None
+    assert found["class_score"] >= 1
     assert "unconditional" in found["notes"]["recognised"]
 
 

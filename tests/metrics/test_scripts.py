@@ -184,7 +184,8 @@ class TestEvaluate:
         options = ["--checkpoint", run, "--extractor", "pixels", "--n", "20", "--out", tmp_path / "out"]
         assert "supplied a loss" in refused(capsys, evaluate, *options, "--classifier", copy)
         assert call(evaluate, *options, "--classifier", other) == 0
-        assert read_json(tmp_path / "out" / "metrics.json")["notes"].keys() == {"n"}  # of few images
+        few = {"n", "intra_class_frechet"}
+        assert read_json(tmp_path / "out" / "metrics.json")["notes"].keys() == few
         features = ["--extractor", f"classifier:{copy},classifier:{other}"]  # its features are taken, with a word
         assert call(evaluate, *options, *features) == 0
         notes = read_json(tmp_path / "out" / "metrics.json")["notes"]

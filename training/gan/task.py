@@ -251,6 +251,7 @@ class GanTask(Task):
             real=self._real,
             batch_size=config.batch_size,
             floor=False,
+            details=False,
             searched=SEARCHED_PER_SAMPLE * config.n,
         )
         names = ("frechet", "kernel", "diversity_ratio")
