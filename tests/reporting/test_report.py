@@ -264,6 +264,30 @@ def test_time_best_step_and_data_are_shown(tmp_path):
     assert [words for words in shown if words not in text] == []
 
 
+def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
+    run = tmp_path / "run"
+    (run / "eval").mkdir(parents=True)
+    found = {"accuracy": 0.75, "balanced_accuracy": 0.5, "balanced_accuracy_interval": [0.4375, 0.5625]}
+    found |= {"auroc": 0.875, "auroc_interval": [0.8125, 0.9375]}
+    strengths = [{"amount": 1, "accuracy": share, "accuracy_interval": None} for share in (0.625, 0.25)]
+    spoiled = {"blur": {"unit": "px", "strengths": strengths}, "noise": {"unit": "", "strengths": strengths[:1]}}
+    told = {"auroc": 0.9375, "auroc_interval": [0.875, 0.96875], "fpr95": 0.125}
+    more = {"robustness": {"corruptions": spoiled}, "ood": {"data": "far/others.lmdb", "energy": told}}
+    write(run / "eval" / "metrics.json", found | more)
+    text = page(write_report(run)).text
+    for words in (
+        "balanced accuracy, the mean of the classes (95 % interval 43.8 to 56.2 %)",
+        "AUROC, the mean of the classes (95 % interval 0.812 to 0.938)",
+        "outliers (others.lmdb) told by",
+        "0.875 to 0.969",
+        "strength 2",
+    ):
+        assert words in text, words
+    for odd in (3, {"corruptions": 3}, {"corruptions": {"blur": 3, "jpeg": {"strengths": 3}, "x": {"strengths": [3]}}}):
+        write(run / "eval" / "metrics.json", found | {"robustness": odd, "ood": odd})
+        assert "0.875" in page(write_report(run)).text
+
+
 def test_shares_come_with_their_interval_and_the_judges_own_accuracy(tmp_path):
     """U12."""
     run = make_gan(tmp_path / "gan")
