@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 
 HEAD, NODE = 16, 8  # bytes of the head of a page and of a node
-BRANCH, LEAF, KIND = 0x01, 0x02, 0x3F  # flags of a page
+BRANCH, LEAF, KIND = 0x01, 0x02, 0x2F  # flags of a page, and those that tell its kind
 BIG = 0x01  # of a node: the value lies in pages of its own
 NONE = 2**64 - 1  # page number of the root of an empty tree
 AT_ONCE = 256  # pages
