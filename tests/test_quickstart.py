@@ -367,3 +367,18 @@ def test_quick_form_runs_for_real_and_again(tmp_path):
         assert 0 <= summary["gan"]["recognised"] <= 1
         assert (tmp_path / "report.html").stat().st_size > 50_000
     assert done.stdout.count("already done") == 2  # the packs; training is at its last step and goes straight on
+
+
+def test_the_summary_has_the_intervals_that_the_evaluation_gives(commands, tmp_path):
+    """Of a generator's figures as of the accuracy; an evaluation of before has none, and its summary neither."""
+    assert main(["--dir", str(tmp_path)]) == 0
+    file = tmp_path / "gan" / "eval" / "metrics.json"
+    found = json.loads(file.read_text())
+    found["distances"][0]["frechet_interval"] = [1.0, 2.0]
+    more = {"recognised_interval": [0.8, 0.9], "clipped_density": 0.5, "clipped_density_interval": [0.4, 0.6]}
+    write(file, found | more)
+    plan = quickstart.from_tree(json.loads((tmp_path / "plan.json").read_text()))
+    summary = quickstart.summarise(tmp_path, plan, 1.0)
+    assert {key: summary["gan"][key] for key in more} == more
+    assert summary["gan"]["distance_interval"] == [1.0, 2.0]
+    assert "clipped_coverage" not in summary["gan"]
