@@ -153,7 +153,9 @@ def test_a_pages_commands_run_in_its_order(page: str, folder: Path, monkeypatch:
         if module == "data.pack":  # another way to the same files: a reader takes one of them
             for file in Path.cwd().glob(f"{Path(arguments[1]).stem}*.lmdb"):
                 file.unlink()
-        assert run(module, made_small(module, arguments)) == 0, (module, arguments)
+        # on noise the loss may fall at no rate, which --lr-find says: test_lr_find.py has images to learn from
+        codes = (0, 2) if "--lr-find" in arguments else (0,)
+        assert run(module, made_small(module, arguments)) in codes, (module, arguments)
     if page in PYTHON:
         run_python(page, dict(PYTHON[page]))
 
