@@ -188,7 +188,7 @@ class Reader:
     """What a task asks of its data before the first step."""
 
     def __init__(self, images: Images) -> None:
-        self.resolution = images.resolution
+        self.resolution, self.synthetic = images.resolution, None
         self.classes = [str(index) for index in range(images.classes)]
         per_class = images.number // max(1, images.classes)
         self.meta = SimpleNamespace(

@@ -200,7 +200,7 @@ def gan_table(document: dict[str, Any]) -> str:
     figures = [
         [name, decimal(document[key]) + interval_words(document[f"{key}_interval"])]
         for key, name in GAN_FIGURES.items()
-        if key == "recognised" or document[key] is not None
+        if key == "recognised" or document.get(key) is not None
     ]
     place = f"  (smallest class; {document['diversity_extractor']})"
     figures.append(["diversity_ratio", with_error(document, "diversity_ratio") + place])
@@ -213,7 +213,7 @@ def gan_table(document: dict[str, Any]) -> str:
     if document["diversity_by_class"] is not None:
         recognised = document["recognised_by_class"] or {}
         ratios = document["diversity_by_class"].items()
-        within = document["intra_class_frechet_by_class"] or {}
+        within = document.get("intra_class_frechet_by_class") or {}
         rows = [[name, *map(decimal, (recognised.get(name), ratio, within.get(name)))] for name, ratio in ratios]
         parts += ["", columns([["class", "recognised", "diversity", "frechet"], *rows])]
     return "\n".join([*parts, *note_lines(document)])

@@ -54,7 +54,6 @@ def read(path: Path) -> "Converted":
     """
     from models.official import nvidia, r3gan, rosinality, tensorflow
     from models.official.unpickle import Inert, Refused, read_pickle
-    from utils import door
 
     try:
         if path.suffix != ".pkl":
@@ -70,8 +69,6 @@ def read(path: Path) -> "Converted":
     except (Refused, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
         told = " ".join(str(error).split())[:300]
         raise UserError(f"{path}: cannot be converted: {told}; give a StyleGAN2 or R3GAN network") from error
-    except door.Refused as error:
-        raise UserError(f"{path} {error}") from error
 
 
 def class_names(given: str | None, count: int) -> list[str]:

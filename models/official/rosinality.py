@@ -1,6 +1,7 @@
 """rosinality's StyleGAN2 (stylegan2-pytorch): `.pt` files of plain tensors, unconditional, RGB."""
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 from models.official.names import Converted, Source, sizes
 from models.official.unpickle import Refused
 from models.stylegan2 import Generator, GeneratorConfig
+from utils import door
+from utils.errors import UserError
 from utils.seeding import generator as keyed
 from utils.state_schema import check_tensors
 
@@ -50,11 +53,19 @@ def convert(content: Mapping[str, Any]) -> Converted:
 
 
 def read(path: Path) -> Any:
-    """What torch.save wrote of names, tensors and numbers; of the options of their training the values."""
-    from argparse import Namespace
+    """What torch.save wrote of names, tensors and numbers; of the options of their training the values.
 
-    with torch.serialization.safe_globals([Namespace]):
-        return torch.load(path, map_location="cpu", weights_only=True)
+    Raises UserError for a file that is missing, too large, damaged, or holds more than that; nothing in it is run.
+    """
+    try:
+        door.check(path, door.WEIGHTS)
+        with torch.serialization.safe_globals([Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a network's .pkl or .pt file") from error
+    except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
+        told = "damaged, or holds more than names and tensors; nothing in it was run"
+        raise UserError(f"{path}: refused, {told}; fetch it again") from error
 
 
 def _width(state: Mapping[str, Tensor], name: str) -> int:

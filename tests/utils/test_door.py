@@ -44,6 +44,7 @@ OWN = {  # what opens files without the door, and why
     "models/weights.py": "torch and safetensors open by path, after the door's check",
     "quickstart.py": "its own runs",
     "reporting/pictures.py": "bytes in memory",
+    "reporting/tensorboard.py": "images that the evaluation has just written",
     "training/engine/loop.py": "its own log",
     "training/engine/run.py": "its own run's profile",
     "utils/checkpoint.py": "torch and zipfile open by path, after the door's check",

@@ -40,9 +40,9 @@ class OptimizerConfig(Checked, section="optimizer"):
     schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"  # of the rate over the steps
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
-    # step: at each of these updates the rate is multiplied by gamma; or every so many updates; 30ep: epochs
+    # step: updates at which the rate is multiplied by gamma; 30ep: epochs
     milestones: list[PositiveInt] = field(default_factory=list)
-    step_every: PositiveInt | None = None
+    step_every: PositiveInt | None = None  # step: or every so many updates; 30ep: epochs
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr

@@ -63,13 +63,14 @@ def nested_references():
     return {"G": level, "D": level, "G_ema": level}
 
 
+@pytest.mark.parametrize("suffix", [".pkl", ".pt"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_pickles_run_nothing_and_are_refused_in_one_line(tmp_path, name):
-    mark = tmp_path / "mark"
-    (tmp_path / "network.pkl").write_bytes(HOSTILE[name](mark))
+def test_hostile_pickles_run_nothing_and_are_refused_in_one_line(tmp_path, name, suffix):
+    mark, file = tmp_path / "mark", tmp_path / f"network{suffix}"
+    file.write_bytes(HOSTILE[name](mark))
     with pytest.raises(UserError) as caught:
-        main([str(tmp_path / "network.pkl"), str(tmp_path / "run")])
-    assert str(caught.value).startswith(str(tmp_path / "network.pkl"))
+        main([str(file), str(tmp_path / "run")])
+    assert str(caught.value).startswith(str(file))
     assert "\n" not in str(caught.value)
     assert not mark.exists()
     assert not (tmp_path / "run").exists()
