@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from planning.choice import replanned
 from planning.plan import Plan, Training, from_tree
 from utils.cli import Parser
-from utils.errors import UserError, run_cli
+from utils.errors import EXIT_SIGNAL, UserError, run_cli
 from utils.files import check_writable, write_atomic
 from utils.text import duration
 
@@ -71,8 +71,9 @@ class Quickstart:
                 continue
             code = self.timed(step)
             if code != 0:
-                told = f"error: {step.name} ended with exit code {code}; the same command resumes from here"
-                print(told, file=sys.stderr)
+                how = "was stopped" if code == EXIT_SIGNAL else f"ended with exit code {code}"
+                start = "" if code == EXIT_SIGNAL else "error: "
+                print(f"{start}{step.name} {how}; the same command resumes from here", file=sys.stderr)
                 return code
         self.finish()
         return 0
@@ -177,9 +178,21 @@ class Quickstart:
             notes=[self.plan.survey.text(), *self.plan.notes],
             classifier=self.plan.classifier is not None,
         )
-        print(f"\nclassifier: {summary['classifier']}\ngan: {summary['gan']}")
+        print(f"\n{in_words(summary)}")
         print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
         print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """Both models' figures, a line each."""
+    found, gan, lines = summary["classifier"], summary["gan"], []
+    if found:
+        known = " ({:.3f} to {:.3f})".format(*found["interval"]) if found["interval"] else ""
+        lines = [f"classifier: accuracy {found['accuracy']:.3f}{known}, n {found['n']}"]
+    figures = {"recognised": gan["recognised"], "diversity": gan["diversity_ratio"], "distance": gan["distance"]}
+    words = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
+    floor = "" if gan["floor"] is None else f" (real images: {gan['floor']:.3f})"
+    return "\n".join([*lines, f"GAN: {words}{floor} by {gan['extractor'].partition(':')[0]}, n {gan['n']}"])
 
 
 def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:

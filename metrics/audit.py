@@ -183,6 +183,14 @@ def verdict(document: dict[str, Any]) -> str:
     return "; ".join(told)
 
 
+def _share(planted: dict[str, Any], samples: int) -> str:
+    """The share of the samples that planted copies are: less than asked where there are too few members to copy."""
+    copies, asked = planted["copies"], planted["share"]
+    if copies >= round(asked * samples / (1 - asked)):
+        return f"{asked:.0%}"
+    return f"{copies / (samples + copies):.1%}, all members there are"
+
+
 def audit_table(document: dict[str, Any]) -> str:
     """The audit for people."""
     rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
@@ -196,7 +204,8 @@ def audit_table(document: dict[str, Any]) -> str:
         )
     one = next(iter(document["attacks"].values()))
     planted = [
-        f"copies planted at {each['share']:.0%} ({each['copies']}): found in {each['found']} of {each['repeats']} tries"
+        f"copies planted at {_share(each, document['n'])} ({each['copies']}): found in {each['found']} of "
+        f"{each['repeats']} tries"
         for each in document["planted"]
     ]
     return "\n".join(

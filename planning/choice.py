@@ -166,7 +166,7 @@ class _Choice:
                 "one side" + (f" (20 % because there are fewer than {FEW})" if self.val_share == VAL_SHARE_FEW else "")
             )
         if survey.unreadable:
-            self.notes.append(f"images that cannot be read are left out, such as {survey.unreadable}")
+            self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
         if survey.classes == 1:
             self.notes.append("no classifier: the images are of one class; put them into a folder for each class")
         elif not survey.classes:
@@ -253,7 +253,7 @@ class _Choice:
         rate, ada = speed.images_per_second, self.images < ADA_BELOW
         images = min(budget * rate / GRIDS, 1000 * size.most)
         steps = STEPS["gan"] if self.quick else max(STEPS["gan"], int(images / BATCH[GAN]))
-        why = f"{size.side} px, " + ("one for all classes" if self.labelled else "without labels")
+        why = f"{size.side} px, " + ("one network draws every class" if self.labelled else "without labels")
         if size.side < self._gan_side and not self.quick:
             why += f"; {size.side * 2} px want more time than there is (--minutes)"
         if ada:

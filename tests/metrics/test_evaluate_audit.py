@@ -11,7 +11,7 @@ from data.augment.transforms import to_float
 from data.dataset import Dataset
 from data.lmdb.writer import pack_arrays
 from metrics import evaluate_gan
-from metrics.audit import LEVEL, verdict
+from metrics.audit import LEVEL, audit_table, verdict
 from metrics.evaluate_audit import Partners, audit_scores, choose_sides
 from models.restore import discriminator_from, generator_from
 from models.stylegan2 import Discriminator, DiscriminatorConfig
@@ -226,6 +226,17 @@ def test_verdicts():
     weak = found | {"found": 18}
     assert of(good, good, planted=weak).startswith("too weak to tell: of 20 tries, copies at 5% of the samples")
     assert "too weak" not in of(bad, good, planted=weak)
+
+
+def test_the_share_of_planted_copies_is_told_as_it_is():
+    """Of 127 members no more than 127 copies can be made, however many samples there are."""
+    row = {"auc": 0.5, "interval": [0.4, 0.6], "p_value": 0.5, "members": 127, "held_out": 33}
+    planted = [{"share": share, "copies": n, "found": 0, "repeats": 20} for share, n in ((0.01, 51), (0.05, 127))]
+    document = {"checkpoint": "x", "step": 1, "data": "y", "n": 5000, "extractor": "pixels", "verdict": "none"}
+    document |= {"attacks": {"generator": row}, "controls": {"generator": row}, "planted": planted}
+    printed = audit_table(document)
+    assert "copies planted at 1% (51): found in 0 of 20 tries" in printed
+    assert "copies planted at 2.5%, all members there are (127)" in printed
 
 
 def test_scores_of_halves_are_the_control():

@@ -268,7 +268,7 @@ def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
     run = tmp_path / "run"
     (run / "eval").mkdir(parents=True)
     found = {"accuracy": 0.75, "balanced_accuracy": 0.5, "balanced_accuracy_interval": [0.4375, 0.5625]}
-    found |= {"auroc": 0.875, "auroc_interval": [0.8125, 0.9375]}
+    found |= {"auroc": 0.875, "auroc_interval": [0.8125, 0.9375], "precision": "fp32"}
     strengths = [{"amount": 1, "accuracy": share, "accuracy_interval": None} for share in (0.625, 0.25)]
     spoiled = {"blur": {"unit": "px", "strengths": strengths}, "noise": {"unit": "", "strengths": strengths[:1]}}
     told = {"auroc": 0.9375, "auroc_interval": [0.875, 0.96875], "fpr95": 0.125}
@@ -283,6 +283,7 @@ def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
         "strength 2",
     ):
         assert words in text, words
+    assert "samples among real images" not in text  # a GAN's precision
     for odd in (3, {"corruptions": 3}, {"corruptions": {"blur": 3, "jpeg": {"strengths": 3}, "x": {"strengths": [3]}}}):
         write(run / "eval" / "metrics.json", found | {"robustness": odd, "ood": odd})
         assert "0.875" in page(write_report(run)).text

@@ -31,7 +31,8 @@ def open_training(config: DataConfig) -> Dataset:
     """The training images, with synthetic ones behind them if there are any. Raises UserError naming the key."""
     if not config.path:
         raise UserError(
-            "data.path is not set; pack images with `python -m data.pack SOURCE path.lmdb` and give --data.path FILE"
+            "data.path is not set; pack images with `python -m data.pack SOURCE FILE` (installed: `duet pack`) "
+            "and give --data.path FILE"
         )
     crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect) if config.crop == "random" else None
     synthetic = config.synthetic
