@@ -201,6 +201,4 @@ def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> 
         right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
         right.set_xlabel("held-out images above a threshold")
         right.set_ylabel("training images above it")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=100)
-    write_atomic(path, buffer.getvalue())
+    _save(figure, path)

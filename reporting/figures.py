@@ -43,7 +43,7 @@ RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is
     "average_precision": ("average precision, the mean of the classes", plain),
     "ece": ("expected calibration error", percent),
     "recognised": ("samples recognised as asked", percent),
-    "clipped_density": ("fidelity (clipped density): samples as good as real images", percent),
+    "clipped_density": ("fidelity (clipped density): samples where the features of real images are dense", percent),
     "clipped_coverage": ("coverage (clipped): of what real images are like, samples show", percent),
     "diversity_ratio": ("diversity of the least diverse class, 1: as real images", plain),
     "precision": ("precision: samples among real images", percent),
