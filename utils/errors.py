@@ -108,5 +108,5 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
         return EXIT_USER
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("stopped: interrupted from the keyboard", file=sys.stderr, flush=True)
+            print(streams.INTERRUPTED, file=sys.stderr, flush=True)
         return 130

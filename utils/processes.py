@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -28,6 +29,19 @@ def process_state(pid: int) -> str | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
+
+
+def leave_imports(frame: FrameType | None, line: str, code: int) -> None:
+    """For signal handlers: end this process with a line on stderr and an exit code if `frame` is inside an import. An
+    exception that is raised there may have to pass C++, as in torch's import, which aborts the process. Elsewhere
+    nothing is done.
+    """
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib."):
+        frame = frame.f_back
+    if frame is not None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a full disk
+            os.write(2, f"{line}\n".encode() if line else b"")
+        os._exit(code)
 
 
 _threads_left = False

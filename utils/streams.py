@@ -7,8 +7,11 @@ import signal
 import sys
 import types
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
+from utils.processes import leave_imports
+
+INTERRUPTED = "stopped: interrupted from the keyboard"
 GONE = (errno.EIO, errno.ENXIO)  # of a terminal that was closed: nobody is left to be told
 
 
@@ -81,9 +84,14 @@ def silence_stdout() -> None:
 def _told_once(kind: type[BaseException], error: BaseException, where: types.TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):  # the process then dies of SIGINT, as shells expect it
         if os.environ.get("RANK", "0") == "0":
-            print("stopped: interrupted from the keyboard", file=sys.stderr, flush=True)
+            print(INTERRUPTED, file=sys.stderr, flush=True)
     else:
         sys.__excepthook__(kind, error, where)
+
+
+def _interrupt(_signum: int, frame: types.FrameType | None) -> NoReturn:
+    leave_imports(frame, INTERRUPTED if os.environ.get("RANK", "0") == "0" else "", 128 + signal.SIGINT)
+    raise KeyboardInterrupt
 
 
 def hear_interrupts() -> None:
@@ -95,3 +103,4 @@ def hear_interrupts() -> None:
     ours = beside_us or sys.argv[:1] == ["-m"]
     if ours and sys.excepthook is sys.__excepthook__ and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         sys.excepthook = _told_once
+        signal.signal(signal.SIGINT, _interrupt)

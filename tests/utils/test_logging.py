@@ -142,6 +142,8 @@ def test_tensorboard_on_a_full_disk(tmp_path, capsys, first):
                 run_log.image(1, "noise", noise)
         elif first == "graph":
             run_log.graph({"model": (torch.nn.Linear(2, 2), (torch.zeros(1, 2),))})
+            for thread in tensorboard_threads():  # it writes some time later, and ends when it is refused
+                thread.join(60)
     for step in (2, 3):  # there is room again
         run_log.metrics(step, {"x": 1.0})
         run_log.image(step, "noise", noise)

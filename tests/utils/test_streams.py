@@ -90,6 +90,24 @@ def test_an_interruption_while_a_script_imports_is_one_line(tmp_path: Path, comm
     assert code in (-2, 130)  # of SIGINT, as shells expect it
 
 
+@pytest.mark.parametrize(
+    ("signum", "expected", "line"),
+    [
+        ("SIGINT", 130, "stopped: interrupted from the keyboard\n"),
+        ("SIGTERM", 3, "stopped: SIGTERM; nothing was lost, the same command resumes\n"),
+    ],
+)
+def test_a_signal_while_cpp_is_imported_aborts_nothing(tmp_path: Path, signum: str, expected: int, line: str) -> None:
+    """An exception that a signal handler raises below C++ is std::terminate: torch's import ended in SIGABRT so."""
+    stub = tmp_path / "torch" / "__init__.py"
+    stub.parent.mkdir()
+    wait = f"    os.kill(os.getpid(), signal.{signum})\n    time.sleep(20)\n"
+    stub.write_text(f"import os, signal, time\ntry:\n{wait}except BaseException:\n    os.abort()\n")
+    recipe = REPOSITORY / "configs" / "quickstart_gan.yaml"
+    found = script("train.py", "--config", recipe, "--run-dir", tmp_path / "run", path=str(tmp_path))
+    assert found == (expected, "", line)
+
+
 def test_others_processes_keep_their_own_ways(tmp_path: Path) -> None:
     """torch.hub.load and notebooks import a part of this project."""
     code = "import sys, utils.errors; assert sys.excepthook is sys.__excepthook__; assert sys.stdout is sys.__stdout__"

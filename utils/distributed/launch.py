@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from utils.errors import StoppedBySignal, UserError
-from utils.processes import die_with_parent, process_state
+from utils.processes import die_with_parent, leave_imports, process_state
 
 GRACE_SECONDS = 30.0  # what the others get to leave by themselves once one process has ended with an error
 LAUNCHED = "DUET_LAUNCHED"  # set in the processes: this launcher tells the user which of them was killed
@@ -43,8 +43,10 @@ def handling(handler: Callable[[int, FrameType | None], object], signals: Iterab
 def leaving_on_signals() -> AbstractContextManager[None]:
     """While training does not listen (at its start and end), SIGTERM, SIGUSR1 and SIGHUP raise StoppedBySignal."""
 
-    def leave(signum: int, _frame: FrameType | None) -> NoReturn:
-        raise StoppedBySignal(f"{signal.Signals(signum).name}; {SAME}")
+    def leave(signum: int, frame: FrameType | None) -> NoReturn:
+        told = f"{signal.Signals(signum).name}; {SAME}"
+        leave_imports(frame, f"stopped: {told}", StoppedBySignal.exit_code)
+        raise StoppedBySignal(told)
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     return handling(leave, [signum for signum in signals if signal.getsignal(signum) is signal.SIG_DFL])
