@@ -64,7 +64,9 @@ SPLIT = {
     "whole": text,
     "images": whole(1),
 }
-check_fields = record(FIELDS, {"split": maybe(record(SPLIT)), "passport": maybe(check_passport)})
+LONG_TAIL = {"ratio": number(1), "largest": whole(1), "seed": whole(-(2**63)), "images": whole(1)}
+OPTIONAL = {"split": maybe(record(SPLIT)), "passport": maybe(check_passport), "long_tail": maybe(record(LONG_TAIL))}
+check_fields = record(FIELDS, OPTIONAL)
 check_names = items(text)  # of a record of names
 
 
@@ -78,7 +80,8 @@ class Meta:
     payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
     own bytes and labels in order, whatever was made of them; empty if the source was not asked. `split` says how the
     file was drawn from a larger set (data/packing_parts.py); None: it was not. `passport` says which generator drew the
-    images (utils/passport.py); None: they are real.
+    images (utils/passport.py); None: they are real. `long_tail` says how few images the classes were left with
+    (data/long_tail.py): ratio, images of the largest class, seed, images before; None: all were kept.
     """
 
     version: int = VERSION
@@ -97,11 +100,12 @@ class Meta:
     blocks: list[int]  # images per block, one number for each resolution
     split: dict[str, Any] | None = None
     passport: Passport | None = None
+    long_tail: dict[str, Any] | None = None
 
     def to_json(self) -> bytes:
         """The metadata record."""
         known = asdict(self)
-        known = {key: value for key, value in known.items() if key not in ("split", "passport") or value is not None}
+        known = {key: value for key, value in known.items() if key not in OPTIONAL or value is not None}
         return json.dumps(known, sort_keys=True).encode()
 
     @classmethod

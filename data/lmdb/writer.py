@@ -76,6 +76,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         resize_filter: str = "none",
         source: str = "",
         passport: Passport | None = None,  # of generated images
+        long_tail: dict[str, Any] | None = None,  # of a long-tailed part, see Meta
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
@@ -85,6 +86,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source, self._passport = resize_filter, source, passport
+        self._long_tail = long_tail
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -234,6 +236,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             blocks=[level.block for level in self._levels],
             split=split,
             passport=self._passport,
+            long_tail=self._long_tail,
         )
         record = meta.to_json()
         self._put(META_KEY, record)

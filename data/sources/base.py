@@ -56,6 +56,7 @@ class Source(AbstractContextManager["Source"]):
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     passport: Passport | None = None  # of generated images, which a packed file goes on telling
+    long_tail: dict[str, Any] | None = None  # of a long-tailed part (data/long_tail.py), likewise
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:
