@@ -14,6 +14,7 @@ from inference.settings import (
     FEATURES,
     GRID,
     SPACES,
+    EditConfig,
     FilmConfig,
     ProjectionConfig,
     check_film,
@@ -22,13 +23,13 @@ from inference.settings import (
 )
 from utils.checkpoint import load, resolve_for_people
 from utils.cli import Parser, add_model_options, positive
-from utils.errors import run_cli
+from utils.errors import UserError, run_cli
 from utils.files import check_writable
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from inference.samples import Sampler
 
-FILM, SEARCH = FilmConfig(), ProjectionConfig()  # the defaults
+FILM, SEARCH, EDIT = FilmConfig(), ProjectionConfig(), EditConfig()  # the defaults
 
 
 def parser() -> Parser:
@@ -36,13 +37,16 @@ def parser() -> Parser:
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def begin(name: str, text: str, *, noise: bool = True, psi: bool = True) -> Callable[..., Any]:
+    def begin(
+        name: str, text: str, *, noise: bool = True, psi: bool = True, classes: bool = True
+    ) -> Callable[..., Any]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
         add_model_options(command)
         add = command.add_argument
         add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
         add("--seed", type=int, default=0, help="of every draw (default: 0)")
-        add("--classes", default="all", metavar="A,B", help="names of classes, or all (default: all)")
+        if classes:
+            add("--classes", default="all", metavar="A,B", help="names of classes, or all (default: all)")
         text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours (default: torch)"
         add("--latents", choices=("torch", "numpy"), default="torch", help=text)
         if psi:
@@ -70,6 +74,9 @@ def parser() -> Parser:
     add_film_options(begin("interpolate", "a film from sample to sample, .mp4 or .gif"))
     text = "the nearest images to a given one, in w and in w+"
     add_projection_options(begin("project", text, noise=False, psi=False))
+
+    text = "strips of images on their way from one class of a classifier to another, the rest staying"
+    add_edit_options(begin("edit", text, classes=False))
 
     add = begin("dataset", "a packed data set of samples, for train.py")
     add("--n", type=positive, metavar="N", help=in_all.format(*DATASET))
@@ -102,6 +109,31 @@ def add_projection_options(add: Callable[..., Any]) -> None:
     add("--noise-mode", choices=("const", "none", "optimise"), default="const", help=noise)
     add("--noise-weight", type=float, default=SEARCH.noise_weight, help=f"default: {SEARCH.noise_weight:g}")
     add("--save", type=Path, metavar="FILE", help="latents and noise that were found, a .safetensors file")
+
+
+def add_edit_options(add: Callable[..., Any]) -> None:
+    """Options of `edit`."""
+    add("--classifier", required=True, metavar="RUN_OR_FILE", help="whose answer is moved")
+    add("--from", required=True, dest="source", metavar="CLASS", help="the class that images are of")
+    add("--to", required=True, dest="target", metavar="CLASS", help="the class that they become")
+    add("--n", type=positive, default=4, metavar="N", help="samples, a strip each (default: 4)")
+    add("--columns", type=positive, default=7, metavar="N", help="images of a strip (default: 7)")
+    add("--image", type=Path, metavar="FILE", help="an image to start from instead of samples; it is projected into w+")
+    add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
+    add("--steps", type=positive, default=SEARCH.steps, help=f"of its projection (default: {SEARCH.steps})")
+    text = "another classifier, whose answers stand beside; it took no part in finding the edit"
+    add("--judge", metavar="RUN_OR_FILE", help=text)
+    text = "w, single style channels (s), or z (default: w if there is one, else z)"
+    add("--space", choices=("w", "s", "z"), help=text)
+    add("--channels", type=positive, default=EDIT.channels, help=f"moved in s (default: {EDIT.channels})")
+    text = f"what tells how the classifier's answer changes (default: {EDIT.by})"
+    add("--by", choices=("gradient", "regression"), default=EDIT.by, help=text)
+    add("--samples", type=positive, metavar="N", help="of each of the two classes, that tell it (default: 100 or 400)")
+    weights = (("pixel", EDIT.pixel_weight, "pixels"), ("keep", EDIT.keep_weight, "other classes"))
+    for name, weight, what in weights:
+        add(f"--{name}-weight", type=float, default=weight, help=f"how much change of {what} counts ({weight:g})")
+    add("--reach", type=float, default=EDIT.reach, help=f"probability at which it is there (default: {EDIT.reach:g})")
+    add("--limit", type=float, default=EDIT.limit, help=f"the largest step that is tried (default: {EDIT.limit:g})")
 
 
 def draw_table(options: Namespace) -> str:
@@ -148,6 +180,34 @@ def project(options: Namespace) -> str:
     return "\n".join([*lines, f"wrote {options.out}" + (f" and {options.save}" if options.save else "")])
 
 
+def edit(options: Namespace) -> str:
+    """Images on their way from a class to another."""
+    check_suffix(options.out, ".png")
+    config = EditConfig(**chosen(options, EditConfig))
+    if options.columns < 2:
+        raise UserError("--columns 1: a strip goes somewhere; give 2 or more")
+    sampler, checkpoint, _ = open_sampler(options)
+    from inference.edit import strips
+    from inference.edit.command import open_editor, open_judge, pair_of
+    from inference.projection import read_target
+
+    editor = open_editor(sampler, checkpoint, options.classifier, config)
+    source, target = pair_of(editor.names, options.source, options.target)
+    judge = open_judge(options.judge, editor, checkpoint, options.classifier)
+    how: dict[str, Any] = {"columns": options.columns, "judge": judge}
+    if options.image is not None:
+        image = read_target(options.image, checkpoint, resize=options.resize)
+        strip, direction = strips.counterfactual(
+            editor, image, source, target, ProjectionConfig(steps=options.steps), **how
+        )
+        found = [strip]
+    else:
+        start, direction = editor.starts(source, options.n), editor.direction(source, target)
+        found = strips.strips(editor, start, direction, **how)
+    strips.save_strips(found, options.out)
+    return "\n".join([*strips.told(found, editor.names, direction), f"wrote {options.out}"])
+
+
 def write_dataset(options: Namespace) -> str:
     """A packed file of samples."""
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
@@ -180,7 +240,9 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     generator = generator_from(checkpoint, device)
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(options.classes, checkpoint["classes"], conditional=bool(generator.classes)),
+        chosen=chosen_classes(
+            getattr(options, "classes", "all"), checkpoint["classes"], conditional=bool(generator.classes)
+        ),
         seed=options.seed,
         truncation_psi=getattr(options, "truncation_psi", 1.0),
         truncation_cutoff=getattr(options, "truncation_cutoff", None),
@@ -194,7 +256,8 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
 def main(argv: list[str]) -> int:
     """Run the subcommand."""
     options = parser().parse_args(argv)
-    run = {"interpolate": interpolate, "project": project, "dataset": write_dataset}.get(options.command, draw_table)
+    commands = {"interpolate": interpolate, "project": project, "edit": edit, "dataset": write_dataset}
+    run = commands.get(options.command, draw_table)
     print(run(options))
     from reporting.report import refresh
 

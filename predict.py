@@ -6,15 +6,18 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.settings import ProjectionConfig
 from utils.checkpoint import load, resolve_for_people
 from utils.cli import Parser, add_model_options, add_speed_options, did_you_mean, positive
 from utils.door import printable
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 
 if TYPE_CHECKING:
+    from inference.edit.command import Counterfactuals
     from inference.predictions import Maps
     from models.classifier import Classifier
 
+STEPS = ProjectionConfig().steps
 SHOWN = 3  # classes of an image in the table
 
 
@@ -31,6 +34,11 @@ def parser() -> Parser:
     add("--gradcam", type=Path, metavar="DIR", help="write each image with the evidence for its class")
     add("--gradcam-class", metavar="NAME", help="the class to explain (default: the predicted one)")
     add("--gradcam-layer", metavar="NAME", help="whose maps are used (default: a ResNet's last stage of 4x4 or more)")
+    text = "write each image on its way to another class: what would have to change (needs --generator)"
+    add("--counterfactual", type=Path, metavar="DIR", help=text)
+    add("--counterfactual-class", metavar="NAME", help="the other class (default: the second most probable)")
+    add("--generator", metavar="RUN_OR_FILE", help="a GAN with w of the same classes, which draws it")
+    add("--steps", type=positive, default=STEPS, help=f"of each image's projection (default: {STEPS})")
     return options
 
 
@@ -51,14 +59,22 @@ def main(argv: list[str]) -> int:
     maps = gradcam_options(options, checkpoint["classes"], classifier)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}
+    strips = counterfactual_options(options, checkpoint["classes"], classifier)
     results = predict(classifier, checkpoint, options.images, **how)
+    for result in results if strips else ():
+        if strips and "error" not in result:
+            result["counterfactual"] = strips.draw(result["file"], result["label"], resize=options.resize)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
-    if options.gradcam is not None:
-        refresh(options.gradcam / "maps")
-    unreadable = sum("error" in result for result in results)
-    if unreadable:
-        print(f"error: {unreadable} of {len(results)} images could not be read", file=sys.stderr)
-    return EXIT_USER if unreadable else EXIT_OK
+    for folder in filter(None, (options.gradcam, options.counterfactual)):
+        refresh(folder / "maps")
+    failed = {
+        "could not be read": sum("error" in result for result in results),
+        "have no counterfactual": sum("error" in result.get("counterfactual", {}) for result in results),
+    }
+    for what, count in failed.items():
+        if count:
+            print(f"error: {count} of {len(results)} images {what}", file=sys.stderr)
+    return EXIT_USER if any(failed.values()) else EXIT_OK
 
 
 def gradcam_options(options: Namespace, classes: list[str], classifier: "Classifier") -> "Maps | None":
@@ -66,19 +82,47 @@ def gradcam_options(options: Namespace, classes: list[str], classifier: "Classif
 
     Raises UserError for an unknown class and a folder that cannot be written.
     """
-    name = options.gradcam_class
     if options.gradcam is None:
-        if name is not None or options.gradcam_layer is not None:
+        if options.gradcam_class is not None or options.gradcam_layer is not None:
             raise UserError("--gradcam-class and --gradcam-layer belong to --gradcam DIR; add it")
         return None
-    if name is not None and name not in classes:
-        known = ", ".join(classes)
-        raise UserError(f"--gradcam-class {name}: no class{did_you_mean(name, classes)}; choose one of {known}")
+    label = label_of("--gradcam-class", options.gradcam_class, classes)
     from inference.predictions import Maps, default_layer, output_files
 
-    label = None if name is None else classes.index(name)
     layer = options.gradcam_layer or default_layer(classifier)
     return Maps(output_files(options.gradcam, options.images), label, layer)
+
+
+def counterfactual_options(
+    options: Namespace, classes: list[str], classifier: "Classifier"
+) -> "Counterfactuals | None":
+    """What `--counterfactual` asks for.
+
+    Raises UserError for an unknown class, a generator that does not fit, and a folder that cannot be written.
+    """
+    if options.counterfactual is None:
+        if options.counterfactual_class is not None or options.generator is not None:
+            raise UserError("--counterfactual-class and --generator belong to --counterfactual DIR; add it")
+        return None
+    if options.generator is None:
+        raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
+    target = label_of("--counterfactual-class", options.counterfactual_class, classes)
+    from inference.edit.command import open_counterfactuals
+    from inference.predictions import output_files
+
+    files = output_files(options.counterfactual, options.images, "counterfactual")
+    how = {"target": target, "steps": options.steps, "batch_size": options.batch_size}
+    places = dict(zip(options.images, files, strict=True))
+    return open_counterfactuals(options.generator, classifier, classes, places, **how)
+
+
+def label_of(option: str, name: str | None, classes: list[str]) -> int | None:
+    """The label of the class that an option names; None if it names none. Raises UserError for an unknown class."""
+    if name is None:
+        return None
+    if name not in classes:
+        raise UserError(f"{option} {name}: no class{did_you_mean(name, classes)}; choose one of {', '.join(classes)}")
+    return classes.index(name)
 
 
 def line(result: dict[str, Any]) -> str:
@@ -86,7 +130,18 @@ def line(result: dict[str, Any]) -> str:
     if "error" in result:
         return printable(f"{result['file']}: {result['error']}")
     found = ", ".join(f"{name} {share:.3f}" for name, share in result["probabilities"].items())
-    return printable(f"{result['file']}: {found}" + (f" ({result['gradcam']})" if "gradcam" in result else ""))
+    text = f"{result['file']}: {found}" + (f" ({result['gradcam']})" if "gradcam" in result else "")
+    return printable(text + (f"; {way(result['counterfactual'])}" if "counterfactual" in result else ""))
+
+
+def way(found: dict[str, Any]) -> str:
+    """A counterfactual as text."""
+    if "error" in found:
+        return f"no counterfactual: {found['error']}"
+    where = "" if found["arrived"] else "at the limit of the search "
+    return f"{where}{found['class']} {found['probability']:.3f}, pixels change by {found['pixel_change']:.3f} (" + (
+        f"{found['image']})"
+    )
 
 
 if __name__ == "__main__":

@@ -191,8 +191,8 @@ def overlay(image: Tensor, heat: Tensor) -> tuple[Tensor, Tensor]:
     return large, (large * (1 - opacity) + colours * opacity).round().to(torch.uint8)
 
 
-def output_files(folder: Path, files: Sequence[str]) -> list[Path]:
-    """A PNG in `folder` for each file: its name without suffix and `-gradcam`; numbered where that would come twice.
+def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> list[Path]:
+    """A PNG in `folder` for each file: its name without suffix and `-KIND`; numbered where that would come twice.
 
     None leaves the folder, no two are the same (also where capital letters do not count), and none is one of `files`.
     Raises UserError for a folder that cannot be written.
@@ -205,7 +205,7 @@ def output_files(folder: Path, files: Sequence[str]) -> list[Path]:
         while len(os.fsencode(stem)) > LONGEST:
             stem = stem[:-1]
         numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        names = (folder / f"{stem}-gradcam{number}.png" for number in numbers)
+        names = (folder / f"{stem}-{kind}{number}.png" for number in numbers)
         found.append(next(path for path in names if _identity(path) not in taken))
         taken.add(_identity(found[-1]))
     return found

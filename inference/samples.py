@@ -153,7 +153,7 @@ def draw_truncation(
     """
     generator = with_styles(sampler.generator, "truncation")
     numbers = range(count or default_count(sampler))
-    styles = [_styles(sampler, generator, numbers, psi) for psi in psis]
+    styles = [truncated_styles(sampler, generator, numbers, psi) for psi in psis]
     rows = [synthesize(generator, sampler.batch_size, ws, noise) for ws, noise in styles]
     heads = [f"psi {psi:g}" for psi in psis]
     save_table(rows, out, row_heads=heads, column_heads=captions(sampler, names, numbers))
@@ -173,7 +173,7 @@ def draw_mix(
     kinds = max(1, len(sampler.chosen))
     sides = [[(2 * (i // kinds) + side) * kinds + i % kinds for i in range(count)] for side in (0, 1)]
     (ws_a, noise_a), (ws_b, noise_b) = (
-        _styles(sampler, generator, numbers, sampler.truncation_psi) for numbers in sides
+        truncated_styles(sampler, generator, numbers, sampler.truncation_psi) for numbers in sides
     )
     rows: list[list[Tensor | None]] = [[None, *synthesize(generator, sampler.batch_size, ws_b, noise_b)]]
     sources = synthesize(generator, sampler.batch_size, ws_a, noise_a)
@@ -193,7 +193,7 @@ def draw_mix(
     return count
 
 
-def _styles(
+def truncated_styles(
     sampler: Sampler, generator: StyledGenerator, numbers: Sequence[int], psi: float
 ) -> tuple[Tensor, list[Tensor] | NoiseMode]:
     """The truncated styles [n, num_ws, w_dim] and the noise of samples."""

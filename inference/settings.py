@@ -53,6 +53,28 @@ class ProjectionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EditConfig:
+    """How a direction from class to class is found, and how far an image is moved. UserError for what cannot be."""
+
+    space: Literal["w", "s", "z"] | None = None  # s: style channels; None: w if the generator has one, else z
+    by: Literal["gradient", "regression"] = "gradient"  # what tells how the classifier's logits change
+    samples: int | None = None  # of each of the two classes that tell it; None: 100 for gradients, 400 for a regression
+    channels: int = 16  # in s: how many of them are moved
+    pixel_weight: float = 1.0  # of the change of pixels that a direction avoids
+    keep_weight: float = 1.0  # of the change of other classes' logits that it avoids
+    reach: float = 0.5  # probability of the class asked for at which an image has arrived
+    limit: float = 4.0  # the largest step, in units of the samples' spread
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.samples < 2:
+            raise UserError(f"--samples {self.samples}: two of each class are needed at least; give more")
+        if min(self.pixel_weight, self.keep_weight) < 0 or not math.isfinite(self.pixel_weight + self.keep_weight):
+            raise UserError("--pixel-weight and --keep-weight must be 0 or more")
+        if not (0 < self.reach < 1 and 0 < self.limit < math.inf):
+            raise UserError("--reach must lie between 0 and 1, --limit above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """One export."""
 

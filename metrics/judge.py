@@ -26,12 +26,16 @@ def load_judge(
     checkpoint: Checkpoint,  # of the generator
     names: list[str],  # of its classes
     device: torch.device,
-    reader: Dataset,  # the test images
+    reader: Dataset | None,  # the test images; None: there are none
+    *,
+    option: str = "--classifier",  # that named it
+    guide: str | None = None,  # folder or file of a classifier whose gradients or answers edits were found with
 ) -> Classifier:
     """The classifier that names the samples.
 
-    Raises UserError if it helped to train the generator, was trained on samples of any generator, has seen the test
-    images, or knows other classes. What it is and has seen is known by fingerprints and hashes, wherever files lie.
+    Raises UserError if it helped to train the generator or to find edits, was trained on samples of any generator, has
+    seen the test images, or knows other classes. What it is and has seen is known by fingerprints and hashes, wherever
+    files lie; a guide also by its run, whose other checkpoints are too near to it.
     """
     file = resolve(run)
     judge = load(file)
@@ -39,20 +43,31 @@ def load_judge(
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
     if taught or fingerprint(classifier) in checkpoint.get("teachers", []):
-        raise UserError(f"--classifier {run} supplied a loss to this generator, so it cannot judge it; give another")
+        raise UserError(f"{option} {run} supplied a loss to this generator, so it cannot judge it; give another")
+    if guide is not None and _same(file, classifier, resolve(guide)):
+        raise UserError(
+            f"{option} {run} is the classifier that the edits were found with; give one of another training"
+        )
     if told := unfit(judge, reader):
-        raise UserError(f"--classifier {run} {told}")
+        raise UserError(f"{option} {run} {told}")
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
     return classifier
 
 
-def unfit(judge: Checkpoint, reader: Dataset) -> str:
+def _same(file: Path, classifier: Classifier, other: Path) -> bool:
+    """Whether two checkpoints of classifiers are of one run, or have the same weights."""
+    if run_folder(file).resolve() == run_folder(other).resolve() and file.parent.name == "checkpoints":
+        return True
+    return fingerprint(classifier) == fingerprint(classifier_from(load(other)))
+
+
+def unfit(judge: Checkpoint, reader: Dataset | None) -> str:
     """Why a classifier cannot judge samples beside these test images, and the remedy; empty if it can.
 
     Neither it nor the weights it started from may have been trained on samples, or on the test images: on a file of
     the same content or source, or on one they were drawn from. Where the file it was trained on is at hand, no more
-    than `TOLERATED` of the test images may be in it, pixel for pixel.
+    than `TOLERATED` of the test images may be in it, pixel for pixel. Without test images that is not asked.
     """
     lineage = recorded(judge)
     if lineage["synthetic"]:
@@ -61,6 +76,8 @@ def unfit(judge: Checkpoint, reader: Dataset) -> str:
             f"was trained on samples (of {whose[:200]}), so it would recognise them too well; give one that has seen "
             "real images only"
         )
+    if reader is None:
+        return ""
     if not set(lineage["trained_on"]).isdisjoint(identities(reader)):
         return f"was trained on the test images {reader.path}; give one that was not, or other images with --data"
     share = shared(judge, reader)

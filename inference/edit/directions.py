@@ -1,0 +1,97 @@
+"""Directions in a latent space that raise one class against another while the rest stays: pure functions.
+
+How steeply each class's logit rises is known from gradients, or by regression on samples. The direction n from class a
+to b maximises (g n)^2 / n A n with g = slope_b - slope_a and
+
+    A = 1 + pixel_weight * mean change of pixels + keep_weight * change of the other classes
+
+each term scaled to a trace of `size`. Without the weights it is g itself (InterFaceGAN's normal, 1907.10786, is that of
+a linear model); with keep_weight towards infinity it is g without its part along the other classes, InterFaceGAN's
+conditional manipulation (section 2.3); a single style channel is the best of the axes (StyleSpace, 2011.12799).
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+RIDGE = 1e-3  # of the mean variance, added to each: keeps a regression on few samples finite
+
+
+def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
+    """The sum over images of each logit's gradient, float64 [k, size], of logits [n, k] made with offsets [n, size]."""
+    rows = [
+        torch.autograd.grad(logits[:, k].sum(), offsets, retain_graph=k + 1 < logits.shape[1])[0].double().sum(0)
+        for k in range(logits.shape[1])
+    ]
+    return torch.stack(rows).cpu()
+
+
+def regression_slopes(points: Tensor, logits: Tensor) -> Tensor:
+    """The slopes [k, size] of the linear model of logits [n, k] that fits best at points [n, size]; float64.
+
+    Ridge regression in its dual form, which serves few points in many dimensions and many in few.
+    """
+    x, y = (values.double() - values.double().mean(0) for values in (points, logits))
+    gram = x @ x.T
+    weight = RIDGE * gram.trace() / min(x.shape) + torch.finfo(torch.float64).tiny
+    return (x.T @ torch.linalg.solve(gram + weight * torch.eye(len(x), dtype=x.dtype), y)).T
+
+
+def pixel_rows(images: Tensor, offsets: Tensor, draws: Iterator[Tensor]) -> Tensor:
+    """Rows r [n * draws, size] whose mean r r^T estimates how the mean square of the pixels changes with the offsets.
+
+    r = J^T v with v of N(0, 1 / pixels), so that E[r r^T] = J^T J / pixels: one backward pass for each draw, images [n,
+    C, H, H] and draws of their shape.
+    """
+    pixels = images[0].numel()
+    rows = [torch.autograd.grad(images, offsets, draw.to(images) / pixels**0.5, retain_graph=True)[0] for draw in draws]
+    return torch.cat(rows).double().cpu()
+
+
+def steer(
+    slopes: Tensor,  # float64 [2 + others, size]: of the source's logit, the target's, and of others that shall stay
+    pixels: Tensor,  # float64 [m, size], of `pixel_rows`
+    *,
+    pixel_weight: float,
+    keep_weight: float,
+    channels: int | None = None,  # move this many dimensions only, those that achieve most; None: all
+) -> Tensor:
+    """The direction, float64 [size], of length 1; zeros where no dimension moves the two classes apart."""
+    size = slopes.shape[1]
+    gain = slopes[1] - slopes[0]
+    others = slopes[2:] - (slopes[0] + slopes[1]) / 2  # a softmax does not see what is added to all logits
+    penalties = [
+        weight**0.5 * rows / (rows.square().sum() / size).sqrt()
+        for rows, weight in ((pixels, pixel_weight), (others, keep_weight))
+        if len(rows) and rows.any()
+    ]
+    stacked = torch.cat([*penalties, gain.new_zeros(0, size)])  # A = 1 + stacked^T stacked
+    chosen = torch.arange(size)
+    if channels is not None:
+        merit = gain.square() / (1 + stacked.square().sum(0))
+        chosen = merit.sort(descending=True, stable=True).indices[:channels]
+    part = stacked[:, chosen]
+    matrix = torch.eye(len(chosen), dtype=gain.dtype) + part.T @ part
+    direction = torch.zeros_like(gain)
+    direction[chosen] = torch.linalg.solve(matrix, gain[chosen])
+    return direction / direction.norm().clamp_min(torch.finfo(direction.dtype).tiny)
+
+
+def first_reached(
+    reached: Callable[[Tensor, float], Tensor],  # rows and a step -> whether each of them is there, bool
+    count: int,
+    steps: list[float],  # ascending
+) -> tuple[Tensor, Tensor]:
+    """The first of `steps` at which each of `count` rows is there, float64 [count], and whether it ever is, bool.
+
+    A row that never is keeps the last step.
+    """
+    found, done = torch.full([count], steps[-1], dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+    for step in steps:
+        rows = (~done).nonzero()[:, 0]
+        if not len(rows):
+            break
+        there = rows[reached(rows, step)]
+        found[there], done[there] = step, True
+    return found, done

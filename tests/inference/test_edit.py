@@ -1,0 +1,268 @@
+"""Directions and edits against what is known: linear models, written-out formulas, the generators themselves."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from inference.edit.directions import first_reached, gradient_slopes, pixel_rows, regression_slopes, steer
+from inference.edit.editor import Editor
+from inference.edit.spaces import ChannelSpace, Start, space_of
+from inference.samples import Sampler
+from inference.settings import EditConfig
+from models.gan import StyledGenerator
+from models.sampling import to_uint8
+from tests.inference.conftest import draws, sampler_of, styled, without_w
+from utils.errors import UserError
+
+FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
+
+# --- directions: pure functions
+
+
+def test_gradients_of_a_linear_model_are_its_rows():
+    weights, offsets = draws(3, 5), torch.zeros(7, 5, dtype=torch.float64, requires_grad=True)
+    logits = (draws(7, 5, seed=1) + offsets) @ weights.T
+    torch.testing.assert_close(gradient_slopes(logits, offsets), 7 * weights)
+
+
+@pytest.mark.parametrize("count", [200, 6])
+def test_a_regression_finds_a_linear_model(count):
+    """With fewer points than dimensions: as far as the points tell."""
+    weights, points = draws(3, 10), draws(count, 10, seed=1) * torch.linspace(0.5, 2, 10)
+    found = regression_slopes(points, points @ weights.T + 4)
+    centred = points - points.mean(0)
+    spanned = weights @ torch.linalg.pinv(centred) @ centred
+    torch.testing.assert_close(found, spanned, rtol=0, atol=0.02)
+    assert (count < 10) or torch.allclose(spanned, weights)
+
+
+def test_each_draw_tells_how_the_pixels_change():
+    """With every pixel as a draw the rows are the Jacobian."""
+    jacobian, offsets = draws(16, 3), torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
+    images = (offsets @ jacobian.T).reshape(1, 1, 4, 4)
+    rows = pixel_rows(images, offsets, iter(torch.eye(16, dtype=torch.float64).reshape(16, 1, 1, 4, 4)))
+    torch.testing.assert_close(rows, jacobian / 4)
+
+
+def test_without_weights_the_direction_is_the_difference_of_slopes():
+    slopes = draws(5, 8)
+    expected = slopes[1] - slopes[0]
+    found = steer(slopes, draws(9, 8, seed=1), **FREE)
+    torch.testing.assert_close(found, expected / expected.norm())
+
+
+def test_other_classes_are_projected_out():
+    """InterFaceGAN's conditional manipulation, written out: Gram-Schmidt against what a softmax sees of the others."""
+    slopes = draws(5, 8)
+    found = steer(slopes, slopes.new_zeros(0, 8), pixel_weight=0.0, keep_weight=1e9)
+    others = slopes[2:] - (slopes[0] + slopes[1]) / 2
+    basis: list[torch.Tensor] = []
+    expected = slopes[1] - slopes[0]
+    for row in others:
+        rest = row - sum((row @ each) * each for each in basis)
+        basis.append(rest / rest.norm())
+    for each in basis:
+        expected = expected - (expected @ each) * each
+    torch.testing.assert_close(found, expected / expected.norm(), rtol=0, atol=1e-6)
+    assert (others @ found).abs().max() < 1e-6
+
+
+def test_the_direction_is_the_best_for_its_price():
+    """No other direction has a larger (g n)^2 / n A n."""
+    slopes, pixels = draws(4, 6), draws(30, 6, seed=1) * torch.tensor([5.0, 3, 1, 1, 0.5, 0.1]).double()
+    weights: Any = {"pixel_weight": 2.0, "keep_weight": 0.5}
+    others = slopes[2:] - (slopes[0] + slopes[1]) / 2
+    price = torch.eye(6).double()
+    for rows, weight in ((pixels, 2.0), (others, 0.5)):
+        price += weight * rows.T @ rows * 6 / (rows.T @ rows).trace()
+
+    def merit(n):
+        return ((slopes[1] - slopes[0]) @ n) ** 2 / (n @ price @ n)
+
+    best = merit(steer(slopes, pixels, **weights))
+    assert all(merit(n) < best for n in draws(500, 6, seed=2))
+    axes = torch.eye(6).double()
+    single = steer(slopes, pixels, channels=1, **weights)
+    assert int(single.abs().argmax()) == int(torch.stack([merit(axis) for axis in axes]).argmax())
+    assert int((single != 0).sum()) == 1
+    assert int((steer(slopes, pixels, channels=3, **weights) != 0).sum()) == 3
+
+
+def test_an_equal_gain_is_taken_where_fewer_pixels_change():
+    slopes = torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
+    pixels = torch.tensor([[1.0, 0.0], [0.0, 10.0]]).double()
+    found = steer(slopes, pixels, pixel_weight=1e6, keep_weight=0.0)
+    assert float(found[0] / found[1]) == pytest.approx(100, rel=1e-3)
+
+
+def test_no_gain_is_no_direction():
+    assert not steer(torch.ones(3, 4).double(), torch.zeros(0, 4).double(), **FREE).any()
+
+
+def test_the_first_step_that_reaches():
+    needs = torch.tensor([0.5, 3.0, 9.0])
+    asked = []
+
+    def reached(rows, step):
+        asked.append((rows.tolist(), step))
+        return needs[rows] <= step
+
+    steps, done = first_reached(reached, 3, [1.0, 2.0, 3.0, 4.0])
+    assert steps.tolist() == [1, 3, 4]
+    assert done.tolist() == [True, True, False]
+    assert asked == [([0, 1, 2], 1), ([1, 2], 2), ([1, 2], 3), ([2], 4)]
+
+
+# --- the editor on a linear generator and a linear classifier
+
+
+class LinearGenerator(StyledGenerator):
+    """w = z, image = matrix w."""
+
+    def __init__(self):
+        super().__init__()
+        self.z_dim, self.classes, self.channels, self.resolution, self.num_ws = 4, 0, 1, 4, 1
+        self.register_buffer("w_avg", torch.zeros(4))
+        self.register_buffer("matrix", 0.05 * draws(16, 4, seed=5).float())
+        self.anchor = nn.Parameter(torch.zeros(1))
+
+    def mapping(self, z, labels):  # type: ignore[override]
+        return z
+
+    def synthesis(self, ws, noise):
+        return (ws[:, 0] @ self.matrix.T).reshape(-1, 1, 4, 4)
+
+
+class LinearClassifier(nn.Module):
+    """Three logits, linear in the pixels; the classes differ by the first three w."""
+
+    resolution, channels = 4, 1
+
+    def __init__(self, generator):
+        super().__init__()
+        self.register_buffer("rows", 3 * torch.linalg.pinv(generator.matrix)[:3])
+
+    def forward(self, images):
+        return images.flatten(1) @ self.rows.T
+
+
+def linear_editor(**config):
+    generator = LinearGenerator().eval().requires_grad_(False)
+    sampler = Sampler(generator=generator, chosen=[], noise_mode="none", batch_size=16)
+    classifier: Any = LinearClassifier(generator)
+    return Editor(sampler, classifier, ["a", "b", "c"], EditConfig(**{**FREE, **config}))
+
+
+@pytest.mark.parametrize("by", ["gradient", "regression"])
+def test_the_known_direction_is_found(by):
+    """Logits are 3 w: from a to b it is (-1, 1, 0, 0), whatever w's fourth dimension does to the image."""
+    editor = linear_editor(by=by, samples=60)
+    found = editor.direction(0, 1).vector
+    expected = torch.tensor([-1.0, 1.0, 0.0, 0.0]) / 2**0.5
+    assert float(found @ expected / found.norm()) > (0.99999 if by == "gradient" else 0.98)
+    assert editor.direction(0, 1) is editor.direction(0, 1)
+
+
+def test_a_step_is_a_spread_and_the_third_class_stays():
+    editor = linear_editor(keep_weight=1e9, samples=60)
+    start, direction = editor.starts(0, 5), editor.direction(0, 1)
+    points = torch.cat([editor.space.points(editor._samples(label)) for label in (0, 1)])
+    parts = points.split(60)
+    assert direction.length == pytest.approx(float(sum(p.var(0, correction=0).sum() for p in parts) / 2) ** 0.5)
+    moved = start.code[:, 0] + direction.vector
+    logits, before = 3 * moved[:, :3], 3 * start.code[:, 0, :3]
+    torch.testing.assert_close(
+        logits[:, 2] - logits[:, :2].mean(1), before[:, 2] - before[:, :2].mean(1), rtol=0, atol=1e-4
+    )
+    assert (editor.probabilities(editor.images(start)).argmax(1) == 0).all()
+
+
+def test_an_image_arrives_at_the_step_that_was_computed():
+    """On the straight line the target's probability rises as it is written down here."""
+    editor = linear_editor(samples=40, limit=6.0, reach=0.6)
+    start, direction = editor.starts(0, 8), editor.direction(0, 1)
+    steps, arrived = editor.reach(start, direction)
+    for row in range(8):
+        share = [
+            float((3 * (start.code[row, 0] + step * direction.vector)[:3]).softmax(0)[1])
+            for step in np.linspace(0, 6, 25)
+        ]
+        expected = next(number for number, value in enumerate(share) if value >= 0.6)
+        assert abs(float(steps[row]) - 0.25 * expected) <= 0.2500001  # images are rounded to uint8
+    assert arrived.all()
+    steps, arrived = linear_editor(limit=0.01, samples=40).reach(start, direction)
+    assert not arrived.any()
+    assert (steps == 0.01).all()
+
+
+def test_a_random_direction_is_as_long_and_another_for_another_seed():
+    editor = linear_editor(samples=20)
+    direction = editor.direction(0, 1)
+    first, second = (editor.random(direction, seed) for seed in (0, 1))
+    assert first.length == pytest.approx(direction.length)
+    assert not torch.equal(first.vector, second.vector)
+    torch.testing.assert_close(first.vector, editor.random(direction, 0).vector)
+
+
+def test_too_few_samples_of_a_class():
+    editor = linear_editor()
+    editor.classifier.rows[2] = 0
+    editor.classifier.rows[0] = 1e3
+    editor.classifier.rows[1] = -editor.classifier.rows[0]
+    with pytest.raises(UserError, match=r"names only 0 of .* samples c"):
+        editor.starts(2, 3)
+
+
+# --- the spaces of real generators
+
+
+@pytest.mark.parametrize(("make", "name"), [(styled, "w"), (styled, "s"), (styled, "z"), (without_w, "z")])
+def test_without_an_offset_an_image_is_the_samplers(make, name):
+    generator = make()
+    sampler, space = sampler_of(generator), space_of(generator, name)
+    assert space_of(generator, None).name == ("w" if make is styled else "z")
+    start = space.start(sampler, range(5))
+    with torch.no_grad():
+        same = space.images(start, torch.zeros(5, space.size))
+        other = space.images(start, torch.ones(5, space.size))
+    assert torch.equal(to_uint8(same), sampler.images(range(5)))
+    assert not torch.equal(to_uint8(other), to_uint8(same))
+    assert space.points(start).shape == (5, space.size)
+    joined = Start.join(list(start.batches(2)))
+    torch.testing.assert_close(space.images(joined, torch.zeros(5, space.size)), same)
+
+
+def test_a_style_channel_is_an_output_of_an_affine_layer():
+    """Raising one is raising that output's bias; nothing is left behind in the generator."""
+    generator = styled()
+    space = ChannelSpace(generator)
+    start = space.start(sampler_of(generator), range(3))
+    place = space.widths[0] + 2
+    offsets = torch.zeros(3, space.size)
+    offsets[:, place] = 0.7
+    moved = space.images(start, offsets)
+    affine: Any = space.affines[1]
+    torch.testing.assert_close(
+        space.points(start)[:, space.widths[0] : sum(space.widths[:2])], affine(start.code[:, 1]), rtol=0, atol=1e-5
+    )
+    with torch.no_grad():
+        affine.bias[2] += 0.7
+    torch.testing.assert_close(generator.synthesis(start.code, start.noise), moved)
+    assert space.describe(place) == f"{space.names[1]}[2]"
+    assert not any(module._forward_hooks for module in generator.modules())
+
+
+def test_recomputed_activations_see_the_channels():
+    generator = styled()
+    start = space_of(generator, "s").start(sampler_of(generator), range(2))
+    gradients = []
+    for recompute in (False, True):
+        generator.config.activation_checkpointing = recompute
+        space = space_of(generator, "s")
+        offsets = torch.full([2, space.size], 0.5, requires_grad=True)
+        gradients.append(torch.autograd.grad(space.images(start, offsets).square().sum(), offsets)[0])
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0

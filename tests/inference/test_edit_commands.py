@@ -1,0 +1,205 @@
+"""`generate.py edit`, `predict.py --counterfactual` and `benchmarks/edit.py` on untrained runs."""
+
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import generate
+import predict
+from benchmarks import edit as benchmark
+from inference.edit.editor import Editor
+from metrics.judge import load_judge
+from models.classifier import Classifier, ModelConfig
+from models.restore import classifier_from
+from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
+from tests.inference.test_edit import linear_editor
+from tests.metrics.conftest import CLASSES, SIDE, make_run
+from utils.checkpoint import load, resolve
+from utils.errors import UserError, run_cli
+from utils.seeding import forked
+
+
+def answering(folder, sampler, seed):
+    """A classifier's run whose answers on the sampler's images are of all classes: its head is centred and scaled."""
+    shape = {"channels": 1, "classes": 3, "resolution": SIDE}
+    with forked(seed, "init", "edit classifier"):
+        classifier = Classifier(ModelConfig(stem="small-stride2"), **shape).eval()
+    images = sampler.images(range(90)).float() / 127.5 - 1
+    with torch.no_grad():
+        logits = classifier(images)
+        head = classifier.network.fc
+        scale = 2 / logits.std(0)
+        head.bias.copy_((head.bias - logits.mean(0)) * scale)
+        head.weight.mul_(scale[:, None])
+    config = {"model": {"stem": "small-stride2"}}
+    return make_run(folder, task="classifier", config=config, shape=shape, state={"model_ema": classifier.state_dict()})
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory):
+    """Runs of a generator, a classifier that knows its samples apart, another, and a DCGAN; an image file."""
+    folder = tmp_path_factory.mktemp("closed")
+    generator = styled()
+    sampler = sampler_of(generator)
+    Image.fromarray(sampler.images([4])[0, 0].numpy()).save(folder / "image.png")
+    return {
+        "gan": gan_run(folder / "gan", generator),
+        "guide": answering(folder / "guide", sampler, 1),
+        "judge": answering(folder / "judge", sampler, 2),
+        "dcgan": gan_run(folder / "dcgan", without_w(**DCGAN), **DCGAN),
+        "image": folder / "image.png",
+    }
+
+
+def call(script, *argv):
+    return run_cli(script.main, [str(part) for part in argv])
+
+
+def edit(closed, out, *options, gan="gan"):
+    pair = ["--from", "dark", "--to", "light", "--samples", 6, "--n", 2, "--columns", 3]
+    return ["edit", "--checkpoint", closed[gan], "--classifier", closed["guide"], "--out", out, *pair, *options]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--judge"],
+        ["--by", "regression"],
+        ["--space", "s", "--channels", 2],
+        ["--image", "--steps", 2],
+    ],
+    ids=["judge", "regression", "channels", "image"],
+)
+def test_strips_are_drawn(closed, tmp_path, capsys, no_weights, options):
+    for name in ("judge", "image"):
+        options = [*itertools.chain(*([o, closed[name]] if o == f"--{name}" else [o] for o in options))]
+    out = tmp_path / "x.png"
+    assert call(generate, *edit(closed, out, *options)) == 0
+    told = capsys.readouterr().out
+    assert "dark to light: " in told
+    assert ("style channels: blocks." in told) == ("s" in options)
+    with Image.open(out) as image:
+        side = 112 // SIDE * SIDE
+        columns = 4 if "--image" in options else 3
+        rows = 1 if "--image" in options else 2
+        assert image.size == (columns * (side + 12), rows * (side + 42))
+        if "--image" in options:
+            shown = np.asarray(image)[6 : 6 + side : 14, 6 : 6 + side : 14]
+            with Image.open(closed["image"]) as given:
+                np.testing.assert_array_equal(shown, np.asarray(given))
+    if "--space" in options:
+        first = out.read_bytes()
+        assert call(generate, *edit(closed, out, *options)) == 0
+        assert out.read_bytes() == first
+
+
+def test_a_generator_without_w_is_edited_in_z(closed, tmp_path, capsys):
+    out = tmp_path / "x.png"
+    dcgan = edit(closed, out, gan="dcgan")
+    dcgan[dcgan.index("--from") + 1] = CLASSES[0]
+    code = call(generate, *dcgan)
+    told = capsys.readouterr()
+    assert code == 0 or "the classifier names only" in told.err  # it was not made to know this one's samples
+    for options in (["--space", "w"], ["--image", closed["image"]]):
+        assert call(generate, *edit(closed, out, *options, gan="dcgan")) == 2
+
+
+def test_refusals(closed, tmp_path, capsys):
+    out = tmp_path / "x.png"
+    same = tmp_path / "copy.pt"
+    shutil.copy(resolve(closed["guide"]), same)
+    for options, told in (
+        (["--judge", closed["guide"]], "is the classifier that the edits were found with"),
+        (["--judge", same], "is the classifier that the edits were found with"),
+        (["--to", "dark"], "name two classes"),
+        (["--to", "lihgt"], "did you mean 'light'"),
+        (["--columns", 1], "--columns 1"),
+        (["--samples", 1], "--samples 1"),
+        (["--reach", 1.5], "--reach must lie"),
+        (["--keep-weight", -1], "--keep-weight must be"),
+        (["--space", "s", "--channels", 0], "at least 1"),
+    ):
+        assert call(generate, *edit(closed, out, *options)) == 2
+        assert told in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_who_taught_a_generator_does_not_judge_its_edits(closed):
+    checkpoint = load(resolve(closed["gan"]))
+    judge = classifier_from(load(resolve(closed["judge"])))
+    how = {"option": "--judge", "guide": str(closed["guide"])}
+    found = load_judge(str(closed["judge"]), checkpoint, CLASSES, torch.device("cpu"), None, **how)
+    assert all(torch.equal(a, b) for a, b in zip(found.state_dict().values(), judge.state_dict().values(), strict=True))
+    taught = {**checkpoint, "config": {**checkpoint["config"], "loss": {"classifier": str(closed["judge"])}}}
+    with pytest.raises(UserError, match=r"--judge .* supplied a loss"):
+        load_judge(str(closed["judge"]), taught, CLASSES, torch.device("cpu"), None, **how)
+
+
+def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
+    monkeypatch.setattr("inference.edit.editor.SAMPLES", {"gradient": 6})
+    folder = tmp_path / "strips"
+    base = ["--checkpoint", closed["guide"], closed["image"], tmp_path / "absent.png", "--json", "--steps", 2]
+    base += ["--counterfactual", folder]
+    assert call(predict, *base, "--generator", closed["gan"]) == 2  # the absent one
+    first, second = json.loads(capsys.readouterr().out)
+    found = first["counterfactual"]
+    order = list(first["probabilities"])
+    assert (first["label"], found["class"]) == tuple(order[:2])
+    assert found["image"] == str(folder / "image-counterfactual.png")
+    assert 0 < found["pixel_change"] < 1
+    assert found["arrived"] == (found["probability"] >= 0.5)
+    assert "counterfactual" not in second
+    assert [path.name for path in folder.iterdir()] == ["image-counterfactual.png"]
+    base.remove(tmp_path / "absent.png")
+    other = ["--counterfactual-class", order[2], "--generator", closed["gan"]]
+    assert call(predict, *base, *other) == 0
+    assert json.loads(capsys.readouterr().out)[0]["counterfactual"]["class"] == order[2]
+    base.remove("--json")
+    other[1] = order[0]
+    assert call(predict, *base, *other) == 2
+    told = capsys.readouterr()
+    assert f"no counterfactual: is named {order[0]} as it is" in told.out
+    assert "1 of 1 images have no counterfactual" in told.err
+    for options, message in (
+        ([], "add --generator RUN"),
+        (["--generator", closed["dcgan"]], "does not have"),
+        (["--generator", closed["gan"], "--counterfactual-class", "x"], "no class"),
+    ):
+        assert call(predict, *base, *options) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_benchmark_measures_the_edit_and_its_controls(closed, capsys):
+    argv = ["--checkpoint", closed["gan"], "--classifier", closed["guide"], "--judge", closed["judge"], "--json"]
+    argv += ["--pairs", "dark:light,light:dark", "--n", 3, "--methods", "gradient, w"]
+    benchmark.main([str(part) for part in argv])
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    for what in ("edit", "random, equal length", "random, equal change", "class asked"):
+        for key in ("asked", "third", "guide", "pixel_change"):
+            assert 0 <= result[f"gradient, w/{what}/{key}"] <= 1
+    assert len(lines) == 3 * 4 + 1
+    benchmark.main([])
+    assert "nothing to measure" in capsys.readouterr().out
+
+
+def test_the_benchmarks_controls_are_what_they_say(closed):
+    """Equal length, equal change of pixels, equal z and noise."""
+    editor = linear_editor(samples=20)
+    start, direction = editor.starts(0, 6), editor.direction(0, 1)
+    before = editor.images(start)
+    wanted = benchmark.change(editor.images(start, direction, 1.0), before)
+    random = editor.random(direction)
+    steps = benchmark.as_visible(editor, start, random, wanted, 0.1)
+    reached = benchmark.change(editor.images(start, random, steps), before)
+    assert ((reached >= wanted) & (reached < 1.25 * wanted)).all()
+    sampler = sampler_of(styled(), noise_mode="random")
+    guide = classifier_from(load(resolve(closed["guide"])))
+    other = Editor(sampler, guide, CLASSES)
+    drawn = benchmark.redrawn(other, sampler_of(sampler.generator, chosen=[0]), 0, [0, 3])
+    assert torch.equal(drawn, sampler_of(sampler.generator, chosen=[0]).images([0, 3]))
