@@ -19,6 +19,7 @@ COMMANDS = {  # name -> script or module, and what it does
     "generate": ("generate.py", "samples, films and projections of a generator"),
     "predict": ("predict.py", "what a classifier says of images"),
     "influence": ("inference.influence", "which training images a classifier's predictions come from"),
+    "pseudo-labels": ("inference.pseudo_labels", "label images with what a classifier is sure of"),
     "export": ("export.py", "write a model for use elsewhere"),
 }
 

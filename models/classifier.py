@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from models.backbones.base import in_turn
+from models.backbones import discriminator as gans
+from models.backbones.base import Backbone, in_turn
 from models.backbones.registry import backbone_of
 from utils.errors import UserError
 from utils.passport import nothing
@@ -26,7 +27,8 @@ Stem = Literal["imagenet", "small", "small-stride2"]
 class ModelConfig(Checked, section="model"):
     """Which network."""
 
-    name: str = "resnet18"  # one of models/backbones/registry.py
+    name: str = "resnet18"  # one of models/backbones/registry.py; discriminator: that of the GAN's run in weights
+    discriminator: dict[str, Any] | None = None  # its form, which the run of weights says
     stem: Stem = "imagenet"  # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights
     classes: PositiveInt | None = None  # outputs of the head; None: as many as the data has
@@ -44,7 +46,11 @@ class ModelConfig(Checked, section="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not backbone_of(self.name).in_turn and (self.activation_checkpointing or self.split != "off"):
+        if (self.name == gans.NAME) != (self.discriminator is not None):
+            if self.name != gans.NAME or self.weights is None:
+                raise UserError(f"model.name {gans.NAME} and model.weights with a GAN's run belong together: give both")
+            self.discriminator = gans.read_form(self.weights)
+        if not self.backbone.in_turn and (self.activation_checkpointing or self.split != "off"):
             raise UserError(
                 f"model.activation_checkpointing and model.split are not for {self.name}: leave them out; "
                 "micro_batch saves memory too"
@@ -53,7 +59,13 @@ class ModelConfig(Checked, section="model"):
     @property
     def imagenet_normalised(self) -> bool:
         """Whether images are normalised by ImageNet's mean and deviation; otherwise they stay in [-1, 1]."""
-        return self.normalise == "imagenet" or (self.normalise == "auto" and self.weights is not None)
+        of_others = self.weights is not None and self.name != gans.NAME
+        return self.normalise == "imagenet" or (self.normalise == "auto" and of_others)
+
+    @property
+    def backbone(self) -> Backbone:
+        """What is known of the network."""
+        return backbone_of(self.name) if self.discriminator is None else gans.discriminator_backbone(self.discriminator)
 
 
 class Classifier(nn.Module):
@@ -75,7 +87,7 @@ class Classifier(nn.Module):
         self.config = config
         self.channels, self.classes, self.resolution = channels, classes, resolution
         self.lineage = nothing()  # what its weights have seen before this training
-        self.backbone = backbone_of(config.name)
+        self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name, channels=channels, stem=config.stem, he_strides=config.he_strides
         )

@@ -142,8 +142,13 @@ class DcganDiscriminator(ImageDiscriminator):
             layers += [Spectral(before, width, 3, gain=GAIN), nn.LeakyReLU(SLOPE)]
             layers += [Spectral(width, width, 4, stride=2, gain=GAIN), nn.LeakyReLU(SLOPE)]
         self.layers = nn.Sequential(*layers, Spectral(widths[-1], last, 3, gain=GAIN), nn.LeakyReLU(SLOPE))
+        self.trunk_width = last
         self.output = Spectral(16 * last, last + 1 if classes else 1)
         self.embed = Spectral(classes, last) if classes else None
+
+    def trunk(self) -> dict[str, nn.Module]:
+        pairs = [self.layers[start : start + 2] for start in range(0, len(self.layers), 2)]  # with their leaky ReLUs
+        return {f"stage{n}" if n else "stem": pair for n, pair in enumerate(pairs)}
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, 16 F], F the channels at 4 px, in the parameters' precision."""

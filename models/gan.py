@@ -136,10 +136,22 @@ class ImageDiscriminator(nn.Module):
     hidden: Callable[..., Tensor]  # of images -> the last hidden activations [N, H], in the parameters' precision
     output: nn.Module  # of the last hidden activations [N, H] -> features [N, F]; F = 1 without classes
     embed: nn.Module | None  # of one-hot labels [N, classes] -> [N, F]; None without classes
+    trunk: Callable[[], dict[str, nn.Module]]  # stage -> module, called in turn: of images -> the last maps of 4x4
+    trunk_width: int  # channels of these maps
+    auxiliary: Any  # of the last hidden activations [N, H] -> logits of the classes [N, classes]; None without
     config: Any
     classes: int
     channels: int
     resolution: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auxiliary = None
+
+    def add_auxiliary(self) -> None:
+        """Give it a head that names the images' classes (AC-GAN, 1610.09585), of the kind of layer that `output` is."""
+        output: Any = self.output
+        self.auxiliary = type(output)(output.weight.shape[1], self.classes)
 
     def features(self, images: Tensor, *stage: Any, **named: Any) -> Tensor:
         """What the logits are made from, [N, F]: the label is not looked at yet. `stage` goes to `hidden`."""

@@ -340,10 +340,13 @@ class R3Discriminator(ImageDiscriminator):
         stages = _Stages(config, resolution, "down")
         dim = config.embed_dim or stages.last
         self.from_rgb = Convolution(channels, stages.first, 1, twice=True)
-        self.stages = stages
+        self.stages, self.trunk_width = stages, stages.last
         self.basis = _start(1, stages.last, 4, 4, fan_in=16, gain=1.0)
         self.output = Linear(stages.last, dim if classes else 1)
         self.embed = Linear(classes, dim, gain=1 / math.sqrt(dim)) if classes else None
+
+    def trunk(self) -> dict[str, nn.Module]:
+        return {"stem": self.from_rgb} | {f"stage{n}": stage for n, stage in enumerate(self.stages, 1)}
 
     def hidden(self, images: Tensor) -> Tensor:
         """The last hidden activations [N, width], in the parameters' precision."""

@@ -60,11 +60,17 @@ def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = 
     section = _section(checkpoint, "discriminator")
     config = build(architecture.discriminator_config, section, source="checkpoint's discriminator")
     shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in SHAPE}
-    if any(name.startswith("from_rgbs.") for name in checkpoint["state"].get("discriminator", {})):
+    parts = {name.partition(".")[0] for name in checkpoint["state"].get("discriminator", {})}
+    if "from_rgbs" in parts:
         shape["progressive"] = True
-    model: Any = loaded(
-        lambda: architecture.discriminator(config, **shape), checkpoint, "discriminator", _file(checkpoint)
-    )
+
+    def built() -> ImageDiscriminator:
+        network: ImageDiscriminator = architecture.discriminator(config, **shape)
+        if "auxiliary" in parts:
+            network.add_auxiliary()
+        return network
+
+    model: Any = loaded(built, checkpoint, "discriminator", _file(checkpoint))
     return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
 
 

@@ -204,7 +204,7 @@ class Discriminator(ImageDiscriminator):
         self.blocks = nn.ModuleList(
             DiscriminatorBlock(a, b, residual=config.architecture == "residual") for a, b in pairwise(widths)
         )
-        last = widths[-1]
+        last = self.trunk_width = widths[-1]
         self.last_conv = EqualizedConv2d(last + (config.minibatch_std_group > 1), last, 3)
         self.last_linear = EqualizedLinear(last * 16, last, activation=True)
         self.output = EqualizedLinear(last, last if classes else 1)
@@ -217,6 +217,9 @@ class Discriminator(ImageDiscriminator):
         if progressive:
             pairs = zip(sizes[1:], widths[1:], strict=True)
             self.from_rgbs = nn.ModuleDict({str(size): EqualizedConv2d(channels, width, 1) for size, width in pairs})
+
+    def trunk(self) -> dict[str, nn.Module]:
+        return {"stem": self.from_rgb} | {f"stage{n}": block for n, block in enumerate(self.blocks, 1)}
 
     def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
         """What the block of the images' resolution takes."""

@@ -25,6 +25,7 @@ CHARTS = {  # pattern of keys of metrics.jsonl: the chart that they share; the f
     "loss/generator": "adversarial losses",
     "loss/discriminator": "adversarial losses",
     "loss/classifier": "loss",
+    "loss/auxiliary*": "auxiliary loss",
     "logits/real_sign": "augmentation: strength p and mean sign of D(real)",
     "ada/p": "augmentation: strength p and mean sign of D(real)",
     "path_length/mean": "path length: moving mean",

@@ -28,6 +28,7 @@ SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|sh))?")
 SCRIPTS = ["quickstart", "train", "evaluate", "generate", "predict", "export", "inference.influence"]
+SCRIPTS += ["inference.pseudo_labels"]
 SCRIPTS += ["data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
 FOREIGN = {"--shm-size", "--init", "--user", "--time", "--signal", "--build-arg"}  # of docker and SLURM
 FOREIGN |= {"--resume"}  # which docs say does not exist

@@ -17,7 +17,7 @@ def backbone_of(name: str) -> Backbone:
     if name.startswith(PREFIX):
         return timm_backbone(name)
     if name not in BACKBONES:
-        known = list(BACKBONES)
+        known = [*BACKBONES, "discriminator"]
         raise UserError(
             f"model {name!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)} or timm:NAME"
         )

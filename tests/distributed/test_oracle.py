@@ -106,13 +106,14 @@ def test_without_synchronised_batchnorm_two_ranks_differ(records: dict[int, dict
 
 def test_every_loss_is_there_and_told_apart(records: dict[int, dict[str, list[dict[str, Any]]]]) -> None:
     first = records[1]["gan-apart:0"][0]["metrics"]
-    names = {"adversarial", "path_length", "feature_matching", "classifier"}
+    names = {"adversarial", "path_length", "feature_matching", "classifier", "auxiliary"}
     norms = {name.rpartition("/")[2]: v for name, v in first.items() if name.startswith("gradient_norm/generator/")}
     assert norms.keys() == names
     assert min(norms.values()) > 0
-    assert sum(name.startswith("gradient_cosine/") for name in first) == 6
-    for name in ("loss/path_length", "loss/feature_matching", "loss/classifier", "path_length/mean"):
-        assert first[name] != 0, name
+    assert sum(name.startswith("gradient_cosine/") for name in first) == 10
+    for name in ("path_length", "feature_matching", "classifier", "auxiliary", "auxiliary_real"):
+        assert first[f"loss/{name}"] != 0, name
+    assert first["path_length/mean"] != 0
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

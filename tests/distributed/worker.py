@@ -35,6 +35,7 @@ LOSSES = GAN["loss"] | {
     "feature_matching_group": 2,
     "classifier": CLASSIFIER,
     "classifier_weight": 0.5,
+    "auxiliary_weight": 0.7,
 }
 PAIRS = {"objective": "relativistic", "r1_gamma": 1.0, "r2_gamma": 0.5, "gamma_final": 0.1, "r1_interval": 1}
 ADA = {"mode": "adaptive", "p": 0.7, "interval": 2, "kimg": 0.05}
@@ -61,7 +62,7 @@ TREES: dict[str, dict[str, Any]] = {
     | {
         "task": "gan",
         "architecture": "dcgan",
-        "loss": {"r1_gamma": 1.0, "r1_interval": 2},
+        "loss": {"r1_gamma": 1.0, "r1_interval": 2, "auxiliary_weight": 0.5, "auxiliary_fakes": True},
         "generator": {"z_dim": 8, "width": 4},
         "discriminator": {"width": 4},
     },

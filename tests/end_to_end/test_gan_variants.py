@@ -20,7 +20,7 @@ VARIANTS = {
     "stylegan2": NETS
     + """
 loss: {r1_interval: 2, style_mixing: 0.9, path_length_weight: 2, path_length_interval: 3, gradients_every: 2,
-  feature_matching_weight: 0.1, feature_matching_group: 2}
+  feature_matching_weight: 0.1, feature_matching_group: 2, auxiliary_weight: 0.5}
 ada: {mode: adaptive, p: 0.5, kimg: 0.1, interval: 4}
 """,
     "r3gan": """
@@ -35,7 +35,7 @@ ema: {ema_kimg: 1, ema_kimg_start: 0, ema_rampup: null}
 architecture: dcgan
 generator: {z_dim: 8, width: 4}
 discriminator: {width: 4}
-loss: {r1_gamma: 0.1, r1_interval: 2}
+loss: {r1_gamma: 0.1, r1_interval: 2, auxiliary_weight: 1, auxiliary_fakes: true}
 ada: {mode: adaptive, p: 0.5, kimg: 0.1}
 micro_batch: 4
 """,
@@ -78,6 +78,7 @@ def test_a_variant_trains_resumes_and_is_used(
     assert {"logits/margin", "logits/real_sign", "loss/r1", "gradient_norm/generator"} <= named
     if name == "stylegan2":
         assert {"loss/path_length", "path_length/mean", "ada/p", "loss/feature_matching"} <= named
+        assert {"loss/auxiliary", "loss/auxiliary_real", "accuracy/auxiliary"} <= named
         assert "gradient_cosine/generator/adversarial~path_length" in named
     if name == "r3gan":
         assert {"loss/r2", "ada/p"} <= named

@@ -25,6 +25,7 @@ from training.base.config import RunConfig
 from training.base.data import check_same_classes, label_shares
 from training.base.room import Outline
 from training.base.task import Task
+from training.classifier.discriminator import load_discriminator
 from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
@@ -154,7 +155,7 @@ class ClassifierTask(Task):
             model = Classifier(config.model, **self.shape)
         if config.model.weights is not None:
             with collectives.raising_together():  # each node may have files of its own
-                taken = load_pretrained(model)
+                taken = load_pretrained(model) if config.model.discriminator is None else load_discriminator(model)
             say_main(taken)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(memory_format=layout)

@@ -47,6 +47,9 @@ class GanLossConfig(Checked, section="loss"):
     path_length_decay: Share = 0.01  # of the moving mean of path lengths
     classifier: str | None = None  # run or checkpoint of a classifier: samples of class c shall look like c to it
     classifier_weight: NonNegativeFloat = 1.0  # of its cross entropy
+    # conditional: of the cross entropy of a head on D that names the class, for both networks; 0: no head (1610.09585)
+    auxiliary_weight: NonNegativeFloat = 0.0
+    auxiliary_fakes: bool = False  # the head learns from samples too, as AC-GAN's; ReACGAN's (2111.01118) does not
     feature_matching_weight: NonNegativeFloat = 0.0  # of the distance between mean discriminator features (1606.03498)
     feature_matching_group: Annotated[int, at_least(2)] = 8  # consecutive samples over which the means are taken
     gradients_every: NonNegativeInt = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never

@@ -223,3 +223,7 @@ class Context:
     def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """[n] of the last hidden activations; not under autocast."""
         return self.discriminator.project(self.discriminator.output(hidden), labels)
+
+    def named(self, hidden: Tensor) -> Tensor:
+        """The auxiliary head's logits of the classes [n, classes], of the last hidden activations; no autocast."""
+        return self.discriminator.auxiliary(hidden)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from training.gan import penalties
@@ -27,6 +28,7 @@ class Judged(NamedTuple):
     images: Tensor  # [n, C, R, R] before augmentation, requiring gradients where the penalty is due
     logits: Tensor  # [n]
     features: Tensor  # [n, F], what the logits are made from
+    misnamed: Tensor | float  # the auxiliary head's loss on them, weighted, as its share of the mean; 0: none
 
 
 class DiscriminatorStep:
@@ -46,6 +48,7 @@ class DiscriminatorStep:
         context, self._weights = self.context, self._due(work)
         names = ["loss/discriminator", "logits/real", "logits/fake", "logits/real_sign"]
         names += [f"loss/{name}" for name in self._weights]
+        names += ["loss/auxiliary_real", "accuracy/auxiliary"] if self.loss.auxiliary_weight else []
         sums = self._sums = {name: torch.zeros((), device=context.device) for name in names}
         judged = "logits/fake" in metrics
         if judged:
@@ -123,7 +126,19 @@ class DiscriminatorStep:
             sums[f"logits/{name}"] += logits.detach().sum() / work.batch_size
         if name == "real":
             sums["logits/real_sign"] += logits.detach().sign().sum() / work.batch_size
-        return Judged(penalty, images, logits, features)
+        misnamed = self._misnamed(hidden, batch.labels, work, name) if self.loss.auxiliary_weight else 0.0
+        return Judged(penalty, images, logits, features, misnamed)
+
+    def _misnamed(self, hidden: Tensor, labels: Tensor, work: Work, name: str) -> Tensor | float:
+        """The auxiliary head's cross entropy on images and, where it learns from them, on samples."""
+        if name != "real" and not (name == "fake" and self.loss.auxiliary_fakes):
+            return 0.0
+        named, sums = self.context.named(hidden), self._sums
+        loss = F.cross_entropy(named, labels, reduction="sum") / work.batch_size
+        if name == "real":
+            sums["loss/auxiliary_real"] += loss.detach()
+            sums["accuracy/auxiliary"] += (named.argmax(1) == labels).sum() / work.batch_size
+        return loss * self.loss.auxiliary_weight
 
     def _backward(self, loss: Tensor, judged: Sequence[Judged], work: Work, *, unlogged: Tensor | float = 0.0) -> None:
         """Gradients of a loss and the penalties that are due, in D's parameters alone.
@@ -133,10 +148,10 @@ class DiscriminatorStep:
         """
         sums, context = self._sums, self.context
         sums["loss/discriminator"] += loss.detach()
-        loss = loss + unlogged
+        loss = loss + unlogged + sum(one.misnamed for one in judged)
         due = [one for one in judged if one.penalty in self._weights]
         with phase("discriminator/penalty" if due else "discriminator/backward"):
-            for name, images, logits, _ in due:
+            for name, images, logits, *_ in due:
                 values = PENALTIES[name](logits, images, context.precision.scale())
                 mean, weight = values.sum() / work.batch_size, self._weights[name]
                 sums[f"loss/{name}"] += mean.detach() * weight

@@ -180,19 +180,31 @@ class GeneratorStep:
         """Gradients of both players' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
         context, batch = self.context, work.batch_size
         seen = fake.images.detach().requires_grad_()
+        misnamed: Tensor | float = 0.0
         with phase("discriminator/forward"):
-            logits = context.logits(context.hidden(Images(seen, fake.labels), work, piece, "generator"), fake.labels)
+            hidden = context.hidden(Images(seen, fake.labels), work, piece, "generator")
+            logits = context.logits(hidden, fake.labels)
+            if self.loss.auxiliary_weight:
+                misnamed = self._misnamed(hidden, fake, batch, metrics)
         with phase("generator/backward"):
             adversarial = self.game.generator_loss(logits).sum() / batch
-            (gradient,) = torch.autograd.grad(adversarial * context.precision.scale(), seen, retain_graph=True)
+            wanted = (adversarial + misnamed) * context.precision.scale()
+            (gradient,) = torch.autograd.grad(wanted, seen, retain_graph=True)
         with phase("discriminator/backward"):
             judged = self.game.fake(logits).sum() / batch
-            context.precision.backward(judged, list(context.discriminator.parameters()))
+            taught = judged + misnamed if self.loss.auxiliary_fakes else judged
+            context.precision.backward(taught, list(context.discriminator.parameters()))
         with phase("generator/backward"):
             fake.images.backward(gradient, inputs=self.updater.parameters)
         _add(metrics, "loss/generator", adversarial)
         _add(metrics, "loss/discriminator", judged)
         _add(metrics, "logits/fake", logits.sum() / batch)
+
+    def _misnamed(self, hidden: Tensor, fake: Images, batch: int, metrics: dict[str, Tensor]) -> Tensor:
+        """The auxiliary head's cross entropy on a micro-batch of samples, weighted, as its share of the mean."""
+        loss = F.cross_entropy(self.context.named(hidden), fake.labels, reduction="sum") / batch
+        _add(metrics, "loss/auxiliary", loss)
+        return loss * self.loss.auxiliary_weight
 
     def _terms(
         self, work: Work, piece: slice, fake: Images, real: Images | None, metrics: dict[str, Tensor]
@@ -216,6 +228,8 @@ class GeneratorStep:
             wrong = F.cross_entropy(named.to(fake.images.dtype), fake.labels, reduction="sum") / batch
             _add(metrics, "loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
+        if loss.auxiliary_weight:
+            terms["auxiliary"] = self._misnamed(hidden, fake, batch, metrics)
         if loss.feature_matching_weight and real_hidden is not None:
             group = loss.feature_matching_group
             distance = penalties.feature_matching(hidden, real_hidden, group).sum() * (group / batch)

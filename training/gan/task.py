@@ -119,6 +119,11 @@ class GanTask(Task):
         with forked(config.seed, "init", "discriminator"):
             growing = {"progressive": True} if self.stages.growing else {}
             discriminator = networks.discriminator(config.discriminator, **self.shape, **growing)
+        if config.loss.auxiliary_weight:
+            if self.shape["classes"] < 2:
+                raise UserError("loss.auxiliary_weight needs images of two classes or more: leave it out")
+            with forked(config.seed, "init", "auxiliary"):
+                discriminator.add_auxiliary()
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         self.generator = generator.to(self.device, memory_format=layout)
         self.discriminator = discriminator.to(self.device, memory_format=layout)

@@ -340,6 +340,8 @@ WASSERSTEIN = {"objective": "wasserstein", "gradient_penalty_weight": 10.0}
         ({"precision": "fp16"}, {}),
         ({"micro_batch": 4}, {"objective": "hinge"}),
         ({"micro_batch": 4}, WASSERSTEIN),
+        ({"micro_batch": 4}, {"auxiliary_weight": 0.7}),
+        ({}, {"auxiliary_weight": 0.7, "auxiliary_fakes": True}),
     ],
 )
 def test_judging_the_samples_once_gives_the_same_bits(folder, more, loss):
@@ -364,6 +366,7 @@ def test_samples_are_judged_once_only_where_that_is_the_same(folder):
         return phases.generator_step.one_pass(phases._begin(step))
 
     assert shares(GAN)
+    assert shares(GAN, loss={"auxiliary_weight": 1.0})
     assert not shares(GAN, ada=ADA)
     assert not shares(GAN, loss={"r2_gamma": 1.0})
     assert shares(GAN, step=1, loss={"r2_gamma": 1.0})  # no penalty in this step

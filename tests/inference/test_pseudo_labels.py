@@ -1,0 +1,97 @@
+"""Pseudo-labels: what the classifier is sure of, and nothing else, goes into the file, pixel for pixel."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
+from inference import pseudo_labels as command
+from metrics.evaluate_gan import judge_images
+from models.restore import classifier_from
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
+from utils.checkpoint import load, resolve
+from utils.errors import run_cli
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A classifier's run, rest.lmdb without labels, the same with them (known.lmdb), and few.lmdb with labels."""
+    path = tmp_path_factory.mktemp("pseudo")
+    classifier_run(path / "run")
+    pack(path / "few.lmdb", count=9)
+    with Dataset(pack(path / "known.lmdb", count=60, seed=3)) as known:
+        pack_arrays(path / "rest.lmdb", known.read(range(60))[0])
+    return path
+
+
+@pytest.fixture(scope="module")
+def probabilities(folder):
+    """Of the 60 images, float64 [60, 3]."""
+    model = classifier_from(load(resolve(folder / "run")))
+    with Dataset(folder / "rest.lmdb") as reader:
+        return judge_images(model, torch.from_numpy(reader.read(range(60))[0])).numpy()
+
+
+def label(folder, out, *more, data="rest.lmdb"):
+    options = ["--checkpoint", folder / "run", "--data", folder / data, "--out", out, *more]
+    return run_cli(command.main, [str(option) for option in options])
+
+
+def test_sure_images_come_with_their_class_behind_the_labelled_ones(folder, probabilities, tmp_path, capsys):
+    threshold = float(np.median(probabilities.max(1)))
+    more = ["--labelled", folder / "few.lmdb", "--threshold", repr(threshold), "--batch-size", 7, "--json"]
+    assert label(folder, tmp_path / "out.lmdb", *more) == 0
+    told = json.loads(capsys.readouterr().out)
+    kept = np.flatnonzero(probabilities.max(1) >= threshold)
+    assert 0 < len(kept) < 60
+    assert (told["kept"], told["labelled"], told["count"]) == (len(kept), 9, 9 + len(kept))
+    assert told["right"] is None
+    with (
+        Dataset(tmp_path / "out.lmdb") as out,
+        Dataset(folder / "few.lmdb") as few,
+        Dataset(folder / "rest.lmdb") as rest,
+    ):
+        images, labels = out.read(range(len(out)))
+        assert list(out.classes) == CLASSES
+        assert (images[:9] == few.read(range(9))[0]).all()
+        assert (labels[:9] == few.labels()).all()
+        assert (images[9:] == rest.read(kept)[0]).all()
+        assert (labels[9:] == probabilities.argmax(1)[kept]).all()
+        assert "labelled by" in out.meta.source
+
+
+def test_known_labels_are_only_compared_with(folder, probabilities, tmp_path, capsys):
+    assert label(folder, tmp_path / "out.lmdb", "--threshold", 0, data="known.lmdb") == 0
+    with Dataset(tmp_path / "out.lmdb") as out, Dataset(folder / "known.lmdb") as known:
+        assert (out.labels() == probabilities.argmax(1)).all()
+        right = (out.labels() == known.labels()).mean()
+    assert f"{right:.1%} of these labels are those of the file" in capsys.readouterr().out
+
+
+def test_encoded_images_are_kept_without_loss(folder, tmp_path):
+    with Dataset(folder / "rest.lmdb") as rest:
+        pack_arrays(tmp_path / "jpeg.lmdb", rest.read(range(60))[0], encoding="jpeg")
+    assert label(folder, tmp_path / "out.lmdb", "--threshold", 0, "--data", tmp_path / "jpeg.lmdb") == 0
+    with Dataset(tmp_path / "out.lmdb") as out, Dataset(tmp_path / "jpeg.lmdb") as jpeg:
+        assert out.meta.encoding == "png"
+        assert (out.read(range(60))[0] == jpeg.read(range(60))[0]).all()
+
+
+def test_what_cannot_be_is_refused(folder, tmp_path, capsys):
+    out = tmp_path / "out.lmdb"
+    pack(tmp_path / "other.lmdb", classes=["dark", "grey", "other"])
+    pack(tmp_path / "wide.lmdb", side=2 * SIDE)
+    for more, told in (
+        (["--threshold", 2], "give a probability"),
+        (["--threshold", 1], "no image of"),
+        (["--labelled", tmp_path / "other.lmdb", "--threshold", 0], "its classes are not those of the classifier"),
+        (["--labelled", tmp_path / "wide.lmdb", "--threshold", 0], "pack both alike"),
+    ):
+        assert label(folder, out, *more) == 2
+        assert told in capsys.readouterr().err
+        assert not out.exists()
+    assert label(folder, folder / "few.lmdb", "--threshold", 0) == 2
+    assert "exists" in capsys.readouterr().err

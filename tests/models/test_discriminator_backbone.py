@@ -1,0 +1,91 @@
+"""A GAN's discriminator as a classifier's backbone: which part of it is taken, and what it is refused for."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from models.backbones.base import in_turn
+from models.backbones.discriminator import Trunk
+from models.classifier import Classifier, ModelConfig
+from models.registry import architecture_of
+from tests.models.test_layers import draw
+from utils.errors import UserError
+from utils.seeding import forked
+
+SIZES: dict[str, dict[str, Any]] = {
+    "stylegan2": {"channel_base": 64, "channel_max": 8},
+    "r3gan": {"width": 8, "cardinality": 2, "blocks": 1},
+    "dcgan": {"width": 4},
+}
+
+
+def form(name, **other):
+    return {"architecture": name, "resolution": 16, "channels": 1, "config": SIZES[name]} | other
+
+
+def classifier(name, *, channels=1, side=16, **config) -> Any:
+    with forked(0, "init", "test discriminator"):
+        model = ModelConfig(**{"name": "discriminator", "weights": "runs/gan", "discriminator": form(name)} | config)
+        return Classifier(model, channels=channels, classes=3, resolution=side)
+
+
+@pytest.mark.parametrize(("name", "last"), [("stylegan2", "blocks.1"), ("r3gan", "stages.2"), ("dcgan", "layers.9")])
+def test_features_are_the_means_of_the_discriminators_last_maps(name, last):
+    entry = architecture_of(name)
+    with forked(0, "init", "test discriminator"):
+        config = entry.discriminator_config(**SIZES[name])
+        discriminator = entry.discriminator(config, resolution=16, channels=1, classes=3)
+    maps = []
+    discriminator.get_submodule(last).register_forward_hook(lambda *call: maps.append(call[-1].clone()))
+    images = draw(4, 1, 16, 16).float()
+    discriminator.hidden(images)
+    assert maps[0].shape[2:] == (4, 4)
+    model = classifier(name)
+    taken = Trunk(discriminator).state_dict() | {f"fc.{name}": value for name, value in model.head.state_dict().items()}
+    model.network.load_state_dict(taken)
+    torch.testing.assert_close(model.features(images), maps[0].mean(dim=(2, 3)))
+    torch.testing.assert_close(model.features(images[:1]), model.features(images)[:1])  # of each image alone
+    assert model.config.imagenet_normalised is False
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_blocks_hold_each_parameter_once_in_the_order_of_the_forward_pass(name):
+    model = classifier(name, activation_checkpointing=True).train()
+    assert sorted(model.block_of) == sorted(name for name, _ in model.named_parameters())
+    assert (model.stages[:2], model.stages[-1]) == (["stem", "stage1"], "head")
+    modules = [model.network.get_submodule(stage) for stage in model.stages[:-1]]
+    images = draw(2, 1, 16, 16).float()
+    expected = model.head(in_turn(modules, images).mean(dim=(2, 3)))
+    torch.testing.assert_close(model(images), expected)
+    expected.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_images_of_another_size_are_scaled_where_that_is_asked_for():
+    assert classifier("stylegan2", side=24, input_size=16)(torch.zeros(1, 1, 24, 24)).shape == (1, 3)
+    with pytest.raises(UserError, match=r"cannot take images of 24 px: set model\.input_size 16"):
+        classifier("stylegan2", side=24)
+
+
+def test_what_does_not_go_together_is_refused():
+    odd = form("stylegan2", channels=2)
+    unknown = form("stylegan2", config={"width": 8})
+    for config, told in (
+        ({"name": "discriminator"}, "belong together"),
+        ({"name": "resnet18", "discriminator": form("dcgan")}, "belong together"),
+        ({"name": "discriminatr"}, "did you mean"),
+        (
+            {"name": "discriminator", "discriminator": {"architecture": "dcgan"}},
+            r"model\.discriminator\.\w+ is missing",
+        ),
+        ({"name": "discriminator", "discriminator": odd}, r"model\.discriminator\.channels is 2"),
+        ({"name": "discriminator", "discriminator": unknown}, "width"),
+        ({"name": "discriminator", "discriminator": form("stylegan2", architecture="stylegan9")}, "unknown"),
+    ):
+        with pytest.raises(UserError, match=told):
+            ModelConfig(**config)
+    with pytest.raises(UserError, match="images of 1 channels, these have 3"):
+        classifier("stylegan2", channels=3)
+    with pytest.raises(UserError, match=r"model\.stem"):
+        classifier("stylegan2", stem="small")
