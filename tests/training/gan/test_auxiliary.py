@@ -110,7 +110,7 @@ def test_the_networks_begin_as_without_the_head(folder):
 def test_a_checkpoints_discriminator_has_its_head(folder):
     run = Run(folder, GAN, loss={"auxiliary_weight": 1.0})
     config = {"discriminator": GAN["discriminator"]}
-    content = {"task": "gan", "config": config, "shape": run.task.shape, "state": {}}
+    content: dict[str, Any] = {"task": "gan", "config": config, "shape": run.task.shape}
     content["state"] = {"discriminator": state(run.task.discriminator)}
     assert same(state(discriminator_from(content)), content["state"]["discriminator"])
 
