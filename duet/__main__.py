@@ -20,6 +20,7 @@ COMMANDS = {  # name -> script or module, and what it does
     "predict": ("predict.py", "what a classifier says of images"),
     "influence": ("inference.influence", "which training images a classifier's predictions come from"),
     "pseudo-labels": ("inference.pseudo_labels", "label images with what a classifier is sure of"),
+    "explore": ("explore.py", "look at what the models do, in a browser"),
     "export": ("export.py", "write a model for use elsewhere"),
 }
 

@@ -50,14 +50,14 @@ def main(argv: list[str]) -> int:
     """Score all training images, write the grid, print the list."""
     options = parser().parse_args(argv)
     _check_options(options)
-    files = _checkpoint_files(options.checkpoint)
+    files = checkpoint_files(options.checkpoint)
     from data.dataset import dataset_for_model
     from utils.distributed.collectives import choose_device
 
     last = load(files[-1])
-    snapshots = [_snapshot(file, choose_device(options.device)) for file in files]
+    snapshots = [snapshot(file, choose_device(options.device)) for file in files]
     with dataset_for_model(options.data, last) as reader:
-        _check_data(reader, last, options.data)
+        check_data(reader, last, options.data)
         found = (_mislabelled if options.mislabelled else _explain)(options, snapshots, reader, last)
     document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **found}
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
@@ -76,13 +76,14 @@ def _check_options(options: Namespace) -> None:
     check_writable(options.out.parent)
 
 
-def _checkpoint_files(run_or_file: str) -> list[Path]:
+def checkpoint_files(run_or_file: str) -> list[Path]:
     """All checkpoints of a run, the earliest first, or the one file."""
     file = resolve(run_or_file)
     return [file] if Path(run_or_file).is_file() else newest_first(file.parent)[::-1]
 
 
-def _snapshot(file: Path, device: "device") -> "Snapshot":
+def snapshot(file: Path, device: "device") -> "Snapshot":
+    """A classifier's checkpoint. Raises UserError for another task's."""
     from inference.influence_scores import Snapshot, rate_of
     from models.restore import classifier_from
 
@@ -93,7 +94,7 @@ def _snapshot(file: Path, device: "device") -> "Snapshot":
     return Snapshot(rate_of(checkpoint), lambda: classifier_from(load(file, verify=False), device))
 
 
-def _check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> None:
+def check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> None:
     """Raise UserError unless the images have the classifier's classes; note where they are not its training's."""
     remedy = "give the images that it was trained on"
     require_same_classes(path, reader.classes, "the classifier", checkpoint["classes"], remedy)
@@ -130,7 +131,7 @@ def _explain(
     for kind, rows in kinds.items():
         empty = options.top - len(rows)
         first = kind == "helped"
-        images += [image if first else blank, *_images(reader, rows), *[blank] * empty]
+        images += [image if first else blank, *images_of(reader, rows), *[blank] * empty]
         head = f"named {classes[named]} {probabilities[named]:.2f}" if first else ""
         captions += [f"{head}\n{kind} {classes[label]}:", *(f"{row}: {names[row]}\n{scores[row]:+.3g}" for row in rows)]
         captions += [""] * empty
@@ -161,7 +162,7 @@ def _mislabelled(
     rows = found.order(measure)[: options.top].tolist()
     listed = [_suspect(found, row, reader.classes) for row in rows]
     captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in listed]
-    save_captioned(_images(reader, rows), captions, options.out, columns=min(10, len(rows)))
+    save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)))
     return {"measure": measure, "issues": int((found.issues() >= 0).sum()), "mislabelled": listed}
 
 
@@ -180,7 +181,8 @@ def _suspect(found: "Suspicion", row: int, classes: list[str]) -> dict[str, Any]
     }
 
 
-def _images(reader: "Dataset", rows: list[int]) -> "list[Tensor]":
+def images_of(reader: "Dataset", rows: list[int]) -> "list[Tensor]":
+    """Records of a packed file, uint8 [C, H, W]."""
     import torch
 
     return list(torch.from_numpy(reader.read(rows)[0])) if rows else []

@@ -36,13 +36,18 @@ def read_image(path: str | Path, checkpoint: Mapping[str, Any], *, resize: str |
 
     Args: `resize` crop or pad instead. Raises ImageError if it cannot be read.
     """
-    shape = checkpoint["shape"]
     try:
         content = door.read_file(path, door.IMAGE)
     except door.Refused as error:
         raise ImageError(str(error)) from error
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         raise ImageError(f"cannot be read: {getattr(error, 'strerror', error)}") from error
+    return image_of(content, checkpoint, resize=resize)
+
+
+def image_of(content: bytes, checkpoint: Mapping[str, Any], *, resize: str | None = None) -> Tensor:
+    """The bytes of an image file as `read_image` gives them. Raises ImageError."""
+    shape = checkpoint["shape"]
     pixels = decode_file(content, shape["channels"])
     pixels = fit(pixels, shape["resolution"], resize or trained_mode(checkpoint))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())

@@ -181,22 +181,28 @@ def read_target(path: Path, checkpoint: dict[str, Any], *, resize: Literal["crop
         raise UserError(f"--image {path}: {error}; give another image") from error
 
 
-def project(
+@dataclass(frozen=True)
+class Found:
+    """What a search began with and what it found in each space."""
+
+    label: int | None  # of the class that it started from
+    start: Projection
+    spaces: dict[str, Projection]
+
+
+def find(
     sampler: Sampler,
-    names: Sequence[str],
     target: Tensor,  # uint8 [1, C, H, H]
-    out: Path,
     config: ProjectionConfig,
     *,
     space: str = "both",  # one of SPACES; w+ starts where w ended if both are searched
     features: str | None = None,  # one of FEATURES; None: resnet50 where its weights are, else pixels
     weights: str | Path | None = None,  # of the features
-    save_to: Path | None = None,  # a .safetensors file for what was found
-) -> list[str]:
-    """Write a PNG: the target, then what was found, with its distances; returns lines that say the same.
+    tick: Callable[[], object] = lambda: None,  # called after each step
+) -> Found:
+    """Search. Of several chosen classes the one whose mean image looks most like the target is where it starts.
 
-    Of several chosen classes the one whose mean image looks most like the target is where the search starts. Raises
-    UserError for a generator without w, and for missing weights.
+    Raises UserError for a generator without w, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
     features = features or at_hand(weights)
@@ -209,18 +215,36 @@ def project(
     projector = Projector(generator, distance, config, seed=sampler.seed)
     start = projector.start(sampler.chosen)
     found: dict[str, Projection] = {}
-    with Bar(total=config.steps * len(SPACES[space]), desc="projecting", unit="step") as bar:
-        for name in SPACES[space]:
-            before = next(reversed(found.values()), start)
-            found[name] = projector.search(name, before, refine=bool(found), tick=bar.update)
-    label = "" if projector.label is None else names[projector.label]
-    heads = ["target", *("\n".join([name, *result.distances]) for name, result in found.items())]
-    row = [target[0], *(result.image for result in found.values())]
+    for name in SPACES[space]:
+        before = next(reversed(found.values()), start)
+        found[name] = projector.search(name, before, refine=bool(found), tick=tick)
+    return Found(projector.label, start, found)
+
+
+def project(
+    sampler: Sampler,
+    names: Sequence[str],
+    target: Tensor,  # uint8 [1, C, H, H]
+    out: Path,
+    config: ProjectionConfig,
+    *,
+    space: str = "both",
+    features: str | None = None,
+    weights: str | Path | None = None,
+    save_to: Path | None = None,  # a .safetensors file for what was found
+) -> list[str]:
+    """`find`, and a PNG of the target and what was found, with its distances; returns lines that say the same."""
+    with Bar(total=config.steps * len(SPACES[space]), desc="projecting", unit="step", delay=1) as bar:
+        result = find(sampler, target, config, space=space, features=features, weights=weights, tick=bar.update)
+    found = result.spaces
+    label = "" if result.label is None else names[result.label]
+    heads = ["target", *("\n".join([name, *nearest.distances]) for name, nearest in found.items())]
+    row = [target[0], *(nearest.image for nearest in found.values())]
     save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
     if save_to is not None:
         write_atomic(save_to, _latents(found, {"class": label, "seed": sampler.seed, "steps": config.steps}))
     where = f"start ({label})" if label else "start"
-    return [f"{name}: {', '.join(result.distances)}" for name, result in {where: start, **found}.items()]
+    return [f"{name}: {', '.join(nearest.distances)}" for name, nearest in {where: result.start, **found}.items()]
 
 
 def _latents(found: dict[str, Projection], about: dict[str, Any]) -> bytes:

@@ -172,16 +172,11 @@ def draw_mix(
     count = count or default_count(sampler, most=8)
     kinds = max(1, len(sampler.chosen))
     sides = [[(2 * (i // kinds) + side) * kinds + i % kinds for i in range(count)] for side in (0, 1)]
-    (ws_a, noise_a), (ws_b, noise_b) = (
-        truncated_styles(sampler, generator, numbers, sampler.truncation_psi) for numbers in sides
-    )
-    rows: list[list[Tensor | None]] = [[None, *synthesize(generator, sampler.batch_size, ws_b, noise_b)]]
-    sources = synthesize(generator, sampler.batch_size, ws_a, noise_a)
+    a, b = (truncated_styles(sampler, generator, numbers, sampler.truncation_psi) for numbers in sides)
+    rows: list[list[Tensor | None]] = [[None, *synthesize(generator, sampler.batch_size, *b)]]
+    sources = synthesize(generator, sampler.batch_size, *a)
     for row in range(count):
-        ws = ws_a[row : row + 1].repeat(count, 1, 1)
-        ws[:, layers] = ws_b[:, layers]
-        noise = noise_a if isinstance(noise_a, str) else _mixed_noise(noise_a, noise_b, row, layers)
-        rows.append([sources[row], *synthesize(generator, sampler.batch_size, ws, noise)])
+        rows.append([sources[row], *synthesize(generator, sampler.batch_size, *mixed(a, b, row, layers))])
     heads = [captions(sampler, names, numbers) for numbers in sides]
     save_table(
         rows,
@@ -193,30 +188,30 @@ def draw_mix(
     return count
 
 
-def truncated_styles(
-    sampler: Sampler, generator: StyledGenerator, numbers: Sequence[int], psi: float
-) -> tuple[Tensor, list[Tensor] | NoiseMode]:
-    """The truncated styles [n, num_ws, w_dim] and the noise of samples."""
+Noise = list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name
+Styled = tuple[Tensor, Noise]  # styles [n, num_ws, w_dim] and the noise of n samples
+
+
+def truncated_styles(sampler: Sampler, generator: StyledGenerator, numbers: Sequence[int], psi: float) -> Styled:
+    """The truncated styles and the noise of samples."""
     z, labels, noise = sampler.latents(numbers)
     with torch.no_grad(), exact_float32(sampler.device):
         ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
         return generator.truncate(ws, psi, sampler.truncation_cutoff), noise
 
 
-def _mixed_noise(
-    noise_a: list[Tensor], noise_b: list[Tensor] | NoiseMode, row: int, layers: Sequence[int]
-) -> list[Tensor]:
-    """The noise of a row of the table: B's maps at `layers`, at the others that of source `row` of A."""
-    return [
-        b if layer in layers else a[row : row + 1].expand(len(b), -1, -1, -1)
-        for layer, (a, b) in enumerate(zip(noise_a, noise_b, strict=True))
-        if isinstance(b, Tensor)
-    ]
+def mixed(a: Styled, b: Styled, row: int, layers: Sequence[int]) -> Styled:
+    """Source `row` of A with the styles and noise of each source of B at `layers`."""
+    (ws_a, noise_a), (ws_b, noise_b) = a, b
+    ws = ws_a[row : row + 1].repeat(len(ws_b), 1, 1)
+    ws[:, layers] = ws_b[:, layers]
+    if isinstance(noise_a, str) or isinstance(noise_b, str):
+        return ws, noise_a
+    own = [level[row : row + 1].expand(len(ws_b), -1, -1, -1) for level in noise_a]
+    return ws, [noise_b[layer] if layer in layers else level for layer, level in enumerate(own)]
 
 
-def synthesize(
-    generator: StyledGenerator, batch_size: int, ws: Tensor, noise: list[Tensor] | NoiseMode
-) -> list[Tensor]:
+def synthesize(generator: StyledGenerator, batch_size: int, ws: Tensor, noise: Noise) -> list[Tensor]:
     """Images uint8 [C, H, W] on the CPU for styles [n, num_ws, w_dim] and noise; batch by batch."""
     images: list[Tensor] = []
     for start in range(0, len(ws), batch_size):

@@ -36,7 +36,7 @@ def pictures(run: Run) -> list[Picture]:
     """The images of the evaluation: samples and real ones first."""
     beside = sorted((path for path in run.images if path.stem in BESIDE), key=lambda path: BESIDE.index(path.stem))
     rest = [path for path in run.images if path not in beside]
-    return [_picture(path, CAPTIONS.get(path.stem, path.stem.replace("_", " "))) for path in [*beside, *rest]]
+    return [picture(path, CAPTIONS.get(path.stem, path.stem.replace("_", " "))) for path in [*beside, *rest]]
 
 
 def samples(run: Run) -> list[Picture]:
@@ -44,13 +44,13 @@ def samples(run: Run) -> list[Picture]:
     last = len(run.samples) - 1
     count = min(MOST_SAMPLES, last + 1)
     picked = [run.samples[round(i * last / max(1, count - 1))] for i in range(count)]
-    return [_picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
+    return [picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
 
 
 def outputs(run: Run) -> list[Picture]:
     """Images that other commands have written into the run folder: Grad-CAM maps, grids, projections."""
     shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
-    return [_picture(path, str(path.relative_to(run.folder))) for path in shown]
+    return [picture(path, str(path.relative_to(run.folder))) for path in shown]
 
 
 def links(run: Run, folder: Path) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def _size(path: Path) -> str:
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
-def _picture(path: Path, caption: str) -> Picture:
+def picture(path: Path, caption: str) -> Picture:
     """The caption and the address of an image inside the page; what is wrong with one that cannot be read."""
     try:
         return {"caption": caption, "address": _data_address(path)}

@@ -27,7 +27,7 @@ KEYS = {key for config in CONFIGS for key in keys_of(config)}
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|sh))?")
-SCRIPTS = ["quickstart", "train", "evaluate", "generate", "predict", "export", "inference.influence"]
+SCRIPTS = ["quickstart", "train", "evaluate", "generate", "predict", "explore", "export", "inference.influence"]
 SCRIPTS += ["inference.pseudo_labels"]
 SCRIPTS += ["data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
 FOREIGN = {"--shm-size", "--init", "--user", "--time", "--signal", "--build-arg"}  # of docker and SLURM

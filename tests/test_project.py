@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "reporting": {"reporting", "utils"},
     "training": {"training", "metrics", "reporting", "models", "data", "utils"},
     "inference": {"inference", "metrics", "models", "data", "utils"},
+    "explorer": {"explorer", "inference", "metrics", "reporting", "models", "data", "utils"},
     "planning": {"planning", "training", "metrics", "models", "data", "utils"},
 }
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")

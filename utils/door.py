@@ -47,6 +47,7 @@ class Kind:
 
 
 IMAGE = Kind("an image file", 256, "DUET_MAX_IMAGE_MIB")  # Pillow's limit of pixels in 24 bits, uncompressed
+UPLOAD = Kind("an image sent by a browser", 32, "DUET_MAX_UPLOAD_MIB")
 ARRAY = Kind("a file of many images", 2048, "DUET_MAX_ARRAY_MIB")  # idx and CIFAR-10: they are held whole
 TABLE = Kind("a list", 512, "DUET_MAX_TABLE_MIB")  # CSV, JSON, weights of images; a million names are 50 MiB
 CONFIG = Kind("a configuration", 4, "DUET_MAX_CONFIG_MIB")

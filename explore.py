@@ -1,0 +1,97 @@
+"""Look at what the models do, in a browser: samples, mixtures, walks, predictions and their reasons, runs over time."""
+
+import ipaddress
+import logging
+import secrets
+import signal
+import socket
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from utils import door
+from utils.cli import Parser
+from utils.config import near_file
+from utils.errors import EXIT_OK, UserError, exit_cli
+from utils.processes import leave_threads
+
+PORT = 7870
+CONNECTIONS = 50
+THREADS = 16  # more than the models' queue holds, so that the page itself is always served
+
+
+def parser() -> Parser:
+    """The options of this script."""
+    options = Parser(prog="explore.py", description=__doc__)
+    add = options.add_argument
+    text = "run folder, checkpoint, or a folder of runs; may be repeated (default: runs/quickstart)"
+    add("--checkpoint", action="append", default=[], metavar="RUN", help=text)
+    add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
+    add("--data", metavar="X.lmdb", help="the classifier's training images (default: as its config says)")
+    add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
+    text = "address to listen at; beyond this machine a token is needed (default: 127.0.0.1)"
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
+    add("--port", type=int, default=PORT, metavar="N", help=f"0: any free one (default: {PORT})")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Load the models and serve until Ctrl-C."""
+    options = parser().parse_args(argv)
+    if options.data is not None and not Path(options.data).exists():
+        raise UserError(f"--data {options.data}: no such file{near_file(Path(options.data))}")
+    try:
+        from waitress.server import create_server
+    except ImportError as error:
+        raise UserError("the explorer needs waitress; `pip install 'waitress>=3.0'`") from error
+    with listen(options.host, options.port) as listener:
+        address, port = listener.getsockname()[:2]
+        token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(16)
+        app, worker = build(options, token)
+        how: dict[str, Any] = {"sockets": [listener], "threads": THREADS, "connection_limit": CONNECTIONS}
+        server = create_server(app, max_request_body_size=door.UPLOAD.limit + 1, ident=None, **how)
+
+        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of threads that are on their way
+
+        def end(*_: object) -> None:
+            worker.end()
+            raise KeyboardInterrupt
+
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, end)
+        host = f"[{address}]" if ":" in address else address
+        place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
+        print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
+        leave_threads()  # a model may still compute when all is to end
+        server.run()  # until KeyboardInterrupt, which it takes
+    print("ended", file=sys.stderr)
+    return EXIT_OK
+
+
+def build(options: Namespace, token: str | None) -> tuple[Any, Any]:
+    """The application with its models, and the thread that they compute in. Raises UserError."""
+    from explorer.app import App
+    from explorer.runs import open_runs
+    from explorer.worker import Worker
+    from utils.distributed.collectives import choose_device
+
+    runs = open_runs(options.checkpoint, which=options.which, device=choose_device(options.device))
+    worker = Worker()
+    return App(runs, worker, token=token, data=options.data), worker
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at this address. Raises UserError where there is none to be had."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port {port}: give 0 to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        told = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {host} --port {port}: {told}; give another address or port") from error
+
+
+if __name__ == "__main__":
+    exit_cli(main)

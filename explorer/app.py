@@ -1,0 +1,249 @@
+"""The explorer as a web application (WSGI): who may ask, what is asked, and the answers.
+
+A browser names runs by their number and steps by their place: nothing that it sends is ever part of a file's name.
+"""
+
+import hmac
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from werkzeug.exceptions import Forbidden, HTTPException, MethodNotAllowed, NotFound, Unauthorized
+from werkzeug.utils import redirect
+from werkzeug.wrappers import Request, Response
+
+import reporting
+from data.images import ImageError
+from explorer import drawing, naming
+from explorer.compare import compare_page
+from explorer.drawing import Source
+from explorer.runs import Shown
+from explorer.worker import Unavailable, Worker
+from inference.samples import parse_layers
+from reporting.charts import number
+from reporting.pictures import picture
+from utils import door
+from utils.cli import did_you_mean
+from utils.errors import UserError
+
+HERE = Path(__file__).parent
+STATIC = {  # all the files that are served, read at the start
+    "/": (HERE / "page.html", "text/html"),
+    "/report.css": (Path(reporting.__path__[0]) / "report.css", "text/css"),
+    "/page.css": (HERE / "page.css", "text/css"),
+    "/page.js": (HERE / "page.js", "text/javascript"),
+}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine; another name that leads here is an attack
+POLICY = (
+    "default-src 'none'; img-src 'self' data:; script-src 'self'; connect-src 'self' data:; style-src 'self'; "
+    "style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)  # attributes: of the charts
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+LARGEST_SEED = 2**32 - 1
+MOST_DRAWN = 16  # samples of one request
+
+Answer = dict[str, Any] | str  # an object, or HTML
+
+
+class Asked:
+    """What a request asks for. Every getter raises UserError for what is missing or out of range."""
+
+    def __init__(self, request: Request, runs: Sequence[Shown]) -> None:
+        self._request, self._args, self._runs = request, request.args, runs
+
+    def whole(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number from `low` to `high`."""
+        text = self._args.get(name, "" if default is None else str(default))
+        value = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+        if not low <= value <= high:
+            raise UserError(f"{name} {text[:40]!r}: give a whole number from {low} to {high}")
+        return value
+
+    def psi(self) -> float:
+        """The truncation."""
+        text = self._args.get("psi", "1")
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value <= 2:
+            raise UserError(f"psi {text[:40]!r}: give a number from 0 to 2")
+        return value
+
+    def run(self, task: str | None = None, name: str = "run") -> Shown:
+        """A run by its number, of that task."""
+        shown = self._runs[self.whole(name, 0, len(self._runs) - 1)]
+        if task not in (None, shown.task):
+            raise UserError(f"{name}: {shown.name} is a {shown.task}'s, and a {task}'s is needed")
+        return shown
+
+    def source(self, shown: Shown, which: str = "") -> Source:
+        """A sample: `seed`, `class` and `psi`, the first two with `which` behind."""
+        given, classes = self._args.get(f"class{which}"), shown.classes
+        if classes and given not in classes:
+            near = did_you_mean((given or "")[:80], classes)
+            raise UserError(f"class{which} {(given or '')[:80]!r}: no class of {shown.name}{near}")
+        label = classes.index(given) if classes and given is not None else None
+        return Source(self.whole(f"seed{which}", 0, LARGEST_SEED), label, self.psi())
+
+    def layers(self, shown: Shown) -> list[int]:
+        """Layers like `0-3,6`; none is allowed."""
+        text = self._args.get("layers", "")[:400]
+        return parse_layers(text, getattr(shown.model, "num_ws", 0)) if text else []
+
+    def image(self) -> bytes:
+        """The bytes that were sent, of an image within the limit."""
+        if not self._request.content_length:
+            raise UserError("no image was sent; choose a file")
+        try:
+            return door.read_stream(self._request.stream, door.UPLOAD)
+        except door.Refused as error:
+            raise UserError(f"the image {error}") from None
+
+
+class App:
+    """The application. `token`: what a browser must know; None: only this machine's own names are answered."""
+
+    def __init__(
+        self, runs: Sequence[Shown], worker: Worker, *, token: str | None = None, data: str | None = None
+    ) -> None:
+        self.runs, self.worker, self.token, self.data = runs, worker, token, data
+        self._static = {path: (door.read_file(file, door.CONFIG), kind) for path, (file, kind) in STATIC.items()}
+        self._asks: dict[str, Callable[[Asked], Answer]] = {
+            "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": door.UPLOAD.limit},
+            "/api/draw": self._draw,
+            "/api/mix": self._mix,
+            "/api/walk": self._walk,
+            "/api/history": self._history,
+            "/api/compare": self._compare,
+        }
+        self._takes: dict[str, Callable[[Asked], Answer]] = {  # an image, by POST
+            "/api/name": self._name,
+            "/api/spoke": self._spoke,
+            "/api/nearest": self._nearest,
+        }
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        request = Request(environ)
+        try:
+            response = self._admit(request) or self._answer(request)
+        except HTTPException as error:
+            response = _line(str(error.description), error.code or 500)
+        except (UserError, ImageError) as error:
+            told = f"the image {error}" if isinstance(error, ImageError) else str(error)
+            response = _line(told, 400)
+        except Unavailable as error:
+            response = _line(str(error), 503)
+            response.headers["Retry-After"] = "2"
+        except Exception:  # a fault of ours: the page stays alive, the terminal has the traceback
+            traceback.print_exc(file=sys.stderr)
+            response = _line("this failed, by a fault of the explorer; its terminal says more", 500)
+        response.headers.extend(HEADERS)
+        return response(environ, start_response)
+
+    def _admit(self, request: Request) -> Response | None:
+        """Nothing, or what a browser gets that may not ask, or that brings the token. Raises HTTPException."""
+        origin = request.headers.get("Origin")
+        site = request.headers.get("Sec-Fetch-Site", "none")
+        foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("Host")
+        if foreign or (request.path != "/" and site not in ("same-origin", "none")):
+            raise Forbidden("another page may not ask the explorer")
+        if self.token is None:
+            if _host_name(request) not in LOOPBACK:
+                raise Forbidden("the explorer answers to localhost only; start it with --host to open it to others")
+            return None
+        cookie = f"duet-explorer-{request.environ['SERVER_PORT']}"  # a browser's cookies know no ports
+        if _same(request.args.get("token"), self.token):
+            response = redirect("/", 303)
+            response.set_cookie(cookie, self.token, httponly=True, samesite="Lax")
+            return response
+        if not _same(request.cookies.get(cookie), self.token):
+            raise Unauthorized("open the address that the explorer printed; it ends in ?token=...")
+        return None
+
+    def _answer(self, request: Request) -> Response:
+        if request.path in self._static:
+            _require(request, "GET")
+            content, kind = self._static[request.path]
+            return Response(content, content_type=f"{kind}; charset=utf-8")
+        ask = self._asks.get(request.path) or self._takes.get(request.path)
+        if ask is None:
+            raise NotFound("there is nothing here")
+        _require(request, "POST" if request.path in self._takes else "GET")
+        answer = ask(Asked(request, self.runs))
+        if isinstance(answer, str):
+            return Response(answer, content_type="text/html; charset=utf-8")
+        return Response(json.dumps(answer, allow_nan=False), content_type="application/json")
+
+    # --- what is asked; all that needs a model runs in its thread
+
+    def _draw(self, asked: Asked) -> Answer:
+        shown = asked.run("gan")
+        first, count = asked.source(shown), asked.whole("count", 1, MOST_DRAWN, 1)
+        seeds = [min(first.seed, LARGEST_SEED - count + 1) + place for place in range(count)]
+        sources = [Source(seed, first.label, first.psi) for seed in seeds]
+        images = self.worker.run(lambda: drawing.draw(shown, sources))
+        return {"images": [{"seed": seed, "address": image} for seed, image in zip(seeds, images, strict=True)]}
+
+    def _mix(self, asked: Asked) -> Answer:
+        shown = asked.run("gan")
+        a, b, layers = asked.source(shown, "_a"), asked.source(shown, "_b"), asked.layers(shown)
+        return self.worker.run(lambda: drawing.mix(shown, a, b, layers))
+
+    def _walk(self, asked: Asked) -> Answer:
+        shown = asked.run("gan")
+        a, b = asked.source(shown, "_a"), asked.source(shown, "_b")
+        return {"frames": self.worker.run(lambda: drawing.walk(shown, a, b))}
+
+    def _name(self, asked: Asked) -> Answer:
+        shown, content = asked.run("classifier"), asked.image()
+        return self.worker.run(lambda: naming.name(shown, content))
+
+    def _spoke(self, asked: Asked) -> Answer:
+        shown, content = asked.run("classifier"), asked.image()
+        return self.worker.run(lambda: naming.spoke_for(shown, content, self.data))
+
+    def _nearest(self, asked: Asked) -> Answer:
+        shown, content = asked.run("gan"), asked.image()
+        return self.worker.run(lambda: drawing.nearest(shown, content, self.worker.tick))
+
+    def _history(self, asked: Asked) -> Answer:
+        samples = asked.run().files().samples
+        if not samples:
+            raise UserError("this run has kept no samples")
+        path = samples[asked.whole("place", 0, len(samples) - 1)]
+        return {**picture(path, f"step {number(int(path.stem.removeprefix('step-')))}")}
+
+    def _compare(self, asked: Asked) -> Answer:
+        a, b = asked.run(name="a"), asked.run(name="b")
+        return self.worker.run(lambda: compare_page((a.name, b.name), (a.files(), b.files())))
+
+
+def _line(text: str, status: int) -> Response:
+    return Response(door.printable(" ".join(text.split())), status, content_type="text/plain; charset=utf-8")
+
+
+def _require(request: Request, method: str) -> None:
+    if request.method != method:
+        raise MethodNotAllowed([method], f"this is asked with {method}")
+
+
+def _same(given: str | None, token: str) -> bool:
+    return given is not None and hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _host_name(request: Request) -> str | None:
+    try:
+        return urlsplit(f"//{request.headers.get('Host', '')}").hostname
+    except ValueError:
+        return None

@@ -1,0 +1,99 @@
+"""What a generator is asked for: samples, mixtures, walks, and its nearest image to a given one."""
+
+import base64
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from data.images import encode
+from explorer.runs import Shown
+from inference.interpolate import Journey
+from inference.predictions import image_of
+from inference.projection import find
+from inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
+from inference.settings import FilmConfig, ProjectionConfig
+from models.gan import ImageGenerator, NoiseMode
+
+FRAMES = 24  # of a walk, without its end
+AT_ONCE = 8  # images in a batch
+SEARCH = ProjectionConfig(steps=150)  # in w, and then in w+
+LOSSLESS = 128  # px a side up to which images are sent as PNG
+
+
+@dataclass(frozen=True)
+class Source:
+    """A sample: what `generate.py grid --seed SEED --classes CLASS --n 1 --truncation-psi PSI` draws."""
+
+    seed: int
+    label: int | None = None  # None: unconditional
+    psi: float = 1.0
+
+    def sampler(self, shown: Shown) -> Sampler:
+        """Its number 0 is this sample."""
+        chosen = () if self.label is None else (self.label,)
+        generator = cast(ImageGenerator, shown.model)
+        how: dict[str, Any] = {"truncation_psi": self.psi, "batch_size": AT_ONCE}
+        return Sampler(generator=generator, chosen=chosen, seed=self.seed, **how)
+
+
+def address(image: Tensor) -> str:
+    """The `data:` address of an image uint8 [C, H, W]."""
+    kind = "png" if image.shape[-1] <= LOSSLESS else "jpeg"
+    content = encode(image.permute(1, 2, 0).contiguous().numpy(), kind)
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def draw(shown: Shown, sources: Sequence[Source]) -> list[str]:
+    """The samples' addresses."""
+    return [address(source.sampler(shown).images([0])[0]) for source in sources]
+
+
+def mix(shown: Shown, a: Source, b: Source, layers: Sequence[int]) -> dict[str, str]:
+    """The addresses of `a`, `b`, and `mixed`: A with B's styles and noise at `layers`."""
+    generator = with_styles(cast(ImageGenerator, shown.model), "style mixing")
+    of_a, of_b = (truncated_styles(source.sampler(shown), generator, [0], source.psi) for source in (a, b))
+    images = [synthesize(generator, 1, *how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
+    return dict(zip(("a", "b", "mixed"), map(address, images), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair(Sampler):
+    """Number 0 is this sampler's, number 1 another's."""
+
+    other: Sampler
+
+    def latents(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor | None, list[Tensor] | NoiseMode]:
+        own = super().latents([0])
+        made = [own, self.other.latents([0])]
+        z = torch.cat([made[number][0] for number in numbers])
+        labels = [label for number in numbers if (label := made[number][1]) is not None]
+        return z, torch.cat(labels) if labels else None, own[2]  # a walk keeps the noise of its start
+
+
+def walk(shown: Shown, a: Source, b: Source) -> list[str]:
+    """The addresses of FRAMES + 1 images from A to B: straight in w, or along a great circle in z if there is no w."""
+    pair = _Pair(**vars(a.sampler(shown)), other=b.sampler(shown))
+    frames = itertools.islice(Journey(pair, FilmConfig(keyframes=2, frames=FRAMES)), FRAMES + 1)
+    return [address(torch.from_numpy(frame.transpose(2, 0, 1))) for frame in frames]
+
+
+def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[str, Any]:
+    """The generator's nearest images to that in `content`: `target`, and `found`: name, words, address.
+
+    Raises ImageError for what is no image, UserError for a generator without w.
+    """
+    target = image_of(content, shown.checkpoint)[None]
+    generator = cast(ImageGenerator, shown.model)
+    sampler = Sampler(generator=generator, chosen=range(generator.classes), noise_mode="const")
+    result = find(sampler, target, SEARCH, tick=tick)
+    words = {"w": "one style for all layers", "w+": "a style for each layer"}
+    found = [
+        {"name": name, "words": f"{words[name]}: {', '.join(near.distances)}", "address": address(near.image)}
+        for name, near in result.spaces.items()
+    ]
+    label = None if result.label is None else shown.classes[result.label]
+    return {"target": address(target[0]), "class": label, "found": found}

@@ -1,0 +1,74 @@
+"""What a classifier is asked for: an image's classes, the evidence, and the training images that spoke for it."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from data.dataset import dataset_for_model
+from explorer.drawing import address
+from explorer.runs import Shown
+from inference.influence import check_data, checkpoint_files, images_of, snapshot
+from inference.influence_scores import influence, most
+from inference.predictions import default_layer, image_heat, image_of, overlay
+from metrics.evaluate_gan import judge_images
+from metrics.precision import device_of
+from models.classifier import Classifier
+from utils.errors import UserError
+
+CLASSES = 5  # the most likely ones, which are told
+SPOKE = 8  # training images
+
+
+def name(shown: Shown, content: bytes) -> dict[str, Any]:
+    """The likely classes of the image in `content`, largest first, and the evidence for the first (Grad-CAM).
+
+    Raises ImageError for what is no image.
+    """
+    classifier, image = cast(Classifier, shown.model), image_of(content, shown.checkpoint)
+    row = judge_images(classifier, image[None])[0]
+    order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
+    layer = default_layer(classifier)
+    heat = image_heat(classifier, image[None], torch.tensor(order[:1]), layer)[0]
+    seen, evidence = overlay(image, heat)
+    return {
+        "classes": [{"name": shown.classes[label], "probability": float(row[label])} for label in order],
+        "image": address(seen),
+        "evidence": address(evidence),
+        "layer": layer if heat.any() else "",
+    }
+
+
+def spoke_for(shown: Shown, content: bytes, data: str | None) -> dict[str, Any]:
+    """The training images that spoke most for the class that the image is given, by TracInCP over the run's
+    checkpoints. `data`: the training images in place of those that the config names.
+
+    Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
+    """
+    classifier, image = cast(Classifier, shown.model), image_of(content, shown.checkpoint)
+    label = int(judge_images(classifier, image[None])[0].argmax())
+    device = device_of(classifier)
+    snapshots = [snapshot(file, device) for file in checkpoint_files(str(shown.path))]
+    path = data or training_images(shown)
+    with dataset_for_model(path, shown.checkpoint) as reader:
+        check_data(reader, shown.checkpoint, path)
+        scores = influence(snapshots, reader, image, label)
+        rows = most(scores, SPOKE)
+        labels = [reader.classes[reader.labels()[row]] for row in rows]
+        found = [
+            {"record": row, "class": kind, "score": float(scores[row]), "address": address(picture)}
+            for row, kind, picture in zip(rows, labels, images_of(reader, rows), strict=True)
+        ]
+    return {"class": shown.classes[label], "found": found}
+
+
+def training_images(shown: Shown) -> str:
+    """The packed file that the config names: seen from here, else beside the run, where a quickstart lays it.
+
+    Raises UserError where none is named.
+    """
+    named = (shown.checkpoint["config"].get("data") or {}).get("path")
+    if named is None:
+        raise UserError(f"{shown.name}: its config names no training images; start with --data X.lmdb")
+    beside = shown.path.resolve().parent / "data" / Path(named).name
+    return str(beside) if beside.exists() and not Path(named).exists() else str(named)

@@ -1,0 +1,106 @@
+"""Headless Chromium through chromedriver: the few commands of the W3C's WebDriver protocol that the tests need."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+PATIENCE = 60  # s to wait for what should come
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key of an element
+
+
+class Browser:
+    """A window. Use as a context; the driver and the browser end with it."""
+
+    def __init__(self, folder: Path, *, dark: bool = False, width: int = 1200, height: int = 900) -> None:
+        command = [str(DRIVER), "--port=0"]
+        self._driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self._driver.stdout is not None
+        port = next(
+            found[1] for line in self._driver.stdout if (found := re.search(r"successfully on port (\d+)", line))
+        )
+        self._place = f"http://127.0.0.1:{port}/session"
+        arguments = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            f"--user-data-dir={folder}",
+        ]
+        arguments += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+        options = {"binary": CHROMIUM, "args": arguments, "mobileEmulation": _phone(width, height)}
+        options = {key: value for key, value in options.items() if value is not None}
+        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        made = self._ask("", {"capabilities": {"alwaysMatch": wanted}})
+        self._place += f"/{made['sessionId']}"
+        self._ask("/window/rect", {"width": width, "height": height})
+
+    def __enter__(self) -> "Browser":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._ask("", None, "DELETE")
+        finally:
+            self._driver.terminate()
+            self._driver.communicate()
+
+    def _ask(self, command: str, body: Any = None, method: str = "") -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._place + command, data, method=method or ("POST" if data else "GET"))
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return json.load(answer)["value"]
+
+    def open(self, address: str) -> None:
+        self._ask("/url", {"url": address})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """The value of a script, `return ...`; a promise is waited for."""
+        return self._ask("/execute/sync", {"script": script, "args": list(arguments)})
+
+    def wait(self, script: str) -> Any:
+        """The value of an expression as soon as it is true."""
+        end = time.monotonic() + PATIENCE
+        while not (value := self.run(f"return {script}")):
+            assert time.monotonic() < end, f"never true: {script}; the page says {self.run(TOLD)!r}"
+            time.sleep(0.05)
+        return value
+
+    def _element(self, selector: str) -> str:
+        return self._ask("/element", {"using": "css selector", "value": selector})[ELEMENT]
+
+    def click(self, selector: str) -> None:
+        self._ask(f"/element/{self._element(selector)}/click", {})
+
+    def type(self, selector: str, text: str) -> None:
+        """Keys as a person presses them; a file's path for a file input."""
+        self._ask(f"/element/{self._element(selector)}/value", {"text": text})
+
+    def press(self, key: str) -> None:
+        """A key, wherever the focus is."""
+        actions = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self._ask("/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
+
+    def shoot(self, path: Path) -> Path:
+        """A screenshot, a PNG file."""
+        path.write_bytes(base64.b64decode(self._ask("/screenshot")))
+        return path
+
+    def complaints(self) -> list[str]:
+        """What the browser's console has been told of errors."""
+        return [entry["message"] for entry in self._ask("/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
+
+
+TOLD = "return document.getElementById('told')?.textContent"
+
+
+def _phone(width: int, height: int) -> dict[str, Any] | None:
+    """A telephone's screen, which is narrower than a window can be."""
+    screen = {"width": width, "height": height, "pixelRatio": 2, "touch": True}
+    return {"deviceMetrics": screen} if width < 500 else None

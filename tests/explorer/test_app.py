@@ -1,0 +1,400 @@
+"""The explorer over HTTP: its answers are those of generate.py and predict.py, and bad requests get one line."""
+
+import itertools
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from werkzeug.test import Client
+
+from data.dataset import Dataset
+from explorer import drawing, naming
+from explorer.app import MOST_DRAWN, App
+from explorer.drawing import FRAMES, Source, address
+from explorer.runs import Shown
+from explorer.worker import Unavailable, Worker
+from inference.influence import snapshot
+from inference.influence_scores import influence
+from inference.samples import Sampler
+from inference.settings import ProjectionConfig
+from metrics.evaluate_gan import judge_images
+from tests.explorer.conftest import CLASSIFIER, GAN, PLAIN, STEPS, grey, pixels, png, sample, two
+from tests.metrics.conftest import CLASSES
+from utils.checkpoint import resolve
+
+
+def one_line(response, status=400) -> str:
+    """The text of a refusal."""
+    assert response.status_code == status
+    assert response.mimetype == "text/plain"
+    assert response.text
+    assert "\n" not in response.text
+    return response.text
+
+
+# --- the page
+
+
+def test_page_loads_nothing_from_elsewhere(client):
+    text = client.get("/").text
+    addresses = re.findall(r'(?:src|href)="([^"#]+)"', text)
+    assert {"page.js", "page.css", "report.css"} <= set(addresses)
+    for place in addresses:
+        if place != "data:,":
+            assert client.get(f"/{place}").status_code == 200
+    for name in ("page.js", "page.css", "page.html"):
+        assert "//" not in re.sub(
+            r"^\s*//.*|\s//\s.*", "", (Path(drawing.__file__).parent / name).read_text(), flags=re.M
+        )
+
+
+def test_headers_forbid_all_but_our_own(client):
+    headers = client.get("/").headers
+    assert headers["Content-Security-Policy"].startswith("default-src 'none'; ")
+    assert "script-src 'self';" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+
+
+def test_runs(client):
+    gan, plain, classifier = client.get("/api/runs").json["runs"]
+    assert gan == {
+        "name": "gan", "task": "gan", "step": 7, "classes": CLASSES, "resolution": 8, "layers": gan["layers"],
+        "steps": list(STEPS),
+    }  # fmt: skip
+    assert gan["layers"] > 1
+    assert (classifier["task"], classifier["layers"]) == ("classifier", 0)
+    assert (plain["classes"], plain["layers"], plain["steps"]) == ([], 0, [])
+
+
+# --- the generator
+
+
+def test_a_sample_is_that_of_generate(client, shown):
+    images = client.get("/api/draw", query_string=sample(1, seed=5, psi=0.7, count=2)).json["images"]
+    assert [image["seed"] for image in images] == [5, 6]
+    for image in images:
+        sampler = Sampler(generator=shown[GAN].model, chosen=[1], seed=image["seed"], truncation_psi=0.7)
+        assert (pixels(image["address"]) == sampler.images([0])[0, 0].numpy()).all()
+
+
+def test_the_last_seed_is_drawn(client):
+    images = client.get("/api/draw", query_string=sample(seed=2**32 - 1, count=3)).json["images"]
+    assert [image["seed"] for image in images] == [2**32 - 3, 2**32 - 2, 2**32 - 1]
+
+
+def test_a_generator_without_classes_and_styles_draws_and_walks(client):
+    assert len(client.get("/api/draw", query_string={"run": PLAIN, "seed": 1}).json["images"]) == 1
+    frames = client.get("/api/walk", query_string={"run": PLAIN, "seed_a": 1, "seed_b": 2}).json["frames"]
+    assert len(set(frames)) > 2
+    assert "w" in one_line(client.get("/api/mix", query_string={"run": PLAIN, "seed_a": 1, "seed_b": 2}))
+
+
+def test_mixture_of_no_layer_is_a_and_of_all_b(client, shown):
+    last = shown[GAN].model.num_ws - 1
+    drawn = {which: client.get("/api/draw", query_string=sample(label, seed=seed)).json["images"][0]["address"]
+             for which, label, seed in (("a", 0, 3), ("b", 2, 4))}  # fmt: skip
+    for layers, same in (("", "a"), (f"0-{last}", "b"), (f"{last}", None)):
+        made = client.get("/api/mix", query_string=two(layers=layers)).json
+        assert (made["a"], made["b"]) == (drawn["a"], drawn["b"])
+        assert [which for which in ("a", "b") if made[which] == made["mixed"]] == ([same] if same else [])
+
+
+def test_walk_goes_from_a_to_b(client, shown):
+    frames = [pixels(frame).astype(int) for frame in client.get("/api/walk", query_string=two()).json["frames"]]
+    assert len(frames) == FRAMES + 1
+    a = pixels(client.get("/api/draw", query_string=sample(0, seed=3)).json["images"][0]["address"]).astype(int)
+    assert np.abs(frames[0] - a).max() <= 1
+    sampler = Source(3, 0).sampler(shown[GAN])
+    generator, noise = shown[GAN].model, sampler.latents([0])[2]
+    z, label, _ = Source(4, 2).sampler(shown[GAN]).latents([0])
+    end = generator(z, label, noise=noise)[0, 0] * 127.5 + 127.5
+    assert np.abs(frames[-1] - end.round().clamp(0, 255).numpy()).max() <= 1
+    steps = [np.abs(after - before).mean() for before, after in itertools.pairwise(frames)]
+    assert max(steps) < 0.3 * np.abs(frames[-1] - frames[0]).mean()
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "words"),
+    [
+        ("draw", sample(seed="x"), "seed 'x': give a whole number from 0 to 4294967295"),
+        ("draw", sample(seed=2**32), "give a whole number"),
+        ("draw", sample(seed="9" * 5000), "give a whole number"),
+        ("draw", sample(seed="-1"), "give a whole number"),
+        ("draw", sample(seed="²"), "give a whole number"),
+        ("draw", sample(psi="nan"), "give a number from 0 to 2"),
+        ("draw", sample(psi="x\ny"), "give a number from 0 to 2"),
+        ("draw", sample(count=MOST_DRAWN + 1), "count '17': give a whole number from 1 to 16"),
+        ("draw", {"run": GAN, "seed": 1}, "no class of gan"),
+        ("draw", {**sample(), "class": "lihgt"}, "did you mean 'light'?"),
+        ("draw", {**sample(), "class": "<script>\x1b" + "x" * 9999}, "no class of gan"),
+        ("draw", {**sample(), "run": 9}, "run '9': give a whole number from 0 to 2"),
+        ("draw", {**sample(), "run": "../../gan"}, "run '../../gan': give"),
+        ("draw", {**sample(), "run": CLASSIFIER}, "classifier is a classifier's, and a gan's is needed"),
+        ("draw", {"run": PLAIN, "seed": 1, "psi": 0.5}, "works on w"),
+        ("mix", two(layers="0-99"), "not within this generator's layers"),
+        ("mix", two(layers="x"), "neither a layer nor a range"),
+        ("history", {"run": GAN, "place": "../../../etc/passwd"}, "give a whole number from 0 to 2"),
+        ("history", {"run": GAN, "place": 3}, "give a whole number from 0 to 2"),
+        ("history", {"run": PLAIN, "place": 0}, "has kept no samples"),
+    ],
+)
+def test_bad_questions(client, path, query, words):
+    assert words in one_line(client.get(f"/api/{path}", query_string=query))
+
+
+# --- the classifier
+
+
+def test_names_as_predict_does(client, shown):
+    found = client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(90)).json
+    row = judge_images(shown[CLASSIFIER].model, torch.full((1, 1, 8, 8), 90, dtype=torch.uint8))[0]
+    told = {entry["name"]: entry["probability"] for entry in found["classes"]}
+    assert told == {name: float(row[label]) for label, name in enumerate(CLASSES)}
+    assert list(told.values()) == sorted(told.values(), reverse=True)
+    assert (pixels(found["image"])[..., 0] == 90).all()
+    assert pixels(found["evidence"]).shape == pixels(found["image"]).shape
+
+
+def test_training_images_that_spoke(client, shown, folder):
+    found = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey()).json
+    image = torch.full((1, 8, 8), 128, dtype=torch.uint8)
+    label = int(judge_images(shown[CLASSIFIER].model, image[None])[0].argmax())
+    assert found["class"] == CLASSES[label]
+    with Dataset(folder / "data" / "train.lmdb") as reader:
+        scores = influence([snapshot(resolve(folder / "classifier"), torch.device("cpu"))], reader, image, label)
+        best = int(scores.argmax())
+        assert (pixels(found["found"][0]["address"]) == reader.read([best])[0][0, 0]).all()
+        assert found["found"][0]["class"] == CLASSES[reader.labels()[best]]
+    assert found["found"][0]["record"] == best
+    told = [entry["score"] for entry in found["found"]]
+    assert told == sorted(told, reverse=True)
+    assert min(told) > 0
+
+
+def test_training_images_that_are_not_there_or_others(shown, tmp_path):
+    run = Shown(name="x", path=tmp_path / "x", checkpoint=shown[CLASSIFIER].checkpoint, model=shown[CLASSIFIER].model)
+    assert naming.training_images(run) == "elsewhere/train.lmdb"
+    run.checkpoint["config"]["data"].pop("path")
+    try:
+        with pytest.raises(ValueError, match="start with --data"):
+            naming.training_images(run)
+    finally:
+        run.checkpoint["config"]["data"]["path"] = "elsewhere/train.lmdb"
+
+
+def test_nearest_image(client, monkeypatch):
+    monkeypatch.setattr("inference.projection.at_hand", lambda _: "pixels")
+    monkeypatch.setattr(drawing, "SEARCH", ProjectionConfig(steps=2))
+    found = client.post("/api/nearest", query_string={"run": GAN}, data=grey()).json
+    assert (pixels(found["target"]) == 128).all()
+    assert [entry["name"] for entry in found["found"]] == ["w", "w+"]
+    assert found["class"] in CLASSES
+    assert "rmse" in found["found"][0]["words"]
+    assert "w" in one_line(client.post("/api/nearest", query_string={"run": PLAIN}, data=grey()))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "no image was sent"),
+        (b"<svg onload='alert(1)'/>", "is not an image"),
+        (grey()[:60], "is truncated or damaged"),
+        (png(np.zeros((2, 2), np.uint8)), "is only 2x2 px"),
+        (b"P6 100000 100000 255 ", "pixels"),
+    ],
+)
+def test_what_is_no_image(client, content, words):
+    for path, run in (("name", CLASSIFIER), ("spoke", CLASSIFIER), ("nearest", GAN)):
+        assert words in one_line(client.post(f"/api/{path}", query_string={"run": run}, data=content))
+
+
+def test_an_image_above_the_limit(client, monkeypatch):
+    monkeypatch.setenv("DUET_MAX_UPLOAD_MIB", "1")
+    response = client.post("/api/name", query_string={"run": CLASSIFIER}, data=bytes((1 << 20) + 1))
+    assert "more than the 1 MiB" in one_line(response)
+    assert client.get("/api/runs").json["upload"] == 1 << 20
+
+
+# --- runs over time, and side by side
+
+
+def test_history_is_in_order_and_follows_a_training(client, shown, folder):
+    for place, step in enumerate(("0", "1,000", "20k")):
+        found = client.get("/api/history", query_string={"run": GAN, "place": place}).json
+        assert found["caption"] == f"step {step}"
+        assert (pixels(found["address"]) == 50 * place).all()
+    late = folder / "gan" / "samples" / "step-00030000.png"
+    late.write_bytes(b"no image")
+    try:
+        assert client.get("/api/runs").json["runs"][GAN]["steps"][-1] == 30_000
+        found = client.get("/api/history", query_string={"run": GAN, "place": 3}).json
+        assert found["address"] == ""
+        assert "cannot be shown" in found["caption"]
+    finally:
+        late.unlink()
+
+
+def test_compare(client, folder):
+    (folder / "gan" / "status.json").write_text('{"state": "<b>finished", "step": 7}')
+    try:
+        text = client.get("/api/compare", query_string={"a": GAN, "b": CLASSIFIER}).text
+    finally:
+        (folder / "gan" / "status.json").unlink()
+    assert "<td>&lt;b&gt;finished</td><td>-</td>" in text
+    assert text.count('<figure class="chart">') == 1  # `only` is no figure of a report
+    assert re.search(r"gan <b>3</b>.*classifier <b>4</b>", text)
+
+
+# --- who may ask
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "192.0.2.1:7870", "[", ""])
+def test_another_name_of_this_machine_is_refused(client, host):
+    one_line(client.get("/api/runs", headers={"Host": host}), 403)
+
+
+@pytest.mark.parametrize("host", ["localhost:7870", "127.0.0.1", "[::1]:80", "LOCALHOST"])
+def test_loopback_names(client, host):
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
+     {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://localhost:1"}],
+)  # fmt: skip
+def test_another_page_is_refused(client, headers):
+    one_line(client.get("/api/runs", headers=headers), 403)
+    one_line(client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(), headers=headers), 403)
+
+
+def test_our_own_page_is_not(client):
+    headers = {"Origin": "http://localhost", "Sec-Fetch-Site": "same-origin"}
+    assert client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(), headers=headers).status_code == 200
+
+
+def test_a_token_is_needed_beyond_this_machine(shown):
+    client = Client(App(shown, Worker(), token="secret"))
+    far = {"Host": "box.example:7870"}
+    for path in ("/", "/page.js", "/api/runs", "/?token=secreT", "/?token=%C3%A9", "/?token="):
+        assert "?token=" in one_line(client.get(path, headers=far), 401)
+    answer = client.get("/?token=secret", headers=far)
+    assert (answer.status_code, answer.headers["Location"]) == (303, "/")
+    assert "HttpOnly" in answer.headers["Set-Cookie"]
+    assert "SameSite=Lax" in answer.headers["Set-Cookie"]
+    client.set_cookie("duet-explorer-80", "secret", domain="box.example")
+    assert client.get("/api/runs", headers=far, base_url="http://box.example").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/explore.py",
+        "/../explore.py",
+        "/%2e%2e/explore.py",
+        "//etc/passwd",
+        "/page.js/",
+        "/api/",
+        "/api/runs/..",
+        "/\0",
+    ],
+)
+def test_no_path_is_opened(client, path, monkeypatch):
+    monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("opened"))
+    one_line(client.get(path), 404)
+
+
+def test_methods(client):
+    one_line(client.post("/api/draw", query_string=sample()), 405)
+    one_line(client.get("/api/name", query_string={"run": CLASSIFIER}), 405)
+    one_line(client.delete("/"), 405)
+
+
+# --- one thread and its queue
+
+
+def test_a_full_queue_refuses_and_the_page_is_served(shown):
+    app = App(shown, Worker(waiting=1))
+    client, going, begun = Client(app), threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        going.wait(30)
+
+    slow = threading.Thread(target=app.worker.run, args=(work,))
+    slow.start()
+    assert begun.wait(30)
+    answer = client.get("/api/draw", query_string=sample())
+    assert "try again" in one_line(answer, 503)
+    assert answer.headers["Retry-After"] == "2"
+    assert client.get("/").status_code == 200
+    going.set()
+    slow.join()
+    assert client.get("/api/draw", query_string=sample()).status_code == 200
+    app.worker.end()
+
+
+def test_models_compute_in_one_thread_one_after_the_other():
+    worker, seen, inside = Worker(), set(), []
+
+    def work():
+        inside.append(1)
+        seen.add((threading.get_ident(), len(inside)))
+        inside.pop()
+
+    threads = [threading.Thread(target=worker.run, args=(work,)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    worker.end()
+    assert len(seen) == 1
+    assert seen != {(threading.get_ident(), 1)}
+
+
+def test_the_end_frees_those_who_wait_and_stops_a_search():
+    worker, begun, ended = Worker(), threading.Event(), threading.Event()
+
+    def search():
+        begun.set()
+        try:
+            while True:
+                worker.tick()
+        except Unavailable:
+            ended.set()
+            raise
+
+    errors = []
+
+    def wait():
+        try:
+            worker.run(search)
+        except Unavailable as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(30)
+    worker.end()
+    for thread in threads:
+        thread.join(10)
+    assert errors == ["the explorer is ending"] * 3
+    assert ended.wait(10)
+    with pytest.raises(Unavailable):
+        worker.run(search)
+
+
+def test_a_fault_of_ours_is_one_line_and_a_traceback_in_the_terminal(client, monkeypatch, capsys):
+    monkeypatch.setattr(drawing, "draw", lambda *_: 1 / 0)
+    assert "fault of the explorer" in one_line(client.get("/api/draw", query_string=sample()), 500)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_large_images_are_sent_as_jpeg():
+    assert address(torch.zeros(3, 128, 128, dtype=torch.uint8)).startswith("data:image/png;")
+    assert address(torch.zeros(3, 256, 256, dtype=torch.uint8)).startswith("data:image/jpeg;")

@@ -1,0 +1,107 @@
+"""explore.py as a program: its options, its address, and its end."""
+
+import http.client
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from explore import listen, main
+from explorer.runs import open_runs
+from tests.conftest import REPOSITORY
+from utils.errors import UserError, run_cli
+
+
+def start(*options):
+    """The program, and the address that it prints."""
+    command = [sys.executable, "explore.py", "--port", "0", "--device", "cpu", *map(str, options)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    place = re.search(r"http://\S+", process.stdout.readline())
+    assert place is not None
+    return process, place[0]
+
+
+@pytest.mark.slow
+def test_serves_until_ctrl_c(folder):
+    process, place = start("--checkpoint", folder / "gan", "--checkpoint", folder / "classifier")
+    try:
+        assert place.startswith("http://127.0.0.1:")
+        assert "token" not in place
+        with urllib.request.urlopen(place) as answer:
+            assert answer.status == 200
+            assert "Server" not in answer.headers
+        connection = http.client.HTTPConnection(place.split("/")[2])
+        connection.putrequest("POST", "/api/name?run=1")
+        connection.putheader("Content-Length", str((32 << 20) + 2))
+        connection.endheaders(bytes(1000))
+        assert connection.getresponse().status == 413  # the rest is not waited for
+        process.send_signal(signal.SIGINT)
+        assert process.wait(15) == 0
+        assert process.stderr.read() == "ended\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_folder_stands_for_its_runs_and_equal_names_are_told_apart(folder, shown, tmp_path):
+    device = next(shown[0].model.parameters()).device
+    both = open_runs([str(folder), str(folder / "gan")], which="last", device=device)
+    assert [run.name for run in both] == [
+        f"{folder.name}/gan" if name == "gan" else name for name in ("gan", "plain", "gan", "classifier")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--checkpoint", "nowhere"], "nowhere: no such run folder or checkpoint"),
+        (["--checkpoint", "configs"], "configs: holds no checkpoint"),
+        (["--host", "no such host"], "give another address or port"),
+        (["--port", "99999"], "--port 99999: give 0 to 65535"),
+        (["--port", "x"], "invalid int value"),
+        (["--data", "nowhere.lmdb"], "--data nowhere.lmdb: no such file"),
+        (["--chekpoint", "x"], "did you mean '--checkpoint'?"),
+    ],
+)
+def test_bad_options_are_one_line(options, words, capsys):
+    port = [] if "--port" in options else ["--port", "0"]
+    assert run_cli(main, [*options, *port]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_nothing_named_and_no_quickstart(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(main, ["--port", "0"]) == 2
+    assert "name a run with --checkpoint RUN, or run quickstart.py first" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken():
+    with listen("127.0.0.1", 0) as taken, pytest.raises(UserError, match="Address already in use"):
+        listen("127.0.0.1", taken.getsockname()[1])
+
+
+def test_beyond_this_machine_a_token_is_made(folder, monkeypatch, capsys):
+    class Server:
+        def __init__(self, app, **_options):
+            self.app = app
+
+        def run(self):
+            tokens.append(self.app.token)
+
+    tokens: list = []
+    monkeypatch.setattr("waitress.server.create_server", Server)
+    monkeypatch.setattr("explore.leave_threads", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    for host in ("0.0.0.0", "0.0.0.0", "127.0.0.1"):
+        assert run_cli(main, ["--checkpoint", str(folder / "gan"), "--host", host, "--port", "0"]) == 0
+    first, second, own = tokens
+    assert own is None
+    assert first != second
+    assert min(len(first), len(second)) > 20
+    assert f"?token={first} " in capsys.readouterr().out
