@@ -5,16 +5,17 @@ Without a FOLDER the embedded sample; a FOLDER is one of class folders or a flat
 is one of Duet's own commands, printed before it runs. After an interruption the same command resumes, by the same plan.
 """
 
+import functools
 import json
+import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -23,8 +24,10 @@ from typing import Any, NamedTuple
 from planning.choice import replanned
 from planning.plan import Plan, Training, from_tree
 from utils.cli import Parser
+from utils.distributed.launch import handling, obeyed_signals
 from utils.errors import EXIT_SIGNAL, UserError, run_cli
 from utils.files import check_writable, write_atomic
+from utils.processes import die_with_parent
 from utils.text import duration
 
 ROOT = Path(__file__).resolve().parent
@@ -64,7 +67,8 @@ class Quickstart:
             seconds = 0.0 if part in begun else expected[part]
             begun.add(part)
             rest = sum(expected[name] for name in expected if name not in begun)
-            told = f": about {duration(seconds)}, then {duration(rest)}" if seconds and not self.plan.quick else ""
+            timed = seconds and not self.plan.quick and not step.done
+            told = f": about {duration(seconds)}, then {duration(rest)}" if timed else ""
             print(f"\n{time.strftime('%H:%M:%S')} {step.name}{told}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
@@ -301,29 +305,27 @@ def finished(run: Path) -> bool:
 def call(command: list[str]) -> int:
     """Run a command in the checkout and return its exit code, 128 + n if signal n ended it.
 
-    Ctrl-C reaches the command from the terminal itself, SIGTERM is passed on: it saves its state and we wait for that.
+    It has a session of its own: a terminal's Ctrl-C, and whatever else asks this process to stop, reaches it once,
+    through us. It saves its state and we wait for that; where we are killed it is too.
     """
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL) as process, signals_left_to(process):
+    processes: list[subprocess.Popen[bytes]] = []
+    told: list[int] = []  # signals
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        told.append(number)
+        for process in processes:
+            process.send_signal(number)
+
+    dies = functools.partial(die_with_parent, os.getpid())
+    own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}
+    with handling(forward, obeyed_signals()), subprocess.Popen(command, cwd=ROOT, **own) as process:
+        for number in told:  # before there was a process
+            process.send_signal(number)
+        processes.append(process)
         while (code := process.poll()) is None:
             with suppress(subprocess.TimeoutExpired):  # a signal just before a wait without end would not be seen
                 process.wait(timeout=5)
     return 128 - code if code < 0 else code
-
-
-@contextmanager
-def signals_left_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While the block runs, SIGINT and SIGTERM do not end this process; SIGTERM is passed on to `process`."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def plan_for(folder: Path, options: Namespace) -> Plan | int:
@@ -352,6 +354,8 @@ def check_plan(file: Path, source: str, options: Namespace) -> Plan:
         raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{quick}; {another}")
     kept = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
     print(f"going on with the plan of the first start{kept}: {shown(file)}", flush=True)
+    if all(finished(file.parent / task) for task in trained(plan)):
+        print(f"it is trained already and will only be evaluated; to start anew {another}", flush=True)
     return plan
 
 

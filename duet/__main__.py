@@ -3,6 +3,7 @@
 A script runs in a process of its own, in whose sys.path Duet's folder comes first: the user's `utils.py` is not seen.
 """
 
+import difflib
 import os
 import sys
 from pathlib import Path
@@ -61,7 +62,9 @@ def main() -> int:
         print(usage())
         return 0
     if argv[0] not in COMMANDS:
-        print(f"error: no command {argv[0]}; `duet --help` lists them", file=sys.stderr)
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        print(f"error: no command {argv[0]}{hint}; `duet --help` lists them", file=sys.stderr)
         return 2
     paths = [str(HOME), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

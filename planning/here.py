@@ -142,8 +142,8 @@ def _network_of(given: dict[str, tuple[int, ...]]) -> str | None:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan for a person: what and why, the lengths, and how long each part takes."""
-    lines = [f"images: {plan.survey.text()}", *plan.notes]
+    """The plan for a person, but for the images: what and why, the lengths, and how long each part takes."""
+    lines = list(plan.notes)
     for name, training in (("classifier", plan.classifier), ("GAN", plan.gan)):
         if training is not None and not plan.quick:
             seen = training.steps * training.batch_size / plan.training_images
@@ -162,9 +162,10 @@ def plan_lines(plan: Plan) -> list[str]:
 def make_plan(source: str, minutes: float, weights: str | None, quick: bool) -> Plan:
     """Look at the images, measure, choose. Raises UserError."""
     found = survey(source)
+    print(f"images: {found.text()}", flush=True)
     if quick:
         return choose(found, Unmeasured(), minutes=minutes, quick=True)
-    print(f"images: {found.text()}\nmeasuring this machine:", flush=True)
+    print("measuring this machine:", flush=True)
     started = time.perf_counter()
     import training.engine.speed  # noqa: F401
 

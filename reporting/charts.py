@@ -13,6 +13,7 @@ Points = Sequence[tuple[float, float]]  # (x, y); a non-finite y breaks the line
 
 SIZE = 4.4, 2.2  # inches of 100 CSS px
 MOST_POINTS = 300  # more than a chart this wide can show
+DOT = 5.0  # width in points of a point without a line
 LOG_FROM = 100.0  # a chart whose largest value is this many times its smallest gets a logarithmic axis
 NAMES = ("c0", "c1", "c2", "c3", "soft", "line")  # of the page's colours
 COLOURS = {f"#00000{index}": f"var(--{name})" for index, name in enumerate(NAMES, 1)}
@@ -50,6 +51,12 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
+def lone(points: Points) -> list[tuple[float, float]]:
+    """The points that no line leads to: finite ones without a finite neighbour."""
+    there = [False, *(math.isfinite(y) for _, y in points), False]
+    return [point for at, point in enumerate(points, 1) if there[at] and not (there[at - 1] or there[at + 1])]
+
+
 def line_chart(series: Mapping[str, Points], *, title: str) -> Chart:
     """The curves of `series` in one chart.
 
@@ -76,8 +83,11 @@ def _svg(curves: Sequence[Points], *, log: bool) -> str:
         figure = Figure(figsize=SIZE)
         axes = figure.add_axes((0.12, 0.17, 0.85, 0.8), yscale="log" if log else "linear")
         for index, points in enumerate(curves):
-            line = points if len(points) > 1 else [*points, *points]  # of one point a round dot
-            axes.plot(*zip(*line, strict=True), color=CURVES[index % 4], solid_capstyle="round")
+            colour, dots = CURVES[index % 4], lone(points)
+            if len(dots) < sum(math.isfinite(y) for _, y in points):
+                axes.plot(*zip(*points, strict=True), color=colour)
+            for dot in dots:  # not a marker: those stand in <defs>
+                axes.plot(*zip(dot, dot, strict=True), color=colour, linewidth=DOT, solid_capstyle="round")
         axes.xaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(
             ticker.LogLocator(numticks=6) if log else ticker.MaxNLocator(5, steps=[1, 2, 5, 10])

@@ -127,6 +127,17 @@ def evaluation_facts(run: Run) -> tuple[str, str]:
     return f" at step {found['step']:,}" if isinstance(found.get("step"), int) else "", ", ".join(facts)
 
 
+REMARKS = {"n": "number of images", "floor": "floor of the distances", "memorisation": "search for copies"}
+
+
+def remarks(run: Run) -> list[tuple[str, str]]:
+    """The evaluation's notes: what each is about, as the page calls it, and its words."""
+    notes = run.evaluation.get("notes")
+    names = {key: what.partition(":")[0].partition(" (")[0] for key, (what, _) in RESULTS.items()} | REMARKS
+    found = notes.items() if isinstance(notes, dict) else ()
+    return [(names.get(key, str(key).replace("_", " ")), str(words)) for key, words in found]
+
+
 def tables(run: Run) -> list[Table]:
     """The evaluation's tables: of distances and of classes, as far as they have rows."""
     found = (_distance_table(run), _class_table(run), _robustness_table(run), _outlier_table(run))

@@ -120,7 +120,6 @@ def _write(
 
 def _view(run: Run, folder: Path) -> dict[str, Any]:
     """Everything that the page in `folder` shows of a run."""
-    notes = run.evaluation.get("notes")
     return {
         "name": run.folder.resolve().name,
         "config": run.config,
@@ -129,7 +128,7 @@ def _view(run: Run, folder: Path) -> dict[str, Any]:
         "evaluation": figures.evaluation_facts(run) if run.evaluation else None,
         "results": figures.results(run) + figures.memorisation(run),
         "tables": figures.tables(run),
-        "remarks": notes.items() if isinstance(notes, dict) else (),
+        "remarks": figures.remarks(run),
         "images": pictures.pictures(run),
         "samples": pictures.samples(run),
         "outputs": pictures.outputs(run),

@@ -75,12 +75,20 @@ def test_the_command_runs_in_a_folder_with_modules_of_our_names(site, mine):
     assert "dry run" in duet(site, mine, "train", "--config", "gan_32_cpu", *options)
 
 
-@pytest.mark.parametrize("arguments", [["trian"], ["train", "--config", "configs/nothing.yaml"]])
-def test_what_is_wrong_is_one_line(site, mine, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["quickstart", "--minuts", "4"], "did you mean '--minutes'?"),
+        (["train", "--config", "configs/nothing.yaml"], "nothing.yaml"),
+    ],
+)
+def test_what_is_wrong_is_one_line(site, mine, arguments, told):
     done = python(site, mine, "-m", "duet", *arguments)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
+    assert told in done.stderr
 
 
 def test_the_library_loads_checkpoints_and_leaves_the_users_modules_alone(site, mine, tmp_path_factory):

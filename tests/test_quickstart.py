@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -306,6 +307,18 @@ def test_second_start_keeps_packs_and_finished_runs(commands, tmp_path):
     assert "configs/quickstart_gan.yaml" in commands.calls[0]
 
 
+def test_a_finished_folder_announces_no_training_and_says_how_to_start_anew(commands, tmp_path, capsys):
+    main(["--dir", str(tmp_path)])
+    assert "start anew" not in capsys.readouterr().out
+    for task in ("classifier", "gan"):
+        write(tmp_path / task / "status.json", {"state": "finished"})
+    main(["--dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert "to start anew give another folder with --dir, or remove this one" in out
+    steps = [line for line in out.splitlines() if re.match(r"[\d:]{8} ", line)]
+    assert [": about" in line for line in steps] == [False] * 4 + [True] * 2  # evaluations alone are done again
+
+
 def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
     main(["--dir", str(tmp_path)])
     monkeypatch.undo()
@@ -336,22 +349,25 @@ def test_call_returns_the_exit_code(code, expected):
     assert call([sys.executable, "-c", f"import os, sys; {code}"]) == expected
 
 
-def test_sigterm_is_passed_on_and_waited_for(tmp_path):
+@pytest.mark.parametrize("to_group", [False, True], ids=["own PID", "Ctrl-C"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_command_once_and_its_end_is_waited_for(tmp_path, number, to_group):
     child = tmp_path / "child.py"
     child.write_text(
         "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path(sys.argv[1], 'saved').touch(), sys.exit(3)))\n"
+        f"signal.signal({number:d}, lambda *_: open(sys.argv[1] + '/told', 'a').write('x'))\n"
         "pathlib.Path(sys.argv[1], 'ready').touch()\n"
-        "time.sleep(60)\n"
+        "while not pathlib.Path(sys.argv[1], 'told').exists(): time.sleep(0.05)\n"
+        "time.sleep(0.3), sys.exit(3)\n"
     )
     parent = f"import quickstart, sys; sys.exit(quickstart.call([sys.executable, {str(child)!r}, {str(tmp_path)!r}]))"
-    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT) as process:
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, start_new_session=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        (os.killpg if to_group else os.kill)(process.pid, number)
         assert process.wait(timeout=60) == 3
-    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "told").read_text() == "x"
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""Charts as SVG: what is drawn where, and that nothing reaches beyond a chart."""
+
+import re
+
+import pytest
+
+from reporting.charts import line_chart, number, thin
+
+EVIL = "<script>alert('x')</script>"
+
+
+def curves(chart) -> list[list[tuple[str, float, float]]]:
+    """What the pen does for each curve: (M or L, x, y)."""
+    paths = re.findall(r'<path d="([^"]*)" style="[^"]*stroke: var\(--c\d\)', chart.svg)
+    return [[(pen, float(x), float(y)) for pen, x, y in re.findall(r"([ML]) (\S+) (\S+)", path)] for path in paths]
+
+
+def test_chart_draws_large_values_higher_and_later_steps_further_right():
+    (((_, x0, y0), (_, x1, y1)),) = curves(line_chart({"a": [(0, 1.0), (10, 2.0)]}, title="a"))
+    assert x1 > x0
+    assert y1 < y0  # SVG counts downwards
+
+
+def test_chart_is_broken_where_a_value_is_not_finite():
+    (path,) = curves(line_chart({"a": [(0, 1.0), (1, 2.0), (2, float("nan")), (3, 1.0), (4, 2.0)]}, title="a"))
+    assert [pen for pen, _, _ in path] == ["M", "L", "M", "L"]
+
+
+def test_points_without_a_line_are_dots_that_can_be_seen():
+    nan = float("nan")
+    chart = line_chart({"a": [(1, 3.0)], "b": [(0, 1.0), (1, nan), (2, 2.0), (3, 1.5), (4, nan), (5, 2.5)]}, title="a")
+    widths = re.findall(r"stroke: var\(--c(\d)\); stroke-width: ([\d.]+); stroke-linecap: round", chart.svg)
+    assert widths == [("0", "5"), ("1", "5"), ("1", "5")]
+    first, line, *others = curves(chart)
+    assert [path[0][1:] == path[1][1:] for path in (first, line, *others)] == [True, False, True, True]  # to itself
+
+
+def test_chart_is_the_same_each_time_and_keeps_to_itself():
+    first, second = (line_chart({EVIL: [(0, 1.0), (1, 2.0)], "b": [(1, 3.0)]}, title=EVIL) for _ in range(2))
+    assert first == second
+    assert len(curves(first)) == 2  # of a single point too
+    assert first.legend == [(EVIL, "2"), ("b", "3")]
+    for word in ("script", "<style", " id=", "href=", "url(", "#"):
+        assert word not in first.svg
+
+
+@pytest.mark.parametrize(
+    ("values", "log"), [((0.01, 2.0), True), ((0.1, 2.0), False), ((0.0, 2.0), False), ((-0.01, 2.0), False)]
+)
+def test_chart_takes_a_log_scale_only_for_positive_values_far_apart(values, log):
+    chart = line_chart({"a": list(enumerate(values))}, title="a")
+    assert ("log scale" in chart.title) is log
+
+
+def test_chart_of_a_constant_and_of_one_point():
+    assert "nan" not in line_chart({"a": [(0, 0.0), (1, 0.0)], "b": [(1, 0.0)]}, title="a").svg
+
+
+def test_chart_without_a_finite_value_is_refused():
+    with pytest.raises(ValueError, match="no finite value"):
+        line_chart({"a": [(0, float("inf"))]}, title="a")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0123456, "0.0123"),
+        (4.567, "4.57"),
+        (1234.5, "1,234"),
+        (20000, "20k"),
+        (20001, "20,001"),
+        (0.0000123, "1.2e-05"),
+        (float("nan"), "not finite"),
+    ],
+)
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_thin_keeps_means_and_leaves_short_series_alone():
+    points = [(float(i), float(i % 2)) for i in range(10)]
+    assert thin(points, 10) == points
+    assert thin(points, 5) == [(0.5, 0.5), (2.5, 0.5), (4.5, 0.5), (6.5, 0.5), (8.5, 0.5)]
