@@ -17,6 +17,7 @@ COMMANDS = {  # name -> script or module, and what it does
     "duplicates": ("data.duplicates", "find look-alikes within a packed file or between two"),
     "train": ("train.py", "train a GAN or a classifier, or resume; --list prints the recipes"),
     "evaluate": ("evaluate.py", "evaluate a checkpoint"),
+    "study": ("study.py", "many runs, controls, one verdict: do samples help a classifier?"),
     "generate": ("generate.py", "samples, films and projections of a generator"),
     "predict": ("predict.py", "what a classifier says of images"),
     "influence": ("inference.influence", "which training images a classifier's predictions come from"),

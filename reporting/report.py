@@ -102,11 +102,8 @@ def _write(
     first: Sequence[Figure] = (),
     choices: Sequence[str] = (),
 ) -> Path:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not at the start of a training
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    text = page.get_template("report.html.j2").render(
+    text = render(
+        "report.html.j2",
         title=title,
         headline=first,
         choices=choices,
@@ -116,6 +113,15 @@ def _write(
     )
     write_atomic(path, text.encode(errors="replace"))
     return path
+
+
+def render(template: str, **values: Any) -> str:
+    """A page of one of the templates beside this file; values are escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # not at the start of a training
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return page.get_template(template).render(**values)
 
 
 def _view(run: Run, folder: Path) -> dict[str, Any]:

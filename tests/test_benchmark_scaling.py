@@ -16,16 +16,15 @@ from training.base.data import make_loader
 from training.engine.tasks import TASKS
 from utils.distributed import collectives, gradients
 from utils.errors import UserError, run_cli
+from utils.recipes import recipes
 
 DOCS = (REPOSITORY / "docs" / "scaling.md").read_text()
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY
-STEP = Work(
-    batch=64, smallest=4, parameters=10**7, gradient_bytes=4 * 10**7, messages=10, waits=0, flop=1e12
-)
+STEP = Work(batch=64, smallest=4, parameters=10**7, gradient_bytes=4 * 10**7, messages=10, waits=0, flop=1e12)
 
 
 def test_every_recipe_is_counted() -> None:
-    assert set(PRESETS) == {path.stem for path in (REPOSITORY / "configs").glob("*.yaml")}
+    assert set(PRESETS) == {recipe.name for recipe in recipes()}
 
 
 def rows_of(text: str) -> list[str]:

@@ -15,6 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from duet.__main__ import COMMANDS, recipe
 from models.registry import ARCHITECTURES
+from studies.subjects import SUBJECTS, load_subject
 from tests.test_project import PROJECT
 from training.engine.tasks import TASKS, build_run_config
 from utils.cli import normalise
@@ -24,12 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}
+STUDY_KEYS = {key for name in SUBJECTS for key in keys_of(load_subject(name)[0])}
+OVERRIDDEN = {"train": KEYS, "study": STUDY_KEYS}  # scripts whose options are config keys too
 SHORTENED = re.compile(r"[\[\]…]|\.\.\.|(?<=\w)\|(?=\w)")  # a synopsis, not a command that can be typed
 OPTION = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
 PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w-]+\.(?:py|md|yaml|sh))?")
 SCRIPTS = ["quickstart", "train", "evaluate", "generate", "predict", "explore", "export", "inference.influence"]
 SCRIPTS += ["inference.pseudo_labels"]
-SCRIPTS += ["data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
+SCRIPTS += ["study", "data.pack", "data.inspect", "data.duplicates", "benchmarks.scaling"]
 FOREIGN = {"--shm-size", "--init", "--user", "--time", "--signal", "--build-arg"}  # of docker and SLURM
 FOREIGN |= {"--resume"}  # which docs say does not exist
 FOLDERS = {path.parent.name for path in ROOT.glob("*/*") if path.suffix in {".py", ".md", ".yaml", ".sh"}}
@@ -233,7 +236,7 @@ def option_names(parser: argparse.ArgumentParser) -> set[str]:
 
 def test_commands_take_their_options(current):
     for module, rest in commands(code(current)):
-        keys = {f"--{key}" for key in KEYS} | {"--section.key"} if module == "train" else set()
+        keys = {f"--{key}" for key in OVERRIDDEN[module]} | {"--section.key"} if module in OVERRIDDEN else set()
         known = option_names(parser_of(module)) | keys
         unknown = [name for name in OPTION.findall(rest) if normalise([name])[0] not in known]
         assert unknown == [], f"{module}: {rest}"
@@ -245,16 +248,16 @@ def test_commands_can_be_typed(page):
         if SHORTENED.search(command) or not command.strip():
             continue
         options, overrides = parser_of(module).parse_known_args(normalise(shlex.split(command)))
-        if module != "train":
+        if module not in OVERRIDDEN:
             assert overrides == [], command
-        elif options.config is not None and "FILE" not in command:
+        elif module == "train" and options.config is not None and "FILE" not in command:
             tree = read_yaml(ROOT / recipe(options.config))
             build_run_config(tree, overrides, command)
 
 
 def test_options_in_text_exist(current):
     """`--name` alone in code: some script's option, a key, or an option of torchrun, docker or SLURM."""
-    known = {f"--{key}" for key in KEYS}.union(*(option_names(parser_of(script)) for script in SCRIPTS))
+    known = {f"--{key}" for key in KEYS | STUDY_KEYS}.union(*(option_names(parser_of(script)) for script in SCRIPTS))
     known |= set(normalise(sorted(option_names(get_args_parser()) | FOREIGN)))
     for token, line in inline(current):
         if token.type == "code_inline" and token.content.startswith("--"):
@@ -269,7 +272,7 @@ def test_keys_in_text_exist(current):
         found = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(:? .*)?", token.content)
         if token.type == "code_inline" and found and found[1].partition(".")[0] in sections and found[1][-3:] != ".py":
             module = ROOT / (found[1].replace(".", "/") + ".py")
-            assert found[1] in KEYS or module.exists(), f"line {line}: {token.content}"
+            assert found[1] in KEYS | STUDY_KEYS or module.exists(), f"line {line}: {token.content}"
 
 
 def test_make_targets_exist(page):

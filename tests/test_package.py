@@ -17,7 +17,7 @@ from tests.metrics.conftest import CLASSES, classifier_run
 from tests.test_project import ROOT, project_files
 from utils.checkpoint import load, resolve
 
-OURS = ("data", "inference", "metrics", "models", "planning", "reporting", "training", "utils")
+OURS = ("data", "explorer", "inference", "metrics", "models", "planning", "reporting", "studies", "training", "utils")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.conftest import REPOSITORY
+from utils.recipes import recipes
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -90,8 +91,8 @@ def test_pages_are_filled_from_the_code(site):
     keys = "".join(Article((site / "keys.html").read_text(), within="article").texts)
     assert "loss.r1_gamma" in keys
     assert "early_stopping.patience" in keys
-    recipes = "".join(Article((site / "recipes.html").read_text(), within="article").texts)
-    assert all(path.name in recipes for path in (REPOSITORY / "configs").glob("*.yaml"))
+    listed = "".join(Article((site / "recipes.html").read_text(), within="article").texts)
+    assert all(f"{recipe.name}.yaml" in listed for recipe in recipes())
 
 
 def test_images_are_small():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TITLES = {"gan": "GANs", "classifier": "Classifiers"}
+STUDIES = "study_"  # names of the recipes of study.py begin so
 LENGTH = 88  # characters of a head's first line, so that a listed line stays within 120
 
 
@@ -32,8 +33,8 @@ def recipe_of(path: Path) -> Recipe:
 
 
 def recipes(folder: Path = CONFIGS) -> list[Recipe]:
-    """All recipes of a folder, sorted by task, size and name."""
-    found = [recipe_of(path) for path in folder.glob("*.yaml")]
+    """All recipes of a folder that are for train.py, sorted by task, size and name."""
+    found = [recipe_of(path) for path in folder.glob("*.yaml") if not path.name.startswith(STUDIES)]
     order = list(TITLES)
     return sorted(found, key=lambda recipe: (order.index(recipe.task), recipe.size, recipe.name))
 

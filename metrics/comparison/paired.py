@@ -102,6 +102,35 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     return Difference(value, [value - half, value + half], p, "paired by training seed")
 
 
+def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarray) -> Difference:
+    """The difference of two weighted shares over S pairs of runs and the same N images: bool [S, N], weights [N] of
+    sum 1.
+
+    Both the seeds and the images are taken as drawn at random, as readers and cases are in reader studies: the
+    variance is of the two-way analysis of variance, the degrees of freedom are Hillis's (2007, Stat. Med. 26,
+    596-619, equation 4). One pair: over the images alone, by the normal distribution.
+    """
+    from scipy.stats import t
+
+    used = weights > 0
+    each = (second[:, used].astype(np.float64) - first[:, used]) * (weights[used] * used.sum())
+    seeds, count = each.shape
+    value, of_image = float(each.mean()), each.mean(0)
+    if seeds == 1:
+        return _normal(value, float(of_image.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0, "paired by image")
+    method, of_seed = "paired by seed and image", each.mean(1)
+    left = each - of_seed[:, None] - of_image + value
+    by_seed = count * float(of_seed.var(ddof=1))  # mean squares
+    by_image = seeds * float(of_image.var(ddof=1)) if count > 1 else 0.0
+    rest = float(np.square(left).sum()) / max(1, (seeds - 1) * (count - 1))
+    both = by_seed + max(0.0, by_image - rest)
+    if both == 0 or by_seed == 0:
+        return _normal(value, math.sqrt(both / (seeds * count)), method)
+    degrees, error = (seeds - 1) * (both / by_seed) ** 2, math.sqrt(both / (seeds * count))
+    half = float(t.ppf(0.975, degrees)) * error
+    return Difference(value, [value - half, value + half], float(2 * t.sf(abs(value) / error, degrees)), method)
+
+
 def _normal(value: float, error: float, method: str) -> Difference:
     if error == 0:
         equal = value == 0

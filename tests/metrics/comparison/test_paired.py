@@ -2,11 +2,12 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import norm, ttest_rel, wilcoxon
+from scipy.stats import norm, t, ttest_rel, wilcoxon
 
 from metrics.classification.ranking import Ranking
 from metrics.comparison.paired import (
     by_seeds,
+    by_seeds_and_images,
     holm,
     independent_figures,
     paired_figures,
@@ -136,3 +137,62 @@ def test_holm_by_a_slow_loop():
                 step += 1
             assert {i for i, p in enumerate(holm(values)) if p < level} == rejected
     assert holm([]) == []
+
+
+def test_seeds_and_images_are_hillis_formula():
+    """Mean squares of the two-way analysis of variance, computed term by term."""
+    draw = np.random.default_rng(3)
+    first, second = draw.random((2, 4, 30)) < 0.6
+    found = by_seeds_and_images(first, second, np.full(30, 1 / 30))
+    d = second.astype(float) - first
+    mean, rows, columns = d.mean(), d.mean(1), d.mean(0)
+    by_seed = 30 * sum((row - mean) ** 2 for row in rows) / 3
+    by_image = 4 * sum((column - mean) ** 2 for column in columns) / 29
+    rest = sum((d[s, i] - rows[s] - columns[i] + mean) ** 2 for s in range(4) for i in range(30)) / 87
+    both = by_seed + max(0, by_image - rest)
+    degrees = both**2 / (by_seed**2 / 3)
+    assert found.value == pytest.approx(mean)
+    assert found.p == pytest.approx(2 * t.sf(abs(mean) / (both / 120) ** 0.5, degrees))
+    assert found.interval == pytest.approx(t.interval(0.95, degrees, mean, (both / 120) ** 0.5))
+
+
+def test_seeds_alone_are_students_paired_test():
+    """Where all images of a run are right or all wrong in the same measure, the seeds are all that varies."""
+    levels = np.array([[0.5, 0.6, 0.4, 0.5, 0.7], [0.7, 0.7, 0.6, 0.8, 0.7]])
+    hits = np.arange(1000) < np.round(1000 * levels)[..., None]
+    draw = np.random.default_rng(0)
+    first, second = (np.stack([draw.permutation(row) for row in rows]) for rows in hits)
+    found, by_seed = by_seeds_and_images(first, second, np.full(1000, 1e-3)), by_seeds(*levels)
+    assert found.value == pytest.approx(by_seed.value)
+    assert found.p == pytest.approx(by_seed.p, rel=0.1)
+
+
+def test_one_pair_is_over_images_alone_and_equal_runs_do_not_differ():
+    first, second = pair(12, 3)
+    found = by_seeds_and_images(first[None], second[None], np.full(35, 1 / 35))
+    assert found.p == pytest.approx(paired_figures(9 / 35, first - 0.4, second - 0.6).p or 0, abs=0.02)
+    same = by_seeds_and_images(np.stack([first, second]), np.stack([first, second]), np.full(35, 1 / 35))
+    assert (same.value, same.interval, same.p) == (0, [0, 0], 1)
+
+
+def test_weights_choose_and_weigh_images():
+    """A class of weight 0 counts nothing; others by their weights."""
+    draw = np.random.default_rng(5)
+    first, second = draw.random((2, 3, 40)) < 0.5
+    weights = np.r_[np.full(10, 0.05), np.full(20, 0.025), np.zeros(10)]
+    found = by_seeds_and_images(first, second, weights)
+    assert found.value == pytest.approx(((second.astype(float) - first).mean(0) * weights).sum())
+    again = by_seeds_and_images(first[:, :30], second[:, :30], weights[:30])
+    assert found.p == pytest.approx(again.p)
+    assert found.interval == pytest.approx(again.interval)
+
+
+def test_by_chance_one_in_twenty_seems_different():
+    """1,000 pairs of equal arms, whose seeds and images vary: the share of p below 0.05, and none without seeds."""
+    draw, hits = np.random.default_rng(11), 0
+    for _ in range(1000):
+        easy = draw.standard_normal(60)
+        level = easy + 0.4 * draw.standard_normal((2, 4, 1)) + 0.8 * draw.standard_normal((2, 1, 60))
+        first, second = level + draw.standard_normal((2, 4, 60)) > 0
+        hits += (by_seeds_and_images(first, second, np.full(60, 1 / 60)).p or 1) < 0.05
+    assert 20 <= hits <= 75

@@ -1,0 +1,130 @@
+"""The page of a study, in the report's style: verdict, differences with their intervals, controls, tables, images."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from markupsafe import Markup
+
+from reporting.figures import percent, plain
+from reporting.pictures import picture
+from reporting.report import render
+from utils.files import write_atomic
+from utils.provenance import environment
+
+HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}
+KINDS = {"helps": "good", "hurts": "bad"}
+WIDTH, MIDDLE = 150, 9  # of the drawing of an interval, in px
+
+
+def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str, config: Mapping[str, Any]) -> Path:
+    """Write FOLDER/report.html of study.json's document, and return its path."""
+    rows, runs = document["comparisons"], document["runs"]
+    done = "finished" if document["complete"] else "unfinished"
+    seeds = f"{len(document['seeds'])} complete seed{'s' * (len(document['seeds']) != 1)}"
+    text = render(
+        "study.html.j2",
+        title=document["title"],
+        name=document["subject"],
+        state=f"{done}: {runs['done']} of {runs['planned']} runs, {seeds}",
+        void=document["void"],
+        headline=_headline(document["verdicts"]),
+        words=document["words"],
+        choices=list(document["choices"].items()),
+        families=[(name, HEADINGS.get(name, name), _answers(rows, name)) for name in _families(rows)],
+        controls=[_control(row) for row in document["controls"]],
+        tables=document["tables"],
+        arms=[[arm["name"], arm["family"], len(arm["figures"]), arm["what"]] for arm in document["arms"]],
+        images=[picture(folder / item["file"], item["caption"]) for item in document.get("pictures", [])],
+        notes=document["notes"],
+        command=command,
+        versions=environment(),
+        config=yaml.safe_dump(dict(config), sort_keys=False),
+    )
+    path = folder / "report.html"
+    write_atomic(path, text.encode(errors="replace"))
+    return path
+
+
+def _headline(verdicts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """A tile for each group of the first comparison."""
+    first = [row for row in verdicts if (row["first"], row["second"]) == (verdicts[0]["first"], verdicts[0]["second"])]
+    told = {row["figure"] or f"{row['group']} classes": row for row in first}
+    return [(row["verdict"], f"{what}: {row['second']} against {row['first']}") for what, row in told.items()]
+
+
+def _families(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["family"] for row in rows))
+
+
+def _answers(rows: Sequence[Mapping[str, Any]], family: str) -> list[dict[str, Any]]:
+    """The rows of a family in writing, with their intervals drawn to one scale for each figure."""
+    own = [row for row in rows if row["family"] == family]
+    reach: dict[str | None, float] = {}
+    for row in own:
+        ends = [row["difference"], *(row["interval"] or [])]
+        reach[row["figure"]] = max(reach.get(row["figure"], 1e-9), *map(abs, ends))
+    found = []
+    for row in own:
+        share = row["figure"] is None
+        write = percent if share else plain
+        found.append(
+            {
+                "group": row["group"] if share else row["figure"],
+                "first": row["first"],
+                "second": row["second"],
+                "before": write(row["first_value"]),
+                "after": write(row["second_value"]),
+                "difference": signed(row["difference"], share=share),
+                "interval": span(row["interval"], share=share),
+                "drawn": drawn(row["difference"], row["interval"], reach[row["figure"]]),
+                "p": chance(row["p"]),
+                "verdict": row["verdict"],
+                "kind": KINDS.get(row["verdict"], ""),
+            }
+        )
+    return found
+
+
+def _control(row: Mapping[str, Any]) -> list[str]:
+    share = row["figure"] is None
+    difference = "-" if row["difference"] is None else signed(row["difference"], share=share)
+    came = "as it must" if row["ok"] else "WRONG"
+    words = [row["arm"], row["against"], row["expected"], row["found"], difference]
+    return [*words, span(row["interval"], share=share), came, row["why"]]
+
+
+def signed(value: float, *, share: bool) -> str:
+    """A difference with its sign; of shares in points."""
+    return f"{100 * value:+.1f} points" if share else f"{value:+.3g}"
+
+
+def span(interval: Sequence[float] | None, *, share: bool) -> str:
+    """An interval in writing."""
+    if interval is None:
+        return "-"
+    low, high = interval
+    return f"{100 * low:+.1f} to {100 * high:+.1f}" if share else f"{low:+.3g} to {high:+.3g}"
+
+
+def chance(p: float | None) -> str:
+    """A p-value in writing."""
+    if p is None:
+        return "-"
+    return "<0.0001" if p < 1e-4 else f"{p:.2g}"
+
+
+def drawn(value: float, interval: Sequence[float] | None, reach: float) -> Markup:
+    """A difference and its interval on a line of +-`reach`; it holds numbers alone."""
+
+    def place(x: float) -> str:
+        return f"{WIDTH / 2 + (WIDTH / 2 - 5) * x / reach:.1f}"
+
+    middle, parts = WIDTH / 2, []
+    parts.append(f'<line class="zero" x1="{middle}" x2="{middle}" y1="0" y2="{2 * MIDDLE}"/>')
+    if interval is not None:
+        ends = f'x1="{place(interval[0])}" x2="{place(interval[1])}"'
+        parts.append(f'<line class="span" {ends} y1="{MIDDLE}" y2="{MIDDLE}"/>')
+    parts.append(f'<circle cx="{place(value)}" cy="{MIDDLE}" r="4"/>')
+    return Markup(f'<svg class="forest" viewBox="0 0 {WIDTH} {2 * MIDDLE}">{"".join(parts)}</svg>')

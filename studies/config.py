@@ -1,0 +1,122 @@
+"""The settings that every study has. A recipe configs/study_*.yaml sets only what differs from the defaults here."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from utils.config import read_yaml
+from utils.errors import UserError
+from utils.ranges import Checked, InnerShare, NonNegativeInt, PositiveInt, at_least, between
+
+HOME = Path(__file__).resolve().parent.parent
+Tail = Annotated[float, between(1, 1e6, float)]
+
+
+@dataclass(kw_only=True)
+class StudyData(Checked, section="data"):
+    """The images. The study divides those of `path` into training, held-out and held-back ones and leaves out the rest;
+    the test images stay as they are.
+    """
+
+    path: str | None = None  # packed training images
+    test_path: str | None = None  # packed test images
+    source: Literal["sample", "fashion-mnist", "cifar10"] | None = None  # instead: a named set, which the study packs
+    root: str | None = None  # folder of its files
+    size: Annotated[int, at_least(4)] | None = None  # px to which a source is packed
+    held_out: InnerShare = 0.1  # of each class: choices are made on these, never on test images
+    held_back: InnerShare = 0.3  # of each class at least: only a control sees them
+    largest: PositiveInt | None = None  # training images of the largest class at most; null: all that are left
+    long_tail: Tail = 1.0  # largest class over rarest: classes fall off exponentially in their order; 1: as they are
+    seed: int = 0  # of the division
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.held_out + self.held_back >= 1:
+            raise UserError("data.held_out and held_back leave no image to train on; make their sum less than 1")
+
+    def check(self) -> None:
+        """Raise UserError unless exactly one kind of images is named."""
+        if (self.source is None) == (self.path is None):
+            raise UserError("data: give either source (a named set) or path and test_path (packed files)")
+        if (self.path is None) != (self.test_path is None):
+            raise UserError("data.path and data.test_path: give both, the packed training and test images")
+
+
+@dataclass(kw_only=True)
+class Recipe(Checked):
+    """What is trained, and how it differs from a recipe of configs/."""
+
+    config: str = ""  # a recipe for train.py
+    overrides: dict[str, Any] = field(default_factory=dict)  # its keys, dotted: optimizer.lr: 0.1
+    run: str | None = None  # a run that was trained on exactly this study's training images; nothing is trained then
+
+    @property
+    def file(self) -> Path:
+        """The recipe's file; those of configs/ are found from any folder."""
+        ours = HOME / self.config
+        return ours if ours.is_file() and not Path(self.config).exists() else Path(self.config)
+
+    def text(self) -> str:
+        """What the recipe says; empty where there is none. Raises UserError if it cannot be read."""
+        return json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""
+
+
+@dataclass(kw_only=True)
+class StudyConfig(Checked):
+    """The keys every study has."""
+
+    seeds: PositiveInt = 5  # trainings of each arm
+    first_seed: NonNegativeInt = 0
+    keep_runs: bool = False  # the checkpoints of arms that are done; without them a run takes kilobytes
+    data: StudyData = field(default_factory=StudyData)
+    classifier: Recipe = field(default_factory=Recipe)
+    gan: Recipe = field(default_factory=Recipe)
+    # keys that --quick sets, dotted; a mapping is merged into what is there
+    quick: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.data.check()
+        for name in ("classifier", "gan"):
+            recipe: Recipe = getattr(self, name)
+            if not recipe.config and recipe.run is None and name in self.trains:
+                raise UserError(f"{name}.config is not set; name a recipe, such as configs/quickstart_{name}.yaml")
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """Which recipes the study needs."""
+        return ("classifier", "gan")
+
+    @property
+    def all_seeds(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
+
+
+def quickened(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree of a recipe with what its `quick` sets. Raises UserError where it sets nothing."""
+    quick = tree.get("quick")
+    if not isinstance(quick, dict) or not quick:
+        raise UserError("the recipe has no section quick; leave --quick out, or name the keys that it is to set there")
+    for key, value in quick.items():
+        *sections, name = str(key).split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+            if not isinstance(place, dict):
+                raise UserError(f"quick.{key}: {section} is no section")
+        before = place.get(name)
+        place[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+    return tree
+
+
+def tokens(overrides: dict[str, Any]) -> list[str]:
+    """Dotted keys as train.py's command line takes them."""
+    return [f"--{key}={_text(value)}" for key, value in overrides.items()]
+
+
+def _text(value: Any) -> str:
+    """A value as YAML on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()

@@ -1,0 +1,170 @@
+"""A study's images: training, held-out and held-back ones of one file, drawn by a seed, and the test images."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.dataset import Dataset
+from data.lmdb.format import Meta
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
+from data.pack import pack
+from data.sources import open_source
+from studies.config import StudyData
+from studies.declare import Job
+from utils.classes import require_same_classes
+from utils.errors import UserError
+from utils.seeding import numpy_generator
+
+NAME = "parts"
+TRAIN, HELD_OUT, HELD_BACK, TEST = "train", "held_out", "held_back", "test"
+READ = 1000  # images copied at a time
+EVEN_SOURCE = 10**6  # images of each class: those of a named source are even
+
+
+def part(folder: Path, name: str) -> Path:
+    """The packed file of a part, in a study's folder."""
+    return folder / "jobs" / NAME / f"{name}.lmdb"
+
+
+def parts_job(data: StudyData) -> Job:
+    """The job that makes all four files. It tells `classes` and each part's `counts` by class."""
+
+    def make(place: Path) -> dict[str, Any]:
+        train, test = _sources(data, place)
+        with Dataset(train) as reader, Dataset(test) as tested:
+            _check(reader, tested)
+            chosen = divide(usable(reader, tested), reader.labels(), len(reader.classes), data)
+            for name, records in chosen.items():
+                write_subset(reader, records, place / f"{name}.lmdb")
+            write_subset(tested, np.arange(len(tested)), place / f"{TEST}.lmdb")
+            every = len(reader.classes)
+            counts = {name: np.bincount(reader.labels()[rows], minlength=every) for name, rows in chosen.items()}
+            counts[TEST] = np.bincount(tested.labels(), minlength=every)
+        return {"classes": reader.classes, "counts": {name: found.tolist() for name, found in counts.items()}}
+
+    return Job(NAME, make, key=asdict(data), what="the images: training, held-out, held-back and test ones")
+
+
+def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
+    """The packed training and test images; a source is packed first."""
+    if data.path is not None and data.test_path is not None:
+        return Path(data.path), Path(data.test_path)
+    assert data.source is not None
+    files = place / "whole-train.lmdb", place / "whole-test.lmdb"
+    for file, split in zip(files, ("train", "test"), strict=True):
+        root = None if data.root is None else Path(data.root)
+        with open_source(data.source, split=split, root=root) as source:
+            pack(source, file, size=data.size, overwrite=True, duplicates=False)
+    return files
+
+
+def _check(reader: Dataset, tested: Dataset) -> None:
+    """Raise UserError for images without classes, of other ones, or of sizes of their own."""
+    if len(reader.classes) < 2:
+        raise UserError(f"{reader.path}: a study needs images of two classes or more; pack class folders")
+    require_same_classes(tested.path, tested.classes, reader.path, reader.classes, "pack both from the same folders")
+    for each in (reader, tested):
+        if not each.resolution:
+            raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
+
+
+def usable(reader: Dataset, tested: Dataset) -> np.ndarray:
+    """Records of the training file that are no test image's twin, pixel for pixel, and no earlier record's."""
+    digests = reader.signatures()["digest"]
+    first = np.zeros(len(digests), bool)
+    first[np.unique(digests, return_index=True)[1]] = True
+    return np.flatnonzero(first & ~np.isin(digests, tested.signatures()["digest"]))
+
+
+def divide(records: np.ndarray, labels: np.ndarray, classes: int, data: StudyData) -> dict[str, np.ndarray]:
+    """Which of these records are in which part, ascending: of each class, in the order of the key (seed, "study",
+    class), first the held-out ones, then as many training ones as `training_counts` says; all others are held back.
+    Raises UserError for a class that is too small.
+    """
+    own = [records[labels[records] == label] for label in range(classes)]
+    order = [numpy_generator(data.seed, "study", label).permutation(rows) for label, rows in enumerate(own)]
+    held, left = _shares([len(rows) for rows in order], data)
+    wanted = training_counts(left, data)
+    if min(wanted) < 1 or any(have < want for have, want in zip(left, wanted, strict=True)):
+        small = int(np.argmin(left))
+        told = f"class {small} has {len(order[small])} images that are not among the test images, too few to divide"
+        raise UserError(f"{told}; add some, or lower data.held_out and data.held_back")
+    drawn: dict[str, list[np.ndarray]] = {HELD_OUT: [], TRAIN: [], HELD_BACK: []}
+    for rows, first, count in zip(order, held, wanted, strict=True):
+        for name, found in zip(drawn, np.split(rows, [first, first + count]), strict=True):
+            drawn[name].append(found)
+    return {name: np.sort(np.concatenate(rows)) for name, rows in drawn.items()}
+
+
+def _shares(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int]]:
+    """Of each class how many images are held out, and how many are left for training at most."""
+    held = [max(1, round(data.held_out * count)) for count in counts]
+    return held, [int((1 - data.held_back) * count) - kept for count, kept in zip(counts, held, strict=True)]
+
+
+def expected_counts(data: StudyData) -> list[int]:
+    """Training images of each class, before anything is packed; but for twins that are left out."""
+    if data.path is None:
+        return training_counts([EVEN_SOURCE] * 10, replace(data, largest=None))
+    with Dataset(data.path) as reader:
+        return training_counts(_shares(reader.meta.histogram, data)[1], data)
+
+
+def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
+    """Training images of each class: all, or `largest` at most, and with a long tail class k of K has
+    largest * long_tail^(-k / (K - 1)), rounded, at least one (Cui et al. 2019, 1901.05555).
+    """
+    largest = min(max(available), data.largest or max(available))
+    if data.long_tail == 1:
+        return [min(count, largest) for count in available]
+    largest = min(largest, *available[:1])
+    last = max(1, len(available) - 1)
+    tail = [max(1, round(largest * data.long_tail ** (-k / last))) for k in range(len(available))]
+    return [min(count, wanted) for count, wanted in zip(available, tail, strict=True)]
+
+
+def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
+    """Copy records, as they are read, into a file of raw images; one that is there is replaced."""
+    layout = Layout(channels=reader.meta.channels, resolutions=(reader.resolution,), encoding="raw")
+    source = f"{len(records)} images of {reader.meta.source}"
+    about: dict[str, Any] = {"resize_filter": reader.meta.resize_filter, "source": source}
+    with LMDBWriter(
+        out, layout, classes=reader.classes, passport=reader.meta.passport, overwrite=True, **about
+    ) as writer:
+        for start in range(0, len(records), READ):
+            images, labels = reader.read(records[start : start + READ])
+            for image, label in zip(images, labels.tolist(), strict=True):
+                writer.add(np.ascontiguousarray(image.transpose(1, 2, 0)), label)
+        return writer.finish()
+
+
+def labels_of(folder: Path, *names: str) -> dict[str, np.ndarray]:
+    """The labels of parts that are made."""
+    found = {}
+    for name in names:
+        with Dataset(part(folder, name)) as reader:
+            found[name] = reader.labels().copy()
+    return found
+
+
+def subset_job(
+    name: str, folder: Path, of: str, counts: Callable[[dict[str, Any]], Sequence[int]], key: dict[str, Any]
+) -> Job:
+    """A job that writes the first images of each class of a part, `counts` (of what the parts told) many at most, into
+    jobs/NAME/images.lmdb.
+    """
+    from studies.execute import told
+
+    def make(place: Path) -> dict[str, Any]:
+        wanted = counts(told(folder, NAME))
+        with Dataset(part(folder, of)) as reader:
+            labels = reader.labels()
+            rows = [np.flatnonzero(labels == label)[:count] for label, count in enumerate(wanted)]
+            write_subset(reader, np.sort(np.concatenate(rows)), place / "images.lmdb")
+        return {"counts": [len(found) for found in rows]}
+
+    return Job(name, make, key=key, needs=(NAME,))

@@ -1,0 +1,14 @@
+"""The registry of studies: another one is one more file and one more line here. Importing it imports no torch."""
+
+from importlib import import_module
+from typing import Any
+
+SUBJECTS = {  # name -> its question; studies/NAME.py has CONFIG, a StudyConfig, and SUBJECT: (config, folder, device)
+    "augment": "do a generator's samples help the classifier?",
+}
+
+
+def load_subject(name: str) -> tuple[Any, Any]:
+    """A study's configuration class and its subject."""
+    module = import_module(f"studies.{name}")
+    return module.CONFIG, module.SUBJECT

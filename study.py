@@ -1,0 +1,75 @@
+"""Answer a question about the generator and the classifier with many runs, controls and intervals.
+
+`python study.py augment`: do samples help the classifier? The same command goes on where it was stopped. It writes
+study.json and a page, report.html.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from studies.subjects import SUBJECTS, load_subject
+from utils.cli import Parser, did_you_mean, positive
+from utils.config import UnknownKey, build, read_yaml, to_tree
+from utils.errors import UserError, exit_cli
+
+
+def parser() -> Parser:
+    """The options."""
+    options = Parser(prog="study.py", description=__doc__, epilog="Any key of the recipe: --section.key value.")
+    add = options.add_argument
+    add("subject", metavar="SUBJECT", help="; ".join(f"{name}: {what}" for name, what in SUBJECTS.items()))
+    add("--config", metavar="FILE", help="a recipe (default: configs/study_SUBJECT.yaml)")
+    add("--out", metavar="DIR", help="folder of the study (default: runs/NAME, the recipe's)")
+    add("--quick", action="store_true", help="the recipe's section quick: a first answer, with wide intervals")
+    add("--minutes", type=float, metavar="M", help="stop after so many minutes; the same command goes on")
+    add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
+    add("--seeds", type=positive, metavar="N", help="trainings of each arm (default: the recipe's, 5 unless it says)")
+    add("--json", action="store_true", help="print study.json instead of the verdict")
+    return options
+
+
+def main(argv: list[str]) -> int:
+    """Make what is missing of a study, and print what it found."""
+    options, overrides = parser().parse_known(argv)
+    if options.subject not in SUBJECTS:
+        near = did_you_mean(options.subject, list(SUBJECTS))
+        raise UserError(f"no study {options.subject!r}{near}; there are {', '.join(SUBJECTS)}")
+    if options.minutes is not None and not 0 < options.minutes <= 7 * 24 * 60:
+        raise UserError(f"--minutes {options.minutes:g}: must be above 0 and up to {7 * 24 * 60:,} (a week)")
+    home = Path(__file__).resolve().parent
+    file = Path(options.config) if options.config else home / "configs" / f"study_{options.subject}.yaml"
+    overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]
+    out = options.out or str(Path("runs") / (file.stem + "_quick" * options.quick))
+    tree = read_yaml(file)
+
+    from studies.config import quickened
+    from studies.execute import Study
+
+    config_class, subject_class = load_subject(options.subject)
+    try:
+        config: Any = build(config_class, quickened(tree) if options.quick else tree, overrides, source=str(file))
+    except UnknownKey as error:
+        raise error.among(sorted(parser()._option_string_actions)) from None
+    folder = Path(out).resolve()
+    subject = subject_class(config, folder, options.device)
+    study = Study(options.subject, subject, folder, list(config.all_seeds), keep_runs=config.keep_runs)
+    return told(study.run(options.minutes), folder, ["python", "study.py", *argv], to_tree(config), options.json)
+
+
+def told(document: dict[str, Any], folder: Path, command: list[str], config: dict[str, Any], as_json: bool) -> int:
+    """Write the page and print the document or its words."""
+    from reporting.study import write_study_page
+
+    page = write_study_page(folder, document, command=shlex.join(command), config=config)
+    if as_json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        print("\n".join(document["words"]))
+        print(f"page: {page}  (open it in a browser)")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_cli(main)

@@ -1,0 +1,169 @@
+"""The study `augment`: its arms, its choices, and a tiny one from images to page."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import study as script
+from studies.augment import CLASSIC, CONTROL, HELD, REAL, SYNTHETIC, UNTRAINED, Augment, AugmentConfig, choose
+from studies.config import quickened, tokens
+from studies.declare import Result, Results, Subject
+from studies.parts import HELD_OUT, TEST
+from studies.subjects import SUBJECTS, load_subject
+from studies.train import require_trained_on
+from tests.conftest import REPOSITORY
+from tests.end_to_end.helpers import CLASSIFIER, GAN
+from tests.metrics.conftest import classifier_run
+from tests.reporting.test_report import page
+from training.engine.tasks import build_run_config
+from utils.config import build, read_yaml
+from utils.errors import UserError, run_cli
+
+RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
+
+
+def config_of(**changes):
+    """The study's own recipe, changed."""
+    return build(AugmentConfig, read_yaml(REPOSITORY / "configs/study_augment.yaml") | changes)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_is_one_of_a_study_whose_parts_fit_together(recipe, tmp_path):
+    config_class, subject_class = load_subject(recipe.stem.split("_")[1])
+    trees = [read_yaml(recipe)]
+    trees += [quickened(read_yaml(recipe))] if "quick" in trees[0] else []
+    for tree in trees:
+        made = subject_class(build(config_class, tree, source=str(recipe)), tmp_path, None)
+        names = [arm.name for arm in made.arms()]
+        assert len(set(names)) == len(names)
+        jobs = {job.name for job in made.jobs()}
+        assert {name for arm in made.arms() for name in arm.needs} <= jobs
+        assert {name for job in made.jobs() for name in job.needs} <= jobs
+        for control in made.controls():
+            assert {control.arm, control.against} <= set(names)
+
+
+def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, monkeypatch):
+    told: dict[str, Any] = {}
+
+    def note(folder, config, overrides, *, seed, device, max_steps=None):
+        told[folder.name] = build_run_config(read_yaml(config), tokens({**overrides, "seed": seed}), config)
+        raise KeyError  # before it is judged
+
+    monkeypatch.setattr("studies.train.train_run", note)
+    for arm in Augment(config_of(), tmp_path).arms():
+        with pytest.raises(KeyError):
+            arm.make(tmp_path / arm.name, 3)
+    assert {config.seed for config in told.values()} == {3}
+    assert len({config.steps for config in told.values()}) == 1
+    assert told["samples 0.25"].data.synthetic.share == pytest.approx(0.2)
+    assert told["samples 2, selected"].data.synthetic.share == pytest.approx(2 / 3, abs=1e-6)
+    assert told["class weights"].loss.class_weights == "balanced"
+    assert told["balanced sampling"].data.sampling == "balanced"
+    assert told[HELD].data.synthetic.balance == told[UNTRAINED].data.synthetic.balance == "fill"
+    assert told[HELD].data.synthetic.share == told[UNTRAINED].data.synthetic.share == 0.5
+    assert not told[REAL].data.synthetic.on
+    assert len({repr(config) for config in told.values()}) == len(told) == 14
+
+
+def test_even_classes_need_neither_weights_nor_filling(tmp_path):
+    data = {"source": "sample", "size": 16, "long_tail": 1.0}
+    arms = Augment(config_of(data=data, selected=[False]), tmp_path).arms()
+    families = [arm.family for arm in arms]
+    assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [2, 4, 2]
+
+
+def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
+    right = np.arange(10) < 8
+    runs = {
+        "a": Result(hits={HELD_OUT: right, TEST: ~right}),
+        "b": Result(hits={HELD_OUT: ~right, TEST: right}),
+        "c": Result(hits={HELD_OUT: np.ones(10, bool), TEST: right}),
+    }
+    labels = dict.fromkeys((HELD_OUT, TEST), np.zeros(10, int))
+    results = Results([0], {name: [run] for name, run in runs.items()}, labels, {"all": [0]})
+    families = {"a": SYNTHETIC, "b": SYNTHETIC, "c": CLASSIC}
+    assert choose(results, families, SYNTHETIC) == "a"
+    assert choose(results, families, CLASSIC) == "c"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["augmnt"], "no study 'augmnt' (did you mean 'augment'?)"),
+        (["augment", "--minutes", "0"], "--minutes 0: must be above 0"),
+        (["augment", "--ratio", "[1]"], "unknown key 'ratio' (did you mean 'ratios'?)"),
+        (["augment", "--data.source", "null"], "data: give either source"),
+        (["augment", "--selection.low", "0.9", "--selection.high", "0.5"], "selection.low lies above"),
+        (["augment", "--ratios", "[-1]"], "ratios -1.0: must be above 0"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(argv, words, capsys, tmp_path):
+    assert run_cli(script.main, [*argv, "--out", str(tmp_path / "out")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_saw_other_images_is_refused(tmp_path, packed):
+    run = classifier_run(tmp_path / "run")
+    with pytest.raises(UserError, match="not trained on this study's training images"):
+        require_trained_on(str(run), packed / "train.lmdb")
+
+
+def test_the_registry_names_what_there_is():
+    for name in SUBJECTS:
+        config, subject = load_subject(name)
+        assert config.__name__.endswith("Config")
+        assert issubclass(subject, Subject)
+        assert (REPOSITORY / f"configs/study_{name}.yaml").is_file()
+
+
+def write_recipe(folder: Path, packed: Path) -> Path:
+    """A study of seven arms whose trainings take seconds."""
+    common = "log: {every: 4, tensorboard: false}\nevaluation: {every: 0, n: 20}\n"
+    (folder / "gan.yaml").write_text(GAN + common)
+    (folder / "classifier.yaml").write_text(CLASSIFIER + common)
+    tree = {
+        "seeds": 1,
+        "selected": [True],
+        "data": {
+            **{"path": str(packed / "train.lmdb"), "test_path": str(packed / "test.lmdb")},
+            **{"largest": 8, "long_tail": 4.0, "held_out": 0.2, "held_back": 0.3},
+        },
+        "classifier": {"config": str(folder / "classifier.yaml"), "overrides": {"steps": 4}},
+        "gan": {"config": str(folder / "gan.yaml")},
+        "ratios": [0.5],
+        "selection": {"pool": 2, "low": 0.0},
+    }
+    path = folder / "study_tiny.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.mark.slow
+def test_a_tiny_study_from_images_to_page_and_one_that_is_stopped_on_the_way(tmp_path, packed, capsys):
+    recipe, out = write_recipe(tmp_path, packed), tmp_path / "whole"
+    assert run_cli(script.main, ["augment", "--config", str(recipe), "--out", str(out)]) == 0
+    assert "page: " in capsys.readouterr().out
+    found = json.loads((out / "study.json").read_text())
+    assert (found["complete"], found["runs"]) == (True, {"done": 7, "planned": 7})
+    assert [arm["name"] for arm in found["arms"]][4:] == ["samples 0.5, selected", UNTRAINED, HELD]
+    assert set(found["choices"]) == {"best classic arm", "best arm with samples"}
+    assert found["void"]  # a few steps: more images cannot help yet, and the study must say so
+    shown = page(out / "report.html")
+    assert "This study is void." in shown.text
+    assert shown.tags.count("img") == 3
+    for log in out.glob("runs/*.log"):
+        assert "done: step 4 of 4" in log.read_text()
+
+    parts = tmp_path / "parts"
+    begun = ["augment", "--config", str(recipe), "--out", str(parts)]
+    assert run_cli(script.main, [*begun, "--minutes", "0.05", "--json"]) == 0
+    half = json.loads(capsys.readouterr().out)
+    assert not half["complete"]
+    assert run_cli(script.main, begun) == 0
+    assert json.loads((parts / "study.json").read_text()) == found

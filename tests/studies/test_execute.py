@@ -1,0 +1,191 @@
+"""A study of runs that cost nothing: what is kept, what is made again, what an end in the middle leaves."""
+
+import json
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from reporting.study import write_study_page
+from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Subject
+from studies.execute import Study, packed, told, unpacked
+from tests.reporting.test_report import page
+from utils.errors import StoppedBySignal, UserError
+
+LABELS = np.arange(400) % 4
+SHARES = {"real": 0.5, "samples": 0.5, "untrained": 0.45, "held back": 0.7}
+
+
+class MadeUp(Subject):
+    """Arms that are right on a share of the images; `calls` are the runs and jobs that were made, in order."""
+
+    title = "Do they help?"
+
+    def __init__(self, folder, shares=SHARES, *, before=lambda call: None, setting=1):
+        self.folder, self.shares, self.before, self.setting = folder, shares, before, setting
+        self.calls = []
+
+    def jobs(self):
+        def make(name):
+            def made(place):
+                self.calls.append(name)
+                self.before(name)
+                (place / "file").touch()
+                return {"name": name}
+
+            return made
+
+        first = Job("images", make("images"), key={"setting": self.setting})
+        return [first, Job("generator", make("generator"), needs=("images",))]
+
+    def arms(self):
+        return [self.arm(number, name, share) for number, (name, share) in enumerate(self.shares.items())]
+
+    def arm(self, number, name, share):
+        def make(place, seed):
+            self.calls.append((name, seed))
+            self.before((name, seed))
+            (place / "checkpoints").mkdir(parents=True)
+            hits = np.random.default_rng([number, seed]).random(len(LABELS)) < share
+            return Result({"accuracy": float(hits.mean())}, {"test": hits})
+
+        needs = ("images", "generator") if name == "samples" else ("images",)
+        return Arm(name, f"right on {share}", make, key={"share": share}, needs=needs, family="made up")
+
+    def controls(self):
+        return [Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes")]
+
+    def labels(self):
+        return {"test": LABELS}
+
+    def groups(self):
+        return {"all": [0, 1, 2, 3], "few": [3]}
+
+    def conclude(self, results):
+        asked = Comparison("real", "samples", ("all", "few"))
+        rest = Comparison("real", "held back", family="all arms")
+        table = "Recall", ["", "all"], [[name, f"{results.mean(name, 'all'):.3f}"] for name in self.shares]
+        return Conclusion([asked, rest], {"best": "samples"}, [asked], [table], [Picture("none.png", "none")], ["so"])
+
+
+def study(folder, seeds=3, **options):
+    subject = MadeUp(folder, **options)
+    return Study("made-up", subject, folder, list(range(seeds))), subject
+
+
+def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
+    made, subject = study(tmp_path / "a")
+    found = made.run()
+    order = ["images", ("real", 0), "generator", ("samples", 0), ("untrained", 0), ("held back", 0), ("real", 1)]
+    assert subject.calls[:7] == order
+    assert len(subject.calls) == 2 + 12
+    assert (found["complete"], found["void"], found["seeds"]) == (True, False, [0, 1, 2])
+    assert [(row["group"], row["verdict"]) for row in found["verdicts"]] == [
+        ("all", "cannot tell"),
+        ("few", "cannot tell"),
+    ]
+    held = next(row for row in found["comparisons"] if row["second"] == "held back")
+    assert held["verdict"] == "helps"
+    assert found == json.loads((tmp_path / "a/study.json").read_text())
+    assert told(tmp_path / "a", "generator") == {"name": "generator"}
+    assert not list((tmp_path / "a/runs").glob("*/checkpoints"))  # 4 * 3 of them would be gigabytes
+    again, subject = study(tmp_path / "a")
+    assert (again.run(), subject.calls) == (found, [])
+
+
+@pytest.mark.parametrize("call", ["generator", ("samples", 0), ("untrained", 1)])
+def test_a_study_that_was_killed_goes_on_and_ends_in_the_same_table(tmp_path, call):
+    def kill(number):
+        def before(now):
+            if now == call:
+                os.kill(os.getpid(), number)
+                time.sleep(1)
+
+        return before
+
+    whole = study(tmp_path / "whole")[0].run()
+    stopped, first = study(tmp_path / "killed", before=kill(signal.SIGTERM))
+    with pytest.raises(StoppedBySignal, match="SIGTERM; the same command goes on"):
+        stopped.run()
+    half = json.loads((tmp_path / "killed/study.json").read_text())
+    assert (half["complete"], half["void"]) == (False, None if call != ("untrained", 1) else False)
+    assert half["runs"]["done"] < 12
+    goes_on, second = study(tmp_path / "killed")
+    assert goes_on.run() == whole
+    assert second.calls[0] == call  # and nothing before it
+    assert len(first.calls) + len(second.calls) == 14 + 1
+    assert (tmp_path / "killed/study.json").read_bytes() == (tmp_path / "whole/study.json").read_bytes()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_after_the_minutes_it_ends_with_what_there_is(tmp_path):
+    slow, _ = study(tmp_path, before=lambda call: time.sleep(10 if call == ("real", 1) else 0))
+    found = slow.run(minutes=1 / 60)
+    assert (found["complete"], found["seeds"], found["runs"]["done"]) == (False, [0], 4)
+    assert found["words"][0].startswith("unfinished")
+    assert study(tmp_path)[0].run()["complete"]
+
+
+def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
+    study(tmp_path, seeds=2)[0].run()
+    more, subject = study(tmp_path, seeds=3)
+    assert more.run()["seeds"] == [0, 1, 2]
+    assert [call for call in subject.calls if call[1] != 2] == []
+    with pytest.raises(UserError, match="made with other settings; choose another --out"):
+        study(tmp_path, setting=2)[0].run()
+    with pytest.raises(UserError, match="was made with other settings"):
+        study(tmp_path, shares=SHARES | {"real": 0.4})[0].run()
+    (tmp_path / "results/real-s0.json").write_text("{")
+    with pytest.raises(UserError, match="remove it, and it is made again"):
+        study(tmp_path)[0].run()
+
+
+def test_two_at_once_are_refused(tmp_path):
+    def other(call):
+        if call == "images":
+            with pytest.raises(UserError, match="another process makes this study"):
+                study(tmp_path)[0].run()
+
+    assert study(tmp_path, before=other)[0].run()["complete"]
+
+
+@pytest.mark.parametrize("wrong", [{"untrained": 0.7}, {"held back": 0.5}])
+def test_a_study_whose_control_fails_says_that_it_is_void(tmp_path, wrong):
+    found = study(tmp_path, shares=SHARES | wrong)[0].run()
+    assert found["void"]
+    assert "void" in found["words"][0]
+    assert next(iter(wrong)) in found["words"][1]
+    text = page(write_study_page(tmp_path, found, command="python study.py", config={})).text
+    assert "This study is void." in text
+    assert "WRONG" in text
+
+
+def test_the_page_shows_the_answer_and_what_it_rests_on(tmp_path):
+    found = study(tmp_path)[0].run()
+    shown = page(write_study_page(tmp_path, found, command="python study.py <made-up>", config={"seeds": 3}))
+    for words in (
+        "Do they help?",
+        "cannot tell",
+        "finished: 12 of 12 runs, 3 complete seeds",
+        "as it must",
+        "<made-up>",
+    ):
+        assert words in shown.text
+    assert "void" not in shown.text
+    assert shown.tags.count("circle") == 3  # a difference each
+    empty = study(tmp_path / "b", before=lambda call: os.kill(os.getpid(), signal.SIGINT))[0]
+    with pytest.raises(StoppedBySignal):
+        empty.run()
+    begun = json.loads((tmp_path / "b/study.json").read_text())
+    assert "No seed is complete" in page(write_study_page(tmp_path, begun, command="", config={})).text
+
+
+def test_a_result_is_kept_to_the_bit(tmp_path):
+    hits = np.random.default_rng(0).random(1001) < 0.3
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(packed(Result({"x": 0.1, "y": None}, {"test": hits}))))
+    back = unpacked(file)
+    assert back.figures == {"x": 0.1, "y": None}
+    assert np.array_equal(back.hits["test"], hits)

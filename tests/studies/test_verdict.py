@@ -1,0 +1,95 @@
+"""Answers from results that are made up: differences, groups, Holm's correction, controls."""
+
+import numpy as np
+import pytest
+
+from metrics.comparison.paired import holm
+from studies.declare import Comparison, Control, Result, Results
+from studies.verdict import checked, class_groups, compared, groups_of, in_words
+
+CLASSES = ["a", "b", "c", "d"]
+COUNTS = [1000, 100, 50, 10]
+
+
+def made_up(shares, *, seeds=4, each=300, wobble=0.01):
+    """Results of arms whose share of right answers on every class is `shares[arm]`, of `each` images of every class."""
+    labels = np.repeat(np.arange(4), each)
+    by_arm = {}
+    easy = np.random.default_rng(0).random(len(labels))  # some images are easier than others, for all arms
+    for number, (arm, share) in enumerate(shares.items()):
+        runs = []
+        for seed in range(seeds):
+            draw = np.random.default_rng([number, seed])
+            level = np.repeat(np.broadcast_to(share, 4), each) + wobble * draw.standard_normal()
+            runs.append(Result(hits={"test": 0.8 * easy + 0.2 * draw.random(len(labels)) < level}))
+        by_arm[arm] = runs
+    return Results(range(seeds), by_arm, {"test": labels}, groups_of(COUNTS, CLASSES))
+
+
+def test_groups_are_thirds_by_the_number_of_training_images():
+    assert groups_of([5, 1000, 10, 400, 30, 90, 7], list("stuvwxy")) == {
+        "all": [0, 1, 2, 3, 4, 5, 6],
+        "many": [1, 3],
+        "medium": [5, 4, 2],
+        "few": [6, 0],
+        **{name: [label] for label, name in enumerate("stuvwxy")},
+    }
+    assert class_groups(groups_of([9, 10, 11], list("abc")), list("abc")) == ["all"]  # even
+
+
+def test_a_groups_figure_is_the_mean_recall_of_its_classes():
+    labels = np.array([0, 0, 0, 1, 2, 2])
+    hits = np.array([1, 1, 0, 1, 0, 1], bool)
+    groups = {"all": [0, 1, 2], "few": [2, 1]}
+    results = Results([0], {"x": [Result(hits={"test": hits})]}, {"test": labels}, groups)
+    assert results.mean("x", "all") == pytest.approx((2 / 3 + 1 + 1 / 2) / 3)
+    assert results.mean("x", "few") == pytest.approx(3 / 4)
+
+
+def test_what_helps_helps_and_what_hurts_hurts():
+    results = made_up({"first": 0.6, "better": [0.6, 0.6, 0.6, 0.75], "worse": 0.4, "like": 0.6})
+    rows = compared(results, [Comparison("first", name, ("all", "few")) for name in ("better", "worse", "like")])
+    told = {(row["second"], row["group"]): row["verdict"] for row in rows}
+    assert told["better", "few"] == "helps"
+    assert told["worse", "all"] == told["worse", "few"] == "hurts"
+    assert told["like", "all"] == told["like", "few"] == "cannot tell"
+    best = next(row for row in rows if (row["second"], row["group"]) == ("better", "few"))
+    assert best["second_value"] - best["first_value"] == pytest.approx(best["difference"])
+    assert "few classes: better helps against first" in in_words(best)
+
+
+def test_holm_is_over_all_answers_of_a_family():
+    results = made_up({"first": 0.6, "a": 0.62, "b": 0.63, "c": 0.59})
+    alone = [compared(results, [Comparison("first", name, family=name)])[0]["p"] for name in "abc"]
+    together = compared(results, [Comparison("first", name) for name in "abc"])
+    assert [row["p"] for row in together] == pytest.approx(holm(alone))
+
+
+def test_the_held_back_images_must_help_and_the_untrained_generator_must_not():
+    controls = [Control("held back", "real", "helps", ""), Control("untrained", "real", "not helps", "")]
+    fine = made_up({"real": 0.6, "held back": 0.7, "untrained": 0.55})
+    assert [row["ok"] for row in checked(fine, controls)] == [True, True]
+    blind = made_up({"real": 0.6, "held back": 0.6, "untrained": 0.6})
+    assert [(row["ok"], row["found"]) for row in checked(blind, controls)] == [
+        (False, "cannot tell"),
+        (True, "cannot tell"),
+    ]
+    leak = made_up({"real": 0.6, "held back": 0.7, "untrained": 0.7})
+    assert [row["ok"] for row in checked(leak, controls)] == [True, False]
+
+
+def test_the_same_images_under_two_names_are_the_same():
+    """Of seeds of their own: the gap lies within the seeds' noise, and one beyond it does not."""
+    control = [Control("as samples", "real", "same", "")]
+    assert checked(made_up({"real": 0.6, "as samples": 0.6}), control)[0]["ok"]
+    assert not checked(made_up({"real": 0.6, "as samples": 0.5}), control)[0]["ok"]
+
+
+def test_figures_are_compared_by_seeds():
+    runs: dict[str, list[float | None]] = {"plain": [3.0, 3.2, 3.1], "taught": [2.0, 2.3, 2.1], "gone": [1.0, None, 1.0]}
+    by_arm = {arm: [Result({"distance": value}) for value in values] for arm, values in runs.items()}
+    results = Results([0, 1, 2], by_arm, {}, {"all": []})
+    comparisons = [Comparison("plain", name, figure="distance", larger_is_better=False) for name in ("taught", "gone")]
+    (row,) = compared(results, comparisons)  # a run without the figure: no answer
+    assert (row["verdict"], row["difference"]) == ("helps", pytest.approx(-0.9667, abs=1e-3))
+    assert checked(results, [Control("gone", "plain", "not helps", "", figure="distance")])[0]["ok"] is False
