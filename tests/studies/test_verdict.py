@@ -86,7 +86,11 @@ def test_the_same_images_under_two_names_are_the_same():
 
 
 def test_figures_are_compared_by_seeds():
-    runs: dict[str, list[float | None]] = {"plain": [3.0, 3.2, 3.1], "taught": [2.0, 2.3, 2.1], "gone": [1.0, None, 1.0]}
+    runs: dict[str, list[float | None]] = {
+        "plain": [3.0, 3.2, 3.1],
+        "taught": [2.0, 2.3, 2.1],
+        "gone": [1.0, None, 1.0],
+    }
     by_arm = {arm: [Result({"distance": value}) for value in values] for arm, values in runs.items()}
     results = Results([0, 1, 2], by_arm, {}, {"all": []})
     comparisons = [Comparison("plain", name, figure="distance", larger_is_better=False) for name in ("taught", "gone")]
