@@ -4,8 +4,9 @@
 
 raw32, raw64: small raw images with labels in shuffled batches, against torchvision's ImageFolder on PNG files and
 NumPy gathering the same batches from memory. jpeg224: 500x375 JPEG files to augmented 224 px float crops, against
-ImageFolder, webdataset and litdata. pack: parallel packing against one process. first_batch: a million records. A peer
-runs with the best of 0, 1, 2 and 4 workers, searched for at the beginning.
+ImageFolder, webdataset, litdata and SPDL, and against ours on webdataset's shards as they are. pack: parallel packing
+against one process. first_batch: a million records. A peer runs with the best of 0, 1, 2 and 4 workers (SPDL: threads),
+searched for at the beginning.
 """
 
 import json
@@ -34,6 +35,7 @@ from data.lmdb.writer import pack_arrays
 from data.loader import choose_workers
 from data.pack import pack
 from data.sources import open_source
+from data.sources.download import CACHE
 from utils.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.memory import cores
@@ -129,17 +131,23 @@ def measure_jpeg(sizes: Sizes, work: Path) -> Result:
     with Dataset(path, resolution=224, crop=RandomCrop()) as dataset:
         threads, tried = choose_workers(dataset, sizes.photo_batch)
     print("  ours: " + ", ".join(f"{count} threads {rate:,.0f}/s" for count, rate in tried.items()) + " (uint8)")
-    open_ours = partial(
-        ours.stream, path, sizes.photo_batch, resolution=224, crop=RandomCrop(), workers=threads, floats=True
-    )
+
+    def open_ours(packed: str | Path = path, prefetch: int = 0) -> Stream:
+        crop, size = RandomCrop(), sizes.photo_batch
+        return ours.stream(packed, size, resolution=224, crop=crop, workers=threads, prefetch=prefetch, floats=True)
 
     def rate(open_stream: Callable[[int], Stream], count: int) -> float:
         return stream_rate(partial(open_stream, count), sizes.photo_window)
 
+    shards = str(Path(peers.write_shards(photos, work / "shards")[0]).parent)
+    os.environ[CACHE] = str(work / "cache")
     ahead = best_of("ours", "batches ahead", partial(rate, lambda count: open_ours(prefetch=count)), PREFETCH)
-    contenders = {"jpeg224": partial(rate, lambda count: open_ours(prefetch=count), ahead)}
+    contenders = {
+        "jpeg224": partial(rate, lambda count: open_ours(prefetch=count), ahead),
+        "jpeg224_shards": partial(rate, lambda count: open_ours(shards, prefetch=count), ahead),
+    }
     found: Result = {"jpeg224_threads": threads, "jpeg224_prefetch": ahead}
-    for name, open_peer in jpeg_peers(photos, work, sizes.photo_batch).items():
+    for name, open_peer in jpeg_peers(photos, work, sizes.photo_batch, shards).items():
         workers = best_of(name, "workers", partial(rate, open_peer), WORKERS)
         contenders[f"jpeg224_{name}"] = partial(rate, open_peer, workers)
         found[f"jpeg224_{name}_workers"] = workers
@@ -150,7 +158,7 @@ def measure_jpeg(sizes: Sizes, work: Path) -> Result:
     return {**ratios, **medians(rates), **found}
 
 
-def jpeg_peers(photos: Path, work: Path, batch_size: int) -> dict[str, Callable[[int], Stream]]:
+def jpeg_peers(photos: Path, work: Path, batch_size: int, shards: str) -> dict[str, Callable[[int], Stream]]:
     """The peers that are installed, with the photographs in the form that they read; each takes a number of workers."""
     transform = peers.crop_transform(224)
     found: dict[str, Callable[[int], Stream]] = {
@@ -158,12 +166,15 @@ def jpeg_peers(photos: Path, work: Path, batch_size: int) -> dict[str, Callable[
     }
     webdataset = peers.import_peer("webdataset")
     if webdataset is not None:
-        shards = peers.write_shards(photos, work / "shards")
-        found["webdataset"] = partial(peers.webdataset, webdataset, shards, transform, batch_size)
+        tars = sorted(map(str, Path(shards).iterdir()))
+        found["webdataset"] = partial(peers.webdataset, webdataset, tars, transform, batch_size)
     litdata = peers.import_peer("litdata")
     if litdata is not None:
         optimized = peers.write_optimized(litdata, photos, work / "optimized")
         found["litdata"] = partial(peers.litdata, litdata, optimized, transform, batch_size)
+    spdl = peers.import_spdl()
+    if spdl is not None:
+        found["spdl"] = partial(peers.spdl, spdl, photos, 224, batch_size)
     return found
 
 

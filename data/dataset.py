@@ -1,4 +1,4 @@
-"""What training and evaluation read from: one packed file or several, at one resolution, decoded by threads."""
+"""What training and evaluation read from: packed files or tar files, at one resolution, decoded by threads."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from data.decode import Box, RandomCrop, centre_box, crop_into, decode, decode_c
 from data.images import ImageError
 from data.lmdb.reader import DamageError, LMDBReader
 from data.sampler import SampleKeys
-from data.shards import combined_meta, open_level, shard_paths
+from data.shards import combined_meta, open_files
 from utils.errors import UserError
 from utils.logging import say
 from utils.memory import cores
@@ -26,7 +26,7 @@ CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the
 
 
 class Dataset(AbstractContextManager["Dataset"]):
-    """Images and labels by index, from one packed file or several shards one after the other.
+    """Images and labels by index, from one packed file or several shards one after the other, or from tar files.
 
     Square images of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
     (or the images of sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every
@@ -42,7 +42,7 @@ class Dataset(AbstractContextManager["Dataset"]):
 
     def __init__(
         self,
-        path: str | Path | Sequence[str | Path],  # a file, a pattern such as "train-*.lmdb", or several files
+        path: str | Path | Sequence[str | Path],  # see data.shards.shard_paths
         *,
         resolution: int | None = None,  # px; None: the largest that is stored
         crop: RandomCrop | None = None,
@@ -53,7 +53,7 @@ class Dataset(AbstractContextManager["Dataset"]):
         self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
         tolerant = on_damage == "skip"
         stored = None if crop else resolution  # a random crop is a part of the largest image
-        self.shards = [open_level(file, stored, tolerant=tolerant) for file in shard_paths(path)]
+        self.shards = open_files(path, stored, tolerant=tolerant)
         self.meta = combined_meta(self.shards)
         self.resolution: int = resolution or self.shards[0].resolution
         if stored is not None and 0 < self.meta.resolutions[-1] < stored:

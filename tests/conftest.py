@@ -20,6 +20,14 @@ os.environ.setdefault("DUET_PRECISION", "fp32")
 REPOSITORY = Path(__file__).parents[1]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where indices of shards are kept, of child processes too."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["DUET_CACHE"] = str(folder)
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""

@@ -4,6 +4,7 @@ import itertools
 import json
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -209,11 +210,29 @@ def test_raw_section(tmp_path):
     assert result["raw8_imagefolder_workers"] == 0
 
 
+def test_spdl_stream(photos):
+    pytest.importorskip("spdl", exc_type=ImportError)
+    package = peers.import_spdl()
+    if package is None:
+        pytest.skip("no libraries of FFmpeg")
+    stream = peers.spdl(package, photos, 24, 4, 2)
+    check_floats(stream, 4, 24)
+    del stream  # ends its threads
+    image = peers.FilteredImage(package, 24)
+    image.crop = RandomCrop(area=(1.0, 1.0), aspect=(1.0, 1.0))  # none fits: the middle
+    file = sample_images.jpeg_files(photos)[0]
+    pixels = image.batch([image((str(file), 3, 5))])[0][0].permute(1, 2, 0).numpy()
+    whole = decode_file(file.read_bytes(), 3)[:, 62:437] / 127.5 - 1
+    expected = cv2.resize(whole, (24, 24), interpolation=cv2.INTER_AREA)
+    assert min(np.abs(pixels - expected).mean(), np.abs(pixels[:, ::-1] - expected).mean()) < 0.05
+
+
 @pytest.mark.usefixtures("few_workers")
 def test_jpeg_section_leaves_missing_peers_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(peers, "import_peer", lambda name: None)
+    monkeypatch.setenv(loader.CACHE, "unused")  # the section sets it
     result = loader.measure_jpeg(TINY, tmp_path)
-    check_numbers(result, {"jpeg224_vs_imagefolder_ratio"})
+    check_numbers(result, {"jpeg224_vs_imagefolder_ratio", "jpeg224_vs_shards_ratio"})
     assert result["jpeg224_imagefolder_workers"] == 0
     assert "16 JPEG files of" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The peers: torchvision's ImageFolder, NumPy, webdataset and litdata, each as its own documentation uses it."""
+"""The peers: torchvision's ImageFolder, NumPy, webdataset, litdata and SPDL, each as its own documentation uses it."""
 
 import importlib
 import io
@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torchvision.datasets import ImageFolder
 
 from benchmarks.loading.images import jpeg_files
 from benchmarks.loading.timing import Stream, endless
+from data.decode import RandomCrop
 from data.sampler import GlobalSampler
 
 Transform = Callable[[Image.Image], torch.Tensor]
@@ -143,3 +145,56 @@ def litdata(package: ModuleType, folder: str, transform: Transform, batch_size: 
     dataset = package.StreamingDataset(folder, shuffle=True, transform=DecodeBytes(transform))
     loader = package.StreamingDataLoader(dataset, batch_size=batch_size, num_workers=workers, drop_last=True)
     return endless(lambda: iter(loader))
+
+
+def import_spdl() -> ModuleType | None:
+    """SPDL, or None if it is not there, or FFmpeg's libraries, which it decodes with, are not."""
+    package = import_peer("spdl")
+    if package is None or import_peer("spdl.pipeline") is None or import_peer("spdl.io") is None:
+        return None
+    try:
+        package.io.load_image  # noqa: B018 - FFmpeg is looked for at the first use
+    except RuntimeError:
+        print("  spdl is left out: it finds no libraries of FFmpeg (LD_LIBRARY_PATH)", flush=True)
+        return None
+    return package
+
+
+class FilteredImage:
+    """A path and a class to a decoded image, cropped at random, scaled and mirrored by FFmpeg's filters."""
+
+    def __init__(self, package: ModuleType, side: int) -> None:
+        self.io, self.side, self.crop = package.io, side, RandomCrop()
+
+    def __call__(self, sample: tuple[str, int, int]) -> tuple[Any, int]:
+        """Frames of side x side px and the class; the last of the sample is the seed of its draws."""
+        path, label, seed = sample
+        draws = np.random.default_rng(seed)
+        packets = self.io.demux_image(path)
+        top, left, height, width = self.crop.box(packets.codec.height, packets.codec.width, draws)
+        flip = ",hflip" if draws.random() < 0.5 else ""
+        scale = f"scale={self.side}:{self.side}:flags=bilinear{flip},format=pix_fmts=rgb24"
+        return self.io.decode_packets(packets, f"crop={width}:{height}:{left}:{top}:exact=1,{scale}"), label
+
+    def batch(self, samples: list[tuple[Any, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [n, 3, S, S] in [-1, 1], and the classes."""
+        frames, labels = zip(*samples, strict=True)
+        images = self.io.to_torch(self.io.convert_frames(list(frames)))  # uint8 [n, S, S, 3]
+        return images.permute(0, 3, 1, 2).float().div_(127.5).sub_(1), torch.tensor(labels)
+
+
+def spdl(package: ModuleType, photos: Path, side: int, batch_size: int, threads: int) -> Stream:
+    """Shuffled batches, endlessly, of a pipeline of threads in this process; two batches wait at its end."""
+    files = [(str(file), int(file.parent.name)) for file in jpeg_files(photos)]
+    image, draws = FilteredImage(package, side), np.random.default_rng(0)
+
+    def samples() -> Iterator[tuple[str, int, int]]:
+        while True:
+            for index in draws.permutation(len(files)).tolist():
+                yield *files[index], int(draws.integers(1 << 62))
+
+    builder = package.pipeline.PipelineBuilder().add_source(samples()).pipe(image, concurrency=max(1, threads))
+    builder = builder.aggregate(batch_size, drop_last=True).pipe(image.batch).add_sink(2)
+    pipeline = builder.build(num_threads=max(1, threads))
+    with pipeline.auto_stop():
+        yield from pipeline

@@ -18,6 +18,7 @@ import numpy as np
 
 from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Meta
 from data.lmdb.tree import check_tree
+from data.tar_files import TarFiles
 from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
@@ -74,9 +75,10 @@ class Handle:
     def __init__(self, environment: lmdb.Environment) -> None:
         self.environment = environment
         self.pid = os.getpid()
-        self.lock = threading.Lock()  # for `transaction` and `raw`
+        self.lock = threading.Lock()  # for `transaction`, `raw` and `tars`
         self.transaction = environment.begin(buffers=True)  # one snapshot for the views, as long as the handle lives
         self.raw: dict[int, RawBlocks] = {}  # by resolution
+        self.tars: TarFiles | None = None  # that hold the images of an index
 
     def __del__(self) -> None:
         self.environment.close()

@@ -40,6 +40,9 @@ INDEX_HEAD = np.dtype([("checksum", "<u4"), ("block_checksum", "<u4")])
 # hash, is nearly the same for images that look alike.
 SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 
+# In place of an image's bytes, where a file is an index of tar files: the tar's number in `shards`, the first byte.
+LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
+
 # What the metadata may say; `check` looks at what the fields say together.
 FIELDS = {
     "version": one_of(VERSION),
@@ -65,7 +68,13 @@ SPLIT = {
     "images": whole(1),
 }
 LONG_TAIL = {"ratio": number(1), "largest": whole(1), "seed": whole(-(2**63)), "images": whole(1)}
-OPTIONAL = {"split": maybe(record(SPLIT)), "passport": maybe(check_passport), "long_tail": maybe(record(LONG_TAIL))}
+SHARD = {"path": text, "size": whole(), "changed": whole(-(2**63))}  # bytes, and ns since 1970
+OPTIONAL = {
+    "split": maybe(record(SPLIT)),
+    "passport": maybe(check_passport),
+    "long_tail": maybe(record(LONG_TAIL)),
+    "shards": maybe(items(record(SHARD), 1)),
+}
 check_fields = record(FIELDS, OPTIONAL)
 check_names = items(text)  # of a record of names
 
@@ -82,6 +91,8 @@ class Meta:
     file was drawn from a larger set (data/packing_parts.py); None: it was not. `passport` says which generator drew the
     images (utils/passport.py); None: they are real. `long_tail` says how few images the classes were left with
     (data/long_tail.py): ratio, images of the largest class, seed, images before; None: all were kept.
+    `shards` are the tar files that hold the images' bytes, where the file is but an index of them
+    (data/shard_index.py); None: it holds them itself.
     """
 
     version: int = VERSION
@@ -101,6 +112,7 @@ class Meta:
     split: dict[str, Any] | None = None
     passport: Passport | None = None
     long_tail: dict[str, Any] | None = None
+    shards: list[dict[str, Any]] | None = None
 
     def to_json(self) -> bytes:
         """The metadata record."""

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -17,6 +18,7 @@ from data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from data.lmdb.format import (
     ENTRY,
     INDEX_HEAD,
+    LINK,
     MOST_PIXELS,
     SIGNATURE,
     SIGNATURES,
@@ -29,6 +31,7 @@ from data.lmdb.format import (
     pixels_key,
     signature_key,
 )
+from data.tar_files import Member, TarFiles
 from utils.errors import UserError
 
 __all__ = ["DamageError", "LMDBReader", "Meta"]
@@ -211,10 +214,29 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if len(value) < ENTRY.itemsize:
             raise self.damage(index, "it is missing")
         entry, payload = np.frombuffer(value, ENTRY, 1)[0], value[ENTRY.itemsize :]
+        if self.meta.shards is not None:
+            payload = self._of_tar(self.meta.shards, index, int(entry["size"]), payload)
         # The length first: a damaged one could lead beyond the end of the file.
         if len(payload) != entry["size"] or entry_checksum(entry, payload) != entry["checksum"]:
             raise self.damage(index, "its checksum does not match")
         return entry, payload
+
+    def _of_tar(self, shards: list[dict[str, Any]], index: int, size: int, link: memoryview) -> memoryview:
+        """An image's bytes from its place in a tar. Raises DamageError, and UserError for a tar that was changed."""
+        if len(link) != LINK.itemsize:
+            raise self.damage(index, "its place in the shards is missing")
+        number, start = np.frombuffer(link, LINK, 1)[0].tolist()
+        if number >= len(shards) or start >= 1 << 63:
+            raise self.damage(index, "its place in the shards cannot be")
+        handle = self.handle()
+        with handle.lock:
+            if handle.tars is None:
+                states = [(shard["size"], shard["changed"]) for shard in shards]
+                handle.tars = TarFiles([Path(shard["path"]) for shard in shards], states)
+        try:
+            return memoryview(handle.tars.read(Member("", number, start, size)))
+        except ImageError as error:
+            raise self.damage(index, str(error)) from None
 
     def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
         """The records of a raw block whose own checksum does not match."""
@@ -231,7 +253,11 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
 
     def damage(self, record: int | Sequence[int], reason: str) -> DamageError:
         """The error for a damaged record or block."""
-        return DamageError(self.path, [record] if isinstance(record, int) else record, reason, self.first)
+        records = [record] if isinstance(record, int) else record
+        if self.meta.shards is None:
+            return DamageError(self.path, records, reason, self.first)
+        name = self.names()[records[0]] if len(records) == 1 else ""
+        return DamageError(Path(self.meta.shards[0]["path"]).parent, records, f"{name} {reason}".strip(), self.first)
 
     def close(self) -> None:
         """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""

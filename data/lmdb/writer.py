@@ -19,6 +19,7 @@ from data.lmdb.format import (
     FORMAT,
     FORMAT_KEY,
     INDEX_HEAD,
+    LINK,
     META_KEY,
     SIGNATURES,
     VERSION,
@@ -77,6 +78,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         source: str = "",
         passport: Passport | None = None,  # of generated images
         long_tail: dict[str, Any] | None = None,  # of a long-tailed part, see Meta
+        shards: list[dict[str, Any]] | None = None,  # tar files that hold the images: the file becomes their index
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
@@ -86,7 +88,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source, self._passport = resize_filter, source, passport
-        self._long_tail = long_tail
+        self._long_tail, self._shards = long_tail, shards
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -133,8 +135,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         """Append an image uint8 [H, W, C] of the largest resolution; see `make_record` and `add_record`."""
         self.add_record(make_record(image, label, self.layout, payload))
 
-    def add_record(self, record: Record, name: str = "") -> None:
-        """Append an image, with its name in the source if it has one. Raises ValueError for a label without a class."""
+    def add_record(self, record: Record, name: str = "", place: tuple[int, int] | None = None) -> None:
+        """Append an image, with its name in the source if it has one, and in an index with its place in the shards
+        (LINK). Raises ValueError for a label without a class.
+        """
         if not 0 <= record.label < max(1, len(self.classes)):
             raise ValueError(f"label {record.label} is outside 0..{max(1, len(self.classes)) - 1}")
         for level, entry, payload in zip(self._levels, record.entries, record.payloads, strict=True):
@@ -143,7 +147,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             if self.layout.encoding == "raw":
                 level.pixels.append(payload)
             else:
-                self._put(image_key(self.count, level.side), level.entries[-1] + payload)
+                stored = payload if place is None else np.array(place, LINK).tobytes()
+                self._put(image_key(self.count, level.side), level.entries[-1] + stored)
         self._signatures.append(record.signature)
         self._names.append(name)
         self._sums += record.sums
@@ -237,6 +242,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             split=split,
             passport=self._passport,
             long_tail=self._long_tail,
+            shards=self._shards,
         )
         record = meta.to_json()
         self._put(META_KEY, record)

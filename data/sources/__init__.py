@@ -127,8 +127,12 @@ def _open_folder(path: Path, asked: Asked) -> Source:
     if is_arrow_folder(path):
         return ArrowSource(path, split=asked.split, label_column=asked.label_column)
     if is_tar_folder(path):
-        return TarSource(path, **asked.names())
+        return _open_tar(path, asked)
     return open_folder(path, split=asked.split, classes_from=asked.classes_from)
+
+
+def _open_tar(path: Path, asked: Asked) -> Source:
+    return TarSource(path, split=asked.split, label_column=asked.label_column, classes_from=asked.classes_from)
 
 
 def _is_zip(path: Path) -> bool:
@@ -146,7 +150,7 @@ def _open_file(path: Path, asked: Asked) -> Source:
     if suffix == ".arrow":
         return ArrowSource(path, split=asked.split, label_column=asked.label_column)
     if suffix == ".tar":
-        return TarSource(path, **asked.names())
+        return _open_tar(path, asked)
     if suffix == ".csv":
         return open_manifest(path, split=asked.split, label_column=asked.label_column)
     if suffix == ".zip" or _is_zip(path):

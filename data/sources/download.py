@@ -10,11 +10,13 @@ from pathlib import Path
 from utils.errors import UserError
 
 TIMEOUT = 30  # seconds without an answer
+CACHE = "DUET_CACHE"  # the environment's variable for the folder of what can be had again
 
 
 def cache_folder() -> Path:
-    """Where downloaded data sets are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duet"
+    """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the user's cache."""
+    told = os.environ.get(CACHE)
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duet"
 
 
 @contextlib.contextmanager

@@ -30,8 +30,7 @@ def choose_shards(
     """
     groups: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
-        match = (SPLIT_INSIDE.search if anywhere else SPLIT_PREFIX.match)(path.stem.lower())
-        groups[match[1] if match else ""].append(path)
+        groups[split_of(path, anywhere=anywhere)].append(path)
     if "" in groups and len(groups) > 1:
         named = next(iter(groups[name] for name in groups if name))[0]
         raise UserError(f"{where}: {named.name} names a split, {groups[''][0].name} does not: rename or remove one")
@@ -52,11 +51,17 @@ def choose_shards(
             )
         chosen = groups[name]
     if where.is_dir():
-        _check_complete(where, chosen)
+        check_complete(where, chosen)
     return chosen, tuple(sorted(filter(None, groups))) if where.is_dir() else ()
 
 
-def _check_complete(where: Path, paths: Sequence[Path]) -> None:
+def split_of(path: Path, *, anywhere: bool = True) -> str:
+    """The split that a shard's name tells, or ""; at its beginning, or anywhere."""
+    match = (SPLIT_INSIDE.search if anywhere else SPLIT_PREFIX.match)(path.stem.lower())
+    return match[1] if match else ""
+
+
+def check_complete(where: Path, paths: Sequence[Path]) -> None:
     """Raise UserError if the files' names say that there are more."""
     names, suffix = {path.stem for path in paths}, paths[0].suffix
     for match in filter(None, map(SHARD.fullmatch, sorted(names))):

@@ -14,14 +14,12 @@ file is a problem. What is compressed (`.tar.gz`) cannot be read at a place, and
 
 import functools
 import json
-import os
 import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +28,7 @@ from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
 from data.sources.listing import arrange, kind_of
 from data.sources.shards import choose_shards
+from data.tar_files import Member, TarFiles, read_members
 from utils import door
 from utils.cli import did_you_mean
 from utils.errors import UserError
@@ -41,8 +40,6 @@ FIELDS = ("cls", LABEL, *LABEL_COLUMNS)  # of `json`
 LOOKED_AT = 10_000  # samples whose other fields may be labels
 META = re.compile(r"__[^/]*__(/|$)")  # webdataset's own notes
 TOLD_BYTES = 1 << 20  # of a file that says something
-NAME_BYTES = 1 << 20  # of a name: tarfile reads it at once
-END = 10_240  # bytes: tar fills its last record with zeros
 
 
 def is_tar_folder(folder: Path) -> bool:
@@ -50,15 +47,6 @@ def is_tar_folder(folder: Path) -> bool:
     visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
     suffixes = {entry.suffix.lower() for entry in visible}
     return SUFFIX in suffixes and not suffixes & SUFFIXES and not any(entry.is_dir() for entry in visible)
-
-
-class Member(NamedTuple):
-    """A regular file in a tar."""
-
-    name: str
-    shard: int
-    start: int  # of its bytes in the tar
-    size: int
 
 
 @dataclass
@@ -74,18 +62,23 @@ class TarSource(Source):
     """The images of tar files. Raises UserError for what cannot be used, by name."""
 
     def __init__(
-        self, path: Path, *, split: str | None, label_column: str | None = None, classes_from: str | None = None
+        self,
+        path: Path,
+        *,
+        split: str | None,
+        label_column: str | None = None,
+        classes_from: str | None = None,
+        shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
         super().__init__(door.printable(path.name), [])
-        names = [path]
-        if path.is_dir():
+        names = [path] if shards is None else list(shards)
+        if path.is_dir() and shards is None:
             visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
             names = [entry for entry in visible if entry.suffix.lower() == SUFFIX]
             self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
+            names, self.splits = choose_shards(path, names, split, anywhere=True)
         self.path, self.shards = path, names
-        if path.is_dir():
-            self.shards, self.splits = choose_shards(path, names, split, anywhere=True)
-        self._files = PerProcess(functools.partial(ShardFiles, self.shards))
+        self._files = PerProcess(functools.partial(TarFiles, self.shards))
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
@@ -214,9 +207,11 @@ class TarSource(Source):
         if len(by_name) < len(members):
             name = Counter(member.name for member in members).most_common(1)[0][0]
             raise UserError(f"{self.path} holds {name} more than once: make the tar again, or give one tar alone")
-        listing = arrange(
-            str(self.path), list(by_name), [], split, lambda name: self._files.get().read(by_name[name]), classes_from
-        )
+
+        def read(name: str) -> bytes:
+            return self._files.get().read(by_name[name], kind_of(name))
+
+        listing = arrange(str(self.path), list(by_name), [], split, read, classes_from)
         self.classes = list(map(door.printable, listing.classes))
         self.problems += listing.problems
         self.ignored += listing.ignored
@@ -236,6 +231,11 @@ class TarSource(Source):
         member = self._images[index]
         return member.name if len(self.shards) == 1 else f"{self.shards[member.shard].name}:{member.name}"
 
+    def place(self, index: int) -> tuple[int, int]:
+        """Where an image's bytes are: the number of its shard, and the first byte in it."""
+        member = self._images[index]
+        return member.shard, member.start
+
     def _shown(self, member: Member) -> str:
         return f"{self.shards[member.shard]}:{member.name}"
 
@@ -248,70 +248,3 @@ class TarSource(Source):
 def _suffix(name: str) -> str:
     match = SAMPLE.fullmatch(name)
     return match[2].lower().rpartition(".")[2] if match else ""
-
-
-class ShardFiles:
-    """The bytes of members; one tar is open at a time."""
-
-    def __init__(self, shards: Sequence[Path]) -> None:
-        self._shards, self._open = shards, (-1, -1)  # number, descriptor
-
-    def read(self, member: Member) -> bytes:
-        """A member's bytes. Raises ImageError."""
-        if reason := door.too_large(member.size, kind_of(member.name)):
-            raise ImageError(reason)
-        try:
-            if self._open[0] != member.shard:
-                self.close()
-                with door.open_file(self._shards[member.shard], door.ARCHIVE) as file:
-                    self._open = (member.shard, os.dup(file.fileno()))
-            content = os.pread(self._open[1], member.size, member.start)
-        except OSError as error:
-            raise ImageError(f"cannot be read ({error.strerror or error})") from None
-        if len(content) != member.size:
-            raise ImageError(f"is cut off: {len(content):,} of {member.size:,} bytes")
-        return content
-
-    def close(self) -> None:
-        """Close the tar that is open."""
-        if self._open[1] >= 0:
-            os.close(self._open[1])
-        self._open = (-1, -1)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class _Bounded:
-    """An open tar for tarfile, which reads as much at once as a head says that a long name has."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, size: int) -> bytes:
-        if size > NAME_BYTES:
-            raise door.Refused(f"a name of {size:,} bytes")
-        content: bytes = self._file.read(size)
-        return content
-
-
-def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
-    """All members of a tar that is not compressed. Raises OSError, tarfile's errors and ValueError, also at its end
-    for what tarfile ends at silently: a damaged head, and members behind the end's mark.
-    """
-    with door.open_file(path, door.ARCHIVE) as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:  # type: ignore[call-overload]
-        last = -1
-        while (member := archive.next()) is not None:
-            archive.members.clear()  # tarfile keeps all of them
-            if member.offset_data <= last or member.size < 0:
-                raise ValueError(f"member {member.name} lies before its head")
-            last = member.offset_data
-            yield member
-        place = archive.offset
-        size = os.fstat(file.fileno()).st_size
-        if place > size:
-            raise ValueError(f"{size:,} of at least {place:,} bytes")
-        file.seek(place)
-        if any(file.read(END + 512)):  # and a head behind it
-            raise ValueError(f"no member begins at byte {place:,}; joined tars must be given apart")

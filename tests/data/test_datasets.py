@@ -96,6 +96,7 @@ class FakeDownload:
 def download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeDownload]:
     monkeypatch.setattr("torchvision.datasets.FashionMNIST", FakeDownload)
     monkeypatch.setattr(FakeDownload, "roots", [])
+    monkeypatch.delenv("DUET_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return FakeDownload
 

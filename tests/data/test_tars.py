@@ -166,7 +166,7 @@ def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
         "a link", "a link", "not a regular file", "not a regular file")]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["cut", "head", "joined", "negative", "long name", "compressed", "empty"])
+@pytest.mark.parametrize("how", ["cut", "between", "head", "joined", "negative", "long name", "compressed", "empty"])
 def test_damage_is_one_line_and_loses_nothing_in_silence(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +175,8 @@ def test_damage_is_one_line_and_loses_nothing_in_silence(
     at = content.index(b"000020.jpg")
     if how == "cut":
         del content[at + 700 :]
+    elif how == "between":  # two members: only the mark of the end is missing
+        del content[at:]
     elif how == "head":  # tarfile itself ends here without a word
         content[at + 100 : at + 200] = b"\xee" * 100
     elif how == "joined":

@@ -44,8 +44,7 @@ TREES: dict[str, dict[str, Any]] = {
     "gan": GAN,
     "gan-losses": GAN | {"loss": LOSSES},
     "gan-apart": GAN | {"loss": LOSSES | {"gradients_every": 1}},
-    "gan-pairs": GAN
-    | {"loss": LOSSES | PAIRS | {"mismatch_weight": 0.0, "classifier": None}},
+    "gan-pairs": GAN | {"loss": LOSSES | PAIRS | {"mismatch_weight": 0.0, "classifier": None}},
     "gan-wasserstein": GAN
     | {"loss": {"objective": "wasserstein", "gradient_penalty_weight": 10.0, "r1_gamma": 0.0, "r1_interval": 2}},
     "gan-ada": GAN | {"ada": ADA},

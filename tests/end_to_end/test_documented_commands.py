@@ -41,7 +41,9 @@ SHORT = {  # of other commands, or of those with this word
 }
 WEIGHTS = "resnet50.safetensors"
 # what needs more than one machine's CPU, or files that are not here
-ELSEWHERE = re.compile(r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|--compare")
+ELSEWHERE = re.compile(
+    r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|--compare"
+)
 ELSEWHERE_PAGES = {"data-at-scale", "docker", "scaling"}  # all of whose commands do
 
 

@@ -17,8 +17,10 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 class DataConfig(Checked, section="data"):
     """Where the images are and how they are read."""
 
-    path: str = ""  # LMDB made by `python -m data.pack`, or a pattern for several as one data set: "train-*.lmdb"
-    val_path: str | None = None  # LMDB of held-out images, for evaluation
+    # LMDB made by `python -m data.pack`, or webdataset's tar files: a file, a folder of tar files, or a pattern for
+    # several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
+    path: str = ""
+    val_path: str | None = None  # held-out images, for evaluation; likewise
     resolution: Annotated[int, at_least(4)] | None = None  # px; None: the largest that is stored
     crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
     crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows

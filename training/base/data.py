@@ -13,7 +13,7 @@ from data.lmdb.reader import DamageError
 from data.loader import InfiniteLoader, choose_workers
 from data.mixture import MixedDataset
 from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
-from data.shards import shard_paths
+from data.shards import open_at_once, shard_paths
 from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
 from training.base.fresh import FreshSamples
@@ -36,7 +36,7 @@ def open_training(config: DataConfig) -> Dataset:
         )
     crop = RandomCrop(area=config.crop_area, aspect=config.crop_aspect) if config.crop == "random" else None
     synthetic = config.synthetic
-    check_open_files(sum(len(shard_paths(path)) for path in (config.path, config.val_path, synthetic.path) if path))
+    check_open_files(sum(open_at_once(path) for path in (config.path, config.val_path, synthetic.path) if path))
     training = (MixedDataset if synthetic.on else Dataset)(
         config.path,
         resolution=config.resolution,
@@ -262,6 +262,8 @@ def data_text(dataset: Dataset) -> str:
     classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
     channels = "grey" if meta.channels == 1 else "RGB"
     files = f" in {len(dataset.shards)} files" if len(dataset.shards) > 1 else ""
+    if meta.shards is not None:
+        files = f" in {len(meta.shards)} tar files" if len(meta.shards) > 1 else " in a tar file"
     return f"{meta.count:,} images{files}, {dataset.resolution} px, {channels}, {classes}, {meta.encoding}"
 
 

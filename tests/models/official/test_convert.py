@@ -201,4 +201,3 @@ def test_nvidias_seed_is_ours(nvidia, tmp_path):
     assert labels.tolist() == [0, 2, 0, 2]
     images = (generator(z, labels, noise="const") * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
     assert sampler.images(range(4)).equal(images)
-

@@ -25,6 +25,7 @@ def test_shares_and_micro_batches(batch, micro, world, share, passes):
     assert config.share(world) == share
     assert config.micro(world) == passes
 
+
 ALONE = DiscriminatorConfig(minibatch_std_group=1)
 
 

@@ -38,9 +38,7 @@ def gathered(network, *, apart, pieces=(slice(0, 8),), precision="fp32"):
 
 
 def own_gradient(network, name):
-    gradients = torch.autograd.grad(
-        losses(network, slice(0, 8))[name], list(network.parameters()), allow_unused=True
-    )
+    gradients = torch.autograd.grad(losses(network, slice(0, 8))[name], list(network.parameters()), allow_unused=True)
     parts = zip(gradients, network.parameters(), strict=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in parts])
 

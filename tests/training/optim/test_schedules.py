@@ -106,9 +106,7 @@ def test_one_cycle_of_a_training_of_one_step_and_under_warm_up():
 
 
 def test_step_is_torchs_multi_step():
-    expected = torch_rates(
-        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9, 10], gamma=0.2), 20
-    )
+    expected = torch_rates(lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [5, 9, 10], gamma=0.2), 20)
     config = OptimizerConfig(lr=0.4, schedule="step", milestones=[5, 9, 10], gamma=0.2)
     assert [config.lr_at(step, 20) for step in range(20)] == pytest.approx([rate for rate, _ in expected], rel=1e-12)
     warmed = OptimizerConfig(lr=0.4, schedule="step", milestones=[5], gamma=0.2, warmup_steps=4)
@@ -131,9 +129,7 @@ def test_step_is_told_in_one_way(given):
 
 
 def test_linear_is_torchs():
-    expected = torch_rates(
-        lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20), 20
-    )
+    expected = torch_rates(lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=20), 20)
     config = OptimizerConfig(lr=0.4, schedule="linear", final_lr=0.1)
     assert [config.lr_at(step, 20) for step in range(20)] == pytest.approx([rate for rate, _ in expected], rel=1e-12)
 

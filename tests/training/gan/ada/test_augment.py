@@ -43,10 +43,7 @@ def random(*shape, dtype=torch.float64):
 
 def numbers(draws):
     return {
-        (name, part): value
-        for name, group in draws.items()
-        for part, value in vars(group).items()
-        if value is not None
+        (name, part): value for name, group in draws.items() for part, value in vars(group).items() if value is not None
     }
 
 
