@@ -41,8 +41,9 @@ quickstart: $(STAMP) ## Train and evaluate both models in a quarter of an hour: 
 	$(BIN)/python quickstart.py $(if $(DATA),"$(DATA)") $(if $(MINUTES),--minutes $(MINUTES)) \
 		$(if $(WEIGHTS),--weights "$(WEIGHTS)")
 
-# TESTS: pytest-xdist's processes, one a core unless said; the tests of a file run in one of them, after one another.
-TESTS ?= auto
+# TESTS: pytest-xdist's processes; the tests of a file run in one of them, after one another. A third of their time they
+# wait for runs that start, sleep or are to be killed: one more than there are cores.
+TESTS ?= $(shell python3 -c "import os; print((os.cpu_count() or 1) + 1)")
 
 test: $(STAMP) ## The fast tests
 	$(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile -m "not slow"

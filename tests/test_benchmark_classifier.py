@@ -176,6 +176,7 @@ class Sleeper:
         return Measured(seconds=float(steps), data_seconds=float(torch.get_num_threads()))
 
 
+@pytest.mark.slow
 def test_a_contender_in_a_process_of_its_own_answers_and_ends():
     sleeper: Any = Sleeper
     remote = benchmark.Remote(sleeper, threads=1)

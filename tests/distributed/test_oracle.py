@@ -33,21 +33,29 @@ pytestmark = [
 ]
 
 
+class Records(dict[int, dict[str, list[dict[str, Any]]]]):
+    """What each world size recorded; made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, processes: int) -> dict[str, list[dict[str, Any]]]:
+        out = self.folder / f"{processes}.pt"
+        command = ["-m", "tests.distributed.worker", str(out), str(self.folder / "data.lmdb"), *VARIANTS[processes]]
+        assert launch(command, processes) == 0
+        self[processes] = torch.load(out, weights_only=True)
+        return self[processes]
+
+
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[dict[str, Any]]]]:
-    """What each world size recorded, from 32 random 16 px grey images of three classes."""
+def records(tmp_path_factory: pytest.TempPathFactory) -> Records:
+    """Of 32 random 16 px grey images of three classes."""
     folder = tmp_path_factory.mktemp("oracle")
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (32, 1, 16, 16), dtype=np.uint8)
     pack_arrays(folder / "data.lmdb", images, labels=np.arange(32) % 3, classes=CLASSES, smallest=8)
     untrained_classifier(folder / CLASSIFIER)
-    found = {}
-    for processes, variants in VARIANTS.items():
-        out = folder / f"{processes}.pt"
-        command = ["-m", "tests.distributed.worker", str(out), str(folder / "data.lmdb"), *variants]
-        assert launch(command, processes) == 0
-        found[processes] = torch.load(out, weights_only=True)
-    return found
+    return Records(folder)
 
 
 def untrained_classifier(run: Path) -> None:
@@ -72,25 +80,28 @@ def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]], part: s
     )
 
 
+def of_ranks(processes: int) -> list[pytest.MarkDecorator]:
+    """Four ranks on two cores take as long as all else here."""
+    return [pytest.mark.slow] if processes == 4 else []
+
+
 @pytest.mark.parametrize("part", ["metrics", "gradients", "weights", "average"])
 @pytest.mark.parametrize(
     ("processes", "variant"),
     [
-        (processes, variant)
+        pytest.param(processes, variant, marks=of_ranks(processes))
         for processes, variants in VARIANTS.items()
         for variant in variants
         if (processes > 1 or variant.endswith(":2")) and variant != "classifier-unsynced:0"
     ],
 )
-def test_every_split_gives_one_process_result(
-    records: dict[int, dict[str, list[dict[str, Any]]]], processes: int, variant: str, part: str
-) -> None:
+def test_every_split_gives_one_process_result(records: Records, processes: int, variant: str, part: str) -> None:
     whole = records[1][f"{variant.partition(':')[0]}:0"]
     assert largest_difference(whole, records[processes][variant], part) < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["gan:0", "classifier:0"])
-def test_the_comparison_is_of_something(records: dict[int, dict[str, list[dict[str, Any]]]], variant: str) -> None:
+def test_the_comparison_is_of_something(records: Records, variant: str) -> None:
     whole = records[1][variant]
     assert all(float(g.abs().max()) > 0 for name, g in whole[0]["gradients"].items() if g.ndim > 1)
     assert largest_difference(whole[:1], whole[-1:], "weights") > 1e-3
@@ -98,13 +109,13 @@ def test_the_comparison_is_of_something(records: dict[int, dict[str, list[dict[s
         assert whole[0]["metrics"]["loss/r1"] > 0
 
 
-def test_without_synchronised_batchnorm_two_ranks_differ(records: dict[int, dict[str, list[dict[str, Any]]]]) -> None:
+def test_without_synchronised_batchnorm_two_ranks_differ(records: Records) -> None:
     """The oracle can fail: plain BatchNorm on two ranks is not one process's."""
     whole, split = records[1]["classifier:0"], records[2]["classifier-unsynced:0"]
     assert largest_difference(whole, split, "gradients") > 1e-6
 
 
-def test_every_loss_is_there_and_told_apart(records: dict[int, dict[str, list[dict[str, Any]]]]) -> None:
+def test_every_loss_is_there_and_told_apart(records: Records) -> None:
     first = records[1]["gan-apart:0"][0]["metrics"]
     names = {"adversarial", "path_length", "feature_matching", "classifier", "auxiliary"}
     norms = {name.rpartition("/")[2]: v for name, v in first.items() if name.startswith("gradient_norm/generator/")}
@@ -116,16 +127,14 @@ def test_every_loss_is_there_and_told_apart(records: dict[int, dict[str, list[di
     assert first["path_length/mean"] != 0
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_losses_apart_give_the_gradients_of_their_sum(
-    records: dict[int, dict[str, list[dict[str, Any]]]], processes: int
-) -> None:
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=of_ranks(n)) for n in VARIANTS])
+def test_losses_apart_give_the_gradients_of_their_sum(records: Records, processes: int) -> None:
     # of the first step: Adam's first update is the gradient's sign, also of what is zero but for its rounding
     apart, together = records[processes]["gan-apart:0"][:1], records[processes]["gan-losses:0"][:1]
     assert largest_difference(together, apart, "gradients") < TOLERANCE
 
 
-def test_the_variants_do_what_they_are_for(records: dict[int, dict[str, list[dict[str, Any]]]]) -> None:
+def test_the_variants_do_what_they_are_for(records: Records) -> None:
     one = records[1]
     assert all(row["metrics"]["loss/r1"] > 0 and row["metrics"]["loss/r2"] > 0 for row in one["gan-pairs:0"])
     strengths = [row["metrics"]["ada/p"] for row in one["gan-ada:0"]]

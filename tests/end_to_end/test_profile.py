@@ -47,6 +47,7 @@ def test_profiled_and_resumed_equals_straight(
     assert rows(straight) == rows(profiled)
 
 
+@pytest.mark.slow
 def test_two_processes_measure_the_same_steps(tmp_path: Path, packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "recipe.yaml", "gan", packed)
     straight, profiled = tmp_path / "straight", tmp_path / "profiled"

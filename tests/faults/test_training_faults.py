@@ -185,6 +185,7 @@ def test_deterministic_training_runs_on_this_device(
     assert differing(state_of(tmp_path / "here", 8), state_of(tmp_path / "other", 8)) == []
 
 
+@pytest.mark.slow
 def test_the_seed_of_pythons_hashes_does_not_matter(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
