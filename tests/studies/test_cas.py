@@ -1,0 +1,192 @@
+"""Study `cas`: its arms' images, its controls, its table. Trainings are replaced by a classifier that takes no time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.dataset import Dataset
+from data.lmdb.writer import pack_arrays
+from data.loader import read_batch
+from models.stylegan2 import Generator, GeneratorConfig
+from studies.cas import CONTROL, PLAIN, REAL, TOGETHER, UNTRAINED, Cas, CasConfig
+from studies.config import Recipe, StudyData
+from studies.declare import Result
+from studies.drawing import Drawing
+from studies.execute import Study
+from tests.conftest import sample_images
+from tests.metrics.conftest import TINY, make_run
+from utils.errors import UserError
+from utils.seeding import forked
+
+SHAPE = {"channels": 1, "classes": 10, "resolution": 16}
+
+
+def images_of(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+    """Images float64 [n, 256] and labels [n]."""
+    with Dataset(path) as reader:
+        images = read_batch(reader, np.arange(len(reader))).images
+        return images.double().flatten(1).numpy(), reader.labels().copy()
+
+
+def quick_train(folder: Path, config: str, overrides: dict[str, Any], *, seed: int, **more: Any) -> None:
+    """Classes' mean images of a random half of the images; for a GAN's recipe a generator that nobody trained."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "status.json").write_text(json.dumps({"state": "finished", "step": 1}))
+    if "gan" in Path(config).stem:
+        with forked(0, "init", "generator"):
+            generator = Generator(GeneratorConfig(**TINY), resolution=16, channels=1, classes=10)
+        with Dataset(overrides["data.path"]) as reader:
+            state, names = {"generator_ema": generator.state_dict()}, reader.classes
+        make_run(folder, task="gan", config={"generator": TINY}, shape=SHAPE, state=state, classes=names)
+        return
+    assert overrides["data.val_path"] is None or folder.parent.name == "selector"
+    images, labels = images_of(overrides["data.path"])
+    half = np.random.default_rng(seed).random(len(labels)) < 0.5
+    means = [images[half & (labels == label)].mean(0) for label in range(10)]
+    np.save(folder / "means.npy", np.stack(means))
+
+
+def quick_judge(folder: Path, sets: dict[str, Path], **more: Any) -> Result:
+    hits = {}
+    for name, path in sets.items():
+        images, labels = images_of(path)
+        distances = ((images[:, None] - np.load(folder / "means.npy")) ** 2).sum(2)
+        hits[name] = distances.argmin(1) == labels
+    return Result({f"{name}_accuracy": float(found.mean()) for name, found in hits.items()}, hits)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train.lmdb with 100 images a class at 16 px, test.lmdb with 40."""
+    folder = tmp_path_factory.mktemp("images")
+    for split, per_class in (("train", 100), ("test", 40)):
+        pixels, labels, classes = sample_images(split, per_class)
+        pack_arrays(folder / f"{split}.lmdb", pixels, labels=labels, classes=classes)
+    return folder
+
+
+def settings(images: Path, **more: Any) -> CasConfig:
+    data = StudyData(path=str(images / "train.lmdb"), test_path=str(images / "test.lmdb"), held_back=0.4)
+    recipes = {
+        "classifier": Recipe(config="configs/quickstart_classifier.yaml", overrides={"steps": 20, "batch_size": 32}),
+        "gan": Recipe(config="configs/quickstart_gan.yaml"),
+    }
+    return CasConfig(data=data, **{**recipes, "seeds": 2, "drawing": Drawing(fresh=True, psi=1.3), **more})
+
+
+def study(images: Path, folder: Path, **more: Any) -> Study:
+    config = settings(images, **more)
+    return Study("cas", Cas(config, folder), folder, list(config.all_seeds))
+
+
+@pytest.fixture(scope="module")
+def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A study that was made, its document, and the images that each arm was trained on (first seed)."""
+    folder, seen = tmp_path_factory.mktemp("study") / "cas", {}
+
+    def train(place: Path, config: str, overrides: dict[str, Any], **more: Any) -> None:
+        quick_train(place, config, overrides, **more)
+        if place.name.endswith("-s0"):
+            seen[place.name[:-3]] = images_of(overrides["data.path"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("studies.cas.train_run", train)
+        patch.setattr("studies.samples.train_run", train)
+        patch.setattr("studies.cas.judge_classifier", quick_judge)
+        whole = study(images, folder)
+        yield folder, whole.run(), seen
+
+
+def test_controls_come_out_right(made) -> None:
+    _, document, _ = made
+    assert document["complete"]
+    assert document["void"] is False
+    found = {row["arm"]: row for row in document["controls"]}
+    assert found[CONTROL]["found"] == "cannot tell"  # real images passed off as samples
+    assert found[CONTROL]["interval"][0] < 0 < found[CONTROL]["interval"][1]
+    assert found[UNTRAINED]["found"] == "hurts"
+
+
+def test_what_arms_are_trained_on(made, images: Path) -> None:
+    folder, _, seen = made
+    counts = [40] * 10  # as many as are held back, of each class
+    everything = {
+        "train": images_of(folder / "jobs/parts/train.lmdb"),
+        "held": images_of(folder / "jobs/parts/held_back.lmdb"),
+    }
+    for arm, source in (("real", "train"), ("real-again", "held")):
+        pixels, labels = seen[arm]
+        assert np.bincount(labels).tolist() == counts
+        known = {row.tobytes() for row in everything[source][0]}
+        assert all(row.tobytes() in known for row in pixels)
+        assert len({row.tobytes() for row in pixels}) > 390  # each once, but for equal images
+    assert list(seen) == ["real", "real-again", "plain", "fresh", "psi", "together", "untrained"]
+    for arm in ("plain", "psi", "untrained"):
+        assert np.bincount(seen[arm][1]).tolist() == counts
+    for arm in ("fresh", "together"):  # 20 steps of 32
+        assert np.bincount(seen[arm][1]).tolist() == [64] * 10
+    np.testing.assert_array_equal(seen["fresh"][0][:40], seen["plain"][0][:40])
+    assert np.abs(seen["psi"][0] - seen["plain"][0]).max() > 1
+
+
+def test_the_page_has_every_arm(made) -> None:
+    folder, document, _ = made
+    (_, header, rows), (_, _, by_class) = (
+        (table["title"], table["header"], table["rows"]) for table in document["tables"]
+    )
+    assert [row[0] for row in rows] == [REAL, CONTROL, PLAIN, "fresh", "psi", TOGETHER, UNTRAINED]
+    assert header[2] == "gap to real, points"
+    accuracies = [float(row[1]) for row in rows]
+    assert rows[1][2].startswith(f"{accuracies[0] - accuracies[1]:+.1f}"[:3])
+    assert rows[0][2] == ""
+    assert len(by_class) == 10
+    for picture in document["pictures"]:
+        assert (folder / picture["file"]).is_file()
+    asked = {(row["first"], row["second"]) for row in document["verdicts"]}
+    assert asked == {(PLAIN, "fresh"), (PLAIN, "psi"), (PLAIN, TOGETHER), (REAL, PLAIN), (REAL, TOGETHER)}
+    assert not list((folder / "runs").glob("*.lmdb"))
+
+
+def test_goes_on_to_the_same_document(made, images: Path) -> None:
+    folder, document, _ = made
+    (folder / "results" / "psi-s1.json").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("studies.cas.train_run", quick_train)
+        patch.setattr("studies.cas.judge_classifier", quick_judge)
+        again = study(images, folder)
+        assert again.write()["seeds"] == [0]
+        for file in (folder / "runs" / "psi-s1").iterdir():
+            file.unlink()
+        assert again.run() == document
+
+
+def test_more_than_the_control_can_have_is_refused(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("studies.cas.train_run", quick_train)
+    with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
+        study(images, tmp_path / "cas", n=401).run()
+
+
+@pytest.mark.slow
+def test_with_real_trainings(images: Path, tmp_path: Path) -> None:
+    short = {"precision": "fp32", "steps": 12, "batch_size": 16}
+    whole = study(
+        images,
+        tmp_path / "cas",
+        n=100,
+        seeds=1,
+        drawing=Drawing(confidence=(0.0, 1.0), checkpoints=2),
+        classifier=Recipe(config="configs/quickstart_classifier.yaml", overrides=short),
+        gan=Recipe(config="configs/quickstart_gan.yaml", overrides={**short, "checkpoint.every": 6}),
+    )
+    document = whole.run()
+    assert document["complete"]
+    arms = {row["name"]: row["figures"]["0"] for row in document["arms"]}
+    assert list(arms) == [REAL, CONTROL, PLAIN, "confidence", "checkpoints", TOGETHER, UNTRAINED]
+    assert all(0 <= figures["test_accuracy"] <= 1 for figures in arms.values())
+    assert arms["confidence"] == arms[PLAIN]  # all samples pass, and everything else has its key
+    assert arms["together"] == arms["checkpoints"]

@@ -1,0 +1,154 @@
+"""Samples for a study: which they are, what selection keeps of them, and how far they are spread."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from data.dataset import Dataset
+from data.loader import read_batch
+from models.restore import generator_from
+from models.sampling import draw, generate, to_uint8
+from studies.drawing import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
+from tests.inference.conftest import gan_run, styled
+from tests.metrics.conftest import CLASSES, SIDE, pack
+from utils.checkpoint import load, resolve, save
+from utils.errors import UserError
+from utils.passport import nothing
+from utils.seeding import generator as keyed_generator
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A generator's run with checkpoints of three steps, whose w_avg is far from any class's mean."""
+    folder = gan_run(tmp_path_factory.mktemp("study") / "gan", styled())
+    content = load(resolve(str(folder)))
+    content.pop("file", None)
+    for step in (8, 9):
+        state = {key: value.clone() for key, value in content["state"]["generator_ema"].items()}
+        state["w_avg"] += 3.0
+        for key, value in state.items():
+            if key.endswith("affine.weight"):
+                value += 0.1 * step * torch.randn(value.shape, generator=keyed_generator(step, "test"))
+        save(folder / "checkpoints", {**content, "step": step, "state": {"generator_ema": state}})
+    return folder
+
+
+def drawn(run: Path, out: Path, counts: list[int], count: int = 1, **options) -> tuple[Tensor, np.ndarray, list[float]]:
+    """The images and labels of a file of samples, and the shares that were kept."""
+    shares = draw_samples(out, last_checkpoints(run, count), counts, **{"seed": 5, "drawing": Drawing(), **options})
+    with Dataset(out) as reader:
+        return read_batch(reader, np.arange(len(reader))).images, reader.labels().copy(), shares
+
+
+def test_samples_have_keys_of_their_own_and_checkpoints_take_turns(run: Path, tmp_path: Path) -> None:
+    drawing = Drawing(checkpoints=2)
+    images, labels, shares = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5], 2, drawing=drawing)
+    assert np.bincount(labels).tolist() == [BLOCK + 3, 0, 5]
+    assert shares == [1.0, 1.0, 1.0]
+    generators = [generator_from(load(file)) for file in last_checkpoints(run, 2)]
+    for first, label, generator in ((0, 0, generators[0]), (BLOCK, 0, generators[1]), (BLOCK + 3, 2, generators[0])):
+        index = first if label == 0 else 0
+        alone = generate(
+            generator, labels=torch.tensor([label]), indices=[index], seed=5, stream=("study", "sample", label)
+        )
+        assert (images[first].int() - alone[0].int()).abs().max() <= 1  # of another batch size
+    with Dataset(tmp_path / "x.lmdb") as reader:
+        passport = reader.meta.passport
+    assert passport is not None
+    assert (passport["step"], passport["seed"], passport["selection"]) == (9, 5, "2 checkpoints in turn")
+    again, _, _ = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5], 2, drawing=drawing)
+    assert torch.equal(again, images)
+
+
+def test_a_rule_keeps_the_first_that_pass(run: Path, tmp_path: Path) -> None:
+    everything, _, _ = drawn(run, tmp_path / "all.lmdb", [0, BLOCK, 0])
+    rule = lambda images, label: torch.arange(len(images)) % 4 == label  # noqa: E731
+    images, _, shares = drawn(run, tmp_path / "some.lmdb", [0, 20, 0], rule=rule)
+    assert torch.equal(images[:16], everything[1::4])
+    assert shares == [1.0, 32 / 128, 1.0]
+
+
+def test_psi_spreads_w_about_the_class(run: Path, tmp_path: Path) -> None:
+    images, _, _ = drawn(run, tmp_path / "x.lmdb", [0, 0, 4], drawing=Drawing(psi=1.5))
+    generator: Any = generator_from(load(last_checkpoints(run, 1)[0]))
+    z, maps = draw(generator, range(4), 5, ("study", "sample", 2))
+    many, _ = draw(generator, range(MEAN_OF), 0, ("study", "mean"))
+    with torch.no_grad():
+        mean = generator.mapping(many, torch.full((MEAN_OF,), 2)).mean(0)
+        w = generator.mapping(z, torch.full((4,), 2))
+        ws = (mean + 1.5 * (w - mean))[:, None].expand(-1, generator.num_ws, -1)
+        expected = to_uint8(generator.synthesis(ws, maps))
+    assert (images.int() - expected.int()).abs().max() <= 1
+    plain, _, _ = drawn(run, tmp_path / "y.lmdb", [0, 0, 4])
+    assert (images.int() - plain.int()).abs().max() > 1
+
+
+class Known(nn.Module):
+    """Its only feature is an image's mean; class 0 is likelier the darker it is."""
+
+    resolution, channels, classes, lineage = SIDE, 1, 3, nothing()
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.mean((1, 2, 3))[:, None]
+
+    def head(self, features: Tensor) -> Tensor:
+        return torch.cat([-4 * features, 0 * features, 4 * features], dim=1)
+
+
+def test_what_is_selected(tmp_path: Path) -> None:
+    for name, seed in (("train", 1), ("held", 2)):
+        pack(tmp_path / f"{name}.lmdb", seed=seed, count=60)
+    images = torch.arange(0, 256, 2, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, SIDE, SIDE)
+    means = images[:, 0, 0, 0].double() / 127.5 - 1
+    chances = torch.stack([-4 * means, 0 * means, 4 * means], dim=1).softmax(1)
+    with Dataset(tmp_path / "train.lmdb") as training, Dataset(tmp_path / "held.lmdb") as held_out:
+
+        def kept(label: int, **drawing) -> Tensor:
+            return Selector(Drawing(**drawing), Known(), training, held_out)(images, label)  # type: ignore[arg-type]
+
+        assert torch.equal(kept(2, recognised=True), chances.argmax(1) == 2)
+        confidence = (chances[:, 0] >= 0.2) & (chances[:, 0] <= 0.9)
+        assert torch.equal(kept(0, confidence=(0.2, 0.9)), confidence)
+
+        def brightness(reader: Dataset) -> Tensor:
+            found = read_batch(reader, np.flatnonzero(reader.labels() == 1)).images
+            return (found.double() / 127.5 - 1).mean((1, 2, 3))
+
+        references = brightness(training)
+        usual = (brightness(held_out)[:, None] - references).abs().min(1).values.sort().values
+        near = (means[:, None] - references).abs().min(1).values
+        found = kept(1, distance=(0.0, 1.0))
+        assert 0 < found.sum() < len(images)
+        assert torch.equal(found, near <= usual[-1] * (1 + 1e-6))
+        assert torch.equal(kept(1, distance=(0.5, 1.0)), found & (near >= usual.quantile(0.5)))
+        both = kept(1, recognised=True, distance=(0.0, 1.0))
+        assert torch.equal(both, found & (chances.argmax(1) == 1))
+
+
+def test_drawings_in_words_and_alone() -> None:
+    drawing = Drawing(recognised=True, confidence=(0.3, 1.0), psi=1.2, fresh=True)
+    assert str(drawing) == "recognised as asked, confidence 0.3 to 1, none seen twice, psi 1.2"
+    alone = drawing.alone()
+    assert list(alone) == ["recognised", "confidence", "fresh", "psi"]
+    assert alone["psi"] == Drawing(psi=1.2)
+    assert [each.selects for each in alone.values()] == [True, True, False, False]
+    assert (str(Drawing()), Drawing().alone()) == ("as drawn", {})
+
+
+def test_refusals(run: Path, tmp_path: Path) -> None:
+    for band in ((0.5, 0.5), (-0.1, 1.0), (0.2, 1.1)):
+        with pytest.raises(UserError, match=r"drawing\.distance .* give two numbers from 0 to 1"):
+            Drawing(distance=band)
+    with pytest.raises(UserError, match="keeps 3 checkpoints, 4 are asked for"):
+        last_checkpoints(run, 4)
+    with pytest.raises(UserError, match="a generator of 3 classes, the images have 2"):
+        drawn(run, tmp_path / "x.lmdb", [1, 1])
+    with pytest.raises(UserError, match=f"samples of class {CLASSES[1]}; ask for less"):
+        drawn(
+            run, tmp_path / "x.lmdb", [0, 9, 0], rule=lambda images, label: torch.zeros(len(images), dtype=torch.bool)
+        )
+    assert not (tmp_path / "x.lmdb").exists()
