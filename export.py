@@ -13,7 +13,8 @@ from utils.errors import run_cli
 
 FORMAT_HELP = (
     "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "
-    "integers, smaller and faster on CPUs"
+    "integers, smaller and faster on CPUs; nvidia and rosinality: StyleGAN2's weights by the names of those programs; "
+    "folder: weights, a model card and a page of Python that needs torch and safetensors alone"
 )
 
 
@@ -24,8 +25,9 @@ def parser() -> Parser:
     add("--checkpoint", required=True, metavar="RUN_OR_FILE", help="run folder, checkpoint or .safetensors file")
     add("--which", choices=("last", "best"), default="last", help="which checkpoint of a run folder (default: last)")
     add("--format", required=True, choices=FORMATS, help=FORMAT_HELP)
-    add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
-    add("--overwrite", action="store_true", help="replace --out if it exists")
+    add("--out", required=True, type=Path, metavar="FILE", help="the file, or folder, to write")
+    add("--overwrite", action="store_true", help="replace --out if it exists (files only)")
+    add("--licence", "--license", default=ExportConfig.licence, help="that a model card names (default: unknown)")
     add("--data", metavar="X.lmdb", help="images of the check (default: the run's held-out, else training images)")
     add("--calibration", metavar="X.lmdb", help="images for int8's ranges (default: the run's training images)")
     counts = {"n": "images of the check", "calibrated": "images for int8's ranges"}
@@ -62,7 +64,7 @@ def main(argv: list[str]) -> int:
         print(table(rows, batch=job.batch_size))
     if wrong is not None:
         raise failed(job, wrong)
-    print(f"wrote {job.out}, {job.out.stat().st_size / 2**20:.2f} MiB", file=sys.stderr)
+    print(f"wrote {job.out}, {rows[-1].bytes / 2**20:.2f} MiB", file=sys.stderr)
     refresh(job.out)
     return 0
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     """The options of this script."""
     options = Parser(prog="python -m models.convert", description=__doc__)
-    text = "NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt"
+    text = "NVIDIA's StyleGAN2 .pkl (PyTorch or TensorFlow), R3GAN's .pkl, rosinality's .pt, or what export.py wrote"
     options.add_argument("file", type=Path, metavar="FILE", help=text)
     options.add_argument("out", type=Path, metavar="OUT", help="the run folder to make")
     options.add_argument("--classes", metavar="A,B", help="names of its classes, in order (default: 0, 1, ...)")
@@ -56,6 +56,8 @@ def read(path: Path) -> "Converted":
     from models.official.unpickle import Inert, Refused, read_pickle
 
     try:
+        if path.suffix == ".safetensors":
+            return nvidia.from_file(path)
         if path.suffix != ".pkl":
             return rosinality.convert(rosinality.read(path))
         content = read_pickle(path)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +168,15 @@ def table(rows: Sequence[Row], *, batch: int) -> str:
 
 def check_job(job: ExportConfig, checkpoint: dict[str, Any]) -> None:
     """Raise UserError for what can be checked before any work."""
-    if job.out.exists() and (job.out.is_dir() or not job.overwrite):
+    form = FORMATS[job.format]
+    if form.folder and job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
+        raise UserError(f"{job.out}: exists; --format {job.format} makes a folder, give a new one")
+    if not form.folder and job.out.exists() and (job.out.is_dir() or not job.overwrite):
         what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
         raise UserError(f"{job.out}: {what}")
-    if checkpoint["task"] == "gan" and job.format == "int8":
-        raise UserError(
-            "--format int8 is for classifiers, whose accuracy can be checked; for a generator choose safetensors, "
-            "torch-export or onnx"
-        )
-    for package in FORMATS[job.format].needs:
+    if form.only is not None and checkpoint["task"] != form.only[0]:
+        raise UserError(f"--format {job.format} {form.only[1]}")
+    for package in form.needs:
         import_extra(package)
     check_writable(job.out.parent)
 
@@ -218,16 +218,19 @@ def export(job: ExportConfig, checkpoint: dict[str, Any]) -> tuple[list[Row], Su
     """
     check_job(job, checkpoint)
     form = FORMATS[job.format]
-    subject = open_subject(job, checkpoint)
+    subject = replace(open_subject(job, checkpoint), title=job.out.name, licence=job.licence)
     try:
         job.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
             written = Path(folder) / job.out.name
             say(f"writing {job.format}")
             form.write(subject, written)
-            exported = (job.format, written.stat().st_size, form.open(subject, written))
+            files = [path for path in written.rglob("*") if path.is_file()] if form.folder else [written]
+            exported = (job.format, sum(path.stat().st_size for path in files), form.open(subject, written))
             rows, wrong = examine(subject, exported, form, batch=job.batch_size, repeats=job.repeats)
-            if wrong is None:
+            if wrong is None and form.folder:
+                written.replace(job.out)
+            elif wrong is None:
                 replace_file(job.out, written.read_bytes())
     except OSError as error:
         raise UserError(

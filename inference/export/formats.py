@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from inference.export.subject import Drawing, Inputs, Subject
+from inference.export.folder import open_folder, write_folder
+from inference.export.official import open_official, write_nvidia, write_rosinality
+from inference.export.programs import traced
+from inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject
 from inference.export.weights_file import ENTRY, contents, interface, read_weights, write_weights
 from models.restore import classifier_from, generator_from
 from utils.errors import UserError
-
-Runner = Callable[[Inputs], Tensor]
-EXAMPLES = 2  # rows that a network is traced with; a batch of one would be taken for a constant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class Format:
     open: Callable[[Subject, Path], Runner]
     limit: float | None  # largest difference that is allowed, as a share of the outputs' largest magnitude above 1
     needs: tuple[str, ...] = ()  # packages beyond the ordinary ones
+    only: tuple[str, str] | None = None  # a task, if it is for that one alone, and what to tell of the other one
+    folder: bool = False  # it is a folder
 
 
 @contextlib.contextmanager
@@ -74,7 +76,7 @@ def _program(subject: Subject) -> torch.export.ExportedProgram:
     """The network as a graph of torch's operators, BatchNorm folded, for any number of rows."""
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in subject.names)
-    return torch.export.export(subject.fast(), subject.rows(EXAMPLES), dynamic_shapes=shapes)
+    return traced(subject.fast(), subject.rows(EXAMPLES), shapes)
 
 
 def write_torch_export(subject: Subject, path: Path) -> None:
@@ -156,11 +158,19 @@ def write_int8(subject: Subject, path: Path) -> None:
 
 
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+CHECKABLE = (
+    "classifier",
+    "is for classifiers, whose accuracy can be checked; for a generator choose safetensors, torch-export or onnx",
+)
+STYLEGAN2 = ("gan", "is for StyleGAN2; for a classifier choose safetensors, torch-export, onnx or int8")
 FORMATS = {
     "safetensors": Format(
         write=lambda subject, path: write_weights(path, subject.checkpoint), open=open_safetensors, limit=0.0
     ),
     "torch-export": Format(write=write_torch_export, open=open_torch_export, limit=1e-4),
     "onnx": Format(write=write_onnx, open=open_onnx, limit=1e-4, needs=ONNX_PACKAGES),
-    "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX_PACKAGES),
+    "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX_PACKAGES, only=CHECKABLE),
+    "nvidia": Format(write=write_nvidia, open=open_official, limit=0.0, only=STYLEGAN2),
+    "rosinality": Format(write=write_rosinality, open=open_official, limit=0.0, only=STYLEGAN2),
+    "folder": Format(write=write_folder, open=open_folder, limit=1e-5, folder=True),
 }

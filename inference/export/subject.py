@@ -1,6 +1,7 @@
 """What is exported: a network as a plain function of tensors, and the inputs that it is checked with."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,10 @@ from utils.errors import UserError
 from utils.seeding import numpy_generator
 
 Inputs = tuple[Tensor, ...]
+Runner = Callable[[Inputs], Tensor]
 
 SAMPLES = 64  # of a generator, that it is checked with
+EXAMPLES = 2  # rows that a network is traced with; a batch of one would be taken for a constant
 
 
 class Drawing(nn.Module):
@@ -72,6 +75,8 @@ class Subject:
     batches: list[Inputs]  # what it is checked with
     labels: Tensor | None = None  # int64 [n], the true classes of all batches' images; None: unknown, or a generator
     calibration: list[Inputs] = field(default_factory=list)  # a classifier's: other images, for the ranges of int8
+    title: str = "model"  # of a model card
+    licence: str = "unknown"  # likewise
 
     @property
     def is_classifier(self) -> bool:

@@ -1,9 +1,11 @@
-"""What the tables of other programs' names share: a network of theirs, taken tensor by tensor into one of ours."""
+"""What the tables of other programs' names share: a network of theirs, taken tensor by tensor into one of ours, and
+one of ours by their names. A table serves both ways.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +13,42 @@ from torch import Tensor
 from models.fir import TAPS
 from models.official.unpickle import Refused
 
-Operation = Callable[[Tensor], Tensor]
+FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2  # of resampling, [4, 4]
+
+
+class Place(NamedTuple):
+    """Where a tensor of ours is in their network, and the dimensions of size 1 that it has more there (below 0: less)
+    before and after the others.
+    """
+
+    name: str
+    leading: int = 0
+    trailing: int = 0
+
+    def from_theirs(self, x: Tensor) -> Tensor:
+        """Theirs in our form."""
+        return _reshaped(x, -self.leading, -self.trailing)
+
+    def from_ours(self, x: Tensor) -> Tensor:
+        """Ours in their form."""
+        return _reshaped(x, self.leading, self.trailing)
+
+
+Table = dict[str, Place]  # by our names
+
+
+def _reshaped(x: Tensor, leading: int, trailing: int) -> Tensor:
+    for dimension, count in ((0, leading), (-1, trailing)):
+        for _ in range(abs(count)):
+            x = x.unsqueeze(dimension) if count > 0 else x.squeeze(dimension)
+    return x
+
+
+def by_their_names(state: Mapping[str, Tensor], table: Table, filters: Iterable[str], gain: float = 1.0) -> Any:
+    """name -> tensor, contiguous float32, of a network of theirs; the resampling filters, times `gain`, included."""
+    found = {place.name: place.from_ours(state[ours].detach().cpu().float()) for ours, place in table.items()}
+    found |= dict.fromkeys(filters, gain * FILTER)
+    return {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items()}
 
 
 @dataclass
@@ -44,12 +81,15 @@ class Source:
             raise Refused(f"{self.what}'s {name} is not finite")
         return value
 
+    def take_all(self, table: Table) -> dict[str, Tensor]:
+        """What the table names, by our names."""
+        return {ours: place.from_theirs(self.take(place.name)) for ours, place in table.items()}
+
     def drop_filters(self, suffix: str, gains: tuple[float, ...] = (1.0,)) -> None:
         """Take the resampling filters off; each must be [1, 3, 3, 1] times one of `gains`."""
-        wanted = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2
         for name in [name for name in self.tensors if name.endswith(suffix)]:
             found = self.take(name).squeeze()
-            if found.shape != wanted.shape or not any(torch.allclose(found, gain * wanted) for gain in gains):
+            if found.shape != FILTER.shape or not any(torch.allclose(found, gain * FILTER) for gain in gains):
                 raise Refused(f"{self.what}'s {name} is another filter than [1, 3, 3, 1], which Duet has not")
 
     def done(self) -> None:

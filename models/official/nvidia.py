@@ -1,17 +1,22 @@
 """StyleGAN2 networks of NVIDIA's PyTorch programs: stylegan2-ada-pytorch, and stylegan3's own StyleGAN2."""
 
+import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.official.names import Converted, Source, number, sizes
+from models.official.names import Converted, Place, Source, Table, by_their_names, number, sizes
 from models.official.unpickle import Inert, Refused, module_state
+from utils import door
+from utils.errors import UserError
 
 FILTER = [1, 3, 3, 1]
-Table = dict[str, tuple[str, int]]  # our name -> theirs, and the dimensions of size 1 to put before it
+ENTRY = "nvidia"  # of a .safetensors file's metadata: JSON of the keyword arguments
 
 
 class Arguments:
@@ -59,18 +64,23 @@ def convert(content: Mapping[str, Any]) -> Converted:
 
 
 def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[str, Tensor]]) -> Converted:
-    """Networks `G`, `G_ema`, `D` in NVIDIA's names, built with these keyword arguments, in ours."""
+    """Networks `G_ema`, and where they are there `G` and `D`, in NVIDIA's names, built with these keyword arguments,
+    in ours.
+    """
     g, shape, noise = _generator_arguments(Arguments(generator, "the generator's arguments"))
-    d, there, multiplier, notes = _discriminator_arguments(Arguments(discriminator, "the discriminator's arguments"))
-    if shape != there:
-        raise Refused(f"the generator draws {shape}, the discriminator looks at {there}")
     side, conditional = shape["resolution"], shape["classes"] > 0
     state = {}
     for ours, theirs in (("generator", "G"), ("generator_ema", "G_ema")):
-        source = Source(states[theirs], theirs)
-        source.drop_filters("resample_filter")
-        table = _generator_table(side, g["mapping_layers"], conditional)
-        state[ours] = _taken(source, table, () if noise else ("noise_strength", "noise_const"))
+        if theirs in states:
+            source = Source(states[theirs], theirs)
+            source.drop_filters("resample_filter")
+            table = _generator_table(side, g["mapping_layers"], conditional)
+            state[ours] = _taken(source, table, () if noise else ("noise_strength", "noise_const"))
+    if "D" not in states:  # a new one will be as wide as the generator
+        return Converted("stylegan2", shape, g, {name: g[name] for name in ("channel_base", "channel_max")}, state)
+    d, there, multiplier, notes = _discriminator_arguments(Arguments(discriminator, "the discriminator's arguments"))
+    if shape != there:
+        raise Refused(f"the generator draws {shape}, the discriminator looks at {there}")
     source = Source(states["D"], "D")
     source.drop_filters("resample_filter")
     table = _discriminator_table(side, d["mapping_layers"], conditional, d["architecture"] == "residual")
@@ -81,14 +91,60 @@ def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[s
     return Converted("stylegan2", shape, g, d, state, notes)
 
 
+def from_file(path: Path) -> Converted:
+    """The networks of a .safetensors file of `theirs`. Raises UserError if it is missing, too large or damaged."""
+    try:
+        door.check(path, door.WEIGHTS)
+        with safe_open(str(path), framework="pt") as file:
+            told, names = json.loads((file.metadata() or {}).get(ENTRY, "null")), list(file.keys())
+            states: dict[str, dict[str, Tensor]] = {}
+            for name in names if isinstance(told, dict) else ():
+                network, _, theirs = name.partition(".")
+                states.setdefault(network, {})[theirs] = file.get_tensor(name)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; give a network's file") from error
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
+    if "G_ema" not in states or not states.keys() <= {"G", "G_ema", "D"}:
+        raise Refused("it holds no networks in NVIDIA's names (export.py --format nvidia writes such files)")
+    return converted(told.get("G"), told.get("D"), states)
+
+
+def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """NETWORK.NAME -> tensor of `G`, `G_ema`, `D` (those that are there) as NVIDIA's state dicts have them, and the
+    keyword arguments of `G` and `D` in stylegan2-ada-pytorch.
+    """
+    shape, g, d = gan.shape, gan.generator, gan.discriminator
+    side, conditional = shape["resolution"], shape["classes"] > 0
+    image = {"c_dim": shape["classes"], "img_resolution": side, "img_channels": shape["channels"]}
+    mapping = {"num_layers": g["mapping_layers"], "lr_multiplier": g["mapping_lr_multiplier"]}
+    mapping["w_avg_beta"] = g["w_avg_beta"]
+    given = {"z_dim": g["z_dim"], "w_dim": g["w_dim"], **image, "mapping_kwargs": mapping}
+    arguments = {"G": given | {"synthesis_kwargs": _sizes_of(g)}}
+    parts = {}
+    table = _generator_table(side, g["mapping_layers"], conditional)
+    for ours, name in (("generator", "G"), ("generator_ema", "G_ema")):
+        if ours in gan.state:
+            parts[name] = by_their_names(gan.state[ours], table, _generator_filters(side))
+    if "discriminator" in gan.state:
+        residual, layers = d["architecture"] == "residual", d["mapping_layers"]
+        group = {"mbstd_group_size": d["minibatch_std_group"], "mbstd_num_channels": int(d["minibatch_std_group"] > 1)}
+        arguments["D"] = image | {"architecture": "resnet" if residual else "orig", **_sizes_of(d)}
+        arguments["D"] |= {"mapping_kwargs": {"num_layers": layers, "lr_multiplier": 0.01}, "epilogue_kwargs": group}
+        table = _discriminator_table(side, layers, conditional, residual)
+        filters = _discriminator_filters(side, residual)
+        parts["D"] = by_their_names(gan.state["discriminator"], table, filters)
+    return {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}, arguments
+
+
 def _taken(source: Source, table: Table, absent: tuple[str, ...] = ()) -> dict[str, Tensor]:
     taken = {}
-    for ours, (theirs, leading) in table.items():
-        if theirs.endswith(absent or ("\0",)):  # a network without noise: the same as noise of strength 0
-            side = int(re.findall(r"\.b(\d+)\.", theirs)[0])
+    for ours, place in table.items():
+        if place.name.endswith(absent or ("\0",)):  # a network without noise: the same as noise of strength 0
+            side = int(re.findall(r"\.b(\d+)\.", place.name)[0])
             taken[ours] = torch.zeros(()) if ours.endswith("strength") else torch.zeros(1, 1, side, side)
         else:
-            taken[ours] = source.take(theirs)[(None,) * leading]
+            taken[ours] = place.from_theirs(source.take(place.name))
     source.done()
     return taken
 
@@ -171,6 +227,14 @@ def _sizes(given: Arguments) -> dict[str, Any]:
     }
 
 
+def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Theirs clamps in fp32, too: a clamp of ours that acts in fp16 alone is left out, and fp16 with it."""
+    everywhere = config["clamp_always"] or config["conv_clamp"] is None
+    found = {"channel_base": config["channel_base"], "channel_max": config["channel_max"]}
+    found["num_fp16_res"] = config["fp16_resolutions"] if everywhere else 0
+    return found | {"conv_clamp": config["conv_clamp"] if everywhere else None}
+
+
 def _mapping_as_ours(mapping: Arguments, width: int) -> None:
     mapping.only("activation", "lrelu")
     mapping.only("embed_features", None, width)
@@ -183,22 +247,22 @@ def _mapping_as_ours(mapping: Arguments, width: int) -> None:
 
 
 def _generator_table(resolution: int, layers: int, conditional: bool) -> Table:
-    table = {"w_avg": ("mapping.w_avg", 0), "constant": ("synthesis.b4.const", 1)}
+    table = {"w_avg": Place("mapping.w_avg"), "constant": Place("synthesis.b4.const", -1)}
     for part in ("weight", "bias"):
         if conditional:
-            table[f"mapping.embed.{part}"] = (f"mapping.embed.{part}", 0)
+            table[f"mapping.embed.{part}"] = Place(f"mapping.embed.{part}")
         for k in range(layers):
-            table[f"mapping.layers.{k}.{part}"] = (f"mapping.fc{k}.{part}", 0)
+            table[f"mapping.layers.{k}.{part}"] = Place(f"mapping.fc{k}.{part}")
     for i, r in enumerate(sizes(resolution)):
         pairs = {f"blocks.{i}.second": "conv1"} | ({f"blocks.{i}.first": "conv0"} if r > 4 else {})
         for ours, theirs in pairs.items():
             theirs = f"synthesis.b{r}.{theirs}"
-            table |= {f"{ours}.bias": (f"{theirs}.bias", 0), f"{ours}.noise_strength": (f"{theirs}.noise_strength", 0)}
-            table[f"{ours}.noise_const"] = (f"{theirs}.noise_const", 2)
-        table[f"blocks.{i}.to_rgb.bias"] = (f"synthesis.b{r}.torgb.bias", 0)
+            table |= {f"{ours}.{part}": Place(f"{theirs}.{part}") for part in ("bias", "noise_strength")}
+            table[f"{ours}.noise_const"] = Place(f"{theirs}.noise_const", -2)
+        table[f"blocks.{i}.to_rgb.bias"] = Place(f"synthesis.b{r}.torgb.bias")
         for ours, theirs in (pairs | {f"blocks.{i}.to_rgb": "torgb"}).items():
             for part in ("weight", "affine.weight", "affine.bias"):
-                table[f"{ours}.conv.{part}"] = (f"synthesis.b{r}.{theirs}.{part}", 0)
+                table[f"{ours}.conv.{part}"] = Place(f"synthesis.b{r}.{theirs}.{part}")
     return table
 
 
@@ -209,8 +273,21 @@ def _discriminator_table(resolution: int, layers: int, conditional: bool, residu
     pairs |= {"last_conv": "b4.conv", "last_linear": "b4.fc", "output": "b4.out"}
     if conditional:
         pairs |= {"embed": "mapping.embed"} | {f"label_mapping.{k}": f"mapping.fc{k}" for k in range(layers)}
-    table = {f"{a}.{part}": (f"{b}.{part}", 0) for a, b in pairs.items() for part in ("weight", "bias")}
+    table = {f"{a}.{part}": Place(f"{b}.{part}") for a, b in pairs.items() for part in ("weight", "bias")}
     if residual:
         blocks = enumerate(sizes(resolution)[:0:-1])
-        table |= {f"blocks.{j}.skip.weight": (f"b{r}.skip.weight", 0) for j, r in blocks}
+        table |= {f"blocks.{j}.skip.weight": Place(f"b{r}.skip.weight") for j, r in blocks}
     return table
+
+
+def _generator_filters(resolution: int) -> list[str]:
+    """Where their generator keeps the resampling filter: in each block and each of its 3x3 convolutions."""
+    parts = [(r, part) for r in sizes(resolution) for part in ("", ".conv0", ".conv1") if r > 4 or part != ".conv0"]
+    return [f"synthesis.b{r}{part}.resample_filter" for r, part in parts]
+
+
+def _discriminator_filters(resolution: int, residual: bool) -> list[str]:
+    """Where their discriminator keeps it: in each block and each convolution."""
+    parts = ["", ".conv0", ".conv1", *([".skip"] if residual else [])]
+    places = [f"b{r}{part}" for r in sizes(resolution)[1:] for part in parts]
+    return [f"{place}.resample_filter" for place in (f"b{resolution}.fromrgb", *places, "b4.conv")]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.official.names import Converted, Source, sizes
+from models.official.names import Converted, Place, Source, Table, by_their_names, sizes
 from models.official.unpickle import Refused
 from models.stylegan2 import Generator, GeneratorConfig
 from utils import door
@@ -19,6 +19,7 @@ from utils.state_schema import check_tensors
 
 DRAWS = 4096  # of z, for the mean w that training files lack
 NAMES = ("g_ema", "g", "d")
+LR_MULTIPLIER = 0.01  # of their mapping network's learning rate
 
 
 def convert(content: Mapping[str, Any]) -> Converted:
@@ -68,6 +69,33 @@ def read(path: Path) -> Any:
         raise UserError(f"{path}: refused, {told}; fetch it again") from error
 
 
+def theirs(gan: Converted) -> dict[str, Any]:
+    """What their torch.save would hold: `g_ema`, `latent_avg`, and where they are there `g` and `d`. One mean w serves
+    both generators. Raises Refused for networks that theirs cannot be.
+    """
+    shape, g, d = gan.shape, gan.generator, gan.discriminator
+    if shape["classes"] or shape["channels"] != 3:
+        raise Refused(f"rosinality's networks are RGB and without classes, this one has {_described(shape)}")
+    if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
+        raise Refused(f"rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of {LR_MULTIPLIER}")
+    side = shape["resolution"]
+    rest = range(len(sizes(side)) - 1)
+    filters = [name for n in rest for name in (f"convs.{2 * n}.conv.blur.kernel", f"to_rgbs.{n}.upsample.kernel")]
+    content: dict[str, Any] = {}
+    for ours, name in (("generator_ema", "g_ema"), ("generator", "g")):
+        if ours in gan.state:
+            table = _generator_table(side, g["mapping_layers"])
+            content[name] = by_their_names(gan.state[ours], table, filters, gain=4.0)
+    if "discriminator" in gan.state and d["architecture"] == "residual" and d["minibatch_std_group"] > 1:
+        filters = [name for n in rest for name in (f"convs.{n + 1}.conv2.0.kernel", f"convs.{n + 1}.skip.0.kernel")]
+        content["d"] = by_their_names(gan.state["discriminator"], _discriminator_table(side), filters)
+    return content | {"latent_avg": gan.state["generator_ema"]["w_avg"].detach().cpu().float().clone()}
+
+
+def _described(shape: Mapping[str, int]) -> str:
+    return f"{shape['channels']} channels and {shape['classes']} classes"
+
+
 def _width(state: Mapping[str, Tensor], name: str) -> int:
     """The layer's inputs: of ToRGB's [1, 3, C, 1, 1] and of input and matrix [., C, ...]."""
     if name not in state or state[name].ndim < 2:
@@ -90,41 +118,50 @@ def _mean(part: Mapping[str, Tensor], config: Mapping[str, Any], shape: Mapping[
 def _generator(state: Mapping[str, Tensor], what: str, side: int, layers: int) -> dict[str, Tensor]:
     source = Source(state, what)
     source.drop_filters(".kernel", (1.0, 4.0))
-    found = {"constant": source.take("input.input")}
-    for k in range(layers):
-        for part in ("weight", "bias"):
-            found[f"mapping.layers.{k}.{part}"] = source.take(f"style.{k + 1}.{part}")
-    for i in range(len(sizes(side))):
-        places = (
-            [("second", "conv1", 0)]
-            if i == 0
-            else [
-                ("first", f"convs.{2 * i - 2}", 2 * i - 1),
-                ("second", f"convs.{2 * i - 1}", 2 * i),
-            ]
-        )
-        for name, theirs, noise in places:
-            ours = f"blocks.{i}.{name}"
-            _modulated(source, found, f"{ours}.conv", f"{theirs}.conv")
-            found[f"{ours}.noise_strength"] = source.take(f"{theirs}.noise.weight").reshape([])
-            found[f"{ours}.bias"] = source.take(f"{theirs}.activate.bias")
-            found[f"{ours}.noise_const"] = source.take(f"noises.noise_{noise}")
-        theirs = "to_rgb1" if i == 0 else f"to_rgbs.{i - 1}"
-        _modulated(source, found, f"blocks.{i}.to_rgb.conv", f"{theirs}.conv")
-        found[f"blocks.{i}.to_rgb.bias"] = source.take(f"{theirs}.bias").flatten()
+    found = source.take_all(_generator_table(side, layers))
     source.done()
     return found
-
-
-def _modulated(source: Source, found: dict[str, Tensor], ours: str, theirs: str) -> None:
-    found[f"{ours}.weight"] = source.take(f"{theirs}.weight").squeeze(0)
-    for part in ("weight", "bias"):
-        found[f"{ours}.affine.{part}"] = source.take(f"{theirs}.modulation.{part}")
 
 
 def _discriminator(state: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
     source = Source(state, "d")
     source.drop_filters(".kernel")
+    found = source.take_all(_discriminator_table(side))
+    source.done()
+    return found
+
+
+# --- names
+
+
+def _generator_table(side: int, layers: int) -> Table:
+    """All but `w_avg`, which is no part of their network."""
+    table = {"constant": Place("input.input")}
+    for k in range(layers):
+        for part in ("weight", "bias"):
+            table[f"mapping.layers.{k}.{part}"] = Place(f"style.{k + 1}.{part}")
+    for i in range(len(sizes(side))):
+        places = {"second": ("conv1", 0)}
+        if i:
+            places = {"first": (f"convs.{2 * i - 2}", 2 * i - 1), "second": (f"convs.{2 * i - 1}", 2 * i)}
+        for name, (theirs, noise) in places.items():
+            ours = f"blocks.{i}.{name}"
+            table |= _modulated(f"{ours}.conv", f"{theirs}.conv")
+            table[f"{ours}.noise_strength"] = Place(f"{theirs}.noise.weight", 1)
+            table[f"{ours}.bias"] = Place(f"{theirs}.activate.bias")
+            table[f"{ours}.noise_const"] = Place(f"noises.noise_{noise}")
+        theirs = f"to_rgbs.{i - 1}" if i else "to_rgb1"
+        table |= _modulated(f"blocks.{i}.to_rgb.conv", f"{theirs}.conv")
+        table[f"blocks.{i}.to_rgb.bias"] = Place(f"{theirs}.bias", 1, 2)
+    return table
+
+
+def _modulated(ours: str, theirs: str) -> Table:
+    affine = {f"{ours}.affine.{part}": Place(f"{theirs}.modulation.{part}") for part in ("weight", "bias")}
+    return {f"{ours}.weight": Place(f"{theirs}.weight", 1)} | affine
+
+
+def _discriminator_table(side: int) -> Table:
     names = {"from_rgb.weight": "convs.0.0.weight", "from_rgb.bias": "convs.0.1.bias"}
     for j in range(len(sizes(side)) - 1):
         theirs = f"convs.{j + 1}"
@@ -136,6 +173,4 @@ def _discriminator(state: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
     names |= {"last_conv.weight": "final_conv.0.weight", "last_conv.bias": "final_conv.1.bias"}
     for place, ours in enumerate(("last_linear", "output")):
         names |= {f"{ours}.{part}": f"final_linear.{place}.{part}" for part in ("weight", "bias")}
-    found = {ours: source.take(theirs) for ours, theirs in names.items()}
-    source.done()
-    return found
+    return {ours: Place(theirs) for ours, theirs in names.items()}

@@ -84,6 +84,7 @@ def nvidia_generator(*, classes=3, z_dim=5, w_dim=7, layers=2):
 def nvidia_discriminator(*, classes=3, layers=2, residual=True):
     """name -> tensor of a discriminator of 16 px."""
     state = {"b16.fromrgb.weight": drawn(WIDTHS[16], 3, 1, 1), "b16.fromrgb.bias": drawn(WIDTHS[16])}
+    state |= dict.fromkeys((f"{place}.resample_filter" for place in ("b16.fromrgb", "b16", "b8", "b4.conv")), FIR)
     for size in (16, 8):
         inputs, outputs = WIDTHS[size], WIDTHS[size // 2]
         for name, (a, b) in {"conv0": (inputs, inputs), "conv1": (inputs, outputs)}.items():
@@ -389,4 +390,5 @@ def rosinality_discriminator():
     names |= {"b4.conv.weight": "final_conv.0.weight", "b4.conv.bias": "final_conv.1.bias"}
     for n, layer in enumerate(("fc", "out")):
         names |= {f"b4.{layer}.{part}": f"final_linear.{n}.{part}" for part in ("weight", "bias")}
-    return {theirs: there[ours] for ours, theirs in names.items()} | {"convs.1.conv2.0.kernel": FIR}, there
+    filters = [f"convs.{n}.{place}.0.kernel" for n in (1, 2) for place in ("conv2", "skip")]
+    return {theirs: there[ours] for ours, theirs in names.items()} | dict.fromkeys(filters, FIR), there

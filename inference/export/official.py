@@ -1,0 +1,93 @@
+"""StyleGAN2 for other programs: by the names of NVIDIA's programs in a .safetensors file, and of rosinality's in a .pt
+file of plain tensors. `models.convert` reads both, which is how they are checked.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from inference.export.subject import Drawing, Runner, Subject
+from models.convert import checkpoint_of, read
+from models.official import nvidia, rosinality
+from models.official.names import Converted
+from models.official.unpickle import Refused
+from models.registry import DEFAULT
+from models.restore import generator_from
+from models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
+from utils.config import build
+from utils.errors import UserError
+from utils.logging import say
+
+WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
+
+
+def networks(checkpoint: dict[str, Any]) -> Converted:
+    """The checkpoint's networks with their whole configurations. Raises UserError for what is no grown StyleGAN2."""
+    config, shape = checkpoint["config"], dict(checkpoint["shape"])
+    found = config.get("architecture", DEFAULT)
+    if found != "stylegan2":
+        raise UserError(f"this format is for stylegan2, the checkpoint has {found}; choose safetensors")
+    if tuple(checkpoint.get("stage", (shape["resolution"], 1.0))) != (shape["resolution"], 1.0):
+        raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
+    sections = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
+    whole = {name: asdict(build(kind, config.get(name, {}), source=name)) for name, kind in sections.items()}
+    state = {name: part for name, part in checkpoint["state"].items() if name.removesuffix("_ema") in sections}
+    if "discriminator" not in config:  # a file of weights: of the generator alone
+        state.pop("discriminator", None)
+    return Converted("stylegan2", shape, whole["generator"], whole["discriminator"], state)
+
+
+def write_nvidia(subject: Subject, path: Path) -> None:
+    """Their state dicts, and in the metadata's entry `nvidia` the keyword arguments of their classes."""
+    gan = networks(subject.checkpoint)
+    for name in ("generator", "discriminator"):
+        base = getattr(gan, name)["channel_base"]
+        if base < gan.shape["resolution"]:
+            raise UserError(f"channel_base {base} leaves NVIDIA's {name} no channels; choose safetensors")
+    tensors, arguments = nvidia.theirs(gan)
+    if not gan.generator["clamp_always"] and gan.generator["conv_clamp"] is not None:
+        say("note: without conv_clamp and fp16, which here act together and there apart: the images are fp32's")
+    _tell_of_groups(gan)
+    told = {"format": "pt", nvidia.ENTRY: json.dumps(arguments), "classes": json.dumps(subject.checkpoint["classes"])}
+    try:
+        save_file(tensors, str(path), told)
+    except SafetensorError as error:  # it hides the system's error in its text
+        raise OSError(f"{path}: {error}") from error
+
+
+def write_rosinality(subject: Subject, path: Path) -> None:
+    """What their torch.save would hold, without optimizers."""
+    gan = networks(subject.checkpoint)
+    try:
+        content = rosinality.theirs(gan)
+    except Refused as error:
+        raise UserError(f"{error}; choose safetensors or nvidia") from None
+    config, side = gan.generator, gan.shape["resolution"]
+    base, top = config["channel_base"], config["channel_max"]
+    if top != WIDTHS or base % 16384:
+        widths = {r: channels_at(r, base, top) for r in (2**k for k in range(2, side.bit_length()))}
+        say(f"note: the widths are not rosinality's; put these in model.py as self.channels: {widths}")
+    if "discriminator" in gan.state and "d" not in content:
+        say("note: without the discriminator, which rosinality's class cannot be (plain, or minibatch_std_group 1)")
+    elif "d" in content:
+        _tell_of_groups(gan, only=4)
+    torch.save(content, path)
+
+
+def _tell_of_groups(gan: Converted, only: int | None = None) -> None:
+    group, order = gan.discriminator["minibatch_std_group"], gan.discriminator["minibatch_std_order"]
+    if "discriminator" in gan.state and group > 1 and (order != "strided" or only not in (None, group)):
+        theirs = f"{only or group} samples, N / {only or group} apart"
+        say(f"note: D's minibatch standard deviation is over groups of {group} {order} samples; theirs of {theirs}")
+
+
+def open_official(subject: Subject, path: Path) -> Runner:
+    """The generator that `models.convert` makes of the file, as a function of its inputs."""
+    content = checkpoint_of(read(path), list(subject.checkpoint["classes"]), str(path))
+    network = Drawing(generator_from(content))
+    return lambda inputs: network(*inputs)

@@ -1,0 +1,86 @@
+"""The images of this folder's generator, with torch and safetensors alone: nothing else of Duet is needed.
+
+    from duet_model import load
+
+    model = load()
+    images = model.samples(16, seed=0)                    # uint8 [16, C, H, W], those of Duet's generate.py
+    images = model(z, labels, truncation_psi=0.7)         # float32 [N, C, H, W] in about [-1, 1]
+
+The networks are programs of torch.export (.pt2), whose first input is the weights in model.safetensors. config.json
+has the sizes, the classes, and the names of each program's weights in order.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+class Generator:
+    """With styles (`mapping`, `synthesis`), or in one piece (`generator`), which has neither truncation nor noise."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.classes: list[str] = self.config["classes"]
+        self.weights = load_file(folder / "model.safetensors")
+        self.programs = {name: torch.export.load(folder / f"{name}.pt2").module() for name in self.config["programs"]}
+
+    def run(self, program: str, *inputs: Tensor | list[Tensor]) -> Tensor:
+        """A program's output; it is for the CPU."""
+        weights = [self.weights[name] for name in self.config["programs"][program]]
+        with torch.no_grad():
+            return self.programs[program](weights, *inputs)
+
+    def __call__(
+        self,
+        z: Tensor,  # float32 [N, z_dim], normal
+        labels: Tensor | None = None,  # int64 [N], places in `classes`; None without classes
+        truncation_psi: float = 1.0,  # w_avg + psi (w - w_avg): less varied and more typical below 1
+        noise: str | Sequence[Tensor] = "const",  # the stored maps, "none", or a map [N, 1, H, W] for each layer
+    ) -> Tensor:
+        inputs = (z,) if labels is None else (z, labels)
+        if "generator" in self.programs:
+            if truncation_psi != 1:
+                raise ValueError("this generator has no w to truncate; leave truncation_psi at 1")
+            return self.run("generator", *inputs)
+        w = self.run("mapping", *inputs)
+        w = w if truncation_psi == 1 else self.weights["w_avg"].lerp(w, truncation_psi)
+        return self.synthesis(w[:, None].repeat(1, self.config["num_ws"], 1), noise)
+
+    def synthesis(self, ws: Tensor, noise: str | Sequence[Tensor] = "const") -> Tensor:
+        """Images of a style for each layer, ws [N, num_ws, w_dim]."""
+        if isinstance(noise, str):
+            stored = [self.weights[name].repeat(len(ws), 1, 1, 1) for name in self.config["noise"]]
+            noise = stored if noise == "const" else [torch.zeros_like(x) for x in stored]
+        return self.run("synthesis", ws, list(noise))
+
+    def samples(self, count: int, seed: int = 0, truncation_psi: float = 1.0) -> Tensor:
+        """uint8 [count, C, H, W]: sample i depends on (seed, i) alone; the classes go round."""
+        shapes = [self.weights[name].shape[1:] for name in self.config["noise"]]
+        sizes = [self.config["z_dim"], *(shape.numel() for shape in shapes)]
+        rows = torch.stack([torch.randn(sum(sizes), generator=_keyed(seed, i)) for i in range(count)])
+        z, *maps = rows.split(sizes, dim=1)
+        labels = torch.arange(count) % len(self.classes) if self.config["conditional"] else None
+        noise = [x.reshape(-1, *shape) for x, shape in zip(maps, shapes, strict=True)]
+        return to_uint8(self(z, labels, truncation_psi, noise))
+
+
+def _keyed(seed: int, index: int) -> torch.Generator:
+    """Duet's rule: a draw's seed is the hash of its key."""
+    key = f"int:{seed}\x1fstr:eval\x1fint:{index}".encode()
+    digest = hashlib.blake2b(key, digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """[-1, 1] to 0..255; values outside are clipped."""
+    return (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def load(folder: str | Path | None = None) -> Generator:
+    """The generator of the folder, of the one that this file lies in unless said."""
+    return Generator(Path(folder or Path(__file__).parent))

@@ -1,0 +1,104 @@
+"""A network as programs of torch.export whose weights are inputs, so that a file of weights serves them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from inference.export.subject import EXAMPLES, Drawing, Subject
+
+
+def traced(network: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.export.ExportedProgram:
+    """The network as a graph of torch's operators, `shapes` as torch.export has them. Neither the inputs, which may be
+    someone's images, nor places on this machine are left in it.
+    """
+    program = torch.export.export(network, inputs, dynamic_shapes=shapes)
+    program.example_inputs = None
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)
+    return program
+
+
+class Bare(nn.Module):
+    """`forward(weights, *inputs)` of a network, without weights of its own: `names` says which they are, in order."""
+
+    def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.hidden = [network]  # in a list, torch does not see it
+
+    def forward(self, weights: list[Tensor], *inputs: Any) -> Tensor:
+        return functional_call(self.hidden[0], dict(zip(self.names, weights, strict=True)), inputs)
+
+
+class Synthesis(nn.Module):
+    """ws [N, num_ws, w_dim] and a noise map [N, 1, H, W] for each layer -> images."""
+
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, ws: Tensor, noise: list[Tensor]) -> Tensor:
+        return self.generator.synthesis(ws, noise)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A network, the names of its weights in it and in the file, and what it is traced with."""
+
+    network: nn.Module
+    names: list[str]
+    stored: list[str]
+    inputs: tuple[Any, ...]
+
+    def write(self, path: Path) -> None:
+        """Trace it, for any number of rows."""
+        state = self.network.state_dict()
+        weights = [state[name] for name in self.names]
+        batch = torch.export.Dim("batch", min=1)
+        rows = [[{0: batch} for _ in x] if isinstance(x, list) else {0: batch} for x in self.inputs]
+        shapes = ([None] * len(weights), tuple(rows))
+        bare = Bare(self.network, self.names).eval()
+        torch.export.save(traced(bare, (weights, *self.inputs), shapes), path)
+
+
+def programs(subject: Subject) -> dict[str, Program]:
+    """The programs of a subject's network by their names; each stored name is one of its checkpoint's state."""
+    rows, network = subject.rows(EXAMPLES), subject.network
+    if subject.is_classifier:
+        return {"network": _program(network, rows, lambda name: name)}
+    assert isinstance(network, Drawing)
+    generator: Any = network.generator
+    if not generator.has_styles:  # one that still grows is in a network of its stage
+        return {"generator": _program(network, rows, lambda name: name.rpartition("generator.")[2])}
+    ws = torch.zeros(EXAMPLES, generator.num_ws, generator.w_dim)
+    maps = [torch.zeros(EXAMPLES, *shape) for shape in generator.noise_shapes()]
+    return {
+        "mapping": _program(generator.mapping, rows, lambda name: f"mapping.{name}"),
+        "synthesis": _program(Synthesis(generator), (ws, maps), _of_synthesis),
+    }
+
+
+def noise_names(subject: Subject) -> list[str]:
+    """The stored noise maps by their names in the state, in the order of the layers; none without styles."""
+    generator: Any = getattr(subject.network, "generator", None)
+    if generator is None or not generator.has_styles:
+        return []
+    names = {id(x): name for name, x in generator.named_buffers()}
+    return [names[id(layer.noise_const)] for layer in generator.styled_layers()]
+
+
+def _of_synthesis(name: str) -> str | None:
+    stored = name.removeprefix("generator.")
+    return None if stored.startswith(("mapping.", "w_avg")) or stored.endswith("noise_const") else stored
+
+
+def _program(network: nn.Module, inputs: tuple[Any, ...], stored: Callable[[str], str | None]) -> Program:
+    """`stored`: of the network's name of a weight the file's, or None where it has no use."""
+    found = {name: there for name in network.state_dict() if (there := stored(name)) is not None}
+    return Program(network, list(found), list(found.values()), inputs)
