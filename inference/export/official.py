@@ -39,6 +39,9 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
     state = {name: part for name, part in checkpoint["state"].items() if name.removesuffix("_ema") in sections}
     if "discriminator" not in config:  # a file of weights: of the generator alone
         state.pop("discriminator", None)
+    heads = {name.partition(".")[0] for name in state.get("discriminator", {})} & {"auxiliary", "from_rgbs"}
+    if heads:
+        say(f"note: without the discriminator's {' and '.join(sorted(heads))}, which those programs have not")
     return Converted("stylegan2", shape, whole["generator"], whole["discriminator"], state)
 
 

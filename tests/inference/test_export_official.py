@@ -122,6 +122,14 @@ def test_export_checks_what_it_wrote(tmp_path, capsys, form):
     assert "generator_ema" in load(resolve(tmp_path / "back"))["state"]
 
 
+def test_heads_of_the_discriminator_that_they_lack_are_left_out_and_told_of(tmp_path, capsys):
+    checkpoint = load(resolve(ours(tmp_path / "run")))
+    checkpoint["state"]["discriminator"]["auxiliary.weight"] = torch.zeros(3, 8)
+    FORMATS["nvidia"].write(generator_subject(checkpoint, batch_size=4), tmp_path / "x.safetensors")
+    assert "without the discriminator's auxiliary, which" in capsys.readouterr().err
+    assert "discriminator" in read(tmp_path / "x.safetensors").state
+
+
 def test_weights_alone_are_a_generator_alone(tmp_path):
     run = ours(tmp_path / "run")
     FORMATS["safetensors"].write(generator_subject(load(resolve(run)), batch_size=4), tmp_path / "w.safetensors")
