@@ -129,7 +129,8 @@ def test_a_generator_without_styles_is_one_program(runs, tmp_path, name):
     with pytest.raises(ValueError, match="has no w to truncate"):
         model(*subject.rows(1), truncation_psi=0.5)
     if name == "plain":
-        expected = Sampler(generator=subject.network.generator, chosen=[0, 1, 2]).images(range(4))
+        generator: Any = subject.network.generator
+        expected = Sampler(generator=generator, chosen=[0, 1, 2]).images(range(4))
         assert (model.samples(4).int() - expected.int()).abs().max() <= 1
 
 
