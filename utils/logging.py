@@ -1,4 +1,4 @@
-"""Where numbers go: the console, `metrics.jsonl`, TensorBoard. Only rank 0 writes; the others hold a silent log."""
+"""Where numbers go: the console, `metrics.jsonl`, TensorBoard, a tracker. Rank 0 writes; others are silent."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from utils.distributed import collectives
 from utils.files import replace_file
 from utils.progress import Bar
+from utils.track import Tracker
 
 Metrics = dict[str, float | int]
 
@@ -137,12 +138,15 @@ class _SideBySide(nn.Module):
 class RunLog:
     """`metrics.jsonl` (one JSON object a log tick), TensorBoard events and the progress bar of one run."""
 
-    def __init__(self, folder: Path, *, active: bool, tensorboard: bool, total_steps: int) -> None:
+    def __init__(
+        self, folder: Path, *, active: bool, tensorboard: bool, total_steps: int, tracker: str = "none"
+    ) -> None:
         self._path = folder / "metrics.jsonl"
         self._folder = folder
         self._active = active
         self._tensorboard = tensorboard and active
         self._total = total_steps
+        self._tracker = Tracker(folder, tracker) if active and tracker != "none" else None
         self._events: Events | None = None
         self._bar: Bar | None = None
         self._refused: set[str] = set()  # by the disk
@@ -154,6 +158,8 @@ class RunLog:
         if not self._active:
             return
         cut_back(self._path, step, partial=going_on)
+        if self._tracker is not None:
+            self._tracker.read_again()
         if self._tensorboard:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
@@ -179,11 +185,25 @@ class RunLog:
         if self._events is not None and not partial:
             self._events.scalars(step, metrics)
         self._append(json.dumps(row) + "\n")
+        self._track()
         losses = {key[5:]: f"{value:.3g}" for key, value in metrics.items() if key.startswith("loss/")}
         if self._bar is not None and losses:
             self._bar.set_postfix(losses, refresh=False)
             rate = {"images/s": f"{metrics['images_per_second']:.4g}"} if "images_per_second" in metrics else {}
             self._bar.more = "".join(f", {name} {value}" for name, value in (losses | rate).items())
+
+    def _track(self, *, close: bool = False) -> None:
+        """Send the tracker what it lacks. Whatever it raises costs its rows, and not the training."""
+        if self._tracker is None:
+            return
+        try:
+            self._tracker.send()
+            if close:
+                self._tracker.close()
+        except Exception as error:
+            later = f"`python -m utils.track {self._folder} --to {self._tracker.name}` sends the rows later"
+            say(f"warning: {self._tracker.name}: {error}; training continues without it; {later}")
+            self._tracker = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Curves for TensorBoard alone: what metrics.jsonl need not repeat, since the config says it."""
@@ -238,6 +258,7 @@ class RunLog:
             self._events.close()
             self._tensorboard = not self._events.refused
             self._events = None
+        self._track(close=True)
         if self._bar is not None:
             self._bar.close()
             self._bar = None

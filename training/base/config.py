@@ -50,6 +50,7 @@ class LogConfig(Checked, section="log"):
     every: PositiveInt = 50  # rows of metrics.jsonl
     samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
     tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
+    tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"  # gets the rows too, at each checkpoint
     layers: list[str] = field(default_factory=list)  # whose statistics go to TensorBoard: names or patterns
     layers_every: PositiveInt = 100  # steps from one look at these layers to the next
 

@@ -16,9 +16,10 @@ from training.engine.tasks import TASKS, build_run_config
 from utils.config import read_yaml
 from utils.errors import UserError
 from utils.memory import total_bytes
+from utils.recipes import STUDIES
 
 CPU = torch.device("cpu")
-RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))
 
 
 def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_size: int = 1) -> None:

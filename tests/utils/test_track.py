@@ -1,0 +1,200 @@
+"""`log.tracker` and `python -m utils.track`: the rows of metrics.jsonl, each once, whatever happens to the run."""
+
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.helpers import write_config
+from train import main as train
+from utils import track
+from utils.errors import run_cli
+
+ROWS = [
+    {"step": 2, "loss/x": 1.5, "n": 3},
+    {"step": 2, "val/y": 0.5},
+    {"step": 4, "loss/x": None},
+    {"step": 6, "z": 1.0},
+]
+
+
+def as_sent(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    sent = [(row["step"], {k: v for k, v in row.items() if k != "step" and v is not None}) for row in rows]
+    return [(step, values) for step, values in sent if values]
+
+
+class Kept:
+    """A tracker that keeps what it is sent, by its runs' ids."""
+
+    runs: dict[str, list[tuple[int, dict[str, float]]]]
+    opened: list[str | None]
+    down = False
+
+    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
+        if self.down:
+            raise ConnectionError("no network")
+        self.opened.append(known)
+        self.id = known or f"id{len(self.runs)}"
+        self.runs.setdefault(self.id, [])
+
+    def log(self, step: int, values: track.Values) -> None:
+        self.runs[self.id].append((step, dict(values)))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
+    """In wandb's place."""
+    monkeypatch.setattr(Kept, "runs", {}, raising=False)
+    monkeypatch.setattr(Kept, "opened", [], raising=False)
+    monkeypatch.setattr(Kept, "down", False)
+    monkeypatch.setitem(track.TRACKERS, "wandb", Kept)
+    usual = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == "wandb" else usual(name))
+    return Kept
+
+
+def made(folder: Path, *, saved: int) -> Path:
+    """A run folder with ROWS and a checkpoint of step `saved`."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) + '{"step": 8, "z"')
+    (folder / "config.yaml").write_text("task: gan\nloss: {r1: 2.0}\n")
+    save(folder, saved)
+    return folder
+
+
+def save(folder: Path, step: int) -> None:
+    (folder / "checkpoints" / f"step-{step:08d}.pt").touch()
+
+
+def test_rows_up_to_the_last_checkpoint_are_sent_once(tmp_path: Path, kept: type[Kept]) -> None:
+    run = made(tmp_path / "run", saved=4)
+    tracker = track.Tracker(run, "wandb")
+    assert (tracker.send(), tracker.send()) == (3, 0)
+    save(run, 6)
+    assert tracker.send() == 1
+    tracker.close()
+    save(run, 8)
+    assert track.Tracker(run, "wandb").send() == 0  # its row was left half written
+    assert kept.runs == {"id0": as_sent(ROWS)}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(': 2.0}\n{"step": 8, "partial": true}\n')
+    assert track.Tracker(run, "wandb").send() == 1
+    assert kept.runs == {"id0": [*as_sent(ROWS), (8, {"z": 2.0})]}
+    assert kept.opened == [None, "id0"]
+
+
+def test_the_command(tmp_path: Path, kept: type[Kept], capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "run", saved=6)
+    kept.down = True
+    assert run_cli(track.main, [str(run), "--to", "wandb"]) == 2
+    assert capsys.readouterr().err == f"error: wandb: no network; nothing of {run} is lost, give the command again\n"
+    kept.down = False
+    for said in (f"4 rows of {run} to wandb", f"wandb has all rows of {run}"):
+        assert run_cli(track.main, [str(run), "--to", "wandb"]) == 0
+        assert capsys.readouterr().out.strip() == said
+    assert run_cli(track.main, [str(tmp_path), "--to", "wandb"]) == 2
+    assert "no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
+
+
+def test_a_training_that_stops_and_goes_on_sends_its_rows(tmp_path: Path, packed: Path, kept: type[Kept]) -> None:
+    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    options = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--log.tracker", "wandb"]
+    assert run_cli(train, [*options, "--max-steps", "4"]) == 0
+    assert run_cli(train, options) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows
+    assert kept.runs == {"id0": as_sent(rows)}
+
+
+def test_a_tracker_that_fails_costs_its_rows_only(
+    tmp_path: Path, packed: Path, kept: type[Kept], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept.down = True
+    recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
+    options = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--log.tracker", "wandb"]
+    assert run_cli(train, options) == 0
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: wandb")]
+    assert warning.startswith("warning: wandb: no network; training continues without it; `python -m utils.track ")
+    kept.down = False
+    assert run_cli(track.main, [str(run), "--to", "wandb"]) == 0
+    assert [step for step, _ in kept.runs["id0"]] == [
+        json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(track.UserError, match="the tracker mlflow: its package is not installed; pip install mlflow"):
+        track.Tracker(tmp_path, "mlflow")
+
+
+def of_mlflow(run: Path) -> list[tuple[int, dict[str, float]]]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{run.parent / 'mlflow.db'}")
+    found = json.loads((run / "tracker.json").read_text())["id"]
+    assert client.get_run(found).data.params == {"task": "gan", "loss.r1": "2.0"}
+    keys = sorted({key for _, values in as_sent(ROWS) for key in values})
+    return [(m.step, {key: m.value}) for key in keys for m in client.get_metric_history(found, key)]
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """Of an offline run's file: LevelDB's log format behind 7 bytes, blocks of 32 KiB, fragments of type 1 to 4."""
+    place, whole = 7, b""
+    while place + 7 <= len(content):
+        if (left := 32768 - place % 32768) < 7:
+            place += left  # padding
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        whole += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last
+            yield whole
+            whole = b""
+
+
+def of_wandb(run: Path) -> list[tuple[int, dict[str, float]]]:
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb")):
+        for data in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            items = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            found += [(record.history.step.num, {k: v}) for k, v in items.items() if not k.startswith("_")]
+    return found
+
+
+def of_trackio(run: Path) -> list[tuple[int, dict[str, float]]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    rows = SQLiteStorage.get_logs("duet", json.loads((run / "tracker.json").read_text())["id"])
+    own = ("step", "timestamp")
+    return [(row["step"], {k: v}) for row in rows for k, v in row.items() if k not in own]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trackers' own packages
+@pytest.mark.parametrize(("name", "read"), [("mlflow", of_mlflow), ("wandb", of_wandb), ("trackio", of_trackio)])
+def test_what_a_tracker_has_is_what_metrics_jsonl_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, read: Any
+) -> None:
+    """Offline, sent in two sessions."""
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    for variable in ("WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run = made(tmp_path / "run", saved=4)
+    for step in (4, 6):
+        save(run, step)
+        tracker = track.Tracker(run, name)
+        assert tracker.send()
+        tracker.close()
+    expected = [(step, {key: value}) for step, values in as_sent(ROWS) for key, value in values.items()]
+    assert sorted(read(run), key=repr) == sorted(expected, key=repr)

@@ -1,0 +1,207 @@
+"""A run's rows for Weights & Biases, trackio or MLflow: `python -m utils.track RUN --to wandb` for a run that is over,
+`log.tracker: wandb` for one that trains.
+
+Both send the rows of metrics.jsonl up to the last checkpoint: a resume cuts none of them back. RUN/tracker.json says
+how far they are, so that nothing is sent twice. Nothing leaves this machine unless the tracker's own settings say so:
+WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from utils import door
+from utils.cli import Parser
+from utils.config import read_yaml
+from utils.errors import UserError, exit_cli
+from utils.files import replace_file
+
+Values = Mapping[str, float]
+
+
+class Session(Protocol):
+    """An open run of a tracker."""
+
+    id: str  # with which the run is opened again
+
+    def log(self, step: int, values: Values) -> None:
+        """The values of one step; several calls may have the same step, and none an earlier one."""
+
+    def close(self) -> None:
+        """Send or write what is left."""
+
+
+class _Wandb:
+    """WANDB_MODE is offline unless it is set: `wandb sync RUN/wandb/offline-*` sends the run later."""
+
+    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
+        import wandb
+
+        self.id = known or uuid.uuid4().hex[:12]
+        quiet = wandb.Settings(console="off", silent=True, save_code=False, x_disable_stats=True)
+        about = {"project": os.environ.get("WANDB_PROJECT", "duet"), "name": run.name, "dir": str(run)}
+        mode: Any = os.environ.get("WANDB_MODE", "offline")
+        self._run = wandb.init(**about, config=config, id=self.id, resume="allow", mode=mode, settings=quiet)
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Trackio:
+    """In trackio's own database (TRACKIO_DIR); `trackio show --project duet` shows it."""
+
+    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
+        import trackio
+
+        self.id = known or f"{run.name}-{uuid.uuid4().hex[:6]}"
+        self._run = trackio.init(project="duet", name=self.id, config=config, resume="allow", embed=False)
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow:
+    """In `mlflow.db` beside the run's folder unless MLFLOW_TRACKING_URI is set."""
+
+    def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
+        from mlflow.tracking import MlflowClient
+
+        beside = run.absolute().parent
+        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{beside / 'mlflow.db'}"))
+        if known is None:
+            there, artifacts = self._client.get_experiment_by_name("duet"), (beside / "mlruns").as_uri()
+            experiment = there.experiment_id if there else self._client.create_experiment("duet", artifacts)
+            known = self._client.create_run(experiment, run_name=run.name).info.run_id
+            for key, value in _flat(config).items():
+                self._client.log_param(known, key, value)
+        else:
+            self._client.update_run(known, status="RUNNING")
+        self.id: str = known
+
+    def log(self, step: int, values: Values) -> None:
+        for key, value in values.items():
+            self._client.log_metric(self.id, key, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+TRACKERS: dict[str, Callable[[Path, dict[str, Any], str | None], Session]] = {
+    "wandb": _Wandb,
+    "trackio": _Trackio,
+    "mlflow": _MLflow,
+}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The leaves of a config, by dotted key."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
+
+
+class Tracker:
+    """Sends the rows of a run's metrics.jsonl to one of TRACKERS. Raises UserError where its package is missing."""
+
+    def __init__(self, run: Path, name: str) -> None:
+        if importlib.util.find_spec(name) is None:
+            raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
+        self.name, self._run = name, run
+        self._session: Session | None = None
+        self._place = 0  # in metrics.jsonl, up to which this object has read
+        self._of = 0  # the checkpoint up to which it has sent
+        self._state = run / "tracker.json"
+
+    def send(self) -> int:
+        """Send the rows up to the last checkpoint that were not sent; returns how many. Raises what a tracker does."""
+        from utils import checkpoint  # imports torch
+
+        saved = checkpoint.newest_first(self._run / "checkpoints")
+        last = checkpoint.step_of(saved[0]) if saved else 0
+        if last <= self._of:
+            return 0
+        known = self._known()
+        rows = [row for row in self._rows(last) if row["step"] > known.get("step", 0)]
+        if rows and self._session is None:
+            self._session = TRACKERS[self.name](self._run, read_yaml(self._run / "config.yaml"), known.get("id"))
+        if rows and self._session is not None:
+            for row in rows:
+                values = {k: v for k, v in row.items() if isinstance(v, int | float) and k not in ("step", "partial")}
+                if values:
+                    self._session.log(row["step"], values)
+            note = {"tracker": self.name, "id": self._session.id, "step": rows[-1]["step"]}
+            replace_file(self._state, json.dumps(note).encode())
+        self._of = last
+        return len(rows)
+
+    def read_again(self) -> None:
+        """metrics.jsonl has been cut back."""
+        self._place = self._of = 0
+
+    def close(self) -> None:
+        """End the tracker's session; a later one goes on with the same run."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _known(self) -> dict[str, Any]:
+        """RUN/tracker.json, if it is this tracker's."""
+        try:
+            found = json.loads(door.read_file(self._state, door.TABLE))
+        except (OSError, ValueError):
+            return {}
+        sound = isinstance(found, dict) and isinstance(found.get("id"), str) and isinstance(found.get("step"), int)
+        return found if sound and found.get("tracker") == self.name else {}
+
+    def _rows(self, last: int) -> list[dict[str, Any]]:
+        """The next rows of steps up to `last`, whole ones only."""
+        rows = []
+        with door.open_file(self._run / "metrics.jsonl", door.TABLE) as file:
+            file.seek(self._place)
+            for line in file:
+                try:
+                    row = json.loads(line)
+                    step = row["step"]
+                except (ValueError, KeyError, TypeError):
+                    break  # half a row
+                if type(step) is not int or step > last:
+                    break
+                self._place += len(line)
+                if not row.get("partial"):
+                    rows.append(row)
+        return rows
+
+
+def main(argv: list[str]) -> None:
+    parser = Parser(prog="python -m utils.track", description="Send the rows of a run to a tracker.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
+    parser.add_argument("--to", required=True, choices=TRACKERS, help="the tracker")
+    options: argparse.Namespace = parser.parse_args(argv)
+    for name in ("metrics.jsonl", "config.yaml"):
+        if not (options.run / name).is_file():
+            raise UserError(f"{options.run}: no {name}; give the folder of a run")
+    tracker = Tracker(options.run, options.to)
+    try:
+        count = tracker.send()
+        tracker.close()
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # whatever a tracker raises: no network, no login, a full disk
+        raise UserError(f"{options.to}: {error}; nothing of {options.run} is lost, give the command again") from error
+    print(f"{count} rows of {options.run} to {options.to}" if count else f"{options.to} has all rows of {options.run}")
+
+
+if __name__ == "__main__":
+    exit_cli(main)
