@@ -14,7 +14,7 @@ from train import main as train
 from utils import track
 from utils.errors import run_cli
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"step": 2, "loss/x": 1.5, "n": 3},
     {"step": 2, "val/y": 0.5},
     {"step": 4, "loss/x": None},

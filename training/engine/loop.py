@@ -48,8 +48,9 @@ class Loop:
         self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
         self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
         self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
-        shown = {"tensorboard": config.log.tensorboard, "tracker": config.log.tracker}
-        self.log = RunLog(folder.path, active=collectives.is_main(), total_steps=config.steps, **shown)
+        main, tensorboard, tracker = collectives.is_main(), config.log.tensorboard, config.log.tracker
+        steps = config.steps
+        self.log = RunLog(folder.path, active=main, tensorboard=tensorboard, total_steps=steps, tracker=tracker)
         self.manager = CheckpointManager(config, folder, loader)
         self.layers = LayerLog(config.log, task.registry(), folder.path)
         self._fresh = True  # no step has been done by this process
