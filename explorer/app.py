@@ -21,6 +21,7 @@ from data.images import ImageError
 from explorer import drawing, naming
 from explorer.compare import compare_page
 from explorer.drawing import Source
+from explorer.editing import Editors
 from explorer.runs import Shown
 from explorer.worker import Unavailable, Worker
 from inference.samples import parse_layers
@@ -89,12 +90,19 @@ class Asked:
 
     def source(self, shown: Shown, which: str = "") -> Source:
         """A sample: `seed`, `class` and `psi`, the first two with `which` behind."""
-        given, classes = self._args.get(f"class{which}"), shown.classes
-        if classes and given not in classes:
-            near = did_you_mean((given or "")[:80], classes)
-            raise UserError(f"class{which} {(given or '')[:80]!r}: no class of {shown.name}{near}")
-        label = classes.index(given) if classes and given is not None else None
+        label = self._label(f"class{which}", shown) if shown.classes else None
         return Source(self.whole(f"seed{which}", 0, LARGEST_SEED), label, self.psi())
+
+    def target(self, classifier: Shown) -> str:
+        """The class that an edit goes to."""
+        return classifier.classes[self._label("target", classifier)]
+
+    def _label(self, name: str, shown: Shown) -> int:
+        given = self._args.get(name, "")
+        if given not in shown.classes:
+            near = did_you_mean(given[:80], shown.classes)
+            raise UserError(f"{name} {given[:80]!r}: no class of {shown.name}{near}")
+        return shown.classes.index(given)
 
     def layers(self, shown: Shown) -> list[int]:
         """Layers like `0-3,6`; none is allowed."""
@@ -117,13 +125,15 @@ class App:
     def __init__(
         self, runs: Sequence[Shown], worker: Worker, *, token: str | None = None, data: str | None = None
     ) -> None:
-        self.runs, self.worker, self.token, self.data = runs, worker, token, data
+        self.runs, self.worker, self.token = runs, worker, token
+        self._editors, self._witnesses = Editors(), naming.Witnesses(data)
         self._static = {path: (door.read_file(file, door.CONFIG), kind) for path, (file, kind) in STATIC.items()}
         self._asks: dict[str, Callable[[Asked], Answer]] = {
             "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": door.UPLOAD.limit},
             "/api/draw": self._draw,
             "/api/mix": self._mix,
             "/api/walk": self._walk,
+            "/api/edit": self._edit,
             "/api/history": self._history,
             "/api/compare": self._compare,
         }
@@ -205,13 +215,18 @@ class App:
         a, b = asked.source(shown, "_a"), asked.source(shown, "_b")
         return {"frames": self.worker.run(lambda: drawing.walk(shown, a, b))}
 
+    def _edit(self, asked: Asked) -> Answer:
+        shown, classifier = asked.run("gan"), asked.run("classifier", "by")
+        source, target = asked.source(shown), asked.target(classifier)
+        return self.worker.run(lambda: self._editors.edit(shown, classifier, source, target))
+
     def _name(self, asked: Asked) -> Answer:
         shown, content = asked.run("classifier"), asked.image()
         return self.worker.run(lambda: naming.name(shown, content))
 
     def _spoke(self, asked: Asked) -> Answer:
         shown, content = asked.run("classifier"), asked.image()
-        return self.worker.run(lambda: naming.spoke_for(shown, content, self.data))
+        return self.worker.run(lambda: self._witnesses.spoke_for(shown, content))
 
     def _nearest(self, asked: Asked) -> Answer:
         shown, content = asked.run("gan"), asked.image()

@@ -34,19 +34,31 @@ def rows(runs: tuple[Run, Run]) -> list[Row]:
 
     How sure a figure is stands beside it, not in the first column: it is another for each run.
     """
-    sides: list[dict[str, str]] = []
-    for run in runs:
-        side: dict[str, str] = {}
-        for key, (what, _) in figures.RESULTS.items():
-            for value, told in figures.results(run, [key]):
-                side[what] = f"{value}{told.removeprefix(what)}"
-        for value, told in figures.headline(run):
-            what, bracket, rest = told.partition(" (real images: ")  # of a distance
-            if bracket:
-                side[what] = f"{value} (real images: {rest}"
-        sides.append(side | {what: value for value, what in figures.progress(run)})
-    a, b = sides
-    return [(what, a.get(what, "-"), b.get(what, "-")) for what in a | b]
+    found: list[Row] = []
+    for sides in (
+        [_results(run) for run in runs],
+        [{what: value for value, what in figures.progress(r)} for r in runs],
+    ):
+        a, b = sides
+        found += [(what, a.get(what, "-"), b.get(what, "-")) for what in a | b]
+    return found
+
+
+def _results(run: Run) -> dict[str, str]:
+    """The evaluation's figures by what they are."""
+    side: dict[str, str] = {}
+    for key, (what, _) in figures.RESULTS.items():
+        for value, told in figures.results(run, [key]):
+            side[what] = f"{value}{told.removeprefix(what)}"
+    for value, told in figures.headline(run):
+        what, bracket, rest = told.partition(" (real images: ")  # of a distance
+        if bracket:
+            side[what] = f"{value} (real images: {rest}"
+    return side
+
+
+def _progress(run: Run) -> dict[str, str]:
+    return {what: value for value, what in figures.progress(run)}
 
 
 def shared_charts(names: tuple[str, str], runs: tuple[Run, Run]) -> list[Chart]:

@@ -9,7 +9,7 @@ from data.dataset import dataset_for_model
 from explorer.drawing import address
 from explorer.runs import Shown
 from inference.influence import check_data, checkpoint_files, images_of, snapshot
-from inference.influence_scores import influence, most
+from inference.influence_scores import Gathered, gather, influence, most
 from inference.predictions import default_layer, image_heat, image_of, overlay
 from metrics.evaluate_gan import judge_images
 from metrics.precision import device_of
@@ -18,6 +18,7 @@ from utils.errors import UserError
 
 CLASSES = 5  # the most likely ones, which are told
 SPOKE = 8  # training images
+MOST_KEPT = 500_000  # training images times checkpoints: about a gigabyte
 
 
 def name(shown: Shown, content: bytes) -> dict[str, Any]:
@@ -39,27 +40,45 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
     }
 
 
-def spoke_for(shown: Shown, content: bytes, data: str | None) -> dict[str, Any]:
-    """The training images that spoke most for the class that the image is given, by TracInCP over the run's
-    checkpoints. `data`: the training images in place of those that the config names.
+class Witnesses:
+    """Searches for training images. What it has gathered of the last run that was asked for is kept."""
 
-    Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
-    """
-    classifier, image = cast(Classifier, shown.model), image_of(content, shown.checkpoint)
-    label = int(judge_images(classifier, image[None])[0].argmax())
-    device = device_of(classifier)
-    snapshots = [snapshot(file, device) for file in checkpoint_files(str(shown.path))]
-    path = data or training_images(shown)
-    with dataset_for_model(path, shown.checkpoint) as reader:
-        check_data(reader, shown.checkpoint, path)
-        scores = influence(snapshots, reader, image, label)
-        rows = most(scores, SPOKE)
-        labels = [reader.classes[reader.labels()[row]] for row in rows]
-        found = [
-            {"record": row, "class": kind, "score": float(scores[row]), "address": address(picture)}
-            for row, kind, picture in zip(rows, labels, images_of(reader, rows), strict=True)
-        ]
-    return {"class": shown.classes[label], "found": found}
+    def __init__(self, data: str | None = None) -> None:
+        """Args: `data` the training images in place of those that the config names."""
+        self._data = data
+        self._of: object = None
+        self._gathered: list[Gathered] = []
+
+    def spoke_for(self, shown: Shown, content: bytes) -> dict[str, Any]:
+        """The training images that spoke most for the class that the image is given, by TracInCP over the run's
+        checkpoints.
+
+        Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
+        """
+        classifier, image = cast(Classifier, shown.model), image_of(content, shown.checkpoint)
+        label = int(judge_images(classifier, image[None])[0].argmax())
+        files = checkpoint_files(str(shown.path))
+        path = self._data or training_images(shown)
+        with dataset_for_model(path, shown.checkpoint) as reader:
+            check_data(reader, shown.checkpoint, path)
+            snapshots = [snapshot(file, device_of(classifier)) for file in files]
+            if len(reader) * len(files) > MOST_KEPT:
+                scores = influence(snapshots, reader, image, label)
+            else:
+                if self._of != (files, path):
+                    self._gathered, self._of = gather(snapshots, reader), (files, path)
+                scores = torch.stack([checkpoint.influence(image, label) for checkpoint in self._gathered]).sum(0)
+            rows = most(scores, SPOKE)
+            found = [
+                {
+                    "record": row,
+                    "class": reader.classes[reader.labels()[row]],
+                    "score": float(scores[row]),
+                    "address": address(picture),
+                }
+                for row, picture in zip(rows, images_of(reader, rows), strict=True)
+            ]
+        return {"class": shown.classes[label], "found": found}
 
 
 def training_images(shown: Shown) -> str:

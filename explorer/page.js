@@ -79,6 +79,11 @@ function controls(form, changed) {
     const seed = { name: `seed${end}`, type: "number", min: 0, max: 4294967295, value: number, required: true };
     form.append(field(`Seed ${which}`.trim(), make("input", seed)));
   }
+  if ("towards" in form.dataset) {
+    const judges = runs.map((run, place) => [run, place]).filter(([run]) => kinds.classifier(run));
+    form.append(field("Towards", make("select", { name: "target" })),
+      field("By", make("select", { name: "by" }, ...judges.map(([run, place]) => option(run.name, place)))));
+  }
   if ("psi" in form.dataset) {
     const range = make("input", { name: "psi", type: "range", min: 0, max: 1.5, step: 0.05 });
     range.value = 1;
@@ -94,12 +99,17 @@ function controls(form, changed) {
       if (run.classes.length) choice.selectedIndex = number % run.classes.length;
       choice.parentElement.hidden = !run.classes.length;
     }
+    if (form.elements.target) {
+      const names = runs[form.elements.by.value].classes;
+      form.elements.target.replaceChildren(...names.map((name) => option(name, name)));
+      form.elements.target.selectedIndex = Math.min(1, names.length - 1);
+    }
     if (form.elements.psi) form.elements.psi.parentElement.hidden = !run.layers;
   };
   if (samples.length) fill();
   form.addEventListener("submit", (event) => event.preventDefault());
   form.addEventListener("change", (event) => {
-    if (samples.length && event.target.name === "run") fill();
+    if (samples.length && ["run", "by"].includes(event.target.name)) fill();
   });
   form.addEventListener("input", () => form.checkValidity() ? changed() : tell(form.querySelector(":invalid").validationMessage, true));
   form.addEventListener("change", (event) => event.target.tagName === "SELECT" && changed());
@@ -178,6 +188,21 @@ function play() {
   }
   at("play").textContent = playing ? "Stop" : "Play";
 }
+
+// --- edit
+
+let edits = null;
+const much = () => {
+  if (!edits) return;
+  const { step, address, from, to } = edits.frames[at("much").value];
+  show("edited", address, `The sample, ${step} towards ${edits.target}`);
+  at("edited-told").textContent = `${step > 0 ? "+" : ""}${step}: ${edits.source} ${percent(from)}, ${edits.target} ${percent(to)}`;
+};
+const edit = latest(async () => {
+  edits = await ask("edit", values("edit"));
+  at("much").max = edits.frames.length - 1;
+  much();
+});
 
 // --- name
 
@@ -266,7 +291,7 @@ const compare = latest(async () => {
 
 // --- start
 
-const BEGIN = { draw, mix, walk, name: () => {}, time: history, compare };
+const BEGIN = { draw, mix, walk, edit, name: () => {}, time: history, compare };
 const begun = new Set();
 
 function turn() {
@@ -287,7 +312,7 @@ function turn() {
 
 const LACKS = {
   draw: () => !runs.some(kinds.gan), walk: () => !runs.some(kinds.gan), mix: () => !runs.some((run) => run.layers),
-  name: () => !runs.some(kinds.classifier), time: () => !runs.some(kinds.steps), compare: () => runs.length < 2,
+  edit: () => !(runs.some(kinds.gan) && runs.some(kinds.classifier)), name: () => !runs.some(kinds.classifier), time: () => !runs.some(kinds.steps), compare: () => runs.length < 2,
 };
 
 async function start() {
@@ -311,6 +336,8 @@ async function start() {
   at("ask").hidden = "missing" in at("name").dataset;
   at("nearest").hidden = !runs.some((run) => run.layers);
   at("way").addEventListener("input", step);
+  at("much").addEventListener("input", much);
+  at("reset").addEventListener("click", () => { at("much").value = edits?.frames.findIndex(({ step }) => step === 0) ?? 8; much(); });
   at("play").addEventListener("click", play);
   at("place").addEventListener("input", history);
   at("share").addEventListener("input", ago);

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-PATIENCE = 60  # s to wait for what should come
+PATIENCE = 300  # s to wait for what should come: a search is long on a busy machine
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key of an element
 
 

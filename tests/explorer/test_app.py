@@ -16,6 +16,7 @@ from explorer.app import MOST_DRAWN, App
 from explorer.drawing import FRAMES, Source, address
 from explorer.runs import Shown
 from explorer.worker import Unavailable, Worker
+from inference.edit.editor import Editor
 from inference.influence import snapshot
 from inference.influence_scores import influence
 from inference.samples import Sampler
@@ -135,6 +136,9 @@ def test_walk_goes_from_a_to_b(client, shown):
         ("draw", {**sample(), "run": "../../gan"}, "run '../../gan': give"),
         ("draw", {**sample(), "run": CLASSIFIER}, "classifier is a classifier's, and a gan's is needed"),
         ("draw", {"run": PLAIN, "seed": 1, "psi": 0.5}, "works on w"),
+        ("edit", sample(by=CLASSIFIER, target="x"), "target 'x': no class of classifier"),
+        ("edit", sample(by=GAN, target="dark"), "by: gan is a gan's, and a classifier's is needed"),
+        ("edit", sample(by=CLASSIFIER, target="dark"), "from dark to dark is no way"),
         ("mix", two(layers="0-99"), "not within this generator's layers"),
         ("mix", two(layers="x"), "neither a layer nor a range"),
         ("history", {"run": GAN, "place": "../../../etc/passwd"}, "give a whole number from 0 to 2"),
@@ -144,6 +148,27 @@ def test_walk_goes_from_a_to_b(client, shown):
 )
 def test_bad_questions(client, path, query, words):
     assert words in one_line(client.get(f"/api/{path}", query_string=query))
+
+
+def test_an_edit_begins_at_the_sample_and_moves_as_the_editor_does(client, shown, monkeypatch):
+    monkeypatch.setattr(
+        Editor,
+        "starts",
+        lambda editor, label, count, seed=None: editor.space.start(
+            Source(seed or 0, label).sampler(shown[GAN]), range(4)
+        ),
+    )  # an untrained pair agrees on nothing
+    query = sample(0, seed=5, by=CLASSIFIER, target=CLASSES[2])
+    found = client.get("/api/edit", query_string=query).json
+    assert (found["source"], found["target"], found["space"]) == (CLASSES[0], CLASSES[2], "w")
+    frames = {frame["step"]: frame for frame in found["frames"]}
+    drawn = client.get("/api/draw", query_string=sample(0, seed=5)).json["images"][0]["address"]
+    assert frames[0]["address"] == drawn
+    assert len({frame["address"] for frame in found["frames"]}) > 2
+    row = judge_images(shown[CLASSIFIER].model, torch.from_numpy(pixels(drawn).copy())[None, None])[0]
+    assert [frames[0]["from"], frames[0]["to"]] == pytest.approx([float(row[0]), float(row[2])])
+    monkeypatch.setattr(Editor, "_search", lambda *_: pytest.fail("searched again"))
+    assert client.get("/api/edit", query_string=query).json == found
 
 
 # --- the classifier
@@ -173,6 +198,18 @@ def test_training_images_that_spoke(client, shown, folder):
     told = [entry["score"] for entry in found["found"]]
     assert told == sorted(told, reverse=True)
     assert min(told) > 0
+
+
+def test_training_images_are_gathered_once(client, monkeypatch):
+    first = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
+    monkeypatch.setattr(naming, "gather", lambda *_: pytest.fail("gathered again"))
+    again = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
+    assert first == again
+    monkeypatch.setattr(naming, "MOST_KEPT", 0)  # too many to be kept
+    streamed = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
+    assert [one["record"] for one in streamed["found"]] == [one["record"] for one in first["found"]]
+    pairs = zip(streamed["found"], first["found"], strict=True)
+    assert all(a["score"] == pytest.approx(b["score"], rel=1e-5) for a, b in pairs)
 
 
 def test_training_images_that_are_not_there_or_others(shown, tmp_path):
