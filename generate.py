@@ -129,9 +129,9 @@ def add_edit_options(add: Callable[..., Any]) -> None:
     text = f"what tells how the classifier's answer changes (default: {EDIT.by})"
     add("--by", choices=("gradient", "regression"), default=EDIT.by, help=text)
     add("--samples", type=positive, metavar="N", help="of each of the two classes, that tell it (default: 100 or 400)")
-    weights = (("pixel", EDIT.pixel_weight, "pixels"), ("keep", EDIT.keep_weight, "other classes"))
-    for name, weight, what in weights:
-        add(f"--{name}-weight", type=float, default=weight, help=f"how much change of {what} counts ({weight:g})")
+    for name, what in (("pixel", "pixels"), ("keep", "other classes")):
+        text = f"how much change of {what} counts (default: 0.1 with gradients, 0 with a regression)"
+        add(f"--{name}-weight", type=float, metavar="X", help=text)
     add("--reach", type=float, default=EDIT.reach, help=f"probability at which it is there (default: {EDIT.reach:g})")
     add("--limit", type=float, default=EDIT.limit, help=f"the largest step that is tried (default: {EDIT.limit:g})")
 

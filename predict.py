@@ -138,7 +138,7 @@ def way(found: dict[str, Any]) -> str:
     """A counterfactual as text."""
     if "error" in found:
         return f"no counterfactual: {found['error']}"
-    where = "" if found["arrived"] else "at the limit of the search "
+    where = "" if found["arrived"] else "never there, at best "
     return f"{where}{found['class']} {found['probability']:.3f}, pixels change by {found['pixel_change']:.3f} (" + (
         f"{found['image']})"
     )

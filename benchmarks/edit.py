@@ -34,14 +34,15 @@ from utils.errors import UserError, run_cli
 
 METHODS: dict[str, dict[str, Any]] = {
     "gradient, w": {"by": "gradient", "space": "w"},
+    "gradient, w, no weights": {"by": "gradient", "space": "w", "pixel_weight": 0.0, "keep_weight": 0.0},
     "regression, w": {"by": "regression", "space": "w"},
-    "gradient, 16 channels": {"by": "gradient", "space": "s", "channels": 16},
+    "gradient, 64 channels": {"by": "gradient", "space": "s", "channels": 64},
     "gradient, 1 channel": {"by": "gradient", "space": "s", "channels": 1},
     "gradient, z": {"by": "gradient", "space": "z"},
     "regression, z": {"by": "regression", "space": "z"},
 }
-GROWTH = 1.1  # of a random direction's step, until the pixels have changed as much
-LONGEST = 60  # such steps
+GROWTH = 1.2  # of a random direction's step, until the pixels have changed as much
+LONGEST = 22  # such steps: at most 9 times as far as the edit's mean
 Row = dict[str, Any]
 
 
@@ -84,11 +85,10 @@ def as_visible(editor: Editor, start: Start, direction: Direction, wanted: Tenso
     """Steps float64 [n] at which a direction has changed each image's pixels by `wanted` [n] (or no more comes)."""
     before = editor.images(start)
 
-    def there(rows: Tensor, step: float) -> Tensor:
-        part = start.take(rows.to(editor.device))
-        return change(editor.images(part, direction, step), before[rows]) >= wanted[rows]
+    def changed(rows: Tensor, step: float) -> Tensor:
+        return change(editor.images(start.take(rows.to(editor.device)), direction, step), before[rows])
 
-    return first_reached(there, len(start), [first * GROWTH**number for number in range(LONGEST)])[0]
+    return first_reached(changed, wanted, [first * GROWTH**number for number in range(LONGEST)])[0]
 
 
 def measure(editor: Editor, judge: Classifier, source: int, target: int, count: int) -> dict[str, Row]:
@@ -99,7 +99,7 @@ def measure(editor: Editor, judge: Classifier, source: int, target: int, count: 
     steps, arrived = editor.reach(start, direction)
     after = editor.images(start, direction, steps)
     random = editor.random(direction)
-    equal = as_visible(editor, start, random, change(after, before), float(steps.min()) / 4)
+    equal = as_visible(editor, start, random, change(after, before), float(steps.mean()) / 5)
     images = {
         "edit": after,
         "random, equal length": editor.images(start, random, steps),
@@ -137,7 +137,7 @@ def main(argv: list[str]) -> None:
     add("--n", type=positive, default=200, metavar="N", help="samples of a pair")
     add("--seed", type=int, default=0)
     defaults = EditConfig()
-    for name in ("pixel_weight", "keep_weight", "reach", "limit"):
+    for name in ("reach", "limit"):
         add(f"--{name}", type=float, default=getattr(defaults, name))
     add("--json", action="store_true", help="the last line is one flat JSON object")
     options = parser.parse_args(argv)
@@ -156,10 +156,9 @@ def main(argv: list[str]) -> None:
     usual = [name for name, how in METHODS.items() if (how["space"] != "z") == generator.has_styles]
     result: dict[str, float | int | str] = {"n": options.n, "seed": options.seed, "load_1min_before": load_before}
     for method in filter(None, options.methods.split(";")) if options.methods else usual:
-        weights = {name: getattr(options, name) for name in ("pixel_weight", "keep_weight", "reach", "limit")}
         if method.strip() not in METHODS:
             raise UserError(f"--methods: no {method.strip()!r}; there are {'; '.join(METHODS)}")
-        config = EditConfig(**METHODS[method.strip()], **weights)
+        config = EditConfig(**METHODS[method.strip()], reach=options.reach, limit=options.limit)
         editor = Editor(sampler, guide, known["classes"], config)
         judge = open_judge(options.judge, editor, checkpoint, options.classifier)
         assert judge is not None

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-RIDGE = 1e-3  # of the mean variance, added to each: keeps a regression on few samples finite
+# of the mean variance, added to each. So large, slopes count where the samples vary, and an edit stays among them:
+# measured (docs/results.md), with less a regression's edits leave them and often do not arrive
+RIDGE = 10.0
 
 
 def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
@@ -27,14 +29,15 @@ def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
     return torch.stack(rows).cpu()
 
 
-def regression_slopes(points: Tensor, logits: Tensor) -> Tensor:
+def regression_slopes(points: Tensor, logits: Tensor, ridge: float = RIDGE) -> Tensor:
     """The slopes [k, size] of the linear model of logits [n, k] that fits best at points [n, size]; float64.
 
-    Ridge regression in its dual form, which serves few points in many dimensions and many in few.
+    Ridge regression in its dual form, which serves few points in many dimensions and many in few: `ridge` times the
+    mean variance of the dimensions, or of the points where they are fewer, is added to each variance.
     """
     x, y = (values.double() - values.double().mean(0) for values in (points, logits))
     gram = x @ x.T
-    weight = RIDGE * gram.trace() / min(x.shape) + torch.finfo(torch.float64).tiny
+    weight = ridge * gram.trace() / min(x.shape) + torch.finfo(torch.float64).tiny
     return (x.T @ torch.linalg.solve(gram + weight * torch.eye(len(x), dtype=x.dtype), y)).T
 
 
@@ -79,19 +82,22 @@ def steer(
 
 
 def first_reached(
-    reached: Callable[[Tensor, float], Tensor],  # rows and a step -> whether each of them is there, bool
-    count: int,
+    height: Callable[[Tensor, float], Tensor],  # rows and a step -> how high each of them is there
+    wanted: Tensor,  # [n], the height that each row shall reach
     steps: list[float],  # ascending
 ) -> tuple[Tensor, Tensor]:
-    """The first of `steps` at which each of `count` rows is there, float64 [count], and whether it ever is, bool.
+    """The first of `steps` at which each row is as high as wanted, float64 [n], and whether it ever is, bool.
 
-    A row that never is keeps the last step.
+    A row that never is has the step at which it is highest.
     """
-    found, done = torch.full([count], steps[-1], dtype=torch.float64), torch.zeros(count, dtype=torch.bool)
+    count = len(wanted)
+    found, best = torch.zeros(count, dtype=torch.float64), torch.full([count], -torch.inf, dtype=torch.float64)
     for step in steps:
-        rows = (~done).nonzero()[:, 0]
+        rows = (best < wanted).nonzero()[:, 0]
         if not len(rows):
             break
-        there = rows[reached(rows, step)]
-        found[there], done[there] = step, True
-    return found, done
+        heights = height(rows, step).double()
+        higher = rows[heights > best[rows]]
+        found[higher] = step
+        best[rows] = best[rows].maximum(heights)
+    return found, best >= wanted

@@ -126,15 +126,15 @@ class Editor:
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
         """The step float64 [n] at which each image has the target's probability `config.reach`, and whether it does.
 
-        The first on a grid up to `config.limit`, where those stay that never do.
+        The first on a grid up to `config.limit`; where it never does, the one where it comes nearest.
         """
 
-        def there(rows: Tensor, step: float) -> Tensor:
+        def share(rows: Tensor, step: float) -> Tensor:
             images = self.images(start.take(rows.to(self.device)), direction, step)
-            return self.probabilities(images)[:, direction.target] >= self.config.reach
+            return self.probabilities(images)[:, direction.target]
 
         steps = [self.config.limit * number / GRID for number in range(1, GRID + 1)]
-        return first_reached(there, len(start), steps)
+        return first_reached(share, torch.full([len(start)], self.config.reach, dtype=torch.float64), steps)
 
     def _samples(self, label: int) -> Start:
         """Those that directions are learned from: others than the same seed's samples that are shown."""
@@ -159,9 +159,10 @@ class Editor:
         spreads = self._spreads(source, target).double()
         channels = self.config.channels if self.space.name == "s" else None
         units = spreads if channels else torch.ones_like(spreads)  # style channels differ in size: steps in their own
-        weights = {"pixel_weight": self.config.pixel_weight, "keep_weight": self.config.keep_weight}
-        slopes, pixels = self._slopes(start, images, labels), self._pixels(start)
-        unit = steer(slopes * units, pixels * units, channels=channels, **weights)
+        pixel_weight, keep_weight = self.config.weights
+        slopes = self._slopes(start, images, labels) * units
+        pixels = self._pixels(start if pixel_weight else start.take(slice(0))) * units
+        unit = steer(slopes, pixels, pixel_weight=pixel_weight, keep_weight=keep_weight, channels=channels)
         moved = unit.abs().sort(descending=True, stable=True).indices[: int((unit != 0).sum())].tolist()
         if not moved:
             raise UserError(f"nothing in {self.space.name} moves {self.names[source]} towards {self.names[target]}")
@@ -185,10 +186,8 @@ class Editor:
 
     def _pixels(self, start: Start) -> Tensor:
         """Rows that tell how the pixels change, float64 [m, size]."""
-        if not self.config.pixel_weight:
-            return torch.zeros(0, self.space.size, dtype=torch.float64)
         shape = (self.sampler.generator.channels, *[self.sampler.generator.resolution] * 2)
-        rows = []
+        rows = [torch.zeros(0, self.space.size, dtype=torch.float64)]
         for number, part in enumerate(start.batches(self.sampler.batch_size)):
             key = keyed_generator(self.sampler.seed, "edit", "pixels", number)
             draws = (torch.randn(len(part), *shape, generator=key) for _ in itertools.repeat(None, DRAWS))

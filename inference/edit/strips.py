@@ -28,7 +28,7 @@ class Strip:
     images: list[Tensor]  # uint8 [C, H, H]; the first is as it was, or the given image that was projected
     captions: list[str]
     arrived: bool  # whether the classifier's probability of the target rose to what is wanted
-    step: float  # at which it did; else the last one that was tried
+    step: float  # at which it did; else where it came nearest
     probability: float  # of the target there
     change: float  # mean absolute change of the pixels there, 0 to 1
 

@@ -122,6 +122,7 @@ def test_refusals(closed, tmp_path, capsys):
         (["--samples", 1], "--samples 1"),
         (["--reach", 1.5], "--reach must lie"),
         (["--keep-weight", -1], "--keep-weight must be"),
+        (["--pixel-weight", "nan"], "--keep-weight must be"),
         (["--space", "s", "--channels", 0], "at least 1"),
     ):
         assert call(generate, *edit(closed, out, *options)) == 2
