@@ -70,7 +70,7 @@ docs: $(STAMP) ## The documentation as a site: build/site/index.html
 	@echo "open build/site/index.html"
 
 lock: $(STAMP) ## Resolve the dependencies of pyproject.toml anew and write the lock files
-	$(UV_COMPILE) --upgrade --output-file requirements.lock
+	$(UV_COMPILE) --upgrade --extra explore --output-file requirements.lock
 	$(UV_COMPILE) --upgrade --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 
 clean: ## Remove caches and build outputs; runs/ and .venv/ stay

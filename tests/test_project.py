@@ -17,7 +17,8 @@ from utils.recipes import STUDIES
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-LOCKS = {"requirements.lock": PROJECT["dependencies"], "requirements-dev.lock": PROJECT["optional-dependencies"]["dev"]}
+EXTRAS = PROJECT["optional-dependencies"]
+LOCKS = {"requirements.lock": PROJECT["dependencies"] + EXTRAS["explore"], "requirements-dev.lock": EXTRAS["dev"]}
 # entry scripts -> training, metrics -> models, data -> utils: what each package may import of ours
 MAY_IMPORT = {
     "utils": {"utils"},
@@ -220,6 +221,24 @@ def test_dockerfile_takes_its_choices_as_build_arguments():
     user = re.findall(r"^USER (\w+)$", text, re.MULTILINE)
     assert user
     assert user[-1] not in ("root", "0")
+
+
+def test_compose_serves_this_machine_only_and_runs_commands_of_the_image():
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert {name: service["profiles"] for name, service in services.items()} == {
+        "train": ["cpu"],
+        "train-gpu": ["gpu"],
+        "tensorboard": ["cpu", "gpu"],
+        "explore": ["cpu", "gpu"],
+    }
+    for service in services.values():
+        assert service["init"]
+        assert service["healthcheck"]["test"]
+        assert {volume.rpartition(":")[2] for volume in service["volumes"]} == {"/data", "/runs"}
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+        command = re.sub(r"^\$\{\w+:-(\w+)\}", r"\1", service["command"]).split()[0]
+        assert command == "tensorboard" or (ROOT / f"{command}.py").is_file()
+    assert services["train-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
 
 
 def test_docker_context_leaves_out_weights_runs_and_history():
