@@ -6,6 +6,8 @@ from typing import Any
 SUBJECTS = {  # name -> its question; studies/NAME.py has CONFIG, a StudyConfig, and SUBJECT: (config, folder, device)
     "augment": "do a generator's samples help the classifier?",
     "cas": "how good a training set are samples, and what makes them better?",
+    "labels": "with few labels, what do images without labels add?",
+    "teach": "what does a classifier's loss do to a generator?",
 }
 
 
