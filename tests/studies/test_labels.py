@@ -1,0 +1,122 @@
+"""The study `labels`: whose labels are known, what is labelled by whom, and a tiny one from images to page."""
+
+import json
+
+import numpy as np
+import pytest
+
+import study as script
+from data.dataset import Dataset
+from data.few_labels import few_labels
+from inference.pseudo_labels import guesses
+from models.restore import classifier_from
+from studies.labels import GUESSED, HEAD, WITH_SAMPLES, Labels, LabelsConfig, arm_name
+from studies.parts import TEST, TRAIN, part
+from tests.conftest import REPOSITORY
+from tests.metrics.conftest import CLASSES, classifier_run, pack
+from tests.reporting.test_report import page
+from tests.studies.test_augment import write_recipe
+from utils.checkpoint import load, resolve
+from utils.config import build, read_yaml
+from utils.errors import run_cli
+
+RECIPE = REPOSITORY / "configs/study_labels.yaml"
+
+
+@pytest.fixture
+def subject(tmp_path, monkeypatch):
+    """The study over small files, whose classifiers are untrained; it notes each training's overrides."""
+
+    def train(folder, _config, overrides, *, seed, device):
+        made.notes[folder.name] = overrides
+        if not folder.is_dir():
+            classifier_run(folder, seed=seed)
+
+    monkeypatch.setattr("studies.labels.train_run", train)
+    tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": 0.35}
+    made = Labels(build(LabelsConfig, tree), tmp_path)
+    made.notes = {}
+    pack(part(tmp_path, TRAIN), count=60)
+    pack(part(tmp_path, TEST), count=30, seed=5)
+    pack(made.samples, count=40, classes=[], seed=6)
+    return made
+
+
+def made_by(subject, way, seed=3):
+    """The result of an arm of 4 labels, and the images and overrides that it trained with."""
+    (arm,) = [arm for arm in subject.arms() if arm.name == arm_name(4, way)]
+    result = arm.make(subject.folder / (way or "first"), seed)
+    return result, subject.notes[way or "first"]
+
+
+def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
+    result, overrides = made_by(subject, "")
+    classifier = classifier_from(load(resolve(subject.folder / "first")))
+    draws = subject.folder / "draws/4-s3"
+    assert overrides["data.path"] == str(draws / "few.lmdb")
+    with Dataset(part(subject.folder, TRAIN)) as train:
+        chosen = few_labels(train.labels(), 4, 3)
+        named, sure = guesses(classifier, train, batch_size=16)
+        rest = np.setdiff1d(np.arange(60), chosen)
+        kept = rest[sure[rest] >= 0.35]
+        assert len(kept) > 0
+        expected = np.concatenate([chosen, kept])
+        for kind in ("guessed", "wrong"):
+            with Dataset(draws / f"{kind}.lmdb") as file:
+                images, labels = file.read(range(len(file)))
+                assert (images == train.read(expected)[0]).all()
+                assert (labels[:12] == train.labels()[chosen]).all()
+                assert (labels[12:] == named[kept]).all() == (kind == "guessed")
+        assert result.figures["pseudo_labels"] == len(kept) / 48
+        assert result.figures["pseudo_right"] == (named == train.labels())[kept].mean()
+    with Dataset(draws / "samples.lmdb") as samples:
+        assert samples.classes == CLASSES
+        assert result.figures["samples_kept"] == len(samples) / 40
+
+
+def test_the_arms_train_on_what_their_names_say(subject):
+    made_by(subject, "")
+    draws = subject.folder / "draws/4-s3"
+    _, guessed = made_by(subject, GUESSED)
+    assert guessed["data.path"] == str(draws / "guessed.lmdb")
+    assert "data.synthetic.path" not in guessed
+    _, mixed = made_by(subject, WITH_SAMPLES)
+    with Dataset(draws / "samples.lmdb") as samples, Dataset(draws / "guessed.lmdb") as images:
+        share = len(samples) / (len(samples) + len(images))
+    assert mixed["data.synthetic.share"] == pytest.approx(share, abs=1e-5)
+    assert mixed["data.path"] == guessed["data.path"]
+    _, head = made_by(subject, HEAD)
+    assert head["data.path"] == str(draws / "few.lmdb")
+    assert head["model.name"] == "discriminator"
+    assert head["model.weights"].endswith("jobs/generator-without-labels/run")
+    assert head["finetune.freeze"] == ["backbone"]
+    (draws / "samples.lmdb").unlink()  # none was sure enough
+    assert "data.synthetic.share" not in made_by(subject, WITH_SAMPLES)[1]
+
+
+def test_the_generator_is_given_no_label(subject):
+    subject._unlabelled(subject.unlabelled.parent)
+    with Dataset(subject.unlabelled) as unlabelled, Dataset(part(subject.folder, TRAIN)) as train:
+        assert unlabelled.classes == []
+        assert not unlabelled.labels().any()
+        assert (unlabelled.read(range(60))[0] == train.read(range(60))[0]).all()
+
+
+def test_numbers_of_labels_are_in_order(tmp_path, capsys):
+    assert run_cli(script.main, ["labels", "--per-class", "[50, 10]", "--out", str(tmp_path)]) == 2
+    assert "the smallest first" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_tiny_study_from_images_to_page(tmp_path, packed, capsys):
+    made = read_yaml(write_recipe(tmp_path, packed))
+    more = {f"--{key}": json.dumps(made[key]) for key in ("data", "classifier", "gan")}
+    options = [text for pair in more.items() for text in pair]
+    out = tmp_path / "out"
+    begun = ["labels", *options, "--data.long-tail", "1", "--seeds", "1", "--per-class", "[2]", "--out", str(out)]
+    assert run_cli(script.main, [*begun, "--threshold", "0.1"]) == 0
+    assert "page: " in capsys.readouterr().out
+    found = json.loads((out / "study.json").read_text())
+    assert found["runs"] == {"done": 7, "planned": 7}
+    assert [row["second"] for row in found["comparisons"][:2]] == [arm_name(2, GUESSED), arm_name(2, WITH_SAMPLES)]
+    assert "Pseudo-labels" in page(out / "report.html").text
