@@ -110,10 +110,11 @@ def test_numbers_of_labels_are_in_order(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, packed, capsys):
     made = read_yaml(write_recipe(tmp_path, packed))
+    made["data"] |= {"source": None, "long_tail": 1.0}
     more = {f"--{key}": json.dumps(made[key]) for key in ("data", "classifier", "gan")}
     options = [text for pair in more.items() for text in pair]
     out = tmp_path / "out"
-    begun = ["labels", *options, "--data.long-tail", "1", "--seeds", "1", "--per-class", "[2]", "--out", str(out)]
+    begun = ["labels", *options, "--seeds", "1", "--per-class", "[2]", "--out", str(out)]
     assert run_cli(script.main, [*begun, "--threshold", "0.1"]) == 0
     assert "page: " in capsys.readouterr().out
     found = json.loads((out / "study.json").read_text())

@@ -84,6 +84,7 @@ def test_what_cannot_be_is_refused(more, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_tiny_study_from_images_to_page(tmp_path, packed, capsys):
     made = read_yaml(write_recipe(tmp_path, packed))
+    made["data"] |= {"source": None, "long_tail": 1.0}
     more = {f"--{key}": json.dumps(made[key]) for key in ("data", "classifier", "gan")}
     options = [text for pair in more.items() for text in pair]
     out = tmp_path / "out"
