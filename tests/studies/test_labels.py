@@ -1,6 +1,7 @@
 """The study `labels`: whose labels are known, what is labelled by whom, and a tiny one from images to page."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def subject(tmp_path, monkeypatch):
 
     monkeypatch.setattr("studies.labels.train_run", train)
     tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": 0.35}
-    made = Labels(build(LabelsConfig, tree), tmp_path)
+    made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}
     pack(part(tmp_path, TRAIN), count=60)
     pack(part(tmp_path, TEST), count=30, seed=5)

@@ -1,6 +1,7 @@
 """The study `teach`: what its arms train with, who judges them, and a tiny one from images to page."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,8 @@ def subject_in(folder, **changes):
 
 
 def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
-    told, most = {}, {}
+    told: dict[str, Any] = {}
+    most: dict[str, Any] = {}
 
     def note(folder, config, overrides, *, seed, device, max_steps=None):
         told[folder.name] = build_run_config(read_yaml(config), tokens({**overrides, "seed": seed}), config)
