@@ -96,8 +96,8 @@ def _control(row: Mapping[str, Any]) -> list[str]:
 
 
 def signed(value: float, *, share: bool) -> str:
-    """A difference with its sign; of shares in points."""
-    return f"{100 * value:+.1f} points" if share else f"{value:+.3g}"
+    """A difference with its sign; of shares in percentage points."""
+    return f"{100 * value:+.1f}" if share else f"{value:+.3g}"
 
 
 def span(interval: Sequence[float] | None, *, share: bool) -> str:

@@ -269,8 +269,9 @@ class Augment(Subject):
 
     def _notes(self) -> list[str]:
         notes = [
-            "every arm has the same recipe and number of steps: where samples are mixed in, real images are seen less "
-            "often",
+            f"every arm has the same recipe and number of steps{self._steps()}: where samples are mixed in, real "
+            "images are seen less often, and in short trainings what learns slowly, as under strong augmentation, "
+            "looks worse than it is",
             "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
             "the draw of test images, not the training images or the generator, of which there is one",
         ]
@@ -278,6 +279,10 @@ class Augment(Subject):
             shares = [share for share in kept if share is not None]
             notes.append(f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class")
         return notes
+
+    def _steps(self) -> str:
+        steps = self.recipe.get("steps")
+        return "" if steps is None else f", {steps}"
 
 
 def choose(results: Results, families: Mapping[str, str], family: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from studies.declare import Arm, Comparison, Conclusion, Result, Results, Subject
-from studies.verdict import HELPS, HURTS, OPEN, checked, compared, in_words
+from studies.verdict import checked, compared, in_words
 
 SCHEMA = 1
 VOID = "void: a control came out wrong, so the figures below prove nothing"
@@ -86,8 +86,4 @@ def _words(asked: Sequence[dict[str, Any]], failed: Sequence[dict[str, Any]], co
     if failed:
         lines.append(VOID)
         lines += [f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}" for row in failed]
-    return lines + [in_words(row) for row in sorted(asked, key=lambda row: _order(row["verdict"]))]
-
-
-def _order(verdict: str) -> int:
-    return (HELPS, HURTS, OPEN).index(verdict)
+    return lines + [in_words(row) for row in asked]

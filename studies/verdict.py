@@ -116,13 +116,13 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """A comparison as a sentence."""
+    """A comparison in a line."""
     scale, unit = (100, " points") if row["figure"] is None else (1, "")
     interval = row["interval"]
     sure = "" if interval is None else f", 95 % interval {scale * interval[0]:+.3g} to {scale * interval[1]:+.3g}"
     what = f"{row['group']} classes" if row["figure"] is None else row["figure"]
     told = f"{scale * row['difference']:+.3g}{unit}{sure}, p {chance(row['p'])}"
-    return f"{what}: {row['second']} {row['verdict']} against {row['first']} ({told})"
+    return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {told})"
 
 
 def chance(p: float | None) -> str:
