@@ -3,8 +3,8 @@
 `python benchmarks/soak.py [--hours H | --minutes M] [--seed N] [--out DIR] [--json]`, 3 minutes unless told. Each task
 trains undisturbed for a share of the time. Then it trains to the same step in another folder while ranks and launcher
 are killed at random moments, stopped by signals, and the disk is filled and emptied; the same command resumes each
-time. Evaluations, sample grids, TensorBoard and checkpoints go on throughout. DIR/soak.jsonl logs resident memory, open
-files and threads of every process. The exit code is 1 unless all of them are flat and both runs end with the same bits.
+time. Evaluations, sample grids, TensorBoard and checkpoints go on throughout. DIR/soak.jsonl logs memory, open files
+and threads of every process. The exit code is 1 unless all of them are flat and both runs end with the same bits.
 
 The runs' disk is a tmpfs of this script's own. Where mounting is not allowed, the size of the processes' files is
 limited instead (`--no-mount`).
@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import data.pack
-from benchmarks.soaking.verdict import other_rows, trends, unequal
+from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
 from utils.checkpoint import load
 from utils.cli import Parser
 from utils.config import save_yaml
@@ -81,14 +81,21 @@ def recipe(task: str, data: Path) -> dict[str, Any]:
 
 
 def sample(pid: int) -> dict[str, float]:
-    """Resident memory, open files and threads of a process. Raises OSError when it is gone."""
+    """Memory, open files and threads of a process. Raises OSError when it is gone.
+
+    Memory in MiB: `anon_mib` is what it has taken for itself, and all that a leak can be; `file_mib` are pages of
+    mapped files (libraries, packed images) and shared memory, which the kernel keeps and gives back as it likes.
+    """
     process = Path(f"/proc/{pid}")
-    pages = int((process / "statm").read_text().split()[1])
-    mib = pages * resource.getpagesize() / 2**20
+    lines = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
+    if "RssAnon" not in lines:
+        raise ProcessLookupError(f"process {pid} has ended")  # and nobody has asked how
+    kib = {name: int(lines[name].split()[0]) for name in ("RssAnon", "RssFile", "RssShmem")}
     return {
-        "rss_mib": round(mib, 2),
+        "anon_mib": round(kib["RssAnon"] / 1024, 2),
+        "file_mib": round((kib["RssFile"] + kib["RssShmem"]) / 1024, 2),
         "files": len(os.listdir(process / "fd")),
-        "threads": len(os.listdir(process / "task")),
+        "threads": int(lines["Threads"]),
     }
 
 
@@ -288,7 +295,8 @@ def summary(soak: Soak, seconds: float) -> dict[str, Any]:
                 key = f"{run.removesuffix('-straight')}_{role.replace(' ', '')}_{name}"
                 found[key], found[f"{key}_per_hour"] = line.level, 3600 * line.slope
                 found[f"{key}_per_hour_error"] = 3600 * line.error
-            if not line.flat:
+                found[f"{key}_per_hour_at_most"] = 3600 * line.most
+            if not line.flat(MEASURES[name]):
                 told = f"{3600 * line.slope:+.3g} an hour (noise {3600 * line.error:.2g}) at {line.level:.4g}"
                 soak.findings.append(f"{run}, start {start}, {role}: {name} grows, {told}")
     return found | {"findings": len(soak.findings)}

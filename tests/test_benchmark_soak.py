@@ -6,6 +6,8 @@ import random
 import resource
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,22 +43,22 @@ def test_the_error_is_as_wide_as_slopes_of_a_flat_wandering_figure_vary():
     lines = [trend([float(i) for i in range(400)], wandering(seed)) for seed in range(60)]
     varies = (sum(line.slope**2 for line in lines) / 60) ** 0.5
     assert 0.6 < sum(line.error for line in lines) / 60 / varies < 1.5
-    assert sum(line.flat for line in lines) >= 55
+    assert sum(line.flat(0.0) for line in lines) >= 55
 
 
 @pytest.mark.parametrize(
     ("line", "flat"),
     [
-        (Trend(1e-3, 1e-6, 100.0, 600.0), True),  # 0.6 of 100
-        (Trend(2e-3, 1e-6, 100.0, 600.0), False),  # 1.2 of 100
-        (Trend(2e-3, 1.1e-3, 100.0, 600.0), True),
-        (Trend(-1.0, 1e-6, 100.0, 600.0), True),
-        (Trend(1e-3, 1e-6, 20.0, 600.0), False),  # more than half a file
-        (Trend(1e-3, 1e-6, 20.0, 400.0), True),
+        (Trend(1e-3, 1e-6, 1000.0, 3600.0), True),  # 3.6 MiB
+        (Trend(2e-3, 1e-6, 1000.0, 3600.0), False),  # 7.2 MiB: the level does not excuse it
+        (Trend(2e-3, 1e-6, 1000.0, 1200.0), True),
+        (Trend(2e-3, 1.1e-3, 1000.0, 3600.0), True),
+        (Trend(-1.0, 1e-6, 1000.0, 3600.0), True),
     ],
 )
 def test_what_counts_as_flat(line, flat):
-    assert line.flat is flat
+    assert line.flat(verdict.MEASURES["anon_mib"]) is flat
+    assert line.most == pytest.approx(line.slope + 2 * line.error)
 
 
 def test_a_leak_is_found_in_its_process_and_measure_alone():
@@ -65,18 +67,19 @@ def test_a_leak_is_found_in_its_process_and_measure_alone():
         for role, leak in (("rank 0", 0.0), ("rank 1", 0.05)):
             grown = 300 + leak * second + second % 3 + 50 * (second < 60 or second > 585)  # imports; the report
             rows.append(
-                {"run": "a", "start": 1, "role": role, "time": second, "rss_mib": grown} | {"files": 9, "threads": 4}
+                {"run": "a", "start": 1, "role": role, "time": second, "anon_mib": grown} | {"files": 9, "threads": 4}
             )
     rows.append({"run": "a", "start": 1, "event": "stop", "time": 600})
     rows += [
-        {"run": "a", "start": 2, "role": "rank 0", "time": 700 + i} | {"rss_mib": i, "files": 9, "threads": 4}
+        {"run": "a", "start": 2, "role": "rank 0", "time": 700 + i} | {"anon_mib": i, "files": 9, "threads": 4}
         for i in range(190)
     ]
     found = trends(rows)
     assert found.keys() == {("a", 1, "rank 0"), ("a", 1, "rank 1")}  # the other life was too short
-    assert found["a", 1, "rank 1"]["rss_mib"].slope == pytest.approx(0.05, rel=0.01)
-    grows = {(life, name) for life, lines in found.items() for name, line in lines.items() if not line.flat}
-    assert grows == {(("a", 1, "rank 1"), "rss_mib")}
+    assert found["a", 1, "rank 1"]["anon_mib"].slope == pytest.approx(0.05, rel=0.01)
+    allowed = verdict.MEASURES
+    grows = {(life, name) for life, lines in found.items() for name in allowed if not lines[name].flat(allowed[name])}
+    assert grows == {(("a", 1, "rank 1"), "anon_mib")}
 
 
 def test_a_difference_of_one_bit_is_named():
@@ -100,7 +103,8 @@ def test_rows_may_lack_but_not_differ(tmp_path):
 
 def test_processes_are_seen_with_their_memory_files_and_threads():
     own = soak.sample(os.getpid())
-    assert own["rss_mib"] * 2**20 == pytest.approx(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, rel=0.5)
+    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert (own["anon_mib"] + own["file_mib"]) * 2**20 == pytest.approx(kept, rel=0.5)
     with open(os.devnull):
         assert soak.sample(os.getpid())["files"] == own["files"] + 1
     code = "import subprocess, sys; subprocess.run(['sleep', '30'], env={'RANK': '1'})"
@@ -112,6 +116,45 @@ def test_processes_are_seen_with_their_memory_files_and_threads():
             os.kill(found["rank 1"], 9)
         finally:
             parent.kill()
+
+
+GROWS = """
+import mmap, sys
+kept, file = [], open(sys.argv[1], "rb")
+mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+for part in range(64):
+    if sys.argv[2] == "leaks":
+        kept.append(b"x" * 2**20)
+    else:  # reads on in a mapped file, as the loader does
+        sum(mapped[part << 20 : (part + 1) << 20 : 4096])
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("does", ["leaks", "reads"])
+def test_a_leak_counts_and_a_mapped_file_does_not(tmp_path, does):
+    file = tmp_path / "images"
+    file.write_bytes(os.urandom(1 << 20) * 64)
+    samples = []
+    command = [sys.executable, "-c", GROWS, str(file), does]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(64):
+            process.stdout.readline()
+            samples.append(soak.sample(process.pid))
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+        process.stdin.close()
+        while "Z" not in Path(f"/proc/{process.pid}/stat").read_text():
+            time.sleep(0.01)
+        with pytest.raises(ProcessLookupError):
+            soak.sample(process.pid)
+    grown = {name: samples[-1][name] - samples[0][name] for name in ("anon_mib", "file_mib")}
+    assert grown["anon_mib" if does == "leaks" else "file_mib"] == pytest.approx(63, rel=0.2)
+    line = trend([10.0 * i for i in range(64)], [each["anon_mib"] for each in samples])
+    assert line.flat(verdict.MEASURES["anon_mib"]) is (does == "reads")
 
 
 @pytest.mark.parametrize("task", soak.TASKS)

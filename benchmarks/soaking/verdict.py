@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-MEASURES = ("rss_mib", "files", "threads")
+HUGE_PAGE = 2.0  # MiB
+# measure -> what a trend may add up to over a lifetime and still count as flat. Memory: two huge pages, in which the
+# heap grows (utils/heap.py); a leak adds up with time, however little it is.
+MEASURES = {"anon_mib": 2 * HUGE_PAGE + 0.5, "files": 0.5, "threads": 0.5}
 WARM_UP, WARM_SECONDS = 1 / 3, 60.0  # share of a lifetime, at least so long, that is not judged: pools and caches fill
 COOL_SECONDS = 20.0  # at a lifetime's end, not judged either: the report is drawn
 SHORTEST = 120.0  # seconds that a trend is read from
 FEWEST = 20  # samples, likewise
-NEGLIGIBLE = 0.01  # of the level: what a trend may add up to over the lifetime and still count as flat
 
 
 class Trend(NamedTuple):
@@ -26,10 +28,13 @@ class Trend(NamedTuple):
     seconds: float
 
     @property
-    def flat(self) -> bool:
-        """Whether the slope is within its noise, or adds up to at most a hundredth of the level, or half a unit."""
-        growth = self.slope * self.seconds
-        return self.slope <= 2 * self.error or growth <= max(0.5, NEGLIGIBLE * self.level)
+    def most(self) -> float:
+        """The steepest slope, a second, that the samples do not exclude (two standard errors)."""
+        return self.slope + 2 * self.error
+
+    def flat(self, allowed: float) -> bool:
+        """Whether the slope is within its noise, or adds up to at most `allowed`."""
+        return self.slope <= 2 * self.error or self.slope * self.seconds <= allowed
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> Trend:

@@ -36,6 +36,10 @@ FRAME = re.compile(rf'File "{ROOT}/((?!\.venv|tests/)[^"]+)", line ([0-9]+)')  #
 MODULES = ("train", "evaluate", "predict", "generate", "data.pack", "data.inspect", "reporting.report")
 
 
+class Unprepared(Exception):
+    """The machine is too busy: a case's files were not written in time."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""
@@ -105,7 +109,7 @@ def run(prepare: Callable[[], Sequence[str]], folder: Path) -> tuple[list[str], 
     """The command that `prepare()` returns after it has written its files into `folder`, and how it ended. Both happen
     in one fork, whose current folder that is; the streams go to files beside it.
 
-    Raises RuntimeError if `prepare` fails.
+    Raises RuntimeError if `prepare` fails, Unprepared if it takes too long.
     """
     out, err, plan = (folder.with_name(f"{folder.name}.{name}") for name in ("out", "err", "plan"))
     plan.unlink(missing_ok=True)
@@ -115,11 +119,18 @@ def run(prepare: Callable[[], Sequence[str]], folder: Path) -> tuple[list[str], 
     pid = os.fork()
     if pid == 0:
         _in_fork(prepare, folder, (out, err, plan), limit)
-    code, peak = _wait(pid, started + WALL)
+    try:
+        code, peak = _wait(pid, started + WALL)
+    except KeyboardInterrupt:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        raise
     seconds = time.monotonic() - started
     told, errors = (path.read_text(errors="replace") for path in (out, err))
     if not plan.is_file():
-        raise RuntimeError(errors[-2000:] or f"the case could not be prepared in {WALL} s: {code}")
+        if code == -signal.SIGKILL and seconds >= WALL:
+            raise Unprepared(f"the case could not be prepared in {WALL} s")
+        raise RuntimeError(errors[-2000:] or f"the case could not be prepared: {code}")
     planned = json.loads(plan.read_text())
     left = sorted(_files(folder) - set(planned["files"]))
     argv, added = planned["argv"], max(0, peak - resident)

@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.conftest import REPOSITORY
 from tests.fuzz import sandbox
+from tests.fuzz.__main__ import Fuzzer, search
 from tests.fuzz.kinds import KINDS
 from tests.fuzz.sandbox import LINES, MEMORY, Outcome
 
@@ -128,3 +129,27 @@ def test_a_command_that_breaks_the_promise_is_noticed(tmp_path, main, code, told
     assert argv == ["case.py", "a"]
     assert ended == code, (ended, faults)
     assert (faults == []) if told is None else any(told in fault for fault in faults), faults
+
+
+def test_a_search_tells_what_it_has_tried_whatever_ends_it():
+    ends = iter([None, sandbox.Unprepared("busy"), {"faults": ["odd"], "kept": "x"}, KeyboardInterrupt()])
+
+    class Scripted:
+        def attempt(self, kind: str, seed: int) -> dict[str, Any] | None:
+            end = next(ends)
+            if isinstance(end, BaseException):
+                raise end
+            return end
+
+    told = search(cast(Fuzzer, Scripted()), [("idx", seed) for seed in range(9)], 60)
+    assert (told["cases"], told["unprepared"], len(told["findings"])) == ({"idx": 2}, 1, 1)
+
+
+@pytest.mark.parametrize(("prepare", "told"), [("time.sleep(60)", "Unprepared"), ("1 / 0", "RuntimeError")])
+def test_a_case_that_is_not_prepared_is_told_from_one_that_cannot_be(tmp_path, prepare, told):
+    folder = tmp_path / "case"
+    folder.mkdir()
+    program = CASE.replace('Path("input").write_text("x") and ["case.py", "a"]', prepare).replace("= 6, 1", "= 2, 1")
+    command = [sys.executable, "-c", f"import time{program}", str(folder), ""]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert [name for name in ("Unprepared", "RuntimeError") if f"{name}: " in done.stderr] == [told], done.stderr
