@@ -200,17 +200,18 @@ class Cas(Subject):
     def conclude(self, results: Results) -> Conclusion:
         arms = list(self.drawings)
         groups = tuple(class_groups(dict(results.groups), told(self.folder, NAME)["classes"]))
-        gaps = [Comparison(REAL, name, groups, family="gap to real images") for name in arms]
+        gaps = [Comparison(REAL, name, groups, family="gap to real images") for name in (arms[-1], *arms[:-1])]
         effects = [Comparison(PLAIN, name, groups, family="effect of an ingredient") for name in arms[1:]]
         shown = [name for name in (REAL, CONTROL, *arms, UNTRAINED) if self._picture(name).is_file()]
         return Conclusion(
             comparisons=[*gaps, *effects],
-            asked=[*effects, *gaps[:1], *(gaps[-1:] if len(gaps) > 1 else [])],
+            asked=[*gaps[:2], *effects],
             tables=[self._gap_table(results), self._class_table(results, arms[-1])],
             pictures=[
                 Picture(f"pictures/{self._picture(name).name}", f"{name}, seed {results.seeds[0]}") for name in shown
             ],
             notes=[
+                f"The gap to as many real images: {_told_gaps(results, arms)}.",
                 "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
                 " the same number of images; test images choose nothing.",
                 "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
@@ -239,6 +240,11 @@ class Cas(Subject):
                 values = [f"{100 * results.mean(name, group):.1f}" for name in names]
                 rows.append([group, *values, _points(results, last, REAL, group)])
         return "Recall by class, %", ["class", *names, f"gap of {last}, points"], rows
+
+
+def _told_gaps(results: Results, arms: list[str]) -> str:
+    """The gaps without and with everything that is done to samples."""
+    return ", ".join(f"{name} {_points(results, name, REAL)} points" for name in dict.fromkeys((arms[0], arms[-1])))
 
 
 def _points(results: Results, first: str, second: str, group: str = "all") -> str:

@@ -147,6 +147,9 @@ def test_the_page_has_every_arm(made) -> None:
         assert (folder / picture["file"]).is_file()
     asked = {(row["first"], row["second"]) for row in document["verdicts"]}
     assert asked == {(PLAIN, "fresh"), (PLAIN, "psi"), (PLAIN, TOGETHER), (REAL, PLAIN), (REAL, TOGETHER)}
+    assert (document["verdicts"][0]["first"], document["verdicts"][0]["second"]) == (REAL, TOGETHER)
+    told = f"The gap to as many real images: {PLAIN} {rows[2][2]} points, {TOGETHER} {rows[5][2]} points."
+    assert document["notes"][0] == told
     assert not list((folder / "runs").glob("*.lmdb"))
 
 
