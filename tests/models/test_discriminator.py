@@ -213,6 +213,17 @@ def test_bf16_is_close_to_fp32_and_the_last_block_stays_in_fp32():
     assert (found - expected).norm() / expected.norm() < 0.02
 
 
+def test_p4_labels_are_mapped_by_as_many_layers_as_asked_for():
+    """None by default; NVIDIA's has 8."""
+    shape = SHAPE | {"classes": 3}
+    assert len(Discriminator(DiscriminatorConfig(**TINY), **shape).label_mapping) == 0
+    network = Discriminator(DiscriminatorConfig(**TINY, mapping_layers=8), **shape)
+    assert len(network.label_mapping) == 8
+    images, labels = draw(2, 3, 8, 8).float(), torch.tensor([0, 2])
+    network(images, labels).sum().backward()
+    assert all(parameter.grad is not None for parameter in network.label_mapping.parameters())
+
+
 @pytest.mark.parametrize("resolution", [4, 12, 0])
 def test_resolutions_that_do_not_work(resolution):
     with pytest.raises(UserError, match=f"resolution {resolution} is not a power of two"):
