@@ -13,8 +13,9 @@ from utils.errors import run_cli
 
 FORMAT_HELP = (
     "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "
-    "integers, smaller and faster on CPUs; nvidia and rosinality: StyleGAN2's weights by the names of those programs; "
-    "folder: weights, a model card and a page of Python that needs torch and safetensors alone"
+    "integers, smaller and faster on CPUs; executorch: a program for phones and small devices; nvidia and rosinality: "
+    "StyleGAN2's weights by those programs' names; folder: "
+    "weights, a model card and a page of Python that needs torch and safetensors alone"
 )
 
 

@@ -82,6 +82,8 @@ def parser() -> Parser:
     add("--n", type=positive, metavar="N", help=in_all.format(*DATASET))
     add("--encoding", choices=ENCODINGS, default="raw", help="how they are stored (default: raw)")
     add("--overwrite", action="store_true", help="replace --out if it exists")
+    add("--croissant", action="store_true", help="a card beside it, OUT.croissant.json: what the set is, for programs")
+    add("--licence", "--license", default="unknown", help="that the card names (default: unknown)")
     return options
 
 
@@ -214,11 +216,13 @@ def write_dataset(options: Namespace) -> str:
     check_target(options.out, options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
     from inference import dataset
+    from inference.croissant import write_card
 
     source = dataset.provenance(path, checkpoint, sampler)
     how = {"source": source, "count": options.n, "encoding": options.encoding, "overwrite": options.overwrite}
     meta = dataset.write_dataset(sampler, checkpoint, options.out, **how)
-    return f"wrote {meta.count} images to {options.out}: {source}"
+    card = f" and {write_card(options.out, meta, licence=options.licence)}" if options.croissant else ""
+    return f"wrote {meta.count} images to {options.out}{card}: {source}"
 
 
 def chosen(options: Namespace, config: type) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from utils.errors import UserError
 GRID, DATASET = (8, 64), (1000, 10_000)  # images of a class, and of a generator without classes, unless said
 ENCODINGS = ("raw", "png", "jpeg")  # of a data set
 FEATURES = ("resnet50", "pixels")  # that a projection compares
-FORMATS = ("safetensors", "torch-export", "onnx", "int8", "nvidia", "rosinality", "folder")
+FORMATS = ("safetensors", "torch-export", "onnx", "int8", "executorch", "nvidia", "rosinality", "folder")
 FASTEST_GIF = 50  # frames a second: viewers show shorter delays than 2/100 s as 10/100 s
 
 Space = Literal["w", "w+"]

@@ -1,6 +1,7 @@
 """The formats: how each is written, and how it is loaded again to be compared."""
 
 import contextlib
+import copy
 import importlib
 import json
 import logging
@@ -21,6 +22,7 @@ from inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject
 from inference.export.weights_file import ENTRY, contents, interface, read_weights, write_weights
 from models.restore import classifier_from, generator_from
 from utils.errors import UserError
+from utils.logging import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +50,17 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+REMEDIES = {"executorch": "executorch"}  # package -> what to install where it is missing
+
+
 def import_extra(name: str) -> ModuleType:
     """An optional package. Raises UserError, with what to install, where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(
-            f"this format needs {name.partition('.')[0]} ({error}); `pip install onnx onnxruntime onnxscript`"
-        ) from error
+        package = name.partition(".")[0]
+        remedy = REMEDIES.get(package, "onnx onnxruntime onnxscript")
+        raise UserError(f"this format needs {package} ({error}); `pip install {remedy}`") from error
 
 
 def as_runner(network: nn.Module) -> Runner:
@@ -157,6 +162,43 @@ def write_int8(subject: Subject, path: Path) -> None:
         )
 
 
+# --- ExecuTorch
+
+
+def write_executorch(subject: Subject, path: Path) -> None:
+    """A program of ExecuTorch, PyTorch's runtime for phones and small devices: float32, one row at a time, BatchNorm
+    folded. XNNPACK computes what it can; a network that its partitioner fails on has portable kernels throughout.
+    """
+    with _quiet(), torch.no_grad():
+        lower = import_extra("executorch.exir").to_edge_transform_and_lower
+        delegate = import_extra("executorch.backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner
+        network = copy.deepcopy(subject.fast()).to(memory_format=torch.contiguous_format)
+        row = tuple(map(_dense, subject.rows(1)))
+        try:
+            program = lower(traced(network, row, None), partitioner=[delegate()])
+        except Exception as error:  # its passes raise whatever they meet
+            say(f"note: portable kernels alone, which are slow: XNNPACK's partitioner failed ({str(error)[:80]})")
+            program = lower(traced(network, row, None))
+        path.write_bytes(program.to_executorch().buffer)
+
+
+def open_executorch(_subject: Subject, path: Path) -> Runner:
+    """The program in ExecuTorch's runtime on the CPU, row by row."""
+    with _quiet():
+        method = import_extra("executorch.runtime").Runtime.get().load_program(str(path)).load_method("forward")
+
+    def run(inputs: Inputs) -> Tensor:
+        rows = zip(*(_dense(x).split(1) for x in inputs), strict=True)
+        return torch.cat([method.execute(row)[0].clone() for row in rows])
+
+    return run
+
+
+def _dense(x: Tensor) -> Tensor:
+    """A copy whose strides say contiguous, also of a single row."""
+    return torch.empty(x.shape, dtype=x.dtype).copy_(x)
+
+
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 CHECKABLE = (
     "classifier",
@@ -172,5 +214,6 @@ FORMATS = {
     "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX_PACKAGES, only=CHECKABLE),
     "nvidia": Format(write=write_nvidia, open=open_official, limit=0.0, only=STYLEGAN2),
     "rosinality": Format(write=write_rosinality, open=open_official, limit=0.0, only=STYLEGAN2),
+    "executorch": Format(write=write_executorch, open=open_executorch, limit=1e-4, needs=("executorch",)),
     "folder": Format(write=write_folder, open=open_folder, limit=1e-5, folder=True),
 }

@@ -66,6 +66,8 @@ CASES = [
     *(("safetensors", name) for name in ("classifier", "grey", "plain", "r3", "dcgan", "growing")),
     *(("torch-export", name) for name in ("classifier", "plain", "r3", "dcgan", "growing")),
     *(("onnx", name) for name in ("classifier", "grey", "r3", "dcgan")),
+    *(("executorch", name) for name in ("classifier", "dcgan")),
+    pytest.param("executorch", "grey", marks=pytest.mark.slow),
 ]
 
 
