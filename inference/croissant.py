@@ -50,8 +50,8 @@ def described(data: Path, meta: Meta, *, licence: str) -> dict[str, Any]:
     learnt = meta.passport["trained_on"] or "unknown"
     description = (
         f"{meta.count} generated images, {side}x{side} px, {colours}{classes}. None is real: {meta.source}. Content "
-        f"hash of the images that the generator was trained on: {learnt}; of these: {meta.content_hash}. A packed file of "
-        "Duet, which its data.inspect describes."
+        f"hash of the images that the generator was trained on: {learnt}; of these: {meta.content_hash}. A packed file "
+        "of Duet, which its data.inspect describes."
     )
     file = {
         "@type": "cr:FileObject",
