@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse
 from torch.fx.proxy import TraceError
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.classifier import Classifier
 
@@ -26,6 +27,8 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
     A BatchNorm that follows no convolution stays, and so do all of a network that torch.fx cannot trace.
     """
     copied = copy.deepcopy(model).eval().requires_grad_(False)
+    if not any(isinstance(module, _BatchNorm) for module in copied.modules()):
+        return copied  # nothing to fold, and R3GAN's layers cannot be traced
     try:
         return fuse(copied).eval()
     except TraceError:

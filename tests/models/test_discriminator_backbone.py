@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from inference.predictions import image_heat
 from models.backbones.base import in_turn
 from models.backbones.discriminator import Trunk
 from models.classifier import Classifier, ModelConfig
+from models.fast import fold_batchnorm
 from models.registry import architecture_of
 from tests.models.test_layers import draw
 from utils.errors import UserError
@@ -60,6 +62,16 @@ def test_blocks_hold_each_parameter_once_in_the_order_of_the_forward_pass(name):
     torch.testing.assert_close(model(images), expected)
     expected.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_made_of_a_trained_classifier_takes_it(name):
+    """Found by trying: folding could not trace R3GAN's layers. Export and Grad-CAM are tried along."""
+    model, images = classifier(name).eval(), draw(2, 1, 16, 16).float()
+    expected = model(images)
+    torch.testing.assert_close(fold_batchnorm(model)(images), expected)
+    torch.testing.assert_close(torch.export.export(model, (images,)).module()(images), expected)
+    assert image_heat(model, torch.zeros(2, 1, 16, 16, dtype=torch.uint8), torch.tensor([0, 1])).shape == (2, 4, 4)
 
 
 def test_images_of_another_size_are_scaled_where_that_is_asked_for():
