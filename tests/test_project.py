@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "data": {"data", "utils"},
     "models": {"models", "utils"},
     "metrics": {"metrics", "models", "data", "utils"},
-    "reporting": {"reporting", "utils"},
+    "reporting": {"reporting", "metrics", "utils"},
     "training": {"training", "metrics", "reporting", "models", "data", "utils"},
     "inference": {"inference", "metrics", "models", "data", "utils"},
     "explorer": {"explorer", "inference", "metrics", "reporting", "models", "data", "utils"},

@@ -1,0 +1,103 @@
+"""A page that compares evaluated runs: `python -m reporting.compare RUN RUN... --out FOLDER`.
+
+The figures and their tests are those of `evaluate.py --compare`: image by image or sample by sample on the same seed,
+corrected for their number. Beside them stand the runs' images and their curves.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from reporting.charts import line_chart
+from reporting.figures import plain
+from reporting.pictures import CAPTIONS, picture
+from reporting.report import SHOWN_AT_ONCE, chart_of, render
+from reporting.run_files import Run, read_run
+from utils.cli import Parser
+from utils.errors import exit_cli
+from utils.files import check_writable, write_atomic
+from utils.provenance import environment
+
+SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
+HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]
+KINDS = {"better": "good", "worse": "bad"}
+
+
+def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
+    """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare` found."""
+    names = list(document["runs"])
+    runs = {name: read_run(name.partition(",")[0]) for name in names}  # of seeds alike the first
+    pairs = [
+        {"title": f"{found['run']} against {names[0]}", "rows": [_row(row) for row in found["figures"]]}
+        for found in document["comparisons"]
+    ]
+    text = render(
+        "comparison.html.j2",
+        title=" and ".join(dict.fromkeys(Path(name).name for name in names)),
+        about=f"{document['task']}, {document['n']} images, seed {document['seed']}, data {document['data_hash'][:12]}",
+        header=HEADER,
+        pairs=pairs,
+        images=_images(runs),
+        curves=shared_charts(runs),
+        notes=[f"{key}: {note}" for key, note in document["notes"].items()],
+        command=" ".join(["python -m reporting.compare", *names]),
+        versions=environment(),
+    )
+    write_atomic(folder / "comparison.json", f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(folder / "comparison.html", text.encode(errors="replace"))
+    return folder / "comparison.html"
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells of a figure's row, in the order of HEADER; and how its verdict is coloured."""
+    interval = "-" if row["interval"] is None else f"{row['interval'][0]:+.4f} to {row['interval'][1]:+.4f}"
+    p = "-" if row["p"] is None else "<0.0001" if row["p"] < 1e-4 else f"{row['p']:.4f}"
+    name, *weights = row["figure"].split(" ")  # a figure of features: the extractor and its weights
+    name = " ".join([name.replace("_", " "), *weights[:1]])
+    cells = [plain(row["first"]), plain(row["second"]), f"{row['difference']:+.4f}", interval, p]
+    return {"name": name, "weights": " ".join(weights[1:]), "cells": cells} | {
+        "verdict": row["verdict"],
+        "kind": KINDS.get(row["verdict"], ""),
+    }
+
+
+def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:
+    """What an image shows, and that image of every run that has it, for images that two runs have or more."""
+    found = []
+    for stem in SIDE_BY_SIDE:
+        have = {name: path for name, run in runs.items() for path in run.images if path.stem == stem}
+        if len(have) > 1:
+            found.append((CAPTIONS[stem], [picture(path, name) for name, path in have.items()]))
+    return found
+
+
+def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
+    """A chart for each key of metrics.jsonl that all runs have and that a report shows at once."""
+    series = {name: run.series for name, run in runs.items()}
+    first = next(iter(series.values()))
+    keys = [k for k in first if all(k in other for other in series.values()) and k.split("/")[0] in SHOWN_AT_ONCE]
+    charts = []
+    for key in keys:
+        curves = {name: of_run[key] for name, of_run in series.items()}
+        if any(y == y for points in curves.values() for _, y in points):
+            charts.append(line_chart(curves, title=key if "/" in key else chart_of(key)))
+    return charts
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = Parser(prog="python -m reporting.compare", description="Compare evaluated runs on a page.")
+    text = "run folders that were evaluated on the same images with the same seed; RUN,RUN: other seeds of one"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=text)
+    text = "for comparison.html and comparison.json (default: here)"
+    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help=text)
+    options = parser.parse_args(argv)
+    check_writable(options.out)
+
+    from metrics.comparison.compare import compare  # imports torch
+
+    print(write_comparison(compare(options.runs), options.out))
+
+
+if __name__ == "__main__":
+    exit_cli(main)
