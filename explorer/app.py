@@ -165,7 +165,7 @@ class App:
         """Nothing, or what a browser gets that may not ask, or that brings the token. Raises HTTPException."""
         origin = request.headers.get("Origin")
         site = request.headers.get("Sec-Fetch-Site", "none")
-        foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("Host")
+        foreign = origin is not None and origin.partition("://")[2] != request.headers.get("Host")
         if foreign or (request.path != "/" and site not in ("same-origin", "none")):
             raise Forbidden("another page may not ask the explorer")
         if self.token is None:

@@ -60,14 +60,22 @@ def open_runs(named: Sequence[str], *, which: str, device: torch.device) -> list
 
     Raises UserError for what holds no checkpoint.
     """
-    paths = [run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))]
+    paths = list(dict.fromkeys(run for name in named or [str(QUICKSTART)] for run in _runs_in(Path(name))))
     if not named and not QUICKSTART.is_dir():
         raise UserError(f"there is no {QUICKSTART}; name a run with --checkpoint RUN, or run quickstart.py first")
-    names = [path.resolve().name for path in paths]
-    long = [f"{path.resolve().parent.name}/{name}" for path, name in zip(paths, names, strict=True)]
-    told = [both if names.count(name) > 1 else name for name, both in zip(names, long, strict=True)]
-    opened = [_open(path, name, which, device) for path, name in zip(paths, told, strict=True)]
+    names = _told_apart(paths)
+    opened = [_open(path, name, which, device) for path, name in zip(paths, names, strict=True)]
     return sorted(opened, key=lambda shown: shown.task != "gan")
+
+
+def _told_apart(paths: Sequence[Path]) -> list[str]:
+    """A name for each: its last part, with as many before it as are needed where others end so, too."""
+    parts = [path.resolve().parts for path in paths]
+    names = ["" for _ in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        ends = ["/".join(part[-length:]) for part in parts]
+        names = [name or (end if ends.count(end) == 1 else "") for name, end in zip(names, ends, strict=True)]
+    return names
 
 
 def _runs_in(path: Path) -> list[Path]:

@@ -301,8 +301,8 @@ def test_loopback_names(client, host):
 
 @pytest.mark.parametrize(
     "headers",
-    [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"},
-     {"Sec-Fetch-Site": "same-site"}, {"Origin": "http://localhost:1"}],
+    [{"Origin": "http://evil.example"}, {"Origin": "http://["}, {"Origin": ""}, {"Origin": "null"},
+     {"Origin": "http://localhost:1"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}],
 )  # fmt: skip
 def test_another_page_is_refused(client, headers):
     one_line(client.get("/api/runs", headers=headers), 403)

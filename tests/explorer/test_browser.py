@@ -168,7 +168,7 @@ def test_keyboard_alone(place, tmp_path):
     """Tab reaches every control in order, with a ring around it; a link turns the page, arrows move a slider."""
     with Browser(tmp_path / "profile") as browser:
         browser.open(place)
-        turn(browser, "draw")
+        wait(browser, PAGES["draw"])
         focus = (
             "const e = document.activeElement; return [e.textContent.trim().slice(0, 9), e.name || e.type || e.tagName]"
         )
