@@ -14,7 +14,7 @@ from inference.samples import Sampler
 from inference.settings import EditConfig
 from models.gan import StyledGenerator
 from models.sampling import to_uint8
-from tests.inference.conftest import draws, sampler_of, styled, without_w
+from tests.inference.conftest import DCGAN, draws, sampler_of, styled, without_w
 from utils.errors import UserError
 
 FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
@@ -235,6 +235,18 @@ def test_too_few_samples_of_a_class():
 
 
 # --- the spaces of real generators
+
+
+@pytest.mark.parametrize("make", [without_w, lambda: without_w(**DCGAN)], ids=["r3gan", "dcgan"])
+def test_in_z_the_class_that_is_asked_for_stays(make):
+    generator = make()
+    sampler = sampler_of(generator)
+    z, labels, _ = sampler.latents(range(6))
+    space = space_of(generator, None)
+    offsets = draws(6, space.size).float()
+    moved = space.images(space.start(sampler, range(6)), offsets)
+    torch.testing.assert_close(moved, generator(z + offsets, labels))
+    assert labels.tolist() == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize(("make", "name"), [(styled, "w"), (styled, "s"), (styled, "z"), (without_w, "z")])
