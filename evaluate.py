@@ -91,6 +91,11 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         figures = evaluate(checkpoint, reader, out, options)
     head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
     document = {**head, "seed": options.seed, **figures}
+    if checkpoint["task"] == "gan" and not options.audit and collectives.is_main():
+        from inference.samples import draw_style_tables
+
+        device = collectives.choose_device(options.device)
+        document["images"] += draw_style_tables(checkpoint, out, seed=options.seed, device=device)
     command = None if options.audit else shlex.join(["python", "evaluate.py", *argv])
     collectives.on_main(lambda: write(document, out / name, command))
     if collectives.is_main():

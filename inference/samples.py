@@ -13,7 +13,9 @@ from torch import Tensor
 from inference.settings import GRID
 from metrics.precision import device_of, exact_float32
 from models.gan import ImageGenerator, NoiseMode, StyledGenerator
+from models.restore import generator_from
 from models.sampling import draw, generate, to_uint8
+from utils.checkpoint import Checkpoint
 from utils.cli import did_you_mean
 from utils.errors import UserError
 from utils.image_tables import PADDING, save_rows, save_table
@@ -186,6 +188,19 @@ def draw_mix(
         margin=3 * PADDING,
     )
     return count
+
+
+def draw_style_tables(checkpoint: Checkpoint, out: Path, *, seed: int, device: torch.device) -> list[str]:
+    """Write truncation.png and mixing.png into the folder `out`; returns the names, none for a generator without w."""
+    generator = generator_from(checkpoint, device)
+    if not generator.has_styles:
+        return []
+    names = checkpoint["classes"] if generator.classes else []
+    sampler = Sampler(generator=generator, chosen=range(len(names)), seed=seed)
+    draw_truncation(sampler, names, out / "truncation.png", psis=(0, 0.3, 0.5, 0.7, 1), count=10)
+    coarse = range(cast(StyledGenerator, generator).num_ws // 2)
+    draw_mix(sampler, names, out / "mixing.png", layers=coarse, count=6)
+    return ["truncation.png", "mixing.png"]
 
 
 Noise = list[Tensor] | NoiseMode  # maps [n, 1, H, W] for each layer, or the mode's name

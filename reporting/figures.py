@@ -226,6 +226,9 @@ def progress(run: Run) -> list[Figure]:
     speeds = [y for _, y in run.series.get("images_per_second", [])]
     if speeds:
         figures.append((plain(statistics.median(speeds)), "images a second (median)"))
+    waits = [y for _, y in run.series.get("data_wait", []) if math.isfinite(y)]
+    if waits:
+        figures.append((percent(statistics.median(waits)), "of the time spent waiting for data (median)"))
     if "step" in run.best:
         metric = str(run.best.get("metric", "")).replace("_", " ")
         figures.append((f"step {plain(run.best['step'])}", f"best checkpoint: {metric} {plain(run.best.get('value'))}"))

@@ -21,6 +21,8 @@ CAPTIONS = {  # name of an image in eval/: what it shows
     "recognised_best": "Samples that the classifier is surest of: the class asked for, its probability",
     "recognised_worst": "Samples that the classifier is least sure of: asked for, and predicted",
     "neighbours": "Samples beside the training images nearest to them",
+    "truncation": "Truncation: the same samples from the mean image (psi 0) to as they are (psi 1)",
+    "mixing": "Style mixing: A with the coarse styles (pose, shape) of B",
     "confusion": "Confusion matrix: true classes in rows, predicted ones in columns",
     "reliability": "Accuracy by confidence: on the diagonal the classifier is as often right as it is sure",
     "confused": "The classes that are confused most often: true class as predicted class, and how many images",

@@ -91,6 +91,7 @@ class TestEvaluate:
         assert set(found["diversity_by_class"]) == set(found["recognised_by_class"]) == set(CLASSES)
         assert 0 <= found["recognised"] <= 1
         drawn = {"samples.png", "real.png", "neighbours.png", "recognised_best.png", "recognised_worst.png"}
+        drawn |= {"truncation.png", "mixing.png"}
         assert drawn == set(found["images"])
         height, width = pixels(tmp_path / "samples.png").shape
         assert pixels(tmp_path / "real.png").shape == (height, width)
