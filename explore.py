@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
         raise UserError("the explorer needs waitress; `pip install 'waitress>=3.0'`") from error
     with listen(options.host, options.port) as listener:
         address, port = listener.getsockname()[:2]
-        token = None if ipaddress.ip_address(address).is_loopback else secrets.token_urlsafe(16)
+        own = ipaddress.ip_address(address)
+        token = None if own.is_loopback else secrets.token_urlsafe(16)
         app, worker = build(options, token)
         how: dict[str, Any] = {"sockets": [listener], "threads": THREADS, "connection_limit": CONNECTIONS}
         server = create_server(app, max_request_body_size=door.UPLOAD.limit + 1, ident=None, **how)
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
 
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, end)
-        host = f"[{address}]" if ":" in address else address
+        host = socket.gethostname() if own.is_unspecified else f"[{address}]" if own.version == 6 else address
         place = f"http://{host}:{port}/" + (f"?token={token}" if token else "")
         print(f"open {place} in a browser; Ctrl-C ends the explorer", flush=True)
         leave_threads()  # a model may still compute when all is to end

@@ -3,6 +3,7 @@
 import http.client
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -108,4 +109,8 @@ def test_beyond_this_machine_a_token_is_made(folder, monkeypatch, capsys):
     assert own is None
     assert first != second
     assert min(len(first), len(second)) > 20
-    assert f"?token={first} " in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(
+        rf"open http://{re.escape(socket.gethostname())}:\d+/\?token={re.escape(first)} in a browser", lines[0]
+    )
+    assert re.match(r"open http://127\.0\.0\.1:\d+/ in a browser", lines[2])
