@@ -37,7 +37,11 @@ class Browser:
         options = {"binary": CHROMIUM, "args": arguments, "mobileEmulation": _phone(width, height)}
         options = {key: value for key, value in options.items() if value is not None}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        made = self._ask("", {"capabilities": {"alwaysMatch": wanted}})
+        try:
+            made = self._ask("", {"capabilities": {"alwaysMatch": wanted}})
+        except OSError:
+            self._driver.kill()
+            raise
         self._place += f"/{made['sessionId']}"
         self._ask("/window/rect", {"width": width, "height": height})
 

@@ -92,3 +92,12 @@ def sample(label: int = 0, **more) -> dict:
 def two(**more) -> dict:
     """The query of a request for two samples."""
     return {"run": GAN, "class_a": CLASSES[0], "seed_a": 3, "class_b": CLASSES[2], "seed_b": 4, **more}
+
+
+def one_line(response, status=400) -> str:
+    """The text of a refusal."""
+    assert response.status_code == status
+    assert response.mimetype == "text/plain"
+    assert response.text
+    assert "\n" not in response.text
+    return response.text

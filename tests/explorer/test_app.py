@@ -2,39 +2,26 @@
 
 import itertools
 import re
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from werkzeug.test import Client
 
 from data.dataset import Dataset
 from explorer import drawing, naming
-from explorer.app import MOST_DRAWN, App
+from explorer.app import MOST_DRAWN
 from explorer.drawing import FRAMES, Source, address
 from explorer.runs import Shown
-from explorer.worker import Unavailable, Worker
 from inference.edit.editor import Editor
 from inference.influence import snapshot
 from inference.influence_scores import influence
 from inference.samples import Sampler
 from inference.settings import ProjectionConfig
 from metrics.evaluate_gan import judge_images
-from tests.explorer.conftest import CLASSIFIER, GAN, PLAIN, STEPS, grey, pixels, png, sample, two
+from tests.explorer.conftest import CLASSIFIER, GAN, PLAIN, STEPS, grey, one_line, pixels, png, sample, two
 from tests.metrics.conftest import CLASSES
 from utils.checkpoint import resolve
-
-
-def one_line(response, status=400) -> str:
-    """The text of a refusal."""
-    assert response.status_code == status
-    assert response.mimetype == "text/plain"
-    assert response.text
-    assert "\n" not in response.text
-    return response.text
-
 
 # --- the page
 
@@ -284,152 +271,6 @@ def test_compare(client, folder):
     assert "<td>&lt;b&gt;finished</td><td>-</td>" in text
     assert text.count('<figure class="chart">') == 1  # `only` is no figure of a report
     assert re.search(r"gan <b>3</b>.*classifier <b>4</b>", text)
-
-
-# --- who may ask
-
-
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "192.0.2.1:7870", "[", ""])
-def test_another_name_of_this_machine_is_refused(client, host):
-    one_line(client.get("/api/runs", headers={"Host": host}), 403)
-
-
-@pytest.mark.parametrize("host", ["localhost:7870", "127.0.0.1", "[::1]:80", "LOCALHOST"])
-def test_loopback_names(client, host):
-    assert client.get("/api/runs", headers={"Host": host}).status_code == 200
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [{"Origin": "http://evil.example"}, {"Origin": "http://["}, {"Origin": ""}, {"Origin": "null"},
-     {"Origin": "http://localhost:1"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}],
-)  # fmt: skip
-def test_another_page_is_refused(client, headers):
-    one_line(client.get("/api/runs", headers=headers), 403)
-    one_line(client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(), headers=headers), 403)
-
-
-def test_our_own_page_is_not(client):
-    headers = {"Origin": "http://localhost", "Sec-Fetch-Site": "same-origin"}
-    assert client.post("/api/name", query_string={"run": CLASSIFIER}, data=grey(), headers=headers).status_code == 200
-
-
-def test_a_token_is_needed_beyond_this_machine(shown):
-    client = Client(App(shown, Worker(), token="secret"))
-    far = {"Host": "box.example:7870"}
-    for path in ("/", "/page.js", "/api/runs", "/?token=secreT", "/?token=%C3%A9", "/?token="):
-        assert "?token=" in one_line(client.get(path, headers=far), 401)
-    answer = client.get("/?token=secret", headers=far)
-    assert (answer.status_code, answer.headers["Location"]) == (303, "/")
-    assert "HttpOnly" in answer.headers["Set-Cookie"]
-    assert "SameSite=Lax" in answer.headers["Set-Cookie"]
-    client.set_cookie("duet-explorer-80", "secret", domain="box.example")
-    assert client.get("/api/runs", headers=far, base_url="http://box.example").status_code == 200
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/explore.py",
-        "/../explore.py",
-        "/%2e%2e/explore.py",
-        "//etc/passwd",
-        "/page.js/",
-        "/api/",
-        "/api/runs/..",
-        "/\0",
-    ],
-)
-def test_no_path_is_opened(client, path, monkeypatch):
-    monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("opened"))
-    one_line(client.get(path), 404)
-
-
-def test_methods(client):
-    one_line(client.post("/api/draw", query_string=sample()), 405)
-    one_line(client.get("/api/name", query_string={"run": CLASSIFIER}), 405)
-    one_line(client.delete("/"), 405)
-
-
-# --- one thread and its queue
-
-
-def test_a_full_queue_refuses_and_the_page_is_served(shown):
-    app = App(shown, Worker(waiting=1))
-    client, going, begun = Client(app), threading.Event(), threading.Event()
-
-    def work():
-        begun.set()
-        going.wait(30)
-
-    slow = threading.Thread(target=app.worker.run, args=(work,))
-    slow.start()
-    assert begun.wait(30)
-    answer = client.get("/api/draw", query_string=sample())
-    assert "try again" in one_line(answer, 503)
-    assert answer.headers["Retry-After"] == "2"
-    assert client.get("/").status_code == 200
-    going.set()
-    slow.join()
-    assert client.get("/api/draw", query_string=sample()).status_code == 200
-    app.worker.end()
-
-
-def test_models_compute_in_one_thread_one_after_the_other():
-    worker, seen, inside = Worker(), set(), []
-
-    def work():
-        inside.append(1)
-        seen.add((threading.get_ident(), len(inside)))
-        inside.pop()
-
-    threads = [threading.Thread(target=worker.run, args=(work,)) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    worker.end()
-    assert len(seen) == 1
-    assert seen != {(threading.get_ident(), 1)}
-
-
-def test_the_end_frees_those_who_wait_and_stops_a_search():
-    worker, begun, ended = Worker(), threading.Event(), threading.Event()
-
-    def search():
-        begun.set()
-        try:
-            while True:
-                worker.tick()
-        except Unavailable:
-            ended.set()
-            raise
-
-    errors = []
-
-    def wait():
-        try:
-            worker.run(search)
-        except Unavailable as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=wait) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert begun.wait(30)
-    worker.end()
-    for thread in threads:
-        thread.join(10)
-    assert errors == ["the explorer is ending"] * 3
-    assert ended.wait(10)
-    with pytest.raises(Unavailable):
-        worker.run(search)
-
-
-def test_a_fault_of_ours_is_one_line_and_a_traceback_in_the_terminal(client, monkeypatch, capsys):
-    monkeypatch.setattr(drawing, "draw", lambda *_: 1 / 0)
-    assert "fault of the explorer" in one_line(client.get("/api/draw", query_string=sample()), 500)
-    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_large_images_are_sent_as_jpeg():
