@@ -23,6 +23,7 @@ def write_folder(subject: Subject, path: Path) -> None:
     """Make the folder."""
     path.mkdir()
     write_weights(path / "model.safetensors", subject.checkpoint)
+    (path / "model.safetensors").chmod(0o644)  # safetensors lets nobody else read it
     found = programs(subject)
     for name, program in found.items():
         program.write(path / f"{name}.pt2")

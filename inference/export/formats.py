@@ -215,5 +215,5 @@ FORMATS = {
     "nvidia": Format(write=write_nvidia, open=open_official, limit=0.0, only=STYLEGAN2),
     "rosinality": Format(write=write_rosinality, open=open_official, limit=0.0, only=STYLEGAN2),
     "executorch": Format(write=write_executorch, open=open_executorch, limit=1e-4, needs=("executorch",)),
-    "folder": Format(write=write_folder, open=open_folder, limit=1e-5, folder=True),
+    "folder": Format(write=write_folder, open=open_folder, limit=1e-4, folder=True),
 }

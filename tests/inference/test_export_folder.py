@@ -235,6 +235,7 @@ def test_the_command_makes_a_folder_where_there_is_none(runs, tmp_path, monkeypa
     assert {path.name for path in out.iterdir()} == {
         *("README.md", "config.json", "duet_model.py", "generator.pt2", "model.safetensors", "samples.png")
     }
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} <= {0o644, 0o664}
     assert json.loads((out / "config.json").read_text())["licence"] == "mit"
     assert (out / "README.md").read_text().splitlines()[1] == "license: mit"
     with pytest.raises(UserError, match="makes a folder, give a new one"):
