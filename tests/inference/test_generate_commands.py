@@ -258,7 +258,7 @@ def test_progress_goes_to_stderr(runs, tmp_path, capsys, monkeypatch):
     shown = []
 
     class Bar:
-        def __init__(self, *, total, desc, unit, disable=None):
+        def __init__(self, *, total, desc, unit, disable=None, delay=0):
             shown.append([desc, total, 0, disable])
 
         def update(self, n=1):
