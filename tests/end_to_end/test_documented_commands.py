@@ -42,9 +42,10 @@ SHORT = {  # of other commands, or of those with this word
 WEIGHTS = "resnet50.safetensors"
 # what needs more than one machine's CPU, or files that are not here
 ELSEWHERE = re.compile(
-    r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|--compare"
+    r"--gpus|torchrun|s3://|docker|sbatch|/local/|\bFILE\b|my_gan|fake\.lmdb|shards|\.tar\b|ffhq|[-.]compare|runs/judge|"
+    r"study\.py|explore\.py|generate\.py edit|--counterfactual|--format folder"  # these have tests of their own
 )
-ELSEWHERE_PAGES = {"data-at-scale", "docker", "scaling"}  # all of whose commands do
+ELSEWHERE_PAGES = {"data-at-scale", "docker", "editing", "explorer", "export", "scaling", "study"}  # all commands do
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from training.optim.updater import Precision
 from utils.config import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.recipes import STUDIES
 
 CPU = torch.device("cpu")
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a laptop's: no units for bf16
@@ -245,7 +246,7 @@ def test_typical_steps_are_of_every_kind(packed: Path, tmp_path: Path, reader: D
     assert trial.mean_seconds("fp32") > 0
 
 
-RECIPES = sorted(REPOSITORY.glob("configs/*.yaml"))
+RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.name.startswith(STUDIES))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
