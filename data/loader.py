@@ -59,10 +59,10 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
         memory = torch.from_numpy(np.empty(shape, np.uint8))
     images = memory if reader.gathers else memory.permute(0, 3, 1, 2)
     _, labels = reader.read(indices, out=images.numpy(), keys=keys)
-    on_cpu = [torch.from_numpy(labels)]
+    batch = Batch(images, torch.from_numpy(labels))
     if reader.synthetic is not None:
-        on_cpu.append(torch.from_numpy(indices >= len(reader)))
-    return Batch(images, *(part.pin_memory() if pin else part for part in on_cpu))
+        batch.synthetic = torch.from_numpy(indices >= len(reader))
+    return Batch(*(part.pin_memory() for part in batch.parts())) if pin else batch
 
 
 def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool) -> Batch:
