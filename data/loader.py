@@ -123,7 +123,9 @@ class InfiniteLoader:
         if self.prefetch:
             batch = self._prefetched()
         else:
-            batch = _next_batch(self._level, copy.copy(self.sampler), pin=self.device.type != "cpu").to(self.device)
+            pin = self.device.type != "cpu"
+            batch = _next_batch(self._level, copy.copy(self.sampler), pin=pin)
+            batch = batch.to(self.device) if pin else batch
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
         self._batches += 1
