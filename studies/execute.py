@@ -29,6 +29,12 @@ from utils.text import duration
 DISCARDED = "checkpoints"  # folders of a run that go once it is judged
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+# a choice to go on that depends on what was seen: the chance of an error is larger than the intervals and p say
+SEEDS_ADDED = (
+    "The study was begun with {} seeds, and raised to {} when results were there: if that was done because of them, "
+    "p is too small. A study in earnest fixes its seeds before."
+)
+
 
 @dataclass
 class Study:
@@ -94,7 +100,7 @@ class Study:
         start = time.monotonic()
         result = arm.make(place, seed)
         seconds = time.monotonic() - start
-        about = {"key": key, "arm": arm.name, "seed": seed, "seconds": round(seconds, 1)}
+        about = {"key": key, "arm": arm.name, "seed": seed, "seeds": len(self.seeds), "seconds": round(seconds, 1)}
         _write(self._result_file(arm, seed), about | packed(result))
         if not self.keep_runs:
             shutil.rmtree(place / DISCARDED, ignore_errors=True)
@@ -141,7 +147,11 @@ class Study:
             for arm in arms
         }
         whole = [seed for seed in self.seeds if all(seed in results for results in there.values())]
+        files = [self._result_file(arm, seed) for arm in arms for seed in there[arm.name]]
+        at_first = min([json.loads(file.read_text()).get("seeds", 0) for file in files], default=0)
         found = document(self.name, self.subject, arms, there, whole, planned=self.seeds)
+        if 0 < at_first < len(self.seeds):
+            found["notes"].insert(0, SEEDS_ADDED.format(at_first, len(self.seeds)))
         _write(self.folder / "study.json", found)
         return found
 

@@ -129,9 +129,11 @@ def test_after_the_minutes_it_ends_with_what_there_is(tmp_path):
 
 
 def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
-    study(tmp_path, seeds=2)[0].run()
+    assert study(tmp_path, seeds=2)[0].run()["notes"] == ["so"]
     more, subject = study(tmp_path, seeds=3)
-    assert more.run()["seeds"] == [0, 1, 2]
+    found = more.run()
+    assert found["seeds"] == [0, 1, 2]
+    assert found["notes"][0].startswith("The study was begun with 2 seeds, and raised to 3 when results were there")
     assert [call for call in subject.calls if call[1] != 2] == []
     with pytest.raises(UserError, match="made with other settings; choose another --out"):
         study(tmp_path, setting=2)[0].run()
