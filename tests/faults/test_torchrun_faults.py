@@ -41,7 +41,8 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
     code, out = ended(torchrun(config, run, options=RESTARTS, DUET_FAIL_AT=f"1:{step}:kill"))
     assert code == 0, out
     saved = step - step % 2
-    assert "exitcode: -9" in out, out  # torchrun names the cause; its SIGTERM may end rank 0 before that has
+    # torchrun names the first process that ended, and its SIGTERM may end rank 0 before that has told anything
+    assert "exitcode: -9" in out or "rank 1 is gone" in out, out
     assert (f"resumed at step {saved} of {LAST}" in out) == (saved > 0), out
     assert differing(state_of(straight, LAST), state_of(run, LAST)) == []
     assert rows(straight) == rows(run)

@@ -43,12 +43,14 @@ def programs(**names):
             value.__module__, value.__qualname__ = path, name
         elif callable(value):
             value.__module__, value.__qualname__, value.__name__ = path, name, name
+    ours = {name: sys.modules[name] for name in made if name in sys.modules}  # NVIDIA has a `training`, too
     sys.modules.update(made)
     try:
         yield
     finally:
         for name in made:
             del sys.modules[name]
+        sys.modules.update(ours)
 
 
 # --- NVIDIA, PyTorch
