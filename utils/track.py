@@ -2,8 +2,8 @@
 `log.tracker: wandb` for one that trains.
 
 Both send the rows of metrics.jsonl up to the last checkpoint: a resume cuts none of them back. RUN/tracker.json says
-how far they are, so that nothing is sent twice. Nothing leaves this machine unless the tracker's own settings say so:
-WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
+how far each tracker has them, so that none is sent twice, unless a kill or an error comes while they are sent. Nothing
+leaves this machine unless the tracker's own settings say so: WANDB_MODE=online, TRACKIO_SPACE_ID, MLFLOW_TRACKING_URI.
 """
 
 import argparse
@@ -20,8 +20,10 @@ from utils.cli import Parser
 from utils.config import read_yaml
 from utils.errors import UserError, exit_cli
 from utils.files import replace_file
+from utils.schema import mapping, record, text, whole
 
 Values = Mapping[str, float]
+check_state = mapping(record({"id": text, "step": whole()}))
 
 
 class Session(Protocol):
@@ -116,7 +118,8 @@ class Tracker:
     """Sends the rows of a run's metrics.jsonl to one of TRACKERS. Raises UserError where its package is missing."""
 
     def __init__(self, run: Path, name: str) -> None:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a folder of that name, such as wandb's own, is no package
             raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
         self.name, self._run = name, run
         self._session: Session | None = None
@@ -132,7 +135,8 @@ class Tracker:
         last = checkpoint.step_of(saved[0]) if saved else 0
         if last <= self._of:
             return 0
-        known = self._known()
+        every = self._known()
+        known = every.get(self.name, {})
         rows = [row for row in self._rows(last) if row["step"] > known.get("step", 0)]
         if rows and self._session is None:
             self._session = TRACKERS[self.name](self._run, read_yaml(self._run / "config.yaml"), known.get("id"))
@@ -141,8 +145,8 @@ class Tracker:
                 values = {k: v for k, v in row.items() if isinstance(v, int | float) and k not in ("step", "partial")}
                 if values:
                     self._session.log(row["step"], values)
-            note = {"tracker": self.name, "id": self._session.id, "step": rows[-1]["step"]}
-            replace_file(self._state, json.dumps(note).encode())
+            every[self.name] = {"id": self._session.id, "step": rows[-1]["step"]}
+            replace_file(self._state, json.dumps(every).encode())
         self._of = last
         return len(rows)
 
@@ -156,14 +160,14 @@ class Tracker:
         if session is not None:
             session.close()
 
-    def _known(self) -> dict[str, Any]:
-        """RUN/tracker.json, if it is this tracker's."""
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """RUN/tracker.json: by tracker the run's `id` there, and the `step` up to which it has the rows."""
         try:
             found = json.loads(door.read_file(self._state, door.TABLE))
+            check_state("tracker.json", found)
         except (OSError, ValueError):
             return {}
-        sound = isinstance(found, dict) and isinstance(found.get("id"), str) and isinstance(found.get("step"), int)
-        return found if sound and found.get("tracker") == self.name else {}
+        return dict(found)
 
     def _rows(self, last: int) -> list[dict[str, Any]]:
         """The next rows of steps up to `last`, whole ones only."""

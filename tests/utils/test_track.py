@@ -54,9 +54,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
     monkeypatch.setattr(Kept, "runs", {}, raising=False)
     monkeypatch.setattr(Kept, "opened", [], raising=False)
     monkeypatch.setattr(Kept, "down", False)
-    monkeypatch.setitem(track.TRACKERS, "wandb", Kept)
+    for name in ("wandb", "trackio"):  # json: a package that is there
+        monkeypatch.setitem(track.TRACKERS, name, Kept)
     usual = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name == "wandb" else usual(name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: usual("json" if name in track.TRACKERS else name))
     return Kept
 
 
@@ -88,6 +89,23 @@ def test_rows_up_to_the_last_checkpoint_are_sent_once(tmp_path: Path, kept: type
     assert track.Tracker(run, "wandb").send() == 1
     assert kept.runs == {"id0": [*as_sent(ROWS), (8, {"z": 2.0})]}
     assert kept.opened == [None, "id0"]
+
+
+def test_each_tracker_has_its_own_place(tmp_path: Path, kept: type[Kept]) -> None:
+    run = made(tmp_path / "run", saved=4)
+    assert [track.Tracker(run, name).send() for name in ("wandb", "trackio", "wandb")] == [3, 3, 0]
+    save(run, 6)
+    assert [track.Tracker(run, name).send() for name in ("wandb", "trackio")] == [1, 1]
+    assert kept.opened == [None, None, "id0", "id1"]
+    assert kept.runs == {"id0": as_sent(ROWS), "id1": as_sent(ROWS)}
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"wandb": {"id": 3, "step": 4}}', '{"wandb": {"id": "x", "step": -1}}'])
+def test_a_damaged_note_of_what_was_sent_begins_anew(tmp_path: Path, kept: type[Kept], content: str) -> None:
+    run = made(tmp_path / "run", saved=4)
+    (run / "tracker.json").write_text(content)
+    assert track.Tracker(run, "wandb").send() == 3
+    assert kept.opened == [None]
 
 
 def test_the_command(tmp_path: Path, kept: type[Kept], capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +148,9 @@ def test_a_tracker_that_fails_costs_its_rows_only(
 
 
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "mlflow").mkdir()  # where a tracker keeps its runs, and no package
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    importlib.invalidate_caches()
     with pytest.raises(track.UserError, match="the tracker mlflow: its package is not installed; pip install mlflow"):
         track.Tracker(tmp_path, "mlflow")
 
@@ -139,7 +159,7 @@ def of_mlflow(run: Path) -> list[tuple[int, dict[str, float]]]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run.parent / 'mlflow.db'}")
-    found = json.loads((run / "tracker.json").read_text())["id"]
+    found = json.loads((run / "tracker.json").read_text())["mlflow"]["id"]
     assert client.get_run(found).data.params == {"task": "gan", "loss.r1": "2.0"}
     keys = sorted({key for _, values in as_sent(ROWS) for key in values})
     return [(m.step, {key: m.value}) for key in keys for m in client.get_metric_history(found, key)]
@@ -175,7 +195,7 @@ def of_wandb(run: Path) -> list[tuple[int, dict[str, float]]]:
 def of_trackio(run: Path) -> list[tuple[int, dict[str, float]]]:
     from trackio.sqlite_storage import SQLiteStorage
 
-    rows = SQLiteStorage.get_logs("duet", json.loads((run / "tracker.json").read_text())["id"])
+    rows = SQLiteStorage.get_logs("duet", json.loads((run / "tracker.json").read_text())["trackio"]["id"])
     own = ("step", "timestamp")
     return [(row["step"], {k: v}) for row in rows for k, v in row.items() if k not in own]
 
