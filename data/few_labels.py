@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from data.long_tail import drawn
 from utils.errors import UserError
 
 
@@ -13,15 +14,11 @@ def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[st
     Those of class k are the first of a permutation with the key (seed, "labels", k): those of a smaller number are
     among them. Raises UserError for a number below 1 and for a class of fewer images; `names` are for its text.
     """
-    from utils.seeding import numpy_generator  # imports PyTorch, which packing does without
-
     if per_class < 1:
         raise UserError(f"{per_class} labels a class: give 1 or more")
-    rows = []
-    for label, count in enumerate(np.bincount(labels, minlength=len(names)).tolist()):
+    counts = np.bincount(labels, minlength=len(names)).tolist()
+    for label, count in enumerate(counts):
         if count < per_class:
             name = names[label] if names else label
             raise UserError(f"{per_class} labels a class: class {name} has {count:,} images; give at most as many")
-        order = numpy_generator(seed, "labels", label).permutation(count)
-        rows.append(np.flatnonzero(labels == label)[order[:per_class]])
-    return np.sort(np.concatenate(rows))
+    return drawn(labels, [per_class] * len(counts), seed, "labels")

@@ -18,7 +18,7 @@ ROUNDING = 1e-6  # a power that is a whole number may come out a little below it
 
 def profile(largest: int, ratio: float, classes: int) -> np.ndarray:
     """Images of each class, int64 [classes]: `largest` of the first, largest / ratio of the last."""
-    steps = np.arange(classes) / (classes - 1)
+    steps = np.arange(classes) / max(1, classes - 1)
     return np.floor(largest * float(ratio) ** -steps + ROUNDING).astype(np.int64)
 
 
@@ -35,15 +35,19 @@ def long_tail(
     images and seed lies within a larger one. Raises UserError for a ratio below 1, fewer than two classes, a class
     that would keep no image, and one that has not as many as the profile asks for.
     """
-    from utils.seeding import numpy_generator  # imports PyTorch, which packing does without
-
     counts = np.bincount(labels, minlength=len(names))
     classes = names or [str(label) for label in range(len(counts))]
-    wanted = _wanted(counts, ratio, largest, classes)
+    return drawn(labels, _wanted(counts, ratio, largest, classes).tolist(), seed, "long-tail")
+
+
+def drawn(labels: np.ndarray, wanted: Sequence[int], seed: int, purpose: str) -> np.ndarray:
+    """Records, int64 ascending: of class k the first wanted[k] of a permutation with the key (seed, purpose, k)."""
+    from utils.seeding import numpy_generator  # imports PyTorch, which packing does without
+
     rows = []
-    for label, number in enumerate(wanted.tolist()):
-        order = numpy_generator(seed, "long-tail", label).permutation(int(counts[label]))
-        rows.append(np.flatnonzero(labels == label)[order[:number]])
+    for label, number in enumerate(wanted):
+        own = np.flatnonzero(labels == label)
+        rows.append(own[numpy_generator(seed, purpose, label).permutation(len(own))[:number]])
     return np.sort(np.concatenate(rows))
 
 

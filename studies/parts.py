@@ -11,6 +11,7 @@ from data.dataset import Dataset
 from data.lmdb.format import Meta
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
+from data.long_tail import profile
 from data.pack import pack
 from data.sources import open_source
 from studies.config import StudyData
@@ -115,16 +116,15 @@ def expected_counts(data: StudyData) -> list[int]:
 
 
 def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
-    """Training images of each class: all, or `largest` at most, and with a long tail class k of K has
-    largest * long_tail^(-k / (K - 1)), rounded, at least one (Cui et al. 2019, 1901.05555).
+    """Training images of each class: all, or `largest` at most, and with a long tail those of its `profile`, at least
+    one.
     """
     largest = min(max(available), data.largest or max(available))
     if data.long_tail == 1:
         return [min(count, largest) for count in available]
     largest = min(largest, *available[:1])
-    last = max(1, len(available) - 1)
-    tail = [max(1, round(largest * data.long_tail ** (-k / last))) for k in range(len(available))]
-    return [min(count, wanted) for count, wanted in zip(available, tail, strict=True)]
+    tail = profile(largest, data.long_tail, len(available)).tolist()
+    return [min(count, max(1, wanted)) for count, wanted in zip(available, tail, strict=True)]
 
 
 def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:

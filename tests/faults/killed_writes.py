@@ -1,7 +1,8 @@
 """Kill -9 a process that writes checkpoints, again and again: `python -m tests.faults.killed_writes FOLDER KILLS SEED`.
 
 Each time a fork takes the newest checkpoint, as a resumed run does, and saves step after step until it is killed at a
-random moment; a thread writes every second time. Prints a JSON list with, for each kill: `told`, the last step that it
+random moment; a thread writes every second time. Two of four kills wait for a moment in the middle of a write: the fork
+is stopped and looked at until there is one. Prints a JSON list with, for each kill: `told`, the last step that it
 knew to be on the disk; `found`, the step that loads afterwards; `whole`, whether all of its state belongs to that step;
 `warnings` of loading; `leftovers`, names of half-written files; and `swept`, those that are left after the next save.
 """
@@ -66,8 +67,22 @@ def write_until_killed(folder: Path, asynchronous: bool, pipe: int) -> None:
         os.write(pipe, f"{manager.saved_step}\n".encode())
 
 
-def kill_one(folder: Path, asynchronous: bool, moment: float) -> int:
-    """Start a writer and kill it `moment` seconds after its first save; the last step that it told."""
+def stop_in_a_write(pid: int, folder: Path, moments: random.Random) -> None:
+    """Stop the writer at random moments until a half-written file is there; RuntimeError after 60 s without one."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        os.kill(pid, signal.SIGSTOP)
+        _, status = os.waitpid(pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), "the writer ended by itself"
+        if leftovers(folder / "checkpoints"):
+            return
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(moments.uniform(0, MOMENT / 10))
+    raise RuntimeError("the writer was never in the middle of a write")
+
+
+def kill_one(folder: Path, asynchronous: bool, in_a_write: bool, moments: random.Random) -> int:
+    """Start a writer and kill it at a random moment after its first save; the last step that it told."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -78,7 +93,9 @@ def kill_one(folder: Path, asynchronous: bool, moment: float) -> int:
     os.close(writing)
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         told = pipe.read(2)
-        time.sleep(moment)
+        time.sleep(moments.uniform(0, MOMENT))
+        if in_a_write:
+            stop_in_a_write(pid, folder, moments)
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "the writer ended by itself"
@@ -116,7 +133,7 @@ def main() -> None:
     rows = []
     for number in range(kills):
         asynchronous = number % 2 == 0
-        told = kill_one(folder, asynchronous, moments.uniform(0, MOMENT))
+        told = kill_one(folder, asynchronous, in_a_write=number % 4 > 1, moments=moments)
         rows.append(outcome(folder, told, asynchronous))
     print(json.dumps(rows))
 
