@@ -29,8 +29,8 @@ from utils.text import columns
 
 GIB = 2**30
 MIB = 2**20
-# tensors of each parameter that an optimizer's first step makes; sgd's momentum is there before
-MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0, "schedulefree-sgd": 1, "schedulefree-adamw": 2}
+# tensors of each parameter that an optimizer's first step makes; sgd's and muon's momentum is there before
+MOMENTS = {"adam": 2, "adamw": 2, "sgd": 0, "muon": 0, "schedulefree-sgd": 1, "schedulefree-adamw": 2}
 
 
 def state_bytes(task: Task) -> int:

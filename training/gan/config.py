@@ -128,6 +128,8 @@ class GanConfig(RunConfig):
             )
         if not generator.can_grow and self.progressive.start is not None:
             raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
+        if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):
+            raise UserError("optimizer muon is for classifiers: take adam for a GAN")
         if self.data.synthetic.weight != 1:
             raise UserError("data.synthetic.weight is of a classifier's loss; leave it out, a GAN has the share alone")
         if self.data.synthetic.on and self.progressive.start is not None:

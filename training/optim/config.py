@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from training.optim.schedules import cosine, one_cycle
 from utils.errors import UserError
@@ -17,6 +17,7 @@ from utils.ranges import (
     PositiveInt,
     Probability,
     Share,
+    between,
 )
 
 
@@ -25,14 +26,18 @@ class OptimizerConfig(Checked, section="optimizer"):
     """Optimizer and learning-rate schedule."""
 
     # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it
-    name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw"] = "adam"
+    # muon: of matrices and filters; of norms, biases and the head SGD. Classifiers only
+    name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon"] = "adam"
     lr: PositiveFloat = 0.001  # peak rate
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
     betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
     beta2_final: Decay | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
     eps: NonNegativeFloat = 1e-8  # Adam's
-    momentum: Decay = 0.9  # SGD's (Nesterov); for schedulefree-sgd the share of the average, beta
-    weight_decay: NonNegativeFloat = 0.0  # decoupled for adamw; not applied to norms and biases
+    momentum: Decay = 0.9  # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
+    sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
+    ns_steps: Annotated[int, between(1, 99)] = 5  # muon: Newton-Schulz iterations of a step
+    unit_filters: bool = False  # muon: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
+    weight_decay: NonNegativeFloat = 0.0  # decoupled for adamw and muon; not applied to norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
@@ -65,7 +70,7 @@ class OptimizerConfig(Checked, section="optimizer"):
             )
         if self.milestones != sorted(set(self.milestones)):
             raise UserError(f"optimizer.milestones {self.milestones}: must be rising numbers of updates")
-        if self.cycle_momentum is not None and self.name == "sgd" and not self.momentum:
+        if self.cycle_momentum is not None and self.name in ("sgd", "muon") and not self.momentum:
             raise UserError("optimizer: cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
         if self.schedule_free and (self.schedule != "constant" or self.beta2_final is not None):
             raise UserError(f"optimizer: {self.name} replaces schedules; set schedule constant and beta2_final null")

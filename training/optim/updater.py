@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from training.base.config import PrecisionName
 from training.optim.clipping import clip_adaptively_
 from training.optim.config import OptimizerConfig
+from training.optim.muon import Muon
 from training.optim.schedule_free import ScheduleFree
 from utils import inject
 from utils.distributed import collectives
@@ -31,7 +32,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, groups: Sequence[dict[str, Any]] | None = None
+    model: nn.Module,
+    config: OptimizerConfig,
+    groups: Sequence[dict[str, Any]] | None = None,
+    head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
 ) -> torch.optim.Optimizer:
     """The fused optimizer of `config` over `groups` (None: the model's trained parameters, see `parameter_groups`);
     fused ones can be masked on the device.
@@ -44,6 +48,9 @@ def build_optimizer(
     if config.name == "schedulefree-sgd" or config.name == "schedulefree-adamw":
         kind: Literal["sgd", "adamw"] = "sgd" if config.name == "schedulefree-sgd" else "adamw"
         return ScheduleFree(groups, kind=kind, lr=config.lr, betas=(config.average_beta, betas[1]), eps=config.eps)
+    if config.name == "muon":
+        more = {key: getattr(config, key) for key in ("momentum", "sgd_momentum", "ns_steps", "unit_filters")}
+        return Muon(groups, lr=config.lr, head=head, **more)
     if config.name == "sgd":
         sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
         if config.momentum > 0:
@@ -132,17 +139,19 @@ class Updater:
         growing: bool = False,  # a step may leave parameters out, the same on all ranks: they are not updated then
         exchange: bool = True,  # False: DDP has added up the gradients
         compress: Compression = "off",  # of the exchange
-        head: Iterable[Tensor] = (),  # parameters that are not clipped adaptively (2102.06171, section 4.1)
+        # parameters that are not clipped adaptively (2102.06171, section 4.1), and that Muon leaves to SGD
+        head: Iterable[Tensor] = (),
         groups: Sequence[dict[str, Any]] | None = None,  # of the optimizer, each with its `lr_scale`; None: as usual
     ) -> None:
         if config.lr_batch_size is not None:
             raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
         self.model, self.config, self.precision, self.growing, self.groups = model, config, precision, growing, groups
         self.steps = steps  # length of the schedules
-        self.optimizer = build_optimizer(model, config, groups)
+        self.head = list(head)
+        self.optimizer = build_optimizer(model, config, groups, self.head)
         self.lr_scales = [group.get("lr_scale", 1.0) for group in groups or self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        excluded = {id(p) for p in head}
+        excluded = {id(p) for p in self.head}
         self.clipped = [p for p in self.parameters if id(p) not in excluded]
         missing: Literal["zeros", "skip"] = "skip" if growing else "zeros"
         self.exchange = GradientExchange(self.parameters if exchange else [], missing=missing, compress=compress)
@@ -202,7 +211,7 @@ class Updater:
 
     def reset(self) -> None:
         """Forget the optimizer's moments: the next update is a first one."""
-        self.optimizer = build_optimizer(self.model, self.config, self.groups)
+        self.optimizer = build_optimizer(self.model, self.config, self.groups, self.head)
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
