@@ -309,19 +309,20 @@ def call(command: list[str]) -> int:
     through us. It saves its state and we wait for that; where we are killed it is too.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    told: list[int] = []  # signals
+    early: list[int] = []  # signals before there is a process
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        told.append(number)
-        for process in processes:
-            process.send_signal(number)
+        if processes:
+            processes[0].send_signal(number)
+        else:
+            early.append(number)
 
     dies = functools.partial(die_with_parent, os.getpid())
     own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}
     with handling(forward, obeyed_signals()), subprocess.Popen(command, cwd=ROOT, **own) as process:
-        for number in told:  # before there was a process
-            process.send_signal(number)
         processes.append(process)
+        for number in early:
+            process.send_signal(number)
         while (code := process.poll()) is None:
             with suppress(subprocess.TimeoutExpired):  # a signal just before a wait without end would not be seen
                 process.wait(timeout=5)
