@@ -111,6 +111,12 @@ def family(launcher: int) -> dict[str, int]:
     return found
 
 
+def saved_step(run: Path) -> int:
+    """The step of a run's last checkpoint, 0 before the first."""
+    last = run / "checkpoints" / "last.json"
+    return int(json.loads(last.read_text())["step"]) if last.exists() else 0
+
+
 class Disk:
     """Where the runs are: a file system of our own that can be full, else a limit of the size of files."""
 
@@ -196,24 +202,25 @@ class Soak:
         """Sample all of its processes for so long; its exit code where it ends before."""
         end = time.monotonic() + seconds
         while (code := process.poll()) is None and time.monotonic() < end:
+            saved = saved_step(run)
             for role, pid in family(process.pid).items():
                 with contextlib.suppress(OSError):
-                    self.log(run=run.name, start=self._starts, role=role, pid=pid, **sample(pid))
+                    self.log(run=run.name, start=self._starts, role=role, pid=pid, saved=saved, **sample(pid))
             time.sleep(max(0.0, min(self.every, end - time.monotonic())))
         return code
 
     def undisturbed(self, run: Path, task: str) -> int:
         """Train for a share of the time; the step that it stopped at."""
-        process, last = self.start(run, task), run / "checkpoints" / "last.json"
+        process = self.start(run, task)
         with ending(process):
             code = self.watch(process, run, UNDISTURBED * self.share)
-            while code is None and not last.exists():
+            while code is None and not saved_step(run):
                 code = self.watch(process, run, self.every)
             process.send_signal(signal.SIGTERM)
             code = code if code is not None else process.wait(PATIENCE)
         if code != 3:
             raise UserError(f"{self.out / run.name}.log: the undisturbed run ended with {code}, see there")
-        return int(json.loads(last.read_text())["step"])
+        return saved_step(run)
 
     def disturbed(self, run: Path, task: str, step: int) -> None:
         """Train to the same step, whatever is done to it."""
@@ -251,7 +258,7 @@ class Soak:
         self.log(run=run.name, start=self._starts, event=kind)
         self.counts[kind] += 1
         if kind == "fill the disk":
-            if not (run / "checkpoints" / "last.json").exists():
+            if not saved_step(run):
                 return None  # a start finds a full disk before its first step and refuses, as it should
             self.disk.fill(ranks)
             code = self.watch(process, run, self.draws.uniform(5, 20))

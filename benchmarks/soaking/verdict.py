@@ -13,7 +13,9 @@ HUGE_PAGE = 2.0  # MiB
 # measure -> what a trend may add up to over a lifetime and still count as flat. Memory: two huge pages, in which the
 # heap grows (utils/heap.py); a leak adds up with time, however little it is.
 MEASURES = {"anon_mib": 2 * HUGE_PAGE + 0.5, "files": 0.5, "threads": 0.5}
-WARM_UP, WARM_SECONDS = 1 / 3, 60.0  # share of a lifetime, at least so long, that is not judged: pools and caches fill
+# What of a lifetime is not judged, because pools and caches fill: a share of it, at least so long, and until it has
+# saved so often (every second time after an evaluation): on a busy machine a minute is a few steps.
+WARM_UP, WARM_SECONDS, WARM_SAVES = 1 / 3, 60.0, 4
 COOL_SECONDS = 20.0  # at a lifetime's end, not judged either: the report is drawn
 SHORTEST = 120.0  # seconds that a trend is read from
 FEWEST = 20  # samples, likewise
@@ -62,12 +64,18 @@ def trends(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, str], dict
     found = {}
     for life, samples in lives.items():
         first, last = samples[0]["time"], samples[-1]["time"]
-        begin = first + max(WARM_SECONDS, WARM_UP * (last - first))
+        begin = max(first + WARM_SECONDS, first + WARM_UP * (last - first), _saved(samples, WARM_SAVES))
         kept = [row for row in samples if begin <= row["time"] <= last - COOL_SECONDS]
         if len(kept) >= FEWEST and kept[-1]["time"] - kept[0]["time"] >= SHORTEST:
             times = [row["time"] for row in kept]
             found[life] = {name: trend(times, [row[name] for row in kept]) for name in MEASURES}
     return found
+
+
+def _saved(samples: Sequence[Mapping[str, Any]], times: int) -> float:
+    """When a process had saved so often: time of the sample, infinity if it never did."""
+    changes = (row["time"] for before, row in itertools.pairwise(samples) if row["saved"] != before["saved"])
+    return next(itertools.islice(changes, times - 1, None), math.inf)
 
 
 def unequal(a: Any, b: Any, where: str = "state") -> list[str]:
