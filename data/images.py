@@ -8,6 +8,7 @@ below MIN_SIDE px and those above Pillow's limit of pixels are refused.
 
 import io
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -31,14 +32,42 @@ class ImageError(ValueError):
     """An image that cannot be read or is refused; the message is the reason, without the file's name."""
 
 
+class _PillowFilters:
+    """What becomes of Pillow's warnings inside a `with` block, in any number of threads: remarks about odd EXIF data
+    are ignored, too many pixels are an error.
+
+    Filters belong to the process: the first thread that comes sets them, the last that leaves restores them.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: warnings.catch_warnings[None] = warnings.catch_warnings()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._before = warnings.catch_warnings()
+                self._before.__enter__()
+                warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._before.__exit__(None, None, None)
+
+
+pillow_filters = _PillowFilters()
+
+
 def decode_file(content: bytes, channels: int) -> np.ndarray:
     """Decode a file of unknown origin: uint8 [H, W, channels]. Raises ImageError with the reason."""
     if not content:
         raise ImageError("is an empty file")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # Pillow's remarks about odd EXIF data
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with pillow_filters:
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 if image.format == "PNG":
                     image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to

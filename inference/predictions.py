@@ -2,9 +2,11 @@
 an image are evidence for a class (Selvaraju et al., 1610.02391).
 """
 
+import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.images import ImageError, decode_file, fit, trained_mode
+from data.images import ImageError, decode_file, fit, pillow_filters, trained_mode
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, evaluating, exact_float32
@@ -23,6 +25,7 @@ from utils import door
 from utils.errors import UserError
 from utils.files import check_writable
 from utils.image_tables import save_captioned
+from utils.memory import cores
 
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
 STRENGTH = 0.65  # opacity of the hottest part
@@ -78,26 +81,55 @@ def predict(
     """
     results: list[dict[str, Any]] = [{"file": file} for file in files]
     classes: list[str] = checkpoint["classes"]
-    for start in range(0, len(files), batch_size):
-        read: dict[int, Tensor] = {}  # place among the files -> image
-        for place in range(start, min(start + batch_size, len(files))):
-            try:
-                read[place] = read_image(files[place], checkpoint, resize=resize)
-            except ImageError as error:
-                results[place]["error"] = str(error)
-        if not read:
-            continue
-        images = torch.stack(list(read.values()))
-        probabilities = judge_images(fast or classifier, images)
-        for place, row in zip(read, probabilities, strict=True):
-            order = row.sort(descending=True, stable=True).indices.tolist()
-            results[place]["label"] = classes[order[0]]
-            results[place]["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
-        if maps is not None:
-            save_maps(classifier, classes, images, probabilities, maps._replace(files=[maps.files[i] for i in read]))
-            for place in read:
-                results[place]["gradcam"] = str(maps.files[place])
+    with contextlib.closing(read_batches(files, checkpoint, batch_size=batch_size, resize=resize)) as batches:
+        for start, found in zip(range(0, len(files), batch_size), batches, strict=True):
+            read: dict[int, Tensor] = {}  # place among the files -> image
+            for place, image in enumerate(found, start):
+                if isinstance(image, str):
+                    results[place]["error"] = image
+                else:
+                    read[place] = image
+            if not read:
+                continue
+            images = torch.stack(list(read.values()))
+            probabilities = judge_images(fast or classifier, images)
+            for place, row in zip(read, probabilities, strict=True):
+                order = row.sort(descending=True, stable=True).indices.tolist()
+                results[place]["label"] = classes[order[0]]
+                results[place]["probabilities"] = {classes[i]: float(row[i]) for i in order[:top]}
+            if maps is not None:
+                chosen = maps._replace(files=[maps.files[place] for place in read])
+                save_maps(classifier, classes, images, probabilities, chosen)
+                for place in read:
+                    results[place]["gradcam"] = str(maps.files[place])
     return results
+
+
+def read_batches(
+    files: Sequence[str], checkpoint: Mapping[str, Any], *, batch_size: int, resize: str | None
+) -> Iterator[list[Tensor | str]]:
+    """The files by batches, in order: each as `read_image` gives it, or why it cannot be read.
+
+    A thread for each core decodes. While the caller works on a batch they read the next one, and no further.
+    """
+
+    def read(file: str) -> Tensor | str:
+        try:
+            return read_image(file, checkpoint, resize=resize)
+        except ImageError as error:
+            return str(error)
+
+    with pillow_filters:
+        pool = ThreadPoolExecutor(cores(), "decode")
+        try:
+            ahead = [pool.submit(read, file) for file in files[:batch_size]]
+            for start in range(0, len(files), batch_size):
+                found = [future.result() for future in ahead]
+                after = start + batch_size
+                ahead = [pool.submit(read, file) for file in files[after : after + batch_size]]
+                yield found
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps) -> None:

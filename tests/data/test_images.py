@@ -2,13 +2,15 @@
 
 import io
 import struct
+import warnings
 import zlib
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from data.images import ImageError, decode_file, fit, to_channels
+from data.images import ImageError, decode_file, fit, pillow_filters, to_channels
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 
@@ -182,6 +184,28 @@ def test_huge_images_are_refused_before_they_are_decoded(monkeypatch: pytest.Mon
 
 def noise(kind: str) -> bytes:
     return as_file(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)), kind)
+
+
+def test_threads_that_decode_leave_the_warning_filters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filters are the process's: who leaves first must not take them from who still decodes, or keep another's."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100 * 100)
+    before, huge, inside, leave = list(warnings.filters), as_file(Image.new("L", (101, 100))), Event(), Event()
+
+    def first() -> None:
+        with pillow_filters:
+            inside.set()
+            leave.wait(10)
+
+    thread = Thread(target=first)
+    thread.start()
+    assert inside.wait(10)
+    with pillow_filters:
+        leave.set()
+        thread.join()
+        with pytest.raises(ImageError, match="more than 10,000 pixels"):
+            decode_file(huge, 1)
+        warnings.warn_explicit("odd EXIF data", UserWarning, "Image.py", 1, module="PIL.Image")  # an error in a test
+    assert warnings.filters == before
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])

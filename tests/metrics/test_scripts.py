@@ -1,6 +1,7 @@
 """evaluate.py, predict.py and generate.py through their command lines, on untrained runs."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from PIL import Image
 
 import evaluate
 import generate
+import inference.predictions
 import inference.samples
 import predict
 from data.dataset import Dataset
+from inference.predictions import predict as predict_files
 from metrics.comparison.predictions import load_predictions
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import fingerprint
@@ -289,6 +292,50 @@ class TestPredict:
         assert "No such file" in found[0]["error"]
         assert "not an image" in found[2]["error"]
         assert "3 of 4 images" in printed.err
+
+    def test_batches_that_threads_read_are_the_files_one_by_one(self, runs, sample_images, tmp_path, monkeypatch):
+        """Also their order and errors, and no more than a batch is read ahead of the network."""
+        (tmp_path / "text.jpg").write_text("not an image")
+        files = [str(path) for path in [*sample_images, tmp_path / "text.jpg", tmp_path / "none.png"] * 4]
+        checkpoint = load(resolve(runs["classifier"]))
+        how = {"resize": None, "top": len(CLASSES)}
+        model = classifier_from(checkpoint)
+        (alone,) = zip(*(predict_files(model, checkpoint, [file], **how, batch_size=1) for file in files), strict=True)
+        read, seen = [], []
+        plain_read, plain_judge = inference.predictions.read_image, inference.predictions.judge_images
+
+        def counted(*arguments, **named):
+            read.append(arguments[0])
+            return plain_read(*arguments, **named)
+
+        def judged(*arguments):
+            seen.append(len(read))
+            return plain_judge(*arguments)
+
+        monkeypatch.setattr(inference.predictions, "cores", lambda: 3)
+        monkeypatch.setattr(inference.predictions, "read_image", counted)
+        monkeypatch.setattr(inference.predictions, "judge_images", judged)
+        together = predict_files(model, checkpoint, files, **how, batch_size=5)
+        assert sorted(read) == sorted(files)
+        assert len(seen) == 3  # nothing of the last batch can be read
+        assert all(count <= 5 * (batch + 2) for batch, count in enumerate(seen))
+        assert [row["file"] for row in together] == files
+        for row, expected in zip(together, alone, strict=True):
+            assert row.get("error") == expected.get("error")
+            assert row.get("label") == expected.get("label")
+            assert row.get("probabilities", {}) == pytest.approx(expected.get("probabilities", {}), abs=1e-6)
+
+    def test_a_fault_while_reading_ends_the_threads(self, runs, monkeypatch):
+        """Nothing goes on decoding behind the back of who has stopped."""
+
+        def broken(*arguments, **named):
+            raise MemoryError
+
+        monkeypatch.setattr(inference.predictions, "read_image", broken)
+        checkpoint = load(resolve(runs["classifier"]))
+        with pytest.raises(MemoryError):
+            predict_files(classifier_from(checkpoint), checkpoint, ["a"] * 9, resize=None, top=1, batch_size=4)
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode")]
 
     def test_images_are_brought_to_size_as_the_training_data_was(self, files, tmp_path, capsys):
         """A wide image: cropped to its middle, or shrunk whole onto black, as the packed file says."""
