@@ -121,6 +121,7 @@ def test_near_of_many_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     expected = [[number, 200 + number] for number in range(200) if number % 10 <= 7]
     assert near(signatures(hashes.tolist())).pairs.tolist() == expected
     monkeypatch.setattr(near_duplicates, "TILE", 3)
+    monkeypatch.setattr(near_duplicates, "BLOCK", 7)
     assert near(signatures(hashes.tolist())).pairs.tolist() == expected
 
 
@@ -237,6 +238,22 @@ def test_pairs_are_confirmed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     confirmed, _ = confirmed_of(pairs, crowd, images, twice)
     assert confirmed[:, 0].tolist() == [18, 11, 2]
     assert len(confirmed_of(pairs[:0], crowd[:0], images, twice)[0]) == 0
+
+
+def test_pairs_that_are_told_unlikely_would_have_had_no_score() -> None:
+    """Also flat and dull images, and a crowd: the sums of whole numbers only save work."""
+    draws = numpy_generator("test", "likely")
+    images = photos(30)[:, :1, ::4, ::4] // draws.integers(1, 40, (30, 1, 1, 1), dtype=np.uint8)
+    images[0] = 7
+    noisy = (images + draws.integers(0, 6, images.shape)).clip(0, 255).astype(np.uint8)
+    edited = np.concatenate([images, brighter(images), noisy, images[:, :, :, ::-1]])
+    first, second = (places.ravel() for places in np.indices((30, 120)))
+    crowded = draws.random(len(first)) < 0.5
+    scores = near_duplicates._scores(images[first], edited[second], crowded)
+    likely = near_duplicates._likely(images[:, 0], edited[:, 0], first, second, crowded)
+    assert (scores > 0).sum() > 40
+    assert not (scores > 0)[~likely].any()
+    assert likely.mean() < 0.5
 
 
 def test_low_contrast_is_never_confirmed() -> None:
