@@ -5,7 +5,7 @@ an image are evidence for a class (Selvaraju et al., 1610.02391).
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +107,7 @@ def predict(
 
 def read_batches(
     files: Sequence[str], checkpoint: Mapping[str, Any], *, batch_size: int, resize: str | None
-) -> Iterator[list[Tensor | str]]:
+) -> Generator[list[Tensor | str], None, None]:
     """The files by batches, in order: each as `read_image` gives it, or why it cannot be read.
 
     A thread for each core decodes. While the caller works on a batch they read the next one, and no further.

@@ -3,6 +3,7 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = {"path": str(pack(folder / "train.lmdb", seed=1)), "val_path": str(pack(folder / "test.lmdb", seed=2))}
     for step in STEPS:
         gan_run(folder / "run", step=step, seed=step, data=data)
-    rows = [{"step": step, "images": 32 * step, "images_per_second": 16 if step <= 15 else 32} for step in (5, 15, 40)]
+    rates = {5: 16, 15: 16, 40: 32}
+    rows: list[dict[str, Any]] = [
+        {"step": step, "images": 32 * step, "images_per_second": rate} for step, rate in rates.items()
+    ]
     rows.insert(1, {"step": 10, "val/frechet/pixels": 0.5})
     (folder / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder / "run"
 
 
-def printed(capsys, *argv) -> tuple[dict[str, float], str]:
+def printed(capsys, *argv) -> tuple[dict[str, Any], str]:
     benchmark.main([*map(str, argv), "--extractor", "pixels", "--n", str(N), "--json"])
     *text, last = capsys.readouterr().out.splitlines()
     return json.loads(last), "\n".join(text)
@@ -64,7 +68,12 @@ def test_the_first_step_within_a_multiple_by_the_figures_of_evaluate(run, tmp_pa
 def test_the_row_of_the_same_figure_counts_and_another_does_not(run, tmp_path, monkeypatch, capsys):
     drawn = []
     plain = benchmark.generator_from
-    monkeypatch.setattr(benchmark, "generator_from", lambda c, device: drawn.append(c["step"]) or plain(c, device))
+
+    def noted(checkpoint, device):
+        drawn.append(checkpoint["step"])
+        return plain(checkpoint, device)
+
+    monkeypatch.setattr(benchmark, "generator_from", noted)
     last = load(run / "checkpoints" / "step-00000030.pt")
     for n, steps in ((N, [30, 20]), (N + 1, [30, 20, 10])):
         last["config"] |= {"seed": 0, "evaluation": {"extractor": "pixels", "n": n, "weights": None}}
@@ -77,7 +86,8 @@ def test_the_row_of_the_same_figure_counts_and_another_does_not(run, tmp_path, m
 
 
 def test_seconds_are_those_of_the_rows():
-    rows = [{"step": 5, "images": 160, "images_per_second": 16}, {"step": 6}, {"step": 10, "images": 320}]
+    rows: list[dict[str, Any]] = [{"step": 5, "images": 160, "images_per_second": 16}]
+    rows += [{"step": 6}, {"step": 10, "images": 320}]
     rows += [{"step": 20, "images": 640, "images_per_second": 32}, {"step": 20, "val/frechet/pixels": 1.0}]
     course = benchmark.Course({5: 9.0, 20: 3.0, 30: 4.0}, 1.0, 40, 0, benchmark.clock_of(rows))
     assert [course.when(step) for step in (0, 5, 20)] == [(0, 0.0), (160, 10.0), (640, 25.0)]

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,7 +299,7 @@ class TestPredict:
         (tmp_path / "text.jpg").write_text("not an image")
         files = [str(path) for path in [*sample_images, tmp_path / "text.jpg", tmp_path / "none.png"] * 4]
         checkpoint = load(resolve(runs["classifier"]))
-        how = {"resize": None, "top": len(CLASSES)}
+        how: Any = {"resize": None, "top": len(CLASSES)}
         model = classifier_from(checkpoint)
         (alone,) = zip(*(predict_files(model, checkpoint, [file], **how, batch_size=1) for file in files), strict=True)
         read, seen = [], []
