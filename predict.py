@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     checkpoint = load(path)
     device = choose_device(options.device)
     classifier = classifier_from(checkpoint, device)
-    fast = hasten(classifier, device, precision=options.precision, fold=options.fold)
+    fast = hasten(classifier, device, precision=options.precision, fold=options.fold, tta=options.tta)
     maps = gradcam_options(options, checkpoint["classes"], classifier)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}

@@ -7,8 +7,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from data.levels import Span, checked_spans, level_of
 from data.sampler import GlobalSampler, SampleKeys
 from utils.errors import UserError
 from utils.memory import cores
+from utils.seeding import numpy_generator
 
 # Measurements of how many threads decode (`data.workers: auto`)
 MEASURED_IMAGES = 64  # read for one at most
@@ -65,11 +67,25 @@ def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys:
     return Batch(*(part.pin_memory() for part in batch.parts())) if pin else batch
 
 
-def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool) -> Batch:
-    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch."""
-    keys = sampler.next_keys() if reader.keyed else None
+def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np.ndarray | None) -> Batch:
+    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch. `sides` as for
+    `mirror_in_turn`; None: no image is mirrored.
+    """
+    keys = sampler.next_keys() if reader.keyed or sides is not None else None
     indices, _ = sampler.next_batch()
-    return read_batch(reader, indices, pin=pin, keys=keys)
+    batch = read_batch(reader, indices, pin=pin, keys=keys)
+    if sides is not None and keys is not None:
+        mirror_in_turn(batch.images, sides[indices], keys)
+    return batch
+
+
+def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) -> None:
+    """Mirror images [n, C, H, W] left-right in place where their side, 0 or 1 [n], and epoch add up to an odd number:
+    each is seen both ways in any two epochs in a row (2404.00498, section 3.6). A repeat within an epoch counts as one.
+    """
+    turns = sides + keys.epochs + (0 if keys.repeats is None else keys.repeats)
+    rows = torch.from_numpy(np.flatnonzero(turns % 2))
+    images[rows] = images[rows].flip(3)
 
 
 class InfiniteLoader:
@@ -97,6 +113,7 @@ class InfiniteLoader:
         prefetch: int = 2,
         spans: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size) each
         batches_per_step: int = 1,
+        alternating: bool = False,  # `mirror_in_turn`
     ) -> None:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
         self.prefetch, self.batches_per_step = prefetch, batches_per_step
@@ -107,6 +124,10 @@ class InfiniteLoader:
         self._level = reader  # its images
         self._damaged: set[int] = set()  # records replaced in levels that are closed
         self._worker: _Worker | None = None
+        self._sides: np.ndarray | None = None
+        if alternating:
+            count = len(reader) + (0 if reader.synthetic is None else len(reader.synthetic))
+            self._sides = numpy_generator(sampler.seed, "flip").integers(2, size=count)
 
     @property
     def step(self) -> int:
@@ -124,7 +145,7 @@ class InfiniteLoader:
             batch = self._prefetched()
         else:
             pin = self.device.type != "cpu"
-            batch = _next_batch(self._level, copy.copy(self.sampler), pin=pin)
+            batch = _next_batch(self._level, copy.copy(self.sampler), pin=pin, sides=self._sides)
             batch = batch.to(self.device) if pin else batch
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
@@ -145,7 +166,8 @@ class InfiniteLoader:
         if self._worker is None:
             later = [span.first_step for span in self.spans if span.first_step > self.step]
             left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
-            self._worker = _Worker(self._level, copy.copy(self.sampler), self.device, self.prefetch, left)
+            read = partial(_next_batch, self._level, copy.copy(self.sampler), sides=self._sides)
+            self._worker = _Worker(read, self.device, self.prefetch, left)
             weakref.finalize(self, self._worker.stop)
         try:
             return self._worker.next()
@@ -202,10 +224,8 @@ class InfiniteLoader:
 class _Worker:
     """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
 
-    def __init__(
-        self, reader: Dataset, sampler: GlobalSampler, device: torch.device, prefetch: int, batches: int
-    ) -> None:
-        self._reader, self._sampler, self._device = reader, sampler, device
+    def __init__(self, read: Callable[..., Batch], device: torch.device, prefetch: int, batches: int) -> None:
+        self._read, self._device = read, device
         self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
         self._stopped = threading.Event()
@@ -223,9 +243,9 @@ class _Worker:
 
     def _load(self) -> tuple[Batch, torch.Event | None]:
         if self._stream is None:
-            return _next_batch(self._reader, self._sampler, pin=False), None
+            return self._read(pin=False), None
         with self._stream:
-            batch = _next_batch(self._reader, self._sampler, pin=True).to(self._device)
+            batch = self._read(pin=True).to(self._device)
             return batch, self._stream.record_event()
 
     def next(self) -> Batch:

@@ -58,8 +58,8 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
     for name in ("classifier", "per_class"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is not for --audit; leave it out")
-    if options.precision != "fp32" or options.fold:
-        raise UserError("--precision and --fold are for classifiers; an audit is float32's: leave them out")
+    if (options.precision, options.fold, options.tta) != ("fp32", False, "off"):
+        raise UserError("--precision, --fold and --tta are for classifiers; an audit is float32's: leave them out")
     if checkpoint["task"] != "gan":
         raise UserError("--audit is for a GAN, this checkpoint is a classifier's; leave it out")
     with collectives.raising_together():

@@ -44,8 +44,8 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         if getattr(options, name):
             raise UserError(f"--{name} is for a classifier, this checkpoint is a GAN's; leave it out")
     with collectives.raising_together():
-        if options.precision != "fp32" or options.fold:
-            raise UserError("--precision and --fold are for classifiers; a GAN's figures are float32's: leave them out")
+        if (options.precision, options.fold, options.tta) != ("fp32", False, "off"):
+            raise UserError("--precision, --fold, --tta are for classifiers; a GAN's figures are float32's: drop them")
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device)
         names = checkpoint["classes"] if generator.classes else []

@@ -92,7 +92,8 @@ class Classifier(nn.Module):
             config.name, channels=channels, stem=config.stem, he_strides=config.he_strides
         )
         self.feature_dim: int = self.head.in_features
-        head: nn.Module = nn.Linear(self.feature_dim, config.head_width if config.head == "hidden" else classes)
+        wide, bias = config.head_width if config.head == "hidden" else classes, self.backbone.head_bias
+        head: nn.Module = nn.Linear(self.feature_dim, wide, bias=bias)
         if config.head == "hidden":
             head = nn.Sequential(head, nn.ReLU(inplace=True), nn.Linear(config.head_width, classes))
         self.network.set_submodule(self.backbone.head, head)

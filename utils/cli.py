@@ -74,12 +74,14 @@ def positive(text: str) -> int:
 
 
 def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:
-    """`--precision`, with this default, and `--fold`."""
+    """`--precision`, with this default, `--fold` and `--tta`."""
     add = parser.add_argument
     choices = ("auto", "fp32", "bf16", "fp16")
     told = f"of a classifier's outputs; auto: fast on the accelerator, fp32 on a CPU (default: {precision})"
     add("--precision", choices=choices, default=precision, help=told)
     add("--fold", action="store_true", help="a classifier's convolutions do their BatchNorm's work: faster")
+    views = "mean of a classifier's logits: flip: with the mirror image; shift: and moved by a pixel (default: off)"
+    add("--tta", choices=("off", "flip", "shift"), default="off", help=views)
 
 
 def add_model_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -5,7 +5,7 @@ Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,8 @@ ERASE_ASPECT = (0.3, 3.3)  # height / width
 class Augment(Checked, section="augment"):
     """Augmentation of training images. Raises UserError for values out of range."""
 
-    flip: bool = False  # left-right, with probability 1/2
+    # left-right, with probability 1/2; alternating: each image in every second epoch, from the first or second on
+    flip: bool | Literal["alternating"] = False
     shift: Annotated[int, between(0, 512)] = 0  # px: padded by so many black ones on all sides, cropped at random
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
@@ -110,8 +111,8 @@ def draw_and_apply(
     """Augment a rank's images with draws of key (seed, "augment", step), or (seed, "augment", step, phase).
 
     The numbers of the whole global batch are drawn on the images' device and rows [start, start + n) taken, so that the
-    result does not depend on the number of ranks; a setting does not change another's draws. Raises ValueError if the
-    rows lie outside the global batch.
+    result does not depend on the number of ranks; a setting does not change another's draws. Alternating flips are the
+    loader's (`data.loader.mirror_in_turn`). Raises ValueError if the rows lie outside the global batch.
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
@@ -121,7 +122,7 @@ def draw_and_apply(
     numbers = generator(*key, device=images.device)
     draws = torch.rand(global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32)
     draws = draws[start : start + len(images)]
-    if config.flip:
+    if config.flip is True:
         images = random_flip(images, draws[:, 0] < 0.5)
     if config.shift:
         images = random_shift(images, _integers(draws[:, 1:3], 2 * config.shift + 1), config.shift)

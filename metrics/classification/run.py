@@ -31,7 +31,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     for name in GAN_ONLY:
         if getattr(options, name) is not None:
             raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
-    speed = {"precision": options.precision, "fold": options.fold}
+    speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
         classifier = hasten(classifier_from(checkpoint, device), device, **speed)

@@ -1,5 +1,6 @@
 """The registry of backbones: another family is one more file and one more line here."""
 
+from models.backbones.airbench import AIRBENCH
 from models.backbones.base import Backbone
 from models.backbones.convnext import CONVNEXT
 from models.backbones.efficientnet import EFFICIENTNET
@@ -8,7 +9,7 @@ from models.backbones.timm import PREFIX, timm_backbone
 from utils.cli import did_you_mean
 from utils.errors import UserError
 
-FAMILIES = (RESNET, CONVNEXT, EFFICIENTNET)
+FAMILIES = (RESNET, CONVNEXT, EFFICIENTNET, AIRBENCH)
 BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 
 from data.dataset import Dataset
 from data.lmdb.reader import DamageError
-from data.loader import Batch, InfiniteLoader, evaluation_batches
-from data.sampler import GlobalSampler
+from data.loader import Batch, InfiniteLoader, evaluation_batches, mirror_in_turn
+from data.sampler import GlobalSampler, SampleKeys
 from tests.data.conftest import flip
 from tests.data.conftest import images as sample_images
 
@@ -141,3 +142,38 @@ def test_batches_on_an_accelerator(packed: Path, prefetch: int) -> None:
         torch.testing.assert_close(batch.labels.cpu(), expected.labels, rtol=0, atol=0)
         del batch, busy  # its memory may be used again while the next copy runs
     there.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: Path, prefetch: int) -> None:
+    """On any number of ranks; half of the images, by the seed, are mirrored first; a resume goes on alike."""
+    samplers = [GlobalSampler(20, batch_size=4, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
+    how: dict[str, Any] = {"device": "cpu", "prefetch": prefetch, "alternating": True}
+    loaders = [InfiniteLoader(Dataset(packed), sampler, **how) for sampler in samplers]
+    sampler, originals = GlobalSampler(20, batch_size=4, seed=1), sample_images(20)
+    seen: list[dict[int, bool]] = [{} for _ in range(4)]  # of each epoch: image -> whether it is mirrored
+    for number in range(20):
+        images = torch.cat([next(loader).images for loader in loaders]).numpy()
+        for image, index in zip(images, sampler.next_batch()[0].tolist(), strict=True):
+            mirrored = np.array_equal(image, originals[index][:, :, ::-1])
+            assert mirrored != np.array_equal(image, originals[index])
+            seen[number // 5][index] = mirrored
+    assert all(len(epoch) == 20 for epoch in seen)
+    assert 4 <= sum(seen[0].values()) <= 16
+    for first, second in pairwise(seen):
+        assert {index: not way for index, way in first.items()} == second
+    state = loaders[0].state_dict()
+    loaders[1].load_state_dict(state)
+    found = sampler.next_batch()[0][2:]
+    sides = [seen[0][index] for index in found]
+    for image, index, side in zip(next(loaders[1]).images.numpy(), found, sides, strict=True):
+        assert np.array_equal(image, originals[index][:, :, :: -1 if side else 1])
+    for loader in loaders:
+        loader.close()
+
+
+def test_repeats_within_an_epoch_alternate_too() -> None:
+    images = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)
+    keys = SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2]))
+    mirror_in_turn(images, np.array([1, 1, 1]), keys)
+    assert images.flatten().tolist() == [1, 0, 2, 3, 5, 4]

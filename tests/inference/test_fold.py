@@ -126,3 +126,25 @@ def test_n8_a_hastened_classifier_gives_the_folded_networks_logits_and_leaves_th
         assert reduced.features(x).equal(model.features(x))
     assert model(x).equal(expected)
     assert "forward" not in vars(model)
+
+
+def test_views_are_the_mean_of_their_logits():
+    model = classifier().double()
+    with forked(0, "test"):
+        x = torch.randn(3, 1, 16, 16, dtype=torch.float64)
+    cpu = torch.device("cpu")
+    expected = (model(x) + model(x.flip(3))) / 2
+    found = hasten(model, cpu, precision="fp32", fold=False, tta="flip")(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    rows = torch.arange(16)
+    for step in (-1, 1):  # rows and columns that a moved image shows; beyond the edge its reflection
+        place = 15 - (15 - (rows + step).abs()).abs()
+        view = x[:, :, place][:, :, :, place]
+        expected = expected + (model(view) + model(view.flip(3))) / 4
+    expected = expected / 2
+    for fold in (False, True):
+        found = hasten(model, cpu, precision="fp32", fold=fold, tta="shift")(x)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (found - model(x)).abs().max() > 1e-3
+    off = hasten(model, cpu, precision="fp32", fold=False)
+    assert torch.equal(off(x), model(x))

@@ -67,14 +67,17 @@ class TestEvaluate:
 
     def test_n8_a_precision_and_folding_are_told_and_the_default_is_float32(self, runs, tmp_path, capsys):
         found = {}
-        for name, more in (("plain", []), ("fold", ["--fold"]), ("bf16", ["--fold", "--precision", "bf16"])):
+        options = {"plain": [], "fold": ["--fold"], "bf16": ["--fold", "--precision", "bf16"]}
+        for name, more in (options | {"views": ["--tta", "flip"]}).items():
             assert call(evaluate, "--checkpoint", runs["classifier"], "--out", tmp_path / name, *more) == 0
             found[name] = read_json(tmp_path / name / "metrics.json")
-        assert [(row["precision"], row["fold"]) for row in found.values()] == [
-            ("fp32", False),
-            ("fp32", True),
-            ("bf16", True),
+        assert [(row["precision"], row["fold"], row["tta"]) for row in found.values()] == [
+            ("fp32", False, "off"),
+            ("fp32", True, "off"),
+            ("bf16", True, "off"),
+            ("fp32", False, "flip"),
         ]
+        assert found["views"]["ece"] != found["plain"]["ece"]
         assert found["plain"]["confusion"] == found["fold"]["confusion"]
         assert abs(found["bf16"]["ece"] - found["plain"]["ece"]) < 0.02
         assert "are for classifiers" in refused(
@@ -272,6 +275,13 @@ class TestPredict:
         assert reduced != plain
         assert reduced == pytest.approx(plain, abs=0.02)
         assert maps["fold"].shape == maps["plain"].shape
+
+    def test_views_reach_the_probabilities(self, runs, sample_images, capsys):
+        found = []
+        for tta in ("off", "shift"):
+            assert call(predict, "--checkpoint", runs["classifier"], *sample_images, "--json", "--tta", tta) == 0
+            found.append([row["probabilities"] for row in json.loads(capsys.readouterr().out)])
+        assert found[0] != found[1]
 
     def test_top_and_table(self, runs, sample_images, capsys):
         assert call(predict, "--checkpoint", runs["classifier"], sample_images[0], "--json", "--top", 2) == 0

@@ -81,7 +81,7 @@ def test_logits_are_timms(name):
     torch.testing.assert_close(model(images(160)), theirs(images(160)))
 
 
-@pytest.mark.parametrize("name", sorted(set(BACKBONES) - {"convnext_large"}))
+@pytest.mark.parametrize("name", sorted(set(BACKBONES) - {"convnext_large", "airbench"}))
 def test_every_name_is_described_as_torchvision_builds_it(name):
     with torch.device("meta"):
         backbone, network = backbone_of(name), backbone_of(name).build(name)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data.augment.transforms import Augment
 from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.lmdb.reader import DamageError
@@ -209,6 +210,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         dataset.synthetic.to(device)
         prefetch = 0
     spans = config.spans(dataset.resolution)
+    augment: Augment = vars(config)["augment"]  # every task has it
     return InfiniteLoader(
         dataset,
         sampler,
@@ -216,6 +218,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         prefetch=prefetch,
         spans=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
+        alternating=augment.flip == "alternating",
     )
 
 

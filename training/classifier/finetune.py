@@ -18,7 +18,7 @@ from models.classifier import Classifier
 from training.optim.config import OptimizerConfig
 from utils.cli import did_you_mean
 from utils.errors import UserError
-from utils.ranges import Checked, NonNegativeInt, PositiveFloat, Share
+from utils.ranges import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.text import columns
 
 BACKBONE = "backbone"  # every stage but the head
@@ -34,7 +34,8 @@ class FineTuneConfig(Checked, section="finetune"):
     freeze: list[str] = field(default_factory=list)  # parts that never train; stronger than unfreeze
     # part -> when it begins to train; what is not named never
     unfreeze: dict[str, NonNegativeInt] = field(default_factory=dict)
-    unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze
+    freeze_at: dict[str, PositiveInt] = field(default_factory=dict)  # part -> when it stops training for good
+    unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze and freeze_at
     freeze_bn: bool = False  # every BatchNorm keeps its statistics; those of frozen layers always do
     # part -> factor of the rate; the last that fits counts
     stage_lr: dict[str, PositiveFloat] = field(default_factory=dict)
@@ -46,6 +47,11 @@ class FineTuneConfig(Checked, section="finetune"):
         """Whether the optimizer's groups are other than those of a training of everything at one rate."""
         return bool(self.freeze or self.unfreeze or self.stage_lr or self.layer_decay < 1)
 
+    @property
+    def watched(self) -> bool:
+        """Whether what trains, or its rate, is to be set and told."""
+        return bool(self.regrouped or self.freeze_bn or self.freeze_at)
+
 
 def plain(name: str) -> str:
     """A parameter's name as torchvision has it."""
@@ -56,7 +62,8 @@ class FineTuning:
     """Which parameters of `model` train at a step.
 
     `begins` maps every parameter's name to the update (from 0) in which it first trains, None for one that never
-    does; `factors` to what its rate is multiplied by. Nothing of the model is changed before `at`.
+    does, as those that the backbone freezes; `ends` to the one from which on it no longer does, None: it goes on;
+    `factors` to what its rate is multiplied by. Nothing of the model is changed before `at`.
 
     Raises UserError for a part that names nothing, and when nothing is left to train at the first update.
     """
@@ -64,11 +71,15 @@ class FineTuning:
     def __init__(self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
         self.model, self.config = model, config
         self.parameters = dict(model.named_parameters())
-        for key in ("freeze", "unfreeze", "stage_lr"):
+        for key in ("freeze", "unfreeze", "freeze_at", "stage_lr"):
             self._check_parts(f"finetune.{key}", getattr(config, key))
         unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
-        starts = {part: math.ceil(when * unit - 1e-9) for part, when in config.unfreeze.items()}
+        starts, stops = (
+            {part: math.ceil(when * unit - 1e-9) for part, when in given.items()}
+            for given in (config.unfreeze, config.freeze_at)
+        )
         self.begins = {name: self._begin(name, starts) for name in self.parameters}
+        self.ends: dict[str, int | None] = {name: self._last(stops, name, None) for name in self.parameters}
         layer = model.block_of if config.layer_decay_by == "block" else {n: model.stage_of(n) for n in model.block_of}
         above = list(reversed(dict.fromkeys(layer.values())))  # layers, the head first
         self.factors = {
@@ -103,7 +114,7 @@ class FineTuning:
                 )
 
     def _begin(self, name: str, starts: Mapping[str, int]) -> int | None:
-        if any(self.matches(part, name) for part in self.config.freeze):
+        if any(self.matches(part, name) for part in (*self.model.backbone.frozen, *self.config.freeze)):
             return None
         return self._last(starts, name, None) if starts else 0
 
@@ -117,14 +128,14 @@ class FineTuning:
 
     def trains(self, name: str, step: int) -> bool:
         """Whether update number `step` (from 0) changes the parameter."""
-        begin = self.begins[name]
-        return begin is not None and step >= begin
+        begin, end = self.begins[name], self.ends[name]
+        return begin is not None and step >= begin and (end is None or step < end)
 
     def at(self, step: int) -> None:
         """Set the model up for update number `step`: what does not train wants no gradient, and a BatchNorm all of
         whose parameters are frozen (or any, with `freeze_bn`) is in evaluation mode: its statistics stay.
         """
-        if not (self.config.regrouped or self.config.freeze_bn):
+        if not self.config.watched:
             return
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(self.trains(name, step))
@@ -152,7 +163,7 @@ class FineTuning:
 
     def describe(self) -> list[str]:
         """What the plan says, a row each; nothing where everything trains at one rate."""
-        if not (self.config.regrouped or self.config.freeze_bn):
+        if not self.config.watched:
             return []
         spans: dict[int | None, list[str]] = {}
         for stage in self.model.stages:
@@ -163,6 +174,8 @@ class FineTuning:
             count = sum(p.numel() for name, p in self.parameters.items() if self.begins[name] == begin)
             when = "never" if begin is None else f"from step {begin}"
             rows.append(f"{when}: {', '.join(spans[begin])} ({count:,} parameters)")
+        for end in sorted({end for end in self.ends.values() if end is not None}):
+            rows.append(f"until step {end}: {', '.join(name for name in self.ends if self.ends[name] == end)}")
         if self.config.freeze_bn:
             rows.append("BatchNorm statistics stay as they are")
         return rows
@@ -207,6 +220,8 @@ def _layer_row(
         begin = finetuning.begins[name]
         rate, decay = config.lr * finetuning.factors[name], config.weight_decay if parameter.ndim > 1 else 0
         trains = "no" if begin is None else f"from step {begin}" if begin else "yes"
+        end = finetuning.ends[name]
+        trains += "" if begin is None or end is None else f", until step {end}"
         trains += ", statistics kept" * (finetuning.config.freeze_bn and isinstance(module, _BatchNorm))
         cells.append(("-", "-", trains) if begin is None else (f"{rate:.3g}", f"{decay:g}", trains))
     count = f"{sum(p.numel() for p in names.values()):,}"

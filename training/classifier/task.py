@@ -29,6 +29,7 @@ from training.classifier.discriminator import load_discriminator
 from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
+from training.classifier.whitening import fit_first_filters
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
 from training.profile.ranges import phase
@@ -157,6 +158,8 @@ class ClassifierTask(Task):
             with collectives.raising_together():  # each node may have files of its own
                 taken = load_pretrained(model) if config.model.discriminator is None else load_discriminator(model)
             say_main(taken)
+        else:
+            fit_first_filters(model, reader)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(memory_format=layout)
         self.placement: Placement | None = None

@@ -32,7 +32,15 @@ TREE: dict[str, Any] = {
     "log": {"every": 4, "tensorboard": False, "samples_every": 0},
 }
 CYCLE = {"name": "sgd", "lr": 0.05, "schedule": "one-cycle", "cycle_momentum": [0.95, 0.8], "clip_adaptive": 0.05}
+MUON = {"name": "muon", "lr": 0.1, "ns_steps": 3, "unit_filters": True, "schedule": "linear", "clip_norm": 9.0}
 VARIANTS: dict[str, dict[str, Any]] = {
+    "airbench": {
+        "model": {"name": "airbench"},
+        "optimizer": MUON,
+        "finetune": {"stage_lr": {"*.bias": 9.0}, "freeze_at": {"stem": 3}},
+        "augment": {"flip": "alternating", "shift": 1},
+        "micro_batch": 20,
+    },
     "cycle": {"optimizer": CYCLE, "micro_batch": 20, "early_stopping": {"patience": 9}},
     "schedule-free": {
         "optimizer": {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},

@@ -1,0 +1,100 @@
+"""airbench94 (Keller Jordan, 2404.00498, as in its airbench94_muon.py): 94 % on CIFAR-10 in eight epochs.
+
+Its first convolution whitens patches of 2x2 px: its filters are made of training images before the first step
+(`whitening`) and never train, its bias does. The other convolutions begin as identities of what comes in, BatchNorms
+have no weights that train, and logits are scaled down.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.backbones.base import Backbone, Run
+from utils.errors import UserError
+
+SIDE = 2  # px of a patch
+EPS = 5e-4  # added to the second moments, of images normalised to a deviation of about 1
+WIDTHS = (64, 256, 256)  # channels of the three layers
+SCALE = 1 / 9  # of the logits, which have no bias
+
+
+def whitening(images: Tensor, eps: float = EPS) -> Tensor:
+    """Filters [2 K, C, 2, 2], K = 4 C, for images [n, C, H, W]: of their patches as vectors the eigenvectors of the
+    second moments, E[x x^T], each divided by the root of its eigenvalue + `eps`, the largest first; then the negatives.
+    So the first K outputs have the identity as second moments. In float64.
+    """
+    patch, count = images.shape[1] * SIDE**2, 0
+    moments = images.new_zeros(patch, patch, dtype=torch.float64)
+    for part in images.split(256):
+        patches = F.unfold(part.double(), SIDE).transpose(0, 1).flatten(1)  # [K, patches]
+        moments += patches @ patches.T
+        count += patches.shape[1]
+    values, vectors = torch.linalg.eigh(moments / count)  # ascending
+    filters = (vectors / (values + eps).sqrt()).T.flip(0)
+    return torch.cat([filters, -filters]).unflatten(1, (images.shape[1], SIDE, SIDE))
+
+
+def _layer(inputs: int, outputs: int) -> nn.Sequential:
+    parts: list[tuple[str, nn.Module]] = []
+    for number, channels in ((1, inputs), (2, outputs)):
+        conv = nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
+        nn.init.dirac_(conv.weight.data[:channels])
+        norm = nn.BatchNorm2d(outputs, eps=1e-12, momentum=0.4)
+        pool = [("pool", nn.MaxPool2d(2))] if number == 1 else []
+        parts += [(f"conv{number}", conv), *pool, (f"norm{number}", norm), (f"act{number}", nn.GELU())]
+    return nn.Sequential(OrderedDict(parts))
+
+
+class Airbench(nn.Module):
+    """The network's layers; `Backbone.features` calls them in turn."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.whiten = nn.Conv2d(channels, 2 * channels * SIDE**2, SIDE)
+        self.act = nn.GELU()
+        widths = [self.whiten.out_channels, *WIDTHS]
+        for number in (1, 2, 3):
+            self.add_module(f"layer{number}", _layer(widths[number - 1], widths[number]))
+        self.pool = nn.AdaptiveMaxPool2d(1)  # at 32 px over 3x3
+        self.head = nn.Linear(WIDTHS[-1], 2, bias=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AirbenchBackbone(Backbone):
+    """airbench94: built here, not by torchvision."""
+
+    def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Airbench:
+        if stem != "imagenet" or he_strides:
+            raise UserError(f"model.stem and model.he_strides are not for {name}: leave them out")
+        network = Airbench(channels)
+        self._check(name, network)
+        for parameter, value in network.named_parameters():
+            value.requires_grad_(not any(fnmatchcase(parameter, pattern) for pattern in self.frozen))
+        return network
+
+    def published(self, name: str) -> dict[str, str]:
+        return {}
+
+    def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
+        return super().features(network, x, run) * SCALE
+
+    def first_filters(self, images: Tensor) -> Tensor:
+        return whitening(images)
+
+
+AIRBENCH = AirbenchBackbone(
+    names=("airbench",),
+    stages={"stem": ("whiten", "act")} | {f"layer{n}": (f"layer{n}",) for n in (1, 2, 3)},
+    pool=("pool",),
+    first="whiten",
+    head="head",
+    head_bias=False,
+    frozen=("whiten.weight", "layer?.norm?.weight"),
+    maps="layer3",
+    smallest=9,
+    images=5000,
+)

@@ -1,0 +1,122 @@
+"""airbench: the whitening, the paper's network by hand, what never trains, and filters made of the run's own images."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data.augment.transforms import to_float
+from data.dataset import Dataset
+from models.backbones.airbench import EPS, whitening
+from models.classifier import Classifier, ModelConfig
+from models.fast import fold_batchnorm
+from training.base.config import DataConfig
+from training.classifier.finetune import FineTuneConfig, FineTuning
+from training.classifier.task import ClassifierConfig, ClassifierTask
+from utils.errors import UserError
+from utils.seeding import forked
+
+CPU = torch.device("cpu")
+
+
+def network(channels=3, side=32, **config):
+    with forked(0, "init", "airbench"):
+        return Classifier(ModelConfig(name="airbench", **config), channels=channels, classes=5, resolution=side)
+
+
+def images(count=8, channels=3, side=32):
+    """Smooth ones, whose neighbouring pixels are alike: float64."""
+    with forked(0, "test"):
+        return F.avg_pool2d(torch.randn(count, channels, side + 2, side + 2, dtype=torch.float64), 3, stride=1) + 0.3
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_whitening_makes_the_patches_second_moments_the_identity(channels):
+    x, patch = images(300, channels, 9), 4 * channels
+    filters = whitening(x, eps=0.0)
+    assert filters.shape == (2 * patch, channels, 2, 2)
+    whitened = F.conv2d(x, filters).transpose(0, 1).flatten(1)
+    moments = whitened @ whitened.T / whitened.shape[1]
+    identity = torch.eye(patch, dtype=torch.float64)
+    torch.testing.assert_close(moments[:patch, :patch], identity, rtol=0, atol=1e-9)
+    assert torch.equal(filters[patch:], -filters[:patch])
+    before = F.unfold(x, 2).transpose(0, 1).flatten(1)
+    assert (before @ before.T / before.shape[1] - identity).abs().max() > 0.1
+
+
+def test_whitening_has_the_largest_variance_first_and_spares_the_smallest():
+    x = images(300, 3, 9)
+    norms = whitening(x)[:12].flatten(1).norm(dim=1)
+    values = torch.linalg.eigvalsh(torch.cov(F.unfold(x - 0.3, 2).transpose(0, 1).flatten(1)))
+    assert (norms.diff() > 0).all()  # 1 / sqrt(eigenvalue + eps)
+    assert norms[-1].item() == pytest.approx((values[0].item() + EPS) ** -0.5, rel=0.05)
+
+
+def by_hand(model, x):
+    """airbench94_muon.py's forward pass in training, its head's scale of 1/9 included."""
+    state = {name.removeprefix("network."): value for name, value in model.named_parameters()}
+    x = F.gelu(F.conv2d(x, state["whiten.weight"], state["whiten.bias"]))
+    for layer in ("layer1", "layer2", "layer3"):
+        for number in (1, 2):
+            x = F.conv2d(x, state[f"{layer}.conv{number}.weight"], padding=1)
+            x = F.max_pool2d(x, 2) if number == 1 else x
+            x = (x - x.mean((0, 2, 3), keepdim=True)) / x.var((0, 2, 3), unbiased=False, keepdim=True).sqrt()
+            x = F.gelu(x + state[f"{layer}.norm{number}.bias"][:, None, None])
+    return F.max_pool2d(x, 3).flatten(1) @ state["head.weight"].T / 9
+
+
+def test_logits_are_the_papers():
+    model, x = network().double().train(), images()
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("bias"):
+            nn.init.normal_(parameter)
+    torch.testing.assert_close(model(x), by_hand(model, x), rtol=1e-6, atol=1e-8)
+    assert model(x).shape == (8, 5)
+
+
+def test_convolutions_begin_as_identities_and_what_never_trains():
+    model = network()
+    for layer, inputs in (("layer1", 24), ("layer2", 64), ("layer3", 256)):
+        for conv, channels in ((f"{layer}.conv1", inputs), (f"{layer}.conv2", None)):
+            weight = model.network.get_submodule(conv).weight
+            channels = channels or weight.shape[0]
+            x = torch.randn(1, channels, 5, 5)
+            torch.testing.assert_close(F.conv2d(x, weight, padding=1)[:, :channels], x)
+    kept = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    norms = {f"network.layer{n}.norm{k}.weight" for n in (1, 2, 3) for k in (1, 2)}
+    assert kept == {"network.whiten.weight"} | norms
+    tuning = FineTuning(model, FineTuneConfig(stage_lr={"head": 2.0}, freeze_at={"stem": 3}))
+    for step in (0, 3, 0):
+        tuning.at(step)
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        assert frozen == kept | ({"network.whiten.bias"} if step == 3 else set())
+    assert "until step 3: network.whiten.weight, network.whiten.bias" in tuning.describe()
+    groups = tuning.groups(0.1)
+    assert groups is not None
+    assert {name for group in groups for name, _ in group["params"]} == set(tuning.parameters) - kept
+
+
+def test_folding_sizes_and_what_is_refused():
+    model = network(channels=1, side=28).eval()
+    x = images(2, 1, 28).float()
+    torch.testing.assert_close(fold_batchnorm(model)(x), model(x), rtol=1e-4, atol=1e-5)
+    assert network(side=9).eval()(images(2, side=9).float()).shape == (2, 5)
+    with pytest.raises(UserError, match=r"cannot take images of 8 px: set model\.input_size 9"):
+        network(side=8)
+    with pytest.raises(UserError, match=r"model\.stem and model\.he_strides are not for airbench"):
+        network(stem="small")
+
+
+def test_a_run_begins_with_filters_of_its_own_images(packed: Path) -> None:
+    path = packed / "train.lmdb"
+    config = ClassifierConfig(data=DataConfig(path=str(path)), batch_size=8, steps=10)
+    config.model = ModelConfig(name="airbench", normalise="imagenet")
+    with Dataset(path) as reader:
+        task = ClassifierTask(config, reader, None, CPU)
+        every = to_float(torch.from_numpy(reader.read(np.arange(len(reader)))[0]))
+    expected = whitening(task.model.prepare(every)).float()
+    for model in (task.model, task.ema.model):
+        torch.testing.assert_close(model.network.whiten.weight.detach(), expected, rtol=1e-6, atol=1e-7)
