@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 
+from utils.errors import UserError
 from utils.ranges import Checked, Probability, between
 from utils.seeding import Key, generator
 
@@ -23,7 +24,8 @@ class Augment(Checked, section="augment"):
 
     # left-right, with probability 1/2; alternating: each image in every second epoch, from the first or second on
     flip: bool | Literal["alternating"] = False
-    shift: Annotated[int, between(0, 512)] = 0  # px: padded by so many black ones on all sides, cropped at random
+    shift: Annotated[int, between(0, 512)] = 0  # px: padded by so many on all sides, cropped at random
+    shift_edge: Literal["black", "reflect"] = "black"  # what it is padded with; reflect: mirrored at its edge
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened
 
@@ -51,13 +53,16 @@ def random_shift(
     images: torch.Tensor,  # [n, C, H, W]
     offsets: torch.Tensor,  # int64 [n, 2]: row and column in 0..2*padding; `padding` leaves the image in place
     padding: int,  # px
+    reflect: bool = False,  # below the sides of the images
 ) -> torch.Tensor:
-    """Pad every image by black pixels on all sides and crop [H, W] at its own offset."""
+    """Pad every image on all sides, by black pixels or its mirror image, and crop [H, W] at its own offset."""
     n, channels, height, width = images.shape
-    padded = F.pad(images, [padding] * 4, value=_black(images))
+    padded = images if reflect else F.pad(images, [padding] * 4, value=_black(images))
     device = images.device
     rows = offsets[:, 0, None] + torch.arange(height, device=device)  # [n, H]
     columns = offsets[:, 1, None] + torch.arange(width, device=device)  # [n, W]
+    if reflect:
+        rows, columns = _reflected(rows - padding, height), _reflected(columns - padding, width)
     samples = torch.arange(n, device=device)[:, None, None, None]
     planes = torch.arange(channels, device=device)[:, None, None]
     return padded[samples, planes, rows[:, None, :, None], columns[:, None, None, :]]
@@ -125,7 +130,11 @@ def draw_and_apply(
     if config.flip is True:
         images = random_flip(images, draws[:, 0] < 0.5)
     if config.shift:
-        images = random_shift(images, _integers(draws[:, 1:3], 2 * config.shift + 1), config.shift)
+        if config.shift_edge == "reflect" and config.shift >= min(images.shape[2:]):
+            told = f"augment.shift {config.shift} with reflected edges: images of {min(images.shape[2:])} px"
+            raise UserError(f"{told} have no such edge; take at most {min(images.shape[2:]) - 1}")
+        offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
+        images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:
         from data.augment import trivial_augment as trivial  # torchvision's transforms take 0.2 s to import
 
@@ -140,6 +149,11 @@ def draw_and_apply(
 def _integers(uniform: torch.Tensor, ends: torch.Tensor | int) -> torch.Tensor:
     """Uniform numbers of [0, 1) to integers 0..ends-1."""
     return torch.minimum((uniform * ends).long(), torch.as_tensor(ends, device=uniform.device) - 1)
+
+
+def _reflected(places: torch.Tensor, side: int) -> torch.Tensor:
+    """Where places beyond an edge, by less than a side, are found inside: -1 at 1, `side` at side - 2."""
+    return (side - 1) - ((side - 1) - places.abs()).abs()
 
 
 def _black(images: torch.Tensor) -> int:

@@ -40,10 +40,17 @@ worker.TREES["classifier-mixture"] = SMALL | EVERYTHING | {"data": {"synthetic":
 worker.TREES["gan-mixture"] = worker.GAN | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.5}}}
 fresh = {"checkpoint": "generator", "share": 0.3}
 worker.TREES["classifier-fresh"] = SMALL | {"data": {"synthetic": fresh}}
+worker.TREES["classifier-airbench"] = SMALL | {
+    "model": {"name": "airbench"},
+    "optimizer": {"name": "muon", "lr": 0.1, "unit_filters": True},
+    "augment": {"flip": "alternating"},
+    "finetune": {"stage_lr": {"head": 2.0}, "freeze_at": {"stem": 1}},
+}
+BOTH = ("everything", "average", "airbench")
 MIXTURES = ["classifier-mixture:0", "classifier-fresh:0", "gan-mixture:0"]
 VARIANTS = {
-    1: [f"classifier-{name}" for name in ("everything:0", "fixed:0", "fixed:3", "average:0", "plain:0")] + MIXTURES,
-    2: [f"classifier-{name}" for name in ("everything:0", "fixed:3", "average:0")] + MIXTURES,
+    1: [f"classifier-{name}:0" for name in (*BOTH, "fixed", "plain")] + ["classifier-fixed:3", *MIXTURES],
+    2: [f"classifier-{name}:0" for name in BOTH] + ["classifier-fixed:3", *MIXTURES],
 }
 SPLITS = [(1, "classifier-fixed:3"), *((2, variant) for variant in VARIANTS[2])]
 pytestmark = [

@@ -142,9 +142,8 @@ def test_views_are_the_mean_of_their_logits():
         view = x[:, :, place][:, :, :, place]
         expected = expected + (model(view) + model(view.flip(3))) / 4
     expected = expected / 2
-    for fold in (False, True):
-        found = hasten(model, cpu, precision="fp32", fold=fold, tta="shift")(x)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    found = hasten(model, cpu, precision="fp32", fold=True, tta="shift")(x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert (found - model(x)).abs().max() > 1e-3
     off = hasten(model, cpu, precision="fp32", fold=False)
     assert torch.equal(off(x), model(x))

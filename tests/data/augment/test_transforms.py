@@ -1,5 +1,7 @@
 """Every transform against a loop over samples."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -64,6 +66,20 @@ def test_shift(dtype: torch.dtype) -> None:
         padded = F.pad(old, [padding] * 4, value=black)
         assert torch.equal(new, padded[:, row : row + 9, column : column + 8])
     assert torch.equal(after[0], before[0])
+
+
+def test_shifted_images_with_reflected_edges() -> None:
+    before, offsets = images(), torch.tensor([[3, 3], [0, 6], [6, 0], [1, 2], [5, 4], [0, 0], [6, 6]])
+    after = random_shift(before, offsets, 3, reflect=True)
+    padded = F.pad(before.float(), [3] * 4, mode="reflect").to(torch.uint8)  # torch does not do it in uint8
+    for old, new, (row, column) in zip(padded, after, offsets.tolist(), strict=True):
+        assert torch.equal(new, old[:, row : row + 9, column : column + 8])
+    how: dict[str, Any] = {"seed": 1, "step": 2, "start": 0, "global_batch": 7}
+    found, black = (draw_and_apply(before, Augment(shift=3, shift_edge=edge), **how) for edge in ("reflect", "black"))
+    assert torch.equal(found[black > 0], black[black > 0])  # the same offsets
+    assert not torch.equal(found, black)
+    with pytest.raises(UserError, match="shift 8 with reflected edges: images of 8 px"):
+        draw_and_apply(before, Augment(shift=8, shift_edge="reflect"), **how)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
