@@ -175,7 +175,8 @@ class FineTuning:
             when = "never" if begin is None else f"from step {begin}"
             rows.append(f"{when}: {', '.join(spans[begin])} ({count:,} parameters)")
         for end in sorted({end for end in self.ends.values() if end is not None}):
-            rows.append(f"until step {end}: {', '.join(name for name in self.ends if self.ends[name] == end)}")
+            names = [plain(name) for name, own in self.ends.items() if own == end and self.begins[name] is not None]
+            rows.append(f"until step {end}: {', '.join(names)}")
         if self.config.freeze_bn:
             rows.append("BatchNorm statistics stay as they are")
         return rows
