@@ -42,8 +42,12 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def _size(self, node: Node) -> int:
-        """Values in a node whose parts are composed. Raises BoundError for a duplicate key and a very long number."""
+        """Values in a node whose parts are composed. Raises BoundError for a duplicate key, a very long number
+        and a NUL character.
+        """
         if isinstance(node, ScalarNode):
+            if "\0" in node.value:  # only "\0" in quotes can give one; no name and no path may hold it
+                raise BoundError(problem="a NUL character", problem_mark=node.start_mark)
             if len(node.value) > LONGEST_NUMBER and node.tag.endswith((":int", ":float")):
                 told = f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER}"
                 raise BoundError(problem=told, problem_mark=node.start_mark)

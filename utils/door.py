@@ -82,6 +82,8 @@ def too_large(size: int, kind: Kind) -> str | None:
 
 def check(path: str | Path, kind: Kind) -> os.stat_result:
     """The status of a regular file that is not too large; what a link points to counts. Raises OSError."""
+    if "\0" in os.fspath(path):
+        raise Refused("is no file name: it holds a NUL character", path)
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         what = next((name for test, name in OTHERS if test(status.st_mode)), "something else")

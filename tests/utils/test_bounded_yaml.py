@@ -20,6 +20,7 @@ REFUSED = {
     "[" * 100_000: "line 1, column 21: more than 20 levels inside one another",  # H23
     "- " * 100_000: "line 1, column 41: more than 20 levels inside one another",
     "[" + "1," * 30_000 + "]": "line 1, column 1: more than 20000 values, with those that aliases repeat",
+    'data: {path: "a\\0.lmdb"}': "line 1, column 14: a NUL character",
     "x" * 2**21: "line 1, column 1: more than 1048576 characters",
 }
 

@@ -316,6 +316,12 @@ def test_printable(name: str, shown: str) -> None:
     assert door.printable(shown) == shown
 
 
+def test_a_name_with_a_nul_character_is_refused(tmp_path: Path) -> None:
+    """From a JSON or CSV file; os.stat raises a ValueError."""
+    with pytest.raises(door.Refused, match="holds a NUL character"):
+        door.check(tmp_path / "a\0b.png", door.ARCHIVE)
+
+
 def test_h14_names_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a class folder, an image, a file that is no image, and a broken one: packed, listed, shown and searched."""
     folder = os.fsencode(tmp_path) + b"/in\xff"
