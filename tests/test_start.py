@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import REPOSITORY
 
 SCRIPTS = ["train.py", "evaluate.py", "generate.py", "predict.py", "export.py"]
-MODULES = ["inference.influence", "data.pack", "data.inspect", "data.duplicates"]
+MODULES = ["inference.influence", "data.pack", "data.inspect", "data.duplicates", "reporting.compare"]
 NOWHERE = ["--checkpoint", "runs/nothing-here"]
 OUT = ["--out", "x.png"]
 MISSING = {

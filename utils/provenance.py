@@ -7,13 +7,13 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment() -> dict[str, str]:
     """Versions and hardware, for people: Python, packages, platform, processor, accelerator, git commit."""
+    import torch  # here and below: who asks for --help does not wait for it
+
     found = {"python": platform.python_version()}
     found |= {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "lmdb")}
     found |= {"platform": platform.platform(), "processor": _processor(), "cores": str(os.cpu_count())}
@@ -25,7 +25,8 @@ def environment() -> dict[str, str]:
 
 def versions() -> dict[str, str | None]:
     """What the numbers of a run may depend on, for its checkpoints."""
-    import torchvision  # here: the version with its build, as torch's, but the report needs no torchvision
+    import torch
+    import torchvision  # the version with its build, as torch's; the report needs no torchvision
 
     packages = {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
     return {"python": platform.python_version(), **packages, "git": commit(ROOT)}
