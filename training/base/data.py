@@ -210,7 +210,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         dataset.synthetic.to(device)
         prefetch = 0
     spans = config.spans(dataset.resolution)
-    augment: Augment = vars(config)["augment"]  # every task has it
+    augment: Augment | None = vars(config).get("augment")  # both tasks have it, the common part of their configs not
     return InfiniteLoader(
         dataset,
         sampler,
@@ -218,7 +218,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         prefetch=prefetch,
         spans=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
-        alternating=augment.flip == "alternating",
+        alternating=augment is not None and augment.flip == "alternating",
     )
 
 
