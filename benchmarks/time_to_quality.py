@@ -169,10 +169,8 @@ def lines(run: Path, course: Course, multiples: list[float], options: Namespace)
         if images is None:
             text.append(f"  {multiple:g} times the floor: not reached; {best}")
         else:
-            text.append(
-                f"  {multiple:g} times the floor: after {images:,} images, {seconds:,.0f} s of training"
-                f" (not yet after {earlier:,})"
-            )
+            since = f"not yet after {earlier:,}" if earlier else "the first step known"
+            text.append(f"  {multiple:g} times the floor: after {images:,} images, {seconds:,.0f} s ({since})")
     return text
 
 
