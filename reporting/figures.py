@@ -27,6 +27,11 @@ def plain(value: object) -> str:
     return number(value) if isinstance(value, int | float) else "-"
 
 
+def change(value: float) -> str:
+    """A short figure with its sign."""
+    return ("-" if value < 0 else "+") + number(abs(value))
+
+
 def time_taken(seconds: float) -> str:
     """A time as `45 s`, `12 min 5 s` or `3 h 20 min`."""
     minutes, rest = divmod(int(seconds), 60)

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from reporting.figures import percent, plain
+from reporting.figures import change, percent, plain
 from reporting.pictures import picture
 from reporting.report import render
 from utils.files import write_atomic
@@ -97,7 +97,7 @@ def _control(row: Mapping[str, Any]) -> list[str]:
 
 def signed(value: float, *, share: bool) -> str:
     """A difference with its sign; of shares in percentage points."""
-    return f"{100 * value:+.1f}" if share else f"{value:+.3g}"
+    return f"{100 * value:+.1f}" if share else change(value)
 
 
 def span(interval: Sequence[float] | None, *, share: bool) -> str:
@@ -105,7 +105,7 @@ def span(interval: Sequence[float] | None, *, share: bool) -> str:
     if interval is None:
         return "-"
     low, high = interval
-    return f"{100 * low:+.1f} to {100 * high:+.1f}" if share else f"{low:+.3g} to {high:+.3g}"
+    return f"{signed(low, share=share)} to {signed(high, share=share)}"
 
 
 def chance(p: float | None) -> str:

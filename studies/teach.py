@@ -16,6 +16,7 @@ from metrics.extractors import Options, build
 from metrics.judge import load_judge
 from models.restore import classifier_from, generator_from
 from models.sampling import generate
+from reporting.figures import plain
 from studies.config import StudyConfig, tokens
 from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject
 from studies.execute import slug
@@ -245,7 +246,7 @@ def head_name(weight: float, *, samples: bool = False) -> str:
 
 def _mean(values: list[float | None]) -> str:
     found = [value for value in values if value is not None]
-    return f"{np.mean(found):.3g}" if found else "none"
+    return plain(float(np.mean(found))) if found else "none"
 
 
 CONFIG, SUBJECT = TeachConfig, Teach

@@ -8,6 +8,7 @@ import numpy as np
 
 from metrics.comparison.compare import LEVEL
 from metrics.comparison.paired import Difference, by_seeds, by_seeds_and_images, holm
+from reporting.figures import change
 from studies.declare import Comparison, Control, Results
 
 EVEN = 1.5  # largest class over rarest, up to which classes count as equally large
@@ -119,9 +120,10 @@ def in_words(row: dict[str, Any]) -> str:
     """A comparison in a line."""
     scale, unit = (100, " points") if row["figure"] is None else (1, "")
     interval = row["interval"]
-    sure = "" if interval is None else f", 95 % interval {scale * interval[0]:+.3g} to {scale * interval[1]:+.3g}"
+    ends = [] if interval is None else [change(scale * end) for end in interval]
+    sure = f", 95 % interval {' to '.join(ends)}" if ends else ""
     what = f"{row['group']} classes" if row["figure"] is None else row["figure"]
-    told = f"{scale * row['difference']:+.3g}{unit}{sure}, p {chance(row['p'])}"
+    told = f"{change(scale * row['difference'])}{unit}{sure}, p {chance(row['p'])}"
     return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {told})"
 
 

@@ -95,7 +95,7 @@ def by_seeds(first: Sequence[float], second: Sequence[float]) -> Difference:
     differences = np.asarray(second) - np.asarray(first)
     value, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(len(differences))
     degrees = len(differences) - 1
-    if error == 0:
+    if error <= 1e-12 * max(1e-300, float(np.abs([first, second]).max())):  # equal but for rounding
         return Difference(value, None, None, "paired by training seed")
     half = float(t.ppf(0.975, degrees)) * error
     p = float(2 * t.sf(abs(value) / error, degrees))

@@ -96,4 +96,7 @@ def test_figures_are_compared_by_seeds():
     comparisons = [Comparison("plain", name, figure="distance", larger_is_better=False) for name in ("taught", "gone")]
     (row,) = compared(results, comparisons)  # a run without the figure: no answer
     assert (row["verdict"], row["difference"]) == ("helps", pytest.approx(-0.9667, abs=1e-3))
+    assert in_words(row | {"difference": -1234.5, "interval": [-2000.0, 31.0]}).startswith(
+        "distance: helps (taught against plain: -1,234, 95 % interval -2,000 to +31, p "
+    )
     assert checked(results, [Control("gone", "plain", "not helps", "", figure="distance")])[0]["ok"] is False

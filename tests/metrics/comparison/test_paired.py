@@ -123,6 +123,8 @@ def test_by_seeds_is_students_paired_test():
     limits = expected.confidence_interval()
     assert found.interval == pytest.approx([limits.low, limits.high])
     assert by_seeds(first, first).p is None
+    equal = by_seeds([0.525, 0.555], [0.535, 0.565])  # by 0.01, but for rounding: no spread to judge by
+    assert (equal.p, equal.interval) == (None, None)
 
 
 def test_holm_by_a_slow_loop():
