@@ -82,9 +82,6 @@ class AirbenchBackbone(Backbone):
     def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
         return super().features(network, x, run) * SCALE
 
-    def first_filters(self, images: Tensor) -> Tensor:
-        return whitening(images)
-
 
 AIRBENCH = AirbenchBackbone(
     names=("airbench",),
@@ -96,5 +93,5 @@ AIRBENCH = AirbenchBackbone(
     frozen=("whiten.weight", "layer?.norm?.weight"),
     maps="layer3",
     smallest=9,
-    images=5000,
+    first_filters=whitening,
 )

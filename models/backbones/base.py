@@ -33,7 +33,9 @@ class Backbone:
     side: int | None = None  # px, where images must have just that
     head_bias: bool = True
     frozen: tuple[str, ...] = ()  # patterns of parameter names that never train
-    images: int = 0  # of training at most, that `first_filters` looks at; 0: the first convolution begins at random
+    # gives the first convolution's weights for training images [n, channels, H, W] as it takes them; None: it begins at
+    # random
+    first_filters: Callable[[Tensor], Tensor] | None = None
     in_turn: bool = True  # the stages can be called one by one: computed again, or on several devices
     # that torchvision builds the networks with. Dropout and stochastic depth are off: what they draw would depend on
     # how a batch is cut up
@@ -93,10 +95,6 @@ class Backbone:
     def published(self, name: str) -> dict[str, str]:
         """Where the network's weights are: name -> URL."""
         return {key: weights.url for key, weights in torchvision.models.get_model_weights(name).__members__.items()}
-
-    def first_filters(self, images: Tensor) -> Tensor:
-        """The first convolution's weights for a training on images like these, [n, channels, H, W] as it takes them."""
-        raise NotImplementedError
 
     def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
         """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them."""
