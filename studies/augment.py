@@ -59,7 +59,7 @@ class AugmentConfig(StudyConfig):
     stronger: dict[str, Any] = field(
         default_factory=lambda: {"augment.trivial_augment": True, "augment.cutmix": 1.0, "augment.mix_prob": 0.5}
     )
-    # of every arm with samples: keys of the classifier's recipe, such as data.synthetic.until
+    # of every arm with samples, not of the controls: keys of the classifier's recipe, such as data.sampling
     mixing: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -159,12 +159,12 @@ class Augment(Subject):
             found.append(self._arm("class weights", "each class's loss by 1 / its frequency", weights, CLASSIC))
             sampling = {"data.sampling": "balanced"}
             found.append(self._arm("balanced sampling", "every class is seen equally often", sampling, CLASSIC))
-        stronger = ", ".join(f"{key.partition('.')[2]} {value}" for key, value in config.stronger.items())
-        found.append(self._arm("stronger augmentation", stronger, config.stronger, CLASSIC))
+        found.append(self._arm("stronger augmentation", _settings(config.stronger), config.stronger, CLASSIC))
+        mixing = f", {_settings(config.mixing)}" if config.mixing else ""
         for selected in config.selected:
             job = "selected samples" if selected else "samples"
             for ratio in config.ratios:
-                what = f"{ratio:g} {job} per real image"
+                what = f"{ratio:g} {job} per real image{mixing}"
                 file = self.folder / "jobs" / job.replace(" ", "-") / f"{_file(ratio)}.lmdb"
                 found.append(self._with(synthetic_name(ratio, selected), what, file, ratio, job, SYNTHETIC))
         ratio = config.control_ratio
@@ -178,9 +178,10 @@ class Augment(Subject):
 
     def _with(self, name: str, what: str, file: Path, ratio: float, job: str, family: str) -> Arm:
         """An arm that mixes the images of a file in."""
-        added = {"data.synthetic.path": str(file), "data.synthetic.share": share_of_batch(ratio)}
+        added: dict[str, Any] = {"data.synthetic.path": str(file), "data.synthetic.share": share_of_batch(ratio)}
         added |= {"data.synthetic.balance": "fill"} if self.tail else {}
-        return self._arm(name, what, {**added, **self.config.mixing}, family, (NAME, job))
+        added |= self.config.mixing if family == SYNTHETIC else {}
+        return self._arm(name, what, added, family, (NAME, job))
 
     def _arm(
         self, name: str, what: str, overrides: Mapping[str, Any], family: str, needs: tuple[str, ...] = (NAME,)
@@ -289,6 +290,10 @@ def choose(results: Results, families: Mapping[str, str], family: str) -> str:
     """The arm of a family with the largest mean recall on held-out images; of equal ones the first."""
     names = [name for name, own in families.items() if own == family]
     return max(names, key=lambda name: results.mean(name, "all", HELD_OUT))
+
+
+def _settings(overrides: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.partition('.')[2]} {value}" for key, value in overrides.items())
 
 
 def _file(ratio: float) -> str:

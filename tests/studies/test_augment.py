@@ -77,6 +77,15 @@ def test_even_classes_need_neither_weights_nor_filling(tmp_path):
     assert [families.count(name) for name in (CLASSIC, SYNTHETIC, CONTROL)] == [2, 4, 2]
 
 
+def test_mixing_is_of_the_arms_with_samples_alone(tmp_path):
+    arms = Augment(config_of(mixing={"data.sampling": "balanced"}), tmp_path).arms()
+    mixed = [arm for arm in arms if arm.key["overrides"].get("data.sampling") == "balanced"]
+    assert {arm.name for arm in mixed if arm.family != SYNTHETIC} == {"balanced sampling"}
+    samples = [arm for arm in arms if arm.family == SYNTHETIC]
+    assert len(samples) == 8
+    assert all(arm in mixed and arm.what.endswith("real image, sampling balanced") for arm in samples)
+
+
 def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     right = np.arange(10) < 8
     runs = {
