@@ -118,5 +118,7 @@ def tokens(overrides: dict[str, Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """A value as YAML on one line."""
+    """A value as YAML on one line. What YAML reads as a boolean is the word again, which fits `mode: off` as well."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()

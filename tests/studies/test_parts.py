@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import yaml
 
 from data.dataset import Dataset
 from data.lmdb.writer import pack_arrays
 from studies.augment import sample_counts
 from studies.config import StudyData, quickened, tokens
 from studies.parts import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, parts_job, training_counts
+from tests.conftest import REPOSITORY
+from training.engine.tasks import build_run_config
+from utils.config import read_yaml
 from utils.errors import UserError
 
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)
@@ -89,12 +93,19 @@ def test_quick_merges_mappings_and_replaces_the_rest():
 
 def test_overrides_become_options():
     assert tokens({"a.b": True, "c": [0.0, 0.99], "d": None, "e": "text", "f": {"g": 1}}) == [
-        "--a.b=true",
+        "--a.b=on",
         "--c=[0.0, 0.99]",
         "--d=null",
         "--e=text",
         "--f={g: 1}",
     ]
+
+
+def test_off_in_a_recipes_overrides_stays_off():
+    recipe = "configs/quickstart_gan.yaml"
+    given = yaml.safe_load("{ada.mode: off, deterministic: on}")  # false and true to YAML
+    config = build_run_config(read_yaml(REPOSITORY / recipe), tokens(given), recipe)
+    assert (config.ada.mode, config.deterministic) == ("off", True)
 
 
 @pytest.mark.parametrize(
