@@ -83,6 +83,7 @@ PRESETS = {  # recipe -> its images
     "classifier": Images(224, 1000),
     "classifier_64_cpu": Images(64, 10),
     "dcgan_small": SAMPLE,
+    "fashion_mnist_airbench": Images(32, 10, 1),
     "fashion_mnist_classifier": Images(32, 10, 1),
     "fashion_mnist_classifier_gpu": Images(32, 10, 1),
     "fashion_mnist_gan": Images(32, 10, 1),
