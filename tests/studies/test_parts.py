@@ -1,6 +1,7 @@
 """A study's images: disjoint parts, the long tail, and exact copies."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ def test_overrides_become_options():
 def test_off_in_a_recipes_overrides_stays_off():
     recipe = "configs/quickstart_gan.yaml"
     given = yaml.safe_load("{ada.mode: off, deterministic: on}")  # false and true to YAML
-    config = build_run_config(read_yaml(REPOSITORY / recipe), tokens(given), recipe)
+    config: Any = build_run_config(read_yaml(REPOSITORY / recipe), tokens(given), recipe)
     assert (config.ada.mode, config.deterministic) == ("off", True)
 
 
