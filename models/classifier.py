@@ -104,19 +104,21 @@ class Classifier(nn.Module):
         self.block_of = {f"network.{name}": block for name, block in self.backbone.block_of(self.network).items()}
         # from the images to the logits
         self.stages = list(dict.fromkeys(block.partition(".")[0] for block in self.block_of.values()))
-        self._check_side()
+        # px that images are scaled to, None: as they come; less for a while in a training with progressive resizing
+        self.side = config.input_size
+        self.check_side(self.side or resolution)
         wanted = config.imagenet_normalised
         pair = normalisation(channels, self.backbone.mean, self.backbone.std) if wanted else (None, None)
         for name, value in zip(("input_scale", "input_shift"), pair, strict=True):
             self.register_buffer(name, value, persistent=False)  # the config tells them: no part of the weights
 
-    def _check_side(self) -> None:
-        """Raise UserError for images that the network cannot take."""
-        side, backbone = self.config.input_size or self.resolution, self.backbone
+    def check_side(self, side: int, remedy: str | None = None) -> None:
+        """Raise UserError for images of `side` px if the network cannot take them; `remedy`: if not another size."""
+        backbone = self.backbone
         least = backbone.smallest * self.network.get_submodule(backbone.first).stride[0] if backbone.smallest > 1 else 1
         if side != (backbone.side or max(side, least)):
-            wanted = backbone.side or least
-            raise UserError(f"{self.config.name} cannot take images of {side} px: set model.input_size {wanted}")
+            remedy = remedy or f"set model.input_size {backbone.side or least}"
+            raise UserError(f"{self.config.name} cannot take images of {side} px: {remedy}")
 
     @property
     def head(self) -> Any:
@@ -129,8 +131,8 @@ class Classifier(nn.Module):
 
     def prepare(self, x: Tensor) -> Tensor:
         """Images [N, channels, H, W] in [-1, 1] as the first convolution takes them."""
-        if self.config.input_size is not None:
-            x = scaled(x, self.config.input_size)
+        if self.side is not None:
+            x = scaled(x, self.side)
         if self.input_scale is None or self.input_shift is None:
             return x
         return x * self.input_scale + self.input_shift

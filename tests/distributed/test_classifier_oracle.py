@@ -26,6 +26,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "loss": {"class_weights": "balanced", "label_smoothing": 0.1},
     "optimizer": worker.TREES["classifier"]["optimizer"] | {"lr": 0.05, "clip_adaptive": 0.02},
+    "resizing": {"initial_scale": 0.5, "delay_fraction": 0.0, "finetune_fraction": 0.9},  # a step of 8 px, then 16 px
 }
 SMALL = worker.TREES["classifier"] | {"model": {"name": "resnet18", "stem": "small-stride2"}}
 worker.TREES["classifier-everything"] = SMALL | EVERYTHING

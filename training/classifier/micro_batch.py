@@ -29,7 +29,9 @@ class MicroBatch:
         return [slice(start, end) for start, end in pairwise(ends)]
 
     def look_again(self) -> None:
-        """Other parameters train from now on: two steps tell what memory that takes, the optimizer's state included."""
+        """Other parameters train from now on, or images are larger: two steps tell what memory that takes, the
+        optimizer's state included.
+        """
         self.tries = 2 if self.auto else 0
 
     def halve(self) -> str:

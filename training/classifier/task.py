@@ -29,6 +29,7 @@ from training.classifier.discriminator import load_discriminator
 from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
+from training.classifier.resizing import Resizing, ResizingConfig
 from training.classifier.whitening import fit_first_filters
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
@@ -73,6 +74,7 @@ class ClassifierConfig(RunConfig):
     optimizer: OptimizerConfig = field(default_factory=_sgd)
     ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
     augment: MixingAugment = field(default_factory=MixingAugment)
+    resizing: ResizingConfig = field(default_factory=ResizingConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -173,6 +175,7 @@ class ClassifierTask(Task):
         self.model = synchronise_batchnorm(model, device) if synced else model
         self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
         self.model.train()  # and it stays so: only the average is evaluated
+        self.resizing = Resizing(config.resizing, self.model, config.steps)
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
         self.replica: DistributedDataParallel | None = None  # the model where there are several processes
         self.forward: Any = None  # the model or its replica, compiled where that is asked for
@@ -208,6 +211,8 @@ class ClassifierTask(Task):
         batch = next(batches)
         self.finetuning.at(step)
         self._wrap()
+        if self.resizing.at(step):
+            self.micro.look_again()
         before = [b.clone() for b in self.statistics]
         loss, correct = self._gradients(batch, step, before)
         with phase("optimizer"):
@@ -365,8 +370,11 @@ class ClassifierTask(Task):
     def images_at(self, step: int) -> int:
         return step * self.config.batch_size
 
+    def typical_steps(self, first: int) -> dict[int, float]:
+        return self.resizing.typical_steps() if self.resizing.on else {first: 1.0}
+
     def describe(self) -> dict[str, str]:
-        rows = {} if self.placement is None else {"split": self.placement.text()}
+        rows = self.resizing.describe() | ({} if self.placement is None else {"split": self.placement.text()})
         trains = "; ".join(self.finetuning.describe())
         return rows | ({"what trains": trains} if trains else {})
 

@@ -105,11 +105,9 @@ class Trial:
             torch.accelerator.synchronize(self.device)
         return time.perf_counter() - begun
 
-    def mean_seconds(self, precision: Fixed) -> float:
-        """What steps of all kinds take on average, each measured twice after one that warms up."""
-        for step in self.shares:
-            self.seconds(precision, step)
-        found = {step: min(self.seconds(precision, step) for _ in range(2)) for step in self.shares}
+    def mean_seconds(self, precision: Fixed, tries: int = 3) -> float:
+        """What steps of all kinds take on average, each the best of so many tries: the first warms up."""
+        found = {step: min(self.seconds(precision, step) for _ in range(tries)) for step in self.shares}
         return sum(share * found[step] for step, share in self.shares.items())
 
 
@@ -242,11 +240,11 @@ def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: 
         trial = Trial(config, min(small, micro), reader, device)
         try:
             trial.seconds(precision, limit=FIRST)
-            seconds = trial.seconds(precision) / trial.samples
+            seconds = trial.mean_seconds(precision, 1) / trial.samples
             large = _fitting(micro, trial.samples, seconds, STEP)
             if large > trial.samples:
                 trial = Trial(config, large, reader, device)
-                seconds = min(trial.seconds(precision) for _ in range(2)) / large
+                seconds = trial.mean_seconds(precision, 2) / large
         except TooSlow:
             seconds, about = FIRST / trial.samples, "more than"
         except (RuntimeError, MemoryError) as error:

@@ -39,11 +39,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optimizer": MUON,
         "finetune": {"stage_lr": {"*.bias": 9.0}, "freeze_at": {"stem": 3}},
         "augment": {"flip": "alternating", "shift": 1},
+        "resizing": {"initial_scale": 0.75, "delay_fraction": 0.8},  # four steps of 12 px, then 16 px
         "micro_batch": 20,
     },
-    "cycle": {"optimizer": CYCLE, "micro_batch": 20, "early_stopping": {"patience": 9}},
+    "cycle": {
+        "optimizer": CYCLE,
+        "resizing": {"initial_scale": 0.5},  # 8 px, 8 px, 8 px, 12 px, 16 px
+        "micro_batch": 20,
+        "early_stopping": {"patience": 9},
+    },
     "schedule-free": {
         "optimizer": {"name": "schedulefree-adamw", "lr": 0.01, "schedule": "constant", "clip_value": 0.1},
+        "resizing": {"initial_scale": 0.5},
         "micro_batch": "auto",
         "precision": "bf16",
         "loss": {"kind": "squared-error"},

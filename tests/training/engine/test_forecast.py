@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from data.dataset import Dataset
 from tests.end_to_end.helpers import TASKS, differing, state_of, train_in_process, write_config
 from training.base.config import RunConfig
+from training.classifier.resizing import side_at
 from training.engine import speed
 from training.engine.speed import FORECAST, LONG, Trial, forecast
 from training.engine.tasks import build_run_config
@@ -23,9 +25,9 @@ def reader(packed: Path):
         yield opened
 
 
-def config_of(packed: Path, task: str, tmp_path: Path) -> RunConfig:
+def config_of(packed: Path, task: str, tmp_path: Path, *options: str) -> RunConfig:
     recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
-    return build_run_config(read_yaml(recipe), ["--precision", "fp32"], str(recipe))
+    return build_run_config(read_yaml(recipe), ["--precision", "fp32", *options], str(recipe))
 
 
 @pytest.fixture
@@ -53,6 +55,29 @@ def test_time_is_images_by_speed(packed, tmp_path, reader, steps_take, task):
     text = forecast(config, reader, CPU, 8_640_000)
     assert text.startswith("about 10.0 days here, 10 images/s; that is long: recipes named cpu are smaller")
     assert "quickstart.py FOLDER --minutes N" in text
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_time_counts_every_step_as_what_it_is(packed, tmp_path, reader, monkeypatch, task):
+    """A classifier's smaller images, a GAN's lazy penalties: R1 every third step takes twice as long here."""
+    more = ["--resizing.initial_scale", "0.5"] if task == "classifier" else []
+    config: Any = config_of(packed, task, tmp_path, "--steps", "900", *more)
+
+    def of_a_sample(config, step):
+        if task == "gan":
+            return 0.01 * (1 + config.loss.penalty_due(step))
+        return 0.01 * (side_at(config.resizing, step, config.steps, 16) / 16) ** 2
+
+    def seconds(trial, _precision, step=None, **_):
+        return trial.samples * of_a_sample(trial.task.config, next(iter(trial.shares)) if step is None else step)
+
+    monkeypatch.setattr(Trial, "seconds", seconds)
+    expected = sum(of_a_sample(config, step) for step in range(900)) / 900
+    told = re.fullmatch(r"about (\d+) min here, (\d+) images/s", forecast(config, reader, CPU, 360_000))
+    assert told is not None
+    assert int(told[1]) == pytest.approx(360_000 * expected / 60, rel=0.02)
+    assert int(told[2]) == pytest.approx(1 / expected, rel=0.02)
+    assert not 0.008 < expected < 0.012  # neither is what a step of one kind says
 
 
 def test_what_is_just_not_long_gets_no_advice(packed, tmp_path, reader, steps_take):
