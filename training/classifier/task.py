@@ -29,6 +29,7 @@ from training.classifier.discriminator import load_discriminator
 from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
 from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
+from training.classifier.narrow import widen_narrow_maps
 from training.classifier.resizing import Resizing, ResizingConfig
 from training.classifier.whitening import fit_first_filters
 from training.optim.ema import EMA
@@ -174,6 +175,8 @@ class ClassifierTask(Task):
         synced = world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
         self.apart = world > 1 and not synced  # each process normalises by its own share's statistics
+        if device.type == "cpu":
+            widen_narrow_maps(self.model)
         self.model.train()  # and it stays so: only the average is evaluated
         self.resizing = Resizing(config.resizing, self.model, config.steps)
         self.statistics = list(self.model.buffers())  # BatchNorm's running ones
