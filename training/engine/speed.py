@@ -232,21 +232,12 @@ def forecast(config: RunConfig, reader: Dataset, device: torch.device, images: i
 
 
 def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: int) -> str:
-    world = collectives.world_size()
-    small, micro, precision = config.smallest_batch, config.micro(world), config.precision
-    assert precision != "auto"
-    about = "about"
+    world, about = collectives.world_size(), "about"
     with collectives.alone():
-        trial = Trial(config, min(small, micro), reader, device)
         try:
-            trial.seconds(precision, limit=FIRST)
-            seconds = trial.mean_seconds(precision, 1) / trial.samples
-            large = _fitting(micro, trial.samples, seconds, STEP)
-            if large > trial.samples:
-                trial = Trial(config, large, reader, device)
-                seconds = trial.mean_seconds(precision, 2) / large
+            seconds = _seconds_an_image(config, world, reader, device)
         except TooSlow:
-            seconds, about = FIRST / trial.samples, "more than"
+            seconds, about = FIRST / min(config.smallest_batch, config.micro(world)), "more than"
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):  # if the run has too little as well, it says so
                 raise
@@ -259,6 +250,24 @@ def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: 
     )
     rate = f"{'at most ' * (about == 'more than')}{world / seconds:,.3g} images/s"
     return f"{about} {duration(whole)} here, {rate}" + (advice if whole > LONG else "")
+
+
+def _seconds_an_image(config: RunConfig, world: int, reader: Dataset, device: torch.device) -> float:
+    """In whole steps, found by steps of a few images and then more, up to about STEP: what comes once a step, such as
+    the optimizer's work, counts once. Raises TooSlow.
+    """
+    micro, share, precision = config.micro(world), config.share(world), config.precision
+    assert precision != "auto"
+    trial = Trial(config, min(config.smallest_batch, micro), reader, device)
+    trial.seconds(precision, limit=FIRST)
+    begin, least = trial.samples, trial.mean_seconds(precision, 1)
+    count, whole, each = begin, least, least / begin
+    while count < micro // begin * begin and (4 * count * each < STEP or (count == begin and least < STEP)):
+        count = begin * min(4 * count // begin, micro // begin)
+        trial = Trial(config, count, reader, device)
+        whole = trial.mean_seconds(precision, 2)
+        each = max(0.0, whole - least) / (count - begin)
+    return (whole + each * (share - count)) / share
 
 
 def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Measured:
