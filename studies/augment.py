@@ -293,7 +293,7 @@ def choose(results: Results, families: Mapping[str, str], family: str) -> str:
 
 
 def _settings(overrides: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key.partition('.')[2]} {value}" for key, value in overrides.items())
+    return ", ".join(f"{key.partition('.')[2] or key} {value}" for key, value in overrides.items())
 
 
 def _file(ratio: float) -> str:

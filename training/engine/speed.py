@@ -254,16 +254,18 @@ def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: 
 
 def _seconds_an_image(config: RunConfig, world: int, reader: Dataset, device: torch.device) -> float:
     """In whole steps, found by steps of a few images and then more, up to about STEP: what comes once a step, such as
-    the optimizer's work, counts once. Raises TooSlow.
+    the optimizer's work, counts once. What each pass of a micro-batch costs besides is left out. Raises TooSlow.
     """
     micro, share, precision = config.micro(world), config.share(world), config.precision
     assert precision != "auto"
     trial = Trial(config, min(config.smallest_batch, micro), reader, device)
     trial.seconds(precision, limit=FIRST)
-    begin, least = trial.samples, trial.mean_seconds(precision, 1)
+    begin, least = trial.samples, trial.mean_seconds(precision, 2)
     count, whole, each = begin, least, least / begin
-    while count < micro // begin * begin and (4 * count * each < STEP or (count == begin and least < STEP)):
+    # once in any case, or all of a small step's time would count for its few images
+    while count < micro // begin * begin and (count == begin or 4 * count * each < STEP):
         count = begin * min(4 * count // begin, micro // begin)
+        del trial  # before the next one takes its memory
         trial = Trial(config, count, reader, device)
         whole = trial.mean_seconds(precision, 2)
         each = max(0.0, whole - least) / (count - begin)

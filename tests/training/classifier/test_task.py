@@ -79,7 +79,7 @@ def train(config: Any, folder: Path, max_steps: int | None = None) -> dict[str, 
 def test_a_resumed_run_is_the_straight_one_to_the_bit(packed: Path, tmp_path: Path, variant: str) -> None:
     config = config_of(packed, **VARIANTS[variant])
     straight = train(config, tmp_path / "straight")
-    train(config, tmp_path / "resumed", max_steps=4)
+    train(config, tmp_path / "resumed", max_steps=3 if variant == "cycle" else 4)  # there images are still small
     resumed = train(config, tmp_path / "resumed")
     assert differing(straight, resumed) == []
     assert straight["loop"]["step"] == 5

@@ -94,6 +94,9 @@ def test_what_comes_once_a_step_counts_once(packed, tmp_path, reader, monkeypatc
     assert max(tried) < 600
     config = config_of(packed, "classifier", tmp_path, "--batch-size", "2000", "--micro-batch", "10")
     assert forecast(config, reader, CPU, 1_000_000) == "about 35 min here, 476 images/s"
+    monkeypatch.setattr(Trial, "seconds", lambda trial, *_, **__: 2.0 + 0.002 * trial.samples)  # a slow machine
+    config = config_of(packed, "classifier", tmp_path, "--batch-size", "2000")
+    assert forecast(config, reader, CPU, 1_000_000) == "about 50 min here, 333 images/s"
 
 
 def test_what_is_just_not_long_gets_no_advice(packed, tmp_path, reader, steps_take):
