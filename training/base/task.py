@@ -53,8 +53,8 @@ class Task(ABC):
         """Training images seen before update number `step`; a step counts its batch once."""
 
     def typical_steps(self, first: int) -> dict[int, float]:
-        """A step of each kind, at or after `first` unless it only comes earlier: number -> share of all steps, the largest first.
-        They are measured to know what training takes.
+        """A step of each kind, at or after `first` unless it only comes earlier: number -> share of all steps, the
+        largest first. They are measured to know what training takes.
         """
         return {first: 1.0}
 
