@@ -35,6 +35,7 @@ FIRST = 3.0  # seconds that the first step may take, with the fewest samples
 GIVEN_UP = 3.0  # times of the first candidate's after which the second one's first step is given up
 CLEAR = 3.0  # so many times as slow with the fewest samples: decided
 STEP = 0.4  # seconds; batches are cut where a step would take longer
+LARGER = 10.0  # seconds in which steps of all kinds may take a few more images than the fewest, whatever STEP says
 WHOLE = 3.0  # and here, where the speed itself is asked for: small batches are slower by the image
 BUDGET = 2.0  # seconds in which two candidates that are close are compared
 ROUNDS = 5  # of that, at most
@@ -259,15 +260,16 @@ def _seconds_an_image(config: RunConfig, world: int, reader: Dataset, device: to
     micro, share, precision = config.micro(world), config.share(world), config.precision
     assert precision != "auto"
     trial = Trial(config, min(config.smallest_batch, micro), reader, device)
-    trial.seconds(precision, limit=FIRST)
-    begin, least = trial.samples, trial.mean_seconds(precision, 2)
+    tries = 2 if trial.seconds(precision, limit=FIRST) < STEP else 1
+    begin, least = trial.samples, trial.mean_seconds(precision, tries)
     count, whole, each = begin, least, least / begin
-    # once in any case, or all of a small step's time would count for its few images
-    while count < micro // begin * begin and (count == begin or 4 * count * each < STEP):
+    # once if it can be, or all of a small step's time would count for its few images
+    once = 4 * least * len(trial.shares) < LARGER
+    while count < micro // begin * begin and (4 * count * each < STEP or (once and count == begin)):
         count = begin * min(4 * count // begin, micro // begin)
         del trial  # before the next one takes its memory
         trial = Trial(config, count, reader, device)
-        whole = trial.mean_seconds(precision, 2)
+        whole = trial.mean_seconds(precision, tries)
         each = max(0.0, whole - least) / (count - begin)
     return (whole + each * (share - count)) / share
 
