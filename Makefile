@@ -42,14 +42,16 @@ quickstart: $(STAMP) ## Train and evaluate both models in a quarter of an hour: 
 		$(if $(WEIGHTS),--weights "$(WEIGHTS)")
 
 # TESTS: pytest-xdist's processes; the tests of a file run in one of them, after one another. A third of their time they
-# wait for runs that start, sleep or are to be killed: one more than there are cores.
+# wait for runs that start, sleep or are to be killed: one more than there are cores. In the order of their names the
+# long files come early, and the short ones of training and utils fill up the end.
 TESTS ?= $(shell python3 -c "import os; print((os.cpu_count() or 1) + 1)")
+PYTEST = $(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP) ## The fast tests
-	$(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(STAMP) ## All tests, the slow ones too
-	$(BIN)/python -m pytest -n $(TESTS) --maxprocesses 8 --dist loadfile
+	$(PYTEST)
 
 fuzz: $(STAMP) ## Try mutated files for MINUTES=60 (FIRST=1000, the seed to begin with); cases that fail: build/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),60) --first $(or $(FIRST),1000)

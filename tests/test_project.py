@@ -165,7 +165,7 @@ def planned(target: str, folder: Path) -> str:
     [
         ("setup", ".venv/bin/python -m pip install"),
         ("quickstart", ".venv/bin/python quickstart.py"),
-        ("test", '--dist loadfile -m "not slow"'),
+        ("test", '--dist loadfile --no-loadscope-reorder -m "not slow"'),
         ("test-all", f".venv/bin/python -m pytest -n {(os.cpu_count() or 1) + 1} "),
         ("fuzz", ".venv/bin/python -m tests.fuzz --minutes 60 --first 1000"),
         ("lint", ".venv/bin/mypy"),

@@ -23,9 +23,10 @@ MODELS = {
     "efficientnet_b0": ["--model.stem", "small"],
     "timm:test_efficientnet": ["--model.stem", "imagenet", "--model.input_size", "32"],
 }
+SLOW = {"efficientnet_b0": [pytest.mark.slow]}  # one EfficientNet is in the fast tests
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, [])) for name in MODELS])
 def test_from_training_to_the_hub(name, packed, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(base, "make", lambda name, **options: SLIM[name]())
     config = write_config(tmp_path / "c.yaml", "classifier", packed)

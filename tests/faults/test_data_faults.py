@@ -148,7 +148,7 @@ def test_fault_15_flipped_byte_in_held_out_images(
     assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == 4
 
 
-@pytest.mark.parametrize("task", ["classifier", "gan"])
+@pytest.mark.parametrize("task", ["classifier", pytest.param("gan", marks=pytest.mark.slow)])
 def test_fault_15_flipped_byte_in_one_ranks_held_out_images(
     request: pytest.FixtureRequest, packed: Path, tmp_path: Path, task: str
 ) -> None:
@@ -260,7 +260,7 @@ def test_fault_20_other_classes_in_the_held_out_images(
     assert not (tmp_path / "y.lmdb").exists()
 
 
-@pytest.mark.parametrize("side", [16, 8])
+@pytest.mark.parametrize("side", [pytest.param(16, marks=pytest.mark.slow), 8])
 def test_evaluation_reads_the_size_that_was_trained_on(
     command: Command, recipe: list[str], tmp_path: Path, side: int
 ) -> None:

@@ -19,7 +19,7 @@ def lines(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith(("error", "stopped"))]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_killed_in_the_evaluation_of_a_training(
     gan_recipe: list[str], tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

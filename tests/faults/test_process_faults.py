@@ -126,7 +126,9 @@ def test_fault_05_rank_0_stopped(start: Start, run: Path) -> None:
     assert "rank 0 is stopped" in status(run)["reason"]
 
 
-@pytest.mark.parametrize(("name", "processes"), [("SIGTERM", 2), ("SIGINT", 1), ("SIGUSR1", 1)])
+@pytest.mark.parametrize(
+    ("name", "processes"), [("SIGTERM", 2), ("SIGINT", 1), pytest.param("SIGUSR1", 1, marks=pytest.mark.slow)]
+)
 def test_fault_06_07_a_signal_saves_and_leaves(start: Start, run: Path, name: str, processes: int) -> None:
     """All ranks finish the same step and save once; nobody is left; the same command resumes."""
     process = start("--procs", str(processes))

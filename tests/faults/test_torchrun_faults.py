@@ -49,6 +49,7 @@ def check_restarted(tmp_path: Path, packed: Path, task: str, *, step: int) -> No
     assert (status(run)["state"], status(run)["step"], status(run)["exit_code"]) == ("finished", LAST, 0)
 
 
+@pytest.mark.slow
 def test_the_old_launcher_starts_too(tmp_path: Path, packed: Path) -> None:
     """N3: it gives every process its `--local-rank N`."""
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
