@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm, import_timm
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from utils.cli import Parser, positive
 from utils.config import read_yaml

@@ -30,7 +30,8 @@ from data.augment.transforms import Augment
 from data.loader import Batch
 from models.registry import architecture_of
 from training.base.config import RunConfig
-from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.classifier.config import ClassifierConfig
+from training.classifier.task import ClassifierTask
 from training.engine.tasks import TASKS, build_run_config
 from training.gan.ada.augment import Ada
 from training.gan.config import GanConfig

@@ -3,9 +3,10 @@
 `python benchmarks/time_to_quality.py RUN... [--multiples 8 4 2.8] [--extractor resnet50] [--n N] [--seed N] [--json]`.
 Every kept checkpoint of a run is evaluated as evaluate.py does it: the Frechet distance of samples and test images,
 over that of training and test images, the floor. Where metrics.jsonl has the figure already (same extractor, n and
-seed) no sample is drawn. Only these steps are looked at: a multiple was reached at the first of them that is there, or
-somewhere between the one before and it. `train.py --checkpoint.keep_every N` keeps more of them. Seconds are those of
-steps alone, without evaluations, as metrics.jsonl counts images per second.
+seed) it is taken, and no sample is drawn but of the last checkpoint, whose evaluation gives the floor too. Only these
+steps are looked at: a multiple was reached at the first of them that is there, or somewhere between the one before and
+it. `train.py --checkpoint.keep_every N` keeps more of them. Seconds are those of steps alone, without evaluations, as
+metrics.jsonl counts images per second.
 """
 
 import json
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from data.dataset import Dataset, dataset_for_model
+from data.dataset import dataset_for_model
 from metrics.evaluate_gan import evaluate_generator
 from metrics.evaluate_run import build_extractors, flattered
 from metrics.evidence import training_images
@@ -80,19 +81,20 @@ def clock_of(records: list[dict[str, Any]]) -> np.ndarray:
 
 def known_distances(
     checkpoint: Checkpoint,
-    reader: Dataset,  # of the test images
     records: list[dict[str, Any]],  # of metrics.jsonl
     n: int,  # images on each side
     options: Namespace,
 ) -> dict[int, float]:
-    """Step -> distance, of the evaluations during training where they are those asked for, else none."""
+    """Step -> distance, of the evaluations during training where they are those asked for, else none. `n` is asked of
+    each row: a resumed run may have another than before.
+    """
     config = checkpoint["config"]
     during = config.get("evaluation") or {}
-    own = during.get("extractor"), during.get("weights"), config.get("seed"), min(during.get("n", 0), len(reader))
+    own = during.get("extractor"), during.get("weights"), config.get("seed")
     key = f"{FRECHET}{options.extractor}"
-    if own != (options.extractor, options.weights, options.seed, n):
+    if own != (options.extractor, options.weights, options.seed):
         return {}
-    return {record["step"]: record[key] for record in records if record.get(key) is not None}
+    return {row["step"]: row[key] for row in records if row.get(key) is not None and row.get("val/n") == n}
 
 
 def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
@@ -118,7 +120,7 @@ def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
         for note in flattered([extractor], last.get("teachers", [])).values():
             print(f"{run}: {extractor.name}: {note}", file=sys.stderr)
         n = min(options.n, len(reader), len(train))
-        distances = known_distances(last, reader, records, n, options)
+        distances = known_distances(last, records, n, options)
         read = len(distances)
 
         def evaluate(checkpoint: Checkpoint, *, floor: bool) -> dict[str, Any]:

@@ -81,7 +81,8 @@ def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np
 
 def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) -> None:
     """Mirror images [n, C, H, W] left-right in place where their side, 0 or 1 [n], and epoch add up to an odd number:
-    each is seen both ways in any two epochs in a row (2404.00498, section 3.6). A repeat within an epoch counts as one.
+    where sampling is uniform, each is seen both ways in any two epochs in a row (2404.00498, section 3.6). A repeat
+    within an epoch counts as one.
     """
     turns = sides + keys.epochs + (0 if keys.repeats is None else keys.repeats)
     rows = torch.from_numpy(np.flatnonzero(turns % 2))

@@ -58,6 +58,7 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
     An image's crowd is that of both sets together: so the pairs of two parts are those of the whole.
     """
     second = a if b is None else b
+    known = np.zeros(len(second), np.bool_) if b is None else np.isin(b["digest"], a["digest"])  # `a` counts them
     rows, textureless = _searched(a)
     columns, others = (rows, 0) if b is None else _searched(b)
     parts = [(np.empty((0, 2), np.int64), np.empty(0, np.uint8))]
@@ -67,8 +68,8 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
         pairs = np.stack([rows[places[0]], columns[places[1]]], axis=1)
         new = a["digest"][pairs[:, 0]] != second["digest"][pairs[:, 1]]
         pairs, differing = pairs[new], differing[new]
-        for crowd, side in zip(crowds, pairs.T, strict=True):
-            crowd += np.bincount(side, minlength=len(crowd))
+        crowds[0] += np.bincount(pairs[~known[pairs[:, 1]], 0], minlength=len(a))
+        crowds[1] += np.bincount(pairs[:, 1], minlength=len(second))
         parts.append((pairs, differing))
         total, held = total + len(pairs), held + len(pairs)
         if held > 2 * limit:
@@ -79,9 +80,11 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
     if b is None:
         crowds = [crowds[0] + crowds[1]] * 2  # of either side
     elif len(pairs):
-        for crowd, signatures, searched in ((crowds[0], a, rows), (crowds[1], b, columns)):
-            for places, _ in _close(signatures["dhash"][searched], signatures["dhash"][searched], within=True):
-                crowd += np.bincount(searched[np.concatenate(places)], minlength=len(crowd))
+        sets = (a["dhash"], rows, np.zeros(len(a), np.bool_)), (b["dhash"], columns, known)
+        for crowd, (hashes, searched, left_out) in zip(crowds, sets, strict=True):
+            for places, _ in _close(hashes[searched], hashes[searched], within=True):
+                sides = searched[np.stack(places)]
+                crowd += np.bincount(sides[~left_out[sides[::-1]]], minlength=len(crowd))
     crowd = np.maximum(crowds[0][pairs[:, 0]], crowds[1][pairs[:, 1]])
     return Candidates(pairs, crowd, total - len(pairs), textureless + others)
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.transforms.functional import normalize
 
 from metrics.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
-from models.backbones.base import MEAN, STD
+from models.backbones.base import normalize
 from utils.errors import UserError
 
 SMALLEST, LARGEST = 64, 256  # px that images are scaled up or down to before the network sees them
@@ -31,7 +30,7 @@ class ResNetFeatures:
         """Maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
         net: Any = self._network
         x = resize(images.to(net.conv1.weight.dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
-        x = normalize(((x + 1) / 2).expand(-1, 3, -1, -1), MEAN, STD)
+        x = normalize((x + 1) / 2)
         x = net.relu(net.bn1(net.conv1(x)))
         features = [x]
         x = net.maxpool(x)

@@ -11,11 +11,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.transforms.functional import normalize
 
 from data.augment.transforms import to_float
 from metrics.precision import device_of, evaluating, exact_float32
-from models.backbones.base import MEAN, STD
+from models.backbones.base import normalize
 from models.backbones.resnet import RESNET
 from models.classifier import Classifier, fit_images
 from models.weights import fitted, read_state_dict
@@ -137,7 +136,7 @@ class ResNet50Features:
         if inputs.shape[-2:] != (side, side):
             # antialias matters only when shrinking; without it a large image would lose detail by aliasing
             inputs = F.interpolate(inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
-        inputs = normalize(inputs.expand(-1, 3, -1, -1), MEAN, STD)
+        inputs = normalize(inputs)
         with torch.no_grad():
             return self._network(inputs.contiguous(memory_format=torch.channels_last))
 

@@ -59,6 +59,7 @@ RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is
     "class_score": ("class score: classes that the judge tells apart", plain),
     "path_length": ("path length: how far images move for a step in w", plain),
 }
+VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # by evaluate.py's --tta
 HEADLINE = ("accuracy", "recognised", "clipped_density", "clipped_coverage", "diversity_ratio")  # at the top of a page
 BY_CLASS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: column of the table of classes
     "recognised_by_class": ("recognised", percent),
@@ -95,8 +96,10 @@ def results(run: Run, keys: Iterable[str] = RESULTS) -> list[Figure]:
 
 
 def _evidence(found: Mapping[str, Any], key: str, show: Show) -> str:
-    """A figure's 95 % interval, and how good the classifier is that judged it."""
+    """A figure's 95 % interval, how many views of an image it is of, and how good the classifier is that judged it."""
     words, judge = _interval(found.get(f"{key}_interval"), show), found.get("judge")
+    if key == "accuracy" and str(found.get("tta")) in VIEWS:
+        words.append(VIEWS[str(found["tta"])])
     if key == "recognised" and isinstance(judge, dict):
         words.append(f"the judge predicts {percent(judge.get('accuracy'))} of the real images correctly")
     if key == "class_score" and isinstance(judge, dict) and judge.get("class_score") is not None:

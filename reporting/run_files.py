@@ -11,6 +11,7 @@ import yaml
 from utils import bounded_yaml, door
 
 FAR = 1e100  # no figure of a training; a chart's ticks would overflow
+COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
 OWN = ("checkpoints", "eval", "samples", "tensorboard")  # folders whose files are shown elsewhere or not at all
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
 
@@ -34,12 +35,12 @@ class Run:
 
     @property
     def series(self) -> dict[str, list[tuple[float, float]]]:
-        """(step, value) of every scalar of metrics.jsonl, by key; NaN for a value that was not finite or beyond FAR."""
+        """(step, value) of every scalar of metrics.jsonl but COUNTS, by key; NaN: it was not finite, or beyond FAR."""
         series: dict[str, list[tuple[float, float]]] = {}
         for record in self.records:
             for key, value in record.items():
                 value = math.nan if value is None else value  # null stands for a value that was not finite
-                if key not in ("step", "images") and isinstance(value, int | float) and not isinstance(value, bool):
+                if key not in COUNTS and isinstance(value, int | float) and not isinstance(value, bool):
                     point = float(record["step"]), float(value) if abs(value) < FAR else math.nan
                     series.setdefault(key, []).append(point)
         return series

@@ -276,9 +276,18 @@ class Augment(Subject):
             "choices were made by the mean recall on held-out images; the intervals cover the chance of training and "
             "the draw of test images, not the training images or the generator, of which there is one",
         ]
-        if self.config.needs_selector and (kept := told(self.folder, "selected samples").get("kept")):
-            shares = [share for share in kept if share is not None]
+        if self.config.needs_selector and (made := told(self.folder, "selected samples")):
+            shares = [share for share in made["kept"] if share is not None]
             notes.append(f"the selection kept {min(shares):.0%} to {max(shares):.0%} of the drawn samples of a class")
+            parts = told(self.folder, NAME)
+            for ratio in self.config.ratios:
+                wanted = sample_counts(parts["counts"][TRAIN], ratio, fill=self.tail)
+                rows = zip(made["counts"][_file(ratio)], wanted, parts["classes"], strict=True)
+                if few := [f"{name} {held} of {asked}" for held, asked, name in rows if held < asked]:
+                    notes.append(
+                        f"{synthetic_name(ratio, True)}: the pool had too few of some classes, so that each of these is"
+                        f" seen more often ({', '.join(few)}); a larger selection.pool gives more"
+                    )
         return notes
 
     def _steps(self) -> str:

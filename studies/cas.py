@@ -11,18 +11,16 @@ import torch
 
 from data.dataset import Dataset
 from models.restore import classifier_from
-from studies.config import Recipe, StudyConfig, tokens
+from studies.config import Recipe, StudyConfig
 from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject
 from studies.drawing import Drawing, Selector, draw_samples, last_checkpoints
 from studies.execute import told
 from studies.parts import HELD_BACK, HELD_OUT, NAME, TEST, TRAIN, labels_of, part, parts_job, write_subset
 from studies.pictures import class_rows
 from studies.samples import generator_job, generator_run
-from studies.train import QUIET, ended, judge_classifier, train_run
+from studies.train import QUIET, ended, judge_classifier, run_config, train_run
 from studies.verdict import class_groups, difference, groups_of
-from training.engine.tasks import build_run_config
 from utils.checkpoint import load, resolve
-from utils.config import read_yaml
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.ranges import PositiveInt
@@ -54,6 +52,21 @@ class Cas(Subject):
         self.drawings = {PLAIN: Drawing(), **config.drawing.alone()}
         if len(self.drawings) > 2:
             self.drawings[TOGETHER] = config.drawing
+        if config.drawing.checkpoints > 1:
+            self._check_checkpoints(config.gan, config.drawing.checkpoints)
+
+    def _check_checkpoints(self, gan: Recipe, count: int) -> None:
+        """Raise UserError where the generator's run has, or will have, fewer checkpoints than are to take turns."""
+        if gan.run is not None:
+            resolve(gan.run)  # says so where there is none
+            last_checkpoints(Path(gan.run), count)
+        else:
+            saving = run_config(gan).checkpoint
+            if saving.keep < count and not saving.keep_every:
+                raise UserError(
+                    f"drawing.checkpoints {count}: a run of {gan.config} keeps {saving.keep}; set checkpoint.keep "
+                    "higher in gan.overrides"
+                )
 
     def labels(self) -> dict[str, np.ndarray]:
         """The labels of the test images."""
@@ -81,11 +94,11 @@ class Cas(Subject):
 
         def make(place: Path) -> dict[str, Any]:
             overrides = {**QUIET, **recipe.overrides, **images}
-            train_run(place / "run", recipe.config, overrides, seed=SELECTOR_SEED, device=self.device)
+            train_run(place / "run", str(recipe.file), overrides, seed=SELECTOR_SEED, device=self.device)
             found = judge_classifier(place / "run", {HELD_OUT: part(self.folder, HELD_OUT)}, device=self.device)
             return found.figures
 
-        return Job(SELECTOR, make, key=asdict(recipe), needs=(NAME,), what="training the classifier that selects")
+        return Job(SELECTOR, make, key=recipe.key(), needs=(NAME,), what="training the classifier that selects")
 
     # --- arms
 
@@ -110,7 +123,7 @@ class Cas(Subject):
                     shares.write_text(" ".join(map(str, self._write(name, file, seed))))
                 train_run(
                     folder,
-                    recipe.config,
+                    str(recipe.file),
                     {**overrides, "data.path": str(file)},
                     seed=seed,
                     device=self.device,
@@ -121,7 +134,7 @@ class Cas(Subject):
             file.unlink(missing_ok=True)
             return result
 
-        key = {"drawing": asdict(drawing) if drawing else None, "classifier": asdict(recipe), "n": self.config.n}
+        key = {"drawing": asdict(drawing) if drawing else None, "classifier": recipe.key(), "n": self.config.n}
         return Arm(
             name, what, make, key=key, needs=(NAME, *jobs, *([name] if name == UNTRAINED else [])), family=family
         )
@@ -177,8 +190,7 @@ class Cas(Subject):
 
     def _seen(self) -> int:
         """Images that a training sees."""
-        recipe = self.config.classifier
-        config = build_run_config(read_yaml(recipe.config), tokens(recipe.overrides), recipe.config)
+        config = run_config(self.config.classifier)
         return config.steps * config.batch_size
 
     def _picture(self, name: str) -> Path:

@@ -1,7 +1,7 @@
 """The settings that every study has. A recipe configs/study_*.yaml sets only what differs from the defaults here."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,6 +62,10 @@ class Recipe(Checked):
     def text(self) -> str:
         """What the recipe says; empty where there is none. Raises UserError if it cannot be read."""
         return json.dumps(read_yaml(self.file), sort_keys=True) if self.config else ""
+
+    def key(self) -> dict[str, Any]:
+        """What defines a training: what the recipe says, not only its name."""
+        return asdict(self) | {"recipe": self.text()}
 
 
 @dataclass(kw_only=True)

@@ -89,6 +89,7 @@ class Study:
         say(f"{job.what or name}")
         place = self.folder / "jobs" / slug(name)
         place.mkdir(parents=True, exist_ok=True)
+        self._begin(place, key)
         start = time.monotonic()
         made = job.make(place)
         _write(file, {"key": key, "job": name, "told": made, "seconds": round(time.monotonic() - start, 1)})
@@ -97,6 +98,7 @@ class Study:
         """One run, and its result into its file."""
         place = self.folder / "runs" / f"{slug(arm.name)}-s{seed}"
         place.parent.mkdir(parents=True, exist_ok=True)
+        self._begin(place, key)
         start = time.monotonic()
         result = arm.make(place, seed)
         seconds = time.monotonic() - start
@@ -106,6 +108,18 @@ class Study:
             shutil.rmtree(place / DISCARDED, ignore_errors=True)
         shown = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items() if value is not None)
         say(f"{title}: {shown} ({duration(seconds)})")
+
+    def _begin(self, place: Path, key: str) -> None:
+        """Note what a place is for. Raises UserError if a start with other settings left more than logs there."""
+        note = place.with_name(f"{place.name}.key")
+        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
+        left = any(file.is_file() and file.suffix not in (".key", ".log") for file in files)
+        if left and note.is_file() and note.read_bytes() != key.encode():
+            raise UserError(
+                f"{place}: was begun with other settings; remove it and {place.name}.* beside it, or choose another"
+                " --out"
+            )
+        write_atomic(note, key.encode())
 
     def _result_file(self, arm: Arm, seed: int) -> Path:
         return self.folder / "results" / f"{slug(arm.name)}-s{seed}.json"

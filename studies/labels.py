@@ -1,7 +1,7 @@
 """Study `labels`: with few labels, what do pseudo-labels, a generator's samples and a discriminator's features add?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,12 +79,11 @@ class Labels(Declared):
 
     def jobs(self) -> list[Job]:
         config = self.config
-        recipe = asdict(config.gan) | {"recipe": config.gan.text()}
         needs = (NAME, UNLABELLED)
         return [
             parts_job(config.data),
             Job(UNLABELLED, self._unlabelled, needs=(NAME,)),
-            Job(GENERATOR, self._generator, recipe, needs, f"training the generator: {config.gan.config}"),
+            Job(GENERATOR, self._generator, config.gan.key(), needs, f"training the generator: {config.gan.config}"),
             Job(SAMPLES, self._samples, {"ratio": config.ratio}, (GENERATOR,), "samples of the generator"),
         ]
 
@@ -218,6 +217,7 @@ class Labels(Declared):
         with Dataset(self.samples) as reader:
             guessed, sure = guesses(classifier, reader, batch_size=BATCH)
             kept = np.flatnonzero(sure >= self.config.threshold)
+            out.unlink(missing_ok=True)  # of an interrupted start
             if len(kept):
                 source = "samples with pseudo-labels"
                 write_labelled(out, [(reader, kept, guessed[kept])], classes, source=source, overwrite=True)

@@ -66,7 +66,7 @@ def generator_job(name: str, folder: Path, recipe: Recipe, *, device: str | None
         train_run(place / "run", str(recipe.file), overrides, seed=SEED, device=device, max_steps=steps)
         return {"run": None}
 
-    key = asdict(recipe) | {"untrained": untrained, "recipe": recipe.text()}
+    key = recipe.key() | {"untrained": untrained}
     what = "an untrained generator" if untrained else f"training the generator: {recipe.config or recipe.run}"
     return Job(name, make, key=key, needs=(NAME,), what=what)
 
@@ -88,7 +88,8 @@ def samples_job(
     classifier: str | None = None,  # job of the classifier that selects
 ) -> Job:
     """A job that writes jobs/NAME/FILE.lmdb for each of the counts; of a class smaller files are the beginning of
-    larger ones. It tells `kept`, the share of the drawn samples of each class that the selection keeps.
+    larger ones. It tells `kept`, the share of the drawn samples of each class that the selection keeps, and `counts`:
+    what each file holds, fewer than asked for where the selection's pool has no more.
     """
 
     def make(place: Path) -> dict[str, Any]:
@@ -107,10 +108,12 @@ def samples_job(
         drawn = [_draw(network, label, count, selection, judge) for label, count in enumerate(most)]
         rule = None if selection is None else selection.rule()
         passport = passport_of(network, checkpoint, seed=SEED, selection=rule)
+        written = {}
         for file, each in wanted.items():
             images = [found[:count] for (found, _), count in zip(drawn, each, strict=True)]
             _write(place / f"{file}.lmdb", images, checkpoint, passport)
-        return {"kept": [share for _, share in drawn], "counts": {file: list(each) for file, each in wanted.items()}}
+            written[file] = [len(found) for found in images]
+        return {"kept": [share for _, share in drawn], "counts": written}
 
     needs = (NAME, generator) + (() if classifier is None else (classifier,))
     rule = None if selection is None else asdict(selection)

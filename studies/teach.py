@@ -17,16 +17,14 @@ from metrics.judge import load_judge
 from models.restore import classifier_from, generator_from
 from models.sampling import generate
 from reporting.figures import plain
-from studies.config import StudyConfig, tokens
+from studies.config import StudyConfig
 from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject
 from studies.execute import slug
 from studies.parts import HELD_BACK, NAME, TEST, TRAIN, part, parts_job
 from studies.pictures import COLUMNS
 from studies.samples import SEED
-from studies.train import QUIET, train_run
-from training.engine.tasks import build_run_config
+from studies.train import QUIET, run_config, train_run
 from utils.checkpoint import Checkpoint, load, resolve
-from utils.config import read_yaml
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.image_tables import save_rows
@@ -142,17 +140,12 @@ class Teach(Subject):
         return Arm(name, what, make, key=key, needs=needs, family=family)
 
     def _make(self, name: str, overrides: Mapping[str, Any], share: float | None, folder: Path, seed: int) -> Result:
-        steps = None if share is None else max(1, round(share * self._steps()))
+        steps = None if share is None else max(1, round(share * run_config(self.config.gan).steps))
         train_run(folder, str(self.config.gan.file), overrides, seed=seed, device=self.device, max_steps=steps)
         checkpoint = load(resolve(str(folder)))
         if seed == self.config.first_seed:
             self._picture(name, checkpoint)
         return self.judged(checkpoint)
-
-    def _steps(self) -> int:
-        recipe = self.config.gan
-        tree = read_yaml(recipe.file)
-        return build_run_config(tree, tokens(recipe.overrides), str(recipe.file)).steps
 
     def judged(self, checkpoint: Checkpoint, judge: str = JUDGE) -> Result:
         """What the job `judge` says of a generator. Raises UserError where it taught this one."""

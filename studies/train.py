@@ -11,10 +11,13 @@ import torch
 from data.dataset import Dataset, dataset_for_model
 from metrics.evaluate_classifier import evaluate_classifier
 from models.restore import classifier_from
-from studies.config import tokens
+from studies.config import Recipe, tokens
 from studies.declare import Result
+from training.base.config import RunConfig
 from training.engine.run import train
+from training.engine.tasks import build_run_config
 from utils.checkpoint import load, resolve
+from utils.config import read_yaml
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 
@@ -45,6 +48,11 @@ def train_run(
             device=device,
             max_steps=max_steps,
         )
+
+
+def run_config(recipe: Recipe) -> RunConfig:
+    """The settings of a recipe's run. Raises UserError for what is wrong in them."""
+    return build_run_config(read_yaml(recipe.file), tokens(recipe.overrides), str(recipe.file))
 
 
 def ended(folder: Path, max_steps: int | None = None) -> bool:

@@ -15,7 +15,7 @@ from benchmarks.classifying import contenders
 from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm
 from data.dataset import Dataset
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from utils.config import read_yaml
 from utils.errors import UserError

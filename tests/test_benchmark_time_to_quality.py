@@ -28,7 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows: list[dict[str, Any]] = [
         {"step": step, "images": 32 * step, "images_per_second": rate} for step, rate in rates.items()
     ]
-    rows.insert(1, {"step": 10, "val/frechet/pixels": 0.5})
+    rows.insert(1, {"step": 10, "val/n": N, "val/frechet/pixels": 0.5})
+    rows.append({"step": 20, "val/n": N + 1, "val/frechet/pixels": 0.4})  # before it was resumed, say
     (folder / "run" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder / "run"
 
@@ -66,6 +67,7 @@ def test_the_first_step_within_a_multiple_by_the_figures_of_evaluate(run, tmp_pa
 
 
 def test_the_row_of_the_same_figure_counts_and_another_does_not(run, tmp_path, monkeypatch, capsys):
+    """What counts is a row's own n, whatever the last checkpoint's config says."""
     drawn = []
     plain = benchmark.generator_from
 
@@ -75,8 +77,8 @@ def test_the_row_of_the_same_figure_counts_and_another_does_not(run, tmp_path, m
 
     monkeypatch.setattr(benchmark, "generator_from", noted)
     last = load(run / "checkpoints" / "step-00000030.pt")
-    for n, steps in ((N, [30, 20]), (N + 1, [30, 20, 10])):
-        last["config"] |= {"seed": 0, "evaluation": {"extractor": "pixels", "n": n, "weights": None}}
+    for seed, n, steps in ((0, N, [30, 20]), (0, N + 1, [30, 20]), (1, N, [30, 20, 10])):
+        last["config"] |= {"seed": seed, "evaluation": {"extractor": "pixels", "n": n, "weights": None}}
         save(run / "checkpoints", last)
         drawn.clear()
         found, text = printed(capsys, run, "--multiples", 1e6)
@@ -103,9 +105,7 @@ def test_refusals_and_nothing_to_do(tmp_path, capsys):
     assert "no run folder with checkpoints" in capsys.readouterr().err
     options = Namespace(extractor="resnet50", weights=None, seed=0)
     config = {"seed": 0, "evaluation": {"extractor": "resnet50", "n": 50}}
-    rows = [{"step": 4, "val/frechet/resnet50": 7.0}, {"step": 8, "val/frechet/resnet50": None}]
-    found = [
-        benchmark.known_distances({"config": config}, range(40), rows, n, options)  # type: ignore[arg-type]
-        for n in (40, 30)  # 50 are asked for, 40 are there
-    ]
+    rows: list[dict[str, Any]] = [{"step": 4, "val/n": 40, "val/frechet/resnet50": 7.0}]  # 50 are asked for
+    rows += [{"step": 12, "val/n": 40, "val/frechet/resnet50": None}, {"step": 16, "val/frechet/resnet50": 5.0}]
+    found = [benchmark.known_distances({"config": config}, rows, n, options) for n in (40, 50)]
     assert found == [{4: 7.0}, {}]

@@ -17,7 +17,8 @@ from data.dataset import Dataset
 from data.loader import Batch, InfiniteLoader
 from data.sampler import GlobalSampler
 from training.base.config import PrecisionName
-from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.classifier.config import ClassifierConfig
+from training.classifier.task import ClassifierTask
 from training.engine.window import MetricWindow
 from training.profile.ranges import PhaseClock, listening, phase
 from utils.errors import UserError

@@ -121,7 +121,7 @@ def draw_and_apply(
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
-    if not (config.flip or config.shift or config.trivial_augment or config.erase):
+    if not (config.flip is True or config.shift or config.trivial_augment or config.erase):
         return images
     key: tuple[Key, ...] = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
     numbers = generator(*key, device=images.device)

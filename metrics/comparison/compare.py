@@ -49,6 +49,7 @@ BETTER_SPACE = {  # the same for each extractor's figures
 }
 SHARES = ("accuracy", "recognised")  # of images that are predicted as their label says
 JUDGED = ("recognised", "class_score")  # by a classifier
+SPEED = {"precision": None, "fold": False, "tta": "off"}  # a classifier's options, as in older documents
 INTERVAL = maybe(items(number(), 2, 2))
 FIGURES, SPACE = (
     {name: maybe(number()) for name in names} | {f"{name}_interval": INTERVAL for name in names}
@@ -160,6 +161,11 @@ def _check_alike(first: Evaluated, other: Evaluated) -> None:
                 f"{first.name} and {other.name} were evaluated with another {name}{shown}; evaluate both with the same "
                 "--data, --n and --seed"
             )
+    for key, older in SPEED.items() if first.predictions.about["task"] == "classifier" else ():
+        pair = [run.document.get(key, older) for run in (first, other)]
+        if pair[0] != pair[1] and None not in pair:
+            shown = " and ".join(str(value).lower()[:12] for value in pair)
+            raise UserError(f"{first.name} and {other.name} were evaluated with --{key} {shown}; evaluate both alike")
 
 
 def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:

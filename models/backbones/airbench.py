@@ -6,6 +6,7 @@ have no weights that train, and logits are scaled down.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -22,20 +23,19 @@ WIDTHS = (64, 256, 256)  # channels of the three layers
 SCALE = 1 / 9  # of the logits, which have no bias
 
 
-def whitening(images: Tensor, eps: float = EPS) -> Tensor:
-    """Filters [2 K, C, 2, 2], K = 4 C, for images [n, C, H, W]: of their patches as vectors the eigenvectors of the
-    second moments, E[x x^T], each divided by the root of its eigenvalue + `eps`, the largest first; then the negatives.
-    So the first K outputs have the identity as second moments. In float64.
+def whitening(images: Iterable[Tensor], eps: float = EPS) -> Tensor:
+    """Filters [2 K, C, 2, 2], K = 4 C, for images in parts [n, C, H, W]: of their patches as vectors the eigenvectors
+    of the second moments, E[x x^T], each divided by the root of its eigenvalue + `eps`, the largest first; then the
+    negatives. So the first K outputs have the identity as second moments. In float64.
     """
-    patch, count = images.shape[1] * SIDE**2, 0
-    moments = images.new_zeros(patch, patch, dtype=torch.float64)
-    for part in images.split(256):
-        patches = F.unfold(part.double(), SIDE).transpose(0, 1).flatten(1)  # [K, patches]
-        moments += patches @ patches.T
-        count += patches.shape[1]
+    moments, count = torch.zeros((), dtype=torch.float64), 0
+    for part in images:
+        patches = F.unfold(part.double(), SIDE)  # [n, K, patches of an image]
+        moments = moments + torch.bmm(patches, patches.mT).sum(0)
+        count += len(patches) * patches.shape[2]
     values, vectors = torch.linalg.eigh(moments / count)  # ascending
     filters = (vectors / (values + eps).sqrt()).T.flip(0)
-    return torch.cat([filters, -filters]).unflatten(1, (images.shape[1], SIDE, SIDE))
+    return torch.cat([filters, -filters]).unflatten(1, (-1, SIDE, SIDE))
 
 
 def _layer(inputs: int, outputs: int) -> nn.Sequential:

@@ -1,10 +1,9 @@
 """What the rest of the program knows of a network: how it is cut into stages, where it begins and where it ends."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torchvision
 from torch import Tensor, nn
 
 from utils.errors import UserError
@@ -29,13 +28,13 @@ class Backbone:
     maps: str  # whose output Grad-CAM looks at unless told
     shrink: str | None = None  # of the stem, what small images do without
     he_strides: Callable[[nn.Module], bool] | None = None  # gives a network He's own strides, if it can
-    smallest: int = 1  # px that the stem must leave of the images
+    smallest: int = 1  # px of the images over the first convolution's stride, at least
     side: int | None = None  # px, where images must have just that
     head_bias: bool = True
     frozen: tuple[str, ...] = ()  # patterns of parameter names that never train
-    # gives the first convolution's weights for training images [n, channels, H, W] as it takes them; None: it begins at
-    # random
-    first_filters: Callable[[Tensor], Tensor] | None = None
+    # gives the first convolution's weights for training images as it takes them, in parts [n, channels, H, W]; None: it
+    # begins at random
+    first_filters: Callable[[Iterable[Tensor]], Tensor] | None = None
     in_turn: bool = True  # the stages can be called one by one: computed again, or on several devices
     # that torchvision builds the networks with. Dropout and stochastic depth are off: what they draw would depend on
     # how a batch is cut up
@@ -94,7 +93,9 @@ class Backbone:
 
     def published(self, name: str) -> dict[str, str]:
         """Where the network's weights are: name -> URL."""
-        return {key: weights.url for key, weights in torchvision.models.get_model_weights(name).__members__.items()}
+        from torchvision import models  # a second and a half, of which a GAN's processes need nothing
+
+        return {key: weights.url for key, weights in models.get_model_weights(name).__members__.items()}
 
     def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
         """What the head takes, [N, F], for images [N, channels, H, W] as the first convolution takes them."""
@@ -112,7 +113,15 @@ def in_turn(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
 
 def make(name: str, **options: Any) -> Any:
     """torchvision's network of that name, without weights."""
-    return torchvision.models.get_model(name, weights=None, **options)
+    from torchvision import models  # see `published`
+
+    return models.get_model(name, weights=None, **options)
+
+
+def normalize(images: Tensor) -> Tensor:
+    """[n, 1 or 3, H, W] in [0, 1] -> [n, 3, H, W] as ImageNet's networks take them; grey is repeated."""
+    mean, std = (images.new_tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    return (images.expand(-1, 3, -1, -1) - mean) / std
 
 
 def _first(old: nn.Conv2d, channels: int, stem: str) -> nn.Conv2d:

@@ -151,7 +151,7 @@ def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None
     """`train.py` in float64: weights after two steps differ between numbers of ranks in their last digits only."""
     tree = worker.TREES[task] | {"steps": 4, "batch_size": 12, "checkpoint": {"every": 100}}
     tree |= {"data": {"path": str(folder / "train.lmdb"), "val_path": str(folder / "test.lmdb")}}
-    tree |= {"evaluation": {"every": 2, "n": 100}, "log": {"every": 2, "samples_every": 0, "tensorboard": False}}
+    tree |= {"evaluation": {"every": 2, "n": 1000}, "log": {"every": 2, "samples_every": 0, "tensorboard": False}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
     found = {}
     for count in (1, 2):
@@ -160,6 +160,8 @@ def test_evaluation_in_training(folder: Path, task: str, tmp_path: Path) -> None
         found[count] = rows(tmp_path / str(count))
     figure = {"gan": "val/logits/real", "classifier": "val/accuracy"}[task]
     assert [row["step"] for row in found[1] if figure in row] == [2, 4]
+    if task == "gan":
+        assert [row["val/n"] for row in found[1] if figure in row] == [COUNT, COUNT]
     for row, expected in zip(found[2], found[1], strict=True):
         assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
 

@@ -52,7 +52,7 @@ TREES: dict[str, dict[str, Any]] = {
     | {
         "task": "gan",
         "architecture": "r3gan",
-        "ada": ADA,
+        "ada": {"mode": "scheduled", "p_final": 0.7},
         "loss": PAIRS,
         "generator": R3 | {"z_dim": 8},
         "discriminator": R3,

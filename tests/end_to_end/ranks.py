@@ -80,11 +80,11 @@ def wait(processes: list[BaseProcess]) -> list[int | None]:
     return codes
 
 
-def train(notes: str, argv: list[str], kill_at: int | None, float64: bool) -> int:
+def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved: int = 1) -> int:
     """`train.py ARGV` in this process with slim classifiers; every batch is noted in `NOTES.batches.RANK`.
 
-    `kill_at`: kill -9 of this process when the batch is asked for that begins after so many samples, once there is a
-    checkpoint.
+    `kill_at`: kill -9 of this process when the batch is asked for that begins after so many samples, once there is the
+    checkpoint of step `saved` (it is written beside the training).
     """
     import torch
 
@@ -103,7 +103,9 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool) -> in
     def noted(self: InfiniteLoader) -> Batch:
         begins = self.sampler.consumed
         if kill_at is not None and begins >= kill_at:
-            until(lambda: (folder / "last.json").is_file(), "no checkpoint before the kill")
+            until(lambda: last_step(folder) >= saved, "no checkpoint before the kill")
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(0.5)  # after rank 0, which would end by itself when it misses another one
             os.kill(os.getpid(), signal.SIGKILL)
         batch = original(self)
         pairs = zip(batch.images, batch.labels.tolist(), strict=True)
@@ -116,6 +118,12 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool) -> in
     return run_cli(script.main, argv)
 
 
+def last_step(checkpoints: Path) -> int:
+    """Of the checkpoint that a run would resume from; 0 without one."""
+    last = checkpoints / "last.json"
+    return int(json.loads(last.read_text())["step"]) if last.is_file() else 0
+
+
 def until(condition: Callable[[], bool], otherwise: str) -> None:
     """Wait for it. Raises TimeoutError."""
     deadline = time.monotonic() + SECONDS
@@ -125,10 +133,12 @@ def until(condition: Callable[[], bool], otherwise: str) -> None:
         time.sleep(0.005)
 
 
-def run(argv: list[str], notes: Path, *, world: int = 1, kill_at: int | None = None, float64: bool = False) -> Notes:
+def run(
+    argv: list[str], notes: Path, *, world: int = 1, kill_at: int | None = None, saved: int = 1, float64: bool = False
+) -> Notes:
     """Train to the end, or to the kill; the global batches that were read. `notes`: a name for files of its own."""
     more = ["--device", "cpu", "--procs", str(world)]
-    processes = start(train, str(notes), [*argv, *more], kill_at, float64, world=world, output=notes)
+    processes = start(train, str(notes), [*argv, *more], kill_at, float64, saved, world=world, output=notes)
     codes = wait(processes)
     expected = 0 if kill_at is None else -signal.SIGKILL
     assert codes[0] == expected, (codes, printed(notes))

@@ -22,7 +22,7 @@ from models.backbones import base
 from models.restore import classifier_from, generator_from
 from tests.end_to_end.helpers import write_config
 from tests.slim import SlimResNet
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.engine.loop import Loop
 from training.engine.run import prepare
 from training.engine.transfer import find_donor, transfer

@@ -90,7 +90,8 @@ def trainer(tmp_path: Path, images: Path) -> Trainer:
             options += ["--micro-batch", str(case.micro_batch)]
         kill_at = None if kill_after is None else kill_after * BATCH
         notes = tmp_path / f"notes-{next(started)}"
-        return FineTuning(tmp_path / name, run(options, notes, world=case.processes, kill_at=kill_at))
+        read = run(options, notes, world=case.processes, kill_at=kill_at, saved=RESTORED)
+        return FineTuning(tmp_path / name, read)
 
     return train
 

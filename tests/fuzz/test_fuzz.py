@@ -1,6 +1,6 @@
 """Mutated files end in a result or in a line, and the fuzzers notice where they do not.
 
-Half a minute's cases, or DUET_FUZZ_SECONDS=N seconds of them. The seeds are fixed; `python -m tests.fuzz` tries others.
+A minute's cases, or DUET_FUZZ_SECONDS=N seconds of them. The seeds are fixed; `python -m tests.fuzz` tries others.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.fuzz.kinds import KINDS
 from tests.fuzz.sandbox import LINES, MEMORY, Outcome
 
 SECONDS = os.environ.get("DUET_FUZZ_SECONDS")
-SEEDS = 8  # of each kind in `make test`; as many as the time allows where DUET_FUZZ_SECONDS is given
+SEEDS = 15  # of each kind in `make test`; as many as the time allows where DUET_FUZZ_SECONDS is given
 # cases known to break the promise, and why; an entry goes when it is mended
 OPEN: dict[tuple[str, int], str] = {}
 

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch.autograd import gradcheck, gradgradcheck
 
 from inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
-from metrics.extractors import MEAN, STD
+from models.backbones.base import MEAN, STD
 from models.backbones.resnet import RESNET
 from tests.inference.conftest import draws, styled
 from utils.errors import UserError

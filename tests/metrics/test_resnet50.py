@@ -4,7 +4,8 @@ import torch.nn.functional as F
 import torchvision
 from safetensors.torch import save_file
 
-from metrics.extractors import MEAN, STD, ResNet50Features, extract, find_weights, load_resnet50
+from metrics.extractors import ResNet50Features, extract, find_weights, load_resnet50
+from models.backbones.base import MEAN, STD
 from models.backbones.resnet import RESNET
 from utils.errors import UserError
 from utils.seeding import forked

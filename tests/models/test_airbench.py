@@ -1,6 +1,7 @@
 """airbench: the whitening, the paper's network by hand, what never trains, and filters made of the run's own images."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from torch import nn
 
 from data.augment.transforms import to_float
 from data.dataset import Dataset
+from data.loader import Batch, read_batch
 from models.backbones.airbench import EPS, whitening
 from models.classifier import Classifier, ModelConfig
 from models.fast import fold_batchnorm
 from training.base.config import DataConfig
+from training.classifier import whitening as fitting
+from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig, FineTuning
-from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.classifier.task import ClassifierTask
 from utils.errors import UserError
 from utils.seeding import forked
 
@@ -36,7 +40,7 @@ def images(count=8, channels=3, side=32):
 @pytest.mark.parametrize("channels", [1, 3])
 def test_whitening_makes_the_patches_second_moments_the_identity(channels):
     x, patch = images(300, channels, 9), 4 * channels
-    filters = whitening(x, eps=0.0)
+    filters = whitening(x.split(256), eps=0.0)
     assert filters.shape == (2 * patch, channels, 2, 2)
     whitened = F.conv2d(x, filters).transpose(0, 1).flatten(1)
     moments = whitened @ whitened.T / whitened.shape[1]
@@ -49,7 +53,7 @@ def test_whitening_makes_the_patches_second_moments_the_identity(channels):
 
 def test_whitening_has_the_largest_variance_first_and_spares_the_smallest():
     x = images(300, 3, 9)
-    norms = whitening(x)[:12].flatten(1).norm(dim=1)
+    norms = whitening([x])[:12].flatten(1).norm(dim=1)
     values = torch.linalg.eigvalsh(torch.cov(F.unfold(x - 0.3, 2).transpose(0, 1).flatten(1)))
     assert (norms.diff() > 0).all()  # 1 / sqrt(eigenvalue + eps)
     assert norms[-1].item() == pytest.approx((values[0].item() + EPS) ** -0.5, rel=0.05)
@@ -110,13 +114,42 @@ def test_folding_sizes_and_what_is_refused():
         network(stem="small")
 
 
-def test_a_run_begins_with_filters_of_its_own_images(packed: Path) -> None:
-    path = packed / "train.lmdb"
+def task_of(path: Path, **model: Any) -> tuple[ClassifierTask, torch.Tensor]:
+    """A task, and all images of its data as its first convolution takes them."""
     config = ClassifierConfig(data=DataConfig(path=str(path)), batch_size=8, steps=10)
-    config.model = ModelConfig(name="airbench", normalise="imagenet")
+    config.model = ModelConfig(name="airbench", **model)
     with Dataset(path) as reader:
         task = ClassifierTask(config, reader, None, CPU)
         every = to_float(torch.from_numpy(reader.read(np.arange(len(reader)))[0]))
-    expected = whitening(task.model.prepare(every)).float()
+    return task, task.model.prepare(every)
+
+
+def test_a_run_begins_with_filters_of_its_own_images(packed: Path) -> None:
+    task, every = task_of(packed / "train.lmdb", normalise="imagenet")
+    expected = whitening([every]).float()
     for model in (task.model, task.ema.model):
         torch.testing.assert_close(model.network.whiten.weight.detach(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("limit", "value", "most"), [("PART", 5, 5), ("PIXELS", 3 * 16**2, 3)])
+def test_images_are_whitened_in_parts_and_once_for_each_data_size_and_normalisation(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, most: int
+) -> None:
+    read: list[int] = []
+
+    def noted(reader: Dataset, indices: np.ndarray) -> Batch:
+        read.extend(indices.tolist())
+        assert len(indices) <= most
+        return read_batch(reader, indices)
+
+    monkeypatch.setattr(fitting, "read_batch", noted)
+    monkeypatch.setattr(fitting, limit, value)
+    monkeypatch.setattr(fitting, "_last", {})
+    for path in (packed / "train.lmdb", packed / "test.lmdb"):
+        for model in ({}, {"normalise": "imagenet"}, {"input_size": 32}):
+            for again in (False, True):
+                read.clear()
+                task, every = task_of(path, **model)
+                assert read == ([] if again else list(range(len(every))))
+                weight = task.model.network.whiten.weight.detach()
+                torch.testing.assert_close(weight, whitening([every]).float(), rtol=1e-6, atol=1e-7)

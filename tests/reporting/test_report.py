@@ -141,6 +141,17 @@ def test_report_of_a_gan_run_shows_everything(tmp_path):
     assert environment()["torch"] in found.text
 
 
+@pytest.mark.parametrize(
+    ("tta", "told"), [("shift", "; mean of 6 views"), ("flip", "; mean of 2 views"), ("off", ""), (None, ""), ([], "")]
+)
+def test_accuracy_says_how_many_views_it_is_of(tmp_path, tta, told):
+    path = make_classifier(tmp_path) / "eval" / "metrics.json"
+    more = {"accuracy_interval": [0.89, 0.905]} | ({} if tta is None else {"tta": tta})
+    write(path, json.loads(path.read_text()) | more)
+    words = f"of the test images predicted correctly (95 % interval 89.0 to 90.5 %{told})"
+    assert words in page(write_report(tmp_path)).text
+
+
 def test_report_is_self_contained_and_escaped(tmp_path):
     write(make_gan(tmp_path / "gan") / "eval" / "command.txt", EVIL)
     found = page(write_report(tmp_path / "gan"))
@@ -336,6 +347,7 @@ def test_report_is_written_again_for_what_lands_in_its_run(tmp_path):
 
 def test_records_of_a_step_are_one_and_its_later_values_count(tmp_path):
     rows = [(10, "loss/r1", 1.0), (20, "loss/r1", 2.0), (30, "loss/r1", 3.0), (20, "val/x", 7.0), (20, "loss/r1", 5.0)]
+    rows += [(20, "images", 640), (20, "val/n", 40)]  # no curves
     write(tmp_path / "metrics.jsonl", "\n".join(json.dumps({"step": step, key: value}) for step, key, value in rows))
     expected = {"loss/r1": [(10.0, 1.0), (20.0, 5.0), (30.0, 3.0)], "val/x": [(20.0, 7.0)]}
     assert read_run(tmp_path).series == expected

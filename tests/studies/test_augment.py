@@ -9,15 +9,16 @@ import pytest
 import yaml
 
 import study as script
+from data.dataset import Dataset
 from studies.augment import CLASSIC, CONTROL, HELD, REAL, SYNTHETIC, UNTRAINED, Augment, AugmentConfig, choose
 from studies.config import quickened, tokens
 from studies.declare import Result, Results, Subject
-from studies.parts import HELD_OUT, TEST
+from studies.parts import HELD_OUT, TEST, TRAIN
 from studies.subjects import SUBJECTS, load_subject
 from studies.train import require_trained_on
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import CLASSIFIER, GAN
-from tests.metrics.conftest import classifier_run
+from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 from tests.reporting.test_report import page
 from training.engine.tasks import build_run_config
 from utils.config import build, read_yaml
@@ -98,6 +99,28 @@ def test_the_ratio_is_chosen_on_held_out_images_whatever_the_test_images_say():
     families = {"a": SYNTHETIC, "b": SYNTHETIC, "c": CLASSIC}
     assert choose(results, families, SYNTHETIC) == "a"
     assert choose(results, families, CLASSIC) == "c"
+
+
+def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
+    config = config_of(ratios=[0.5, 2.0], selected=[True], selection={"pool": 1, "low": 0.9999})
+    subject = Augment(config, tmp_path)
+    parts = {"classes": CLASSES, "counts": {TRAIN: [8, 6, 2]}}  # lacking: 0, 2 and 6
+    jobs = {"parts": parts, "generator": {"run": str(gan_run(tmp_path / "gan"))}}
+    classifier_run(tmp_path / "jobs/selector/run")
+    for name, tree in jobs.items():
+        (tmp_path / f"jobs/{name}.json").write_text(json.dumps({"told": tree}))
+    (job,) = [job for job in subject.jobs() if job.name == "selected samples"]
+    place = tmp_path / "jobs/selected-samples"
+    place.mkdir()
+    made = job.make(place)
+    for name, held in made["counts"].items():
+        with Dataset(place / f"{name}.lmdb") as reader:
+            assert reader.meta.histogram == held == [0, 1, 1]  # at least one where any is wanted
+    (tmp_path / "jobs/selected-samples.json").write_text(json.dumps({"told": made}))
+    found = [note.partition(":") for note in subject._notes() if "too few" in note]
+    assert [name for name, _, _ in found] == ["samples 0.5, selected", "samples 2, selected"]
+    assert "grey 1 of 2, light 1 of 6" in found[0][2]
+    assert "grey 1 of 8, light 1 of 24" in found[1][2]
 
 
 @pytest.mark.parametrize(

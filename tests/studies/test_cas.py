@@ -1,6 +1,7 @@
 """Study `cas`: its arms' images, its controls, its table. Trainings are replaced by a classifier that takes no time."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def images_of(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
 
 def quick_train(folder: Path, config: str, overrides: dict[str, Any], *, seed: int, **more: Any) -> None:
     """Classes' mean images of a random half of the images; for a GAN's recipe a generator that nobody trained."""
+    assert Path(config).is_file()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "status.json").write_text(json.dumps({"state": "finished", "step": 1}))
     if "gan" in Path(config).stem:
@@ -96,6 +98,7 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
         patch.setattr("studies.cas.train_run", train)
         patch.setattr("studies.samples.train_run", train)
         patch.setattr("studies.cas.judge_classifier", quick_judge)
+        patch.chdir(folder.parent)  # recipes of configs/ are found from any folder
         whole = study(images, folder)
         yield folder, whole.run(), seen
 
@@ -166,12 +169,51 @@ def test_goes_on_to_the_same_document(made, images: Path) -> None:
         assert again.run() == document
 
 
+def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+
+    def keys(text: str) -> tuple[list[Any], dict[str, Any]]:
+        recipe.write_text(f"task: classifier\n{text}\n")
+        subject = Cas(settings(images, classifier=Recipe(config=str(recipe))), tmp_path)
+        return [arm.key for arm in subject.arms()], {job.name: job.key for job in subject.jobs()}
+
+    (arms, jobs), (other_arms, other_jobs) = keys("steps: 20"), keys("steps: 30")
+    assert all(key not in other_arms for key in arms)
+    assert {name for name in jobs if jobs[name] != other_jobs[name]} == {"selector"}
+    assert keys("steps: 20") == (arms, jobs)
+
+
 def test_more_than_the_control_can_have_is_refused(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("studies.cas.train_run", quick_train)
     with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
         study(images, tmp_path / "cas", n=401).run()
+
+
+@pytest.mark.parametrize(
+    ("count", "saving", "words"),
+    [
+        (2, {}, None),
+        (3, {}, "checkpoints 3: a run of configs/quickstart_gan.yaml keeps 2; set checkpoint.keep higher"),
+        (3, {"checkpoint.keep": 3}, None),
+        (3, {"checkpoint.every": 500, "checkpoint.keep_every": 500}, None),
+    ],
+)
+def test_a_run_that_will_keep_too_few_checkpoints_is_refused(
+    images: Path, tmp_path: Path, count: int, saving: dict[str, int], words: str | None
+) -> None:
+    gan = Recipe(config="configs/quickstart_gan.yaml", overrides=saving)
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        Cas(settings(images, gan=gan, drawing=Drawing(checkpoints=count)), tmp_path)
+
+
+def test_a_named_run_that_has_too_few_checkpoints_is_refused(images: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "gan", task="gan", config={}, shape=SHAPE, state={})
+    for name, words in ((run, "gan keeps 1 checkpoints, 2 are asked for"), (tmp_path / "no", "no such run folder")):
+        with pytest.raises(UserError, match=words):
+            Cas(settings(images, gan=Recipe(run=str(name)), drawing=Drawing(checkpoints=2)), tmp_path)
+        Cas(settings(images, gan=Recipe(run=str(name))), tmp_path)
 
 
 @pytest.mark.slow

@@ -144,6 +144,40 @@ def test_more_seeds_are_added_and_other_settings_refused(tmp_path):
         study(tmp_path)[0].run()
 
 
+@pytest.mark.parametrize(
+    ("call", "place", "changed"),
+    [
+        ("images", "jobs/images", {"setting": 2}),
+        (("samples", 0), "runs/samples-s0", {"shares": SHARES | {"samples": 0.6}}),
+    ],
+)
+def test_what_was_begun_with_other_settings_is_not_taken_over(tmp_path, call, place, changed):
+    def begun(*names):
+        def stop(now):
+            if now == call:
+                for name in names:
+                    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                    (tmp_path / name).touch()
+                raise UserError("so far")
+
+        with pytest.raises(UserError, match="so far"):
+            study(tmp_path, before=stop)[0].run()
+
+    for left in (f"{place}/config.yaml", f"{place}.lmdb"):
+        begun(f"{place}.log", left)
+        with pytest.raises(UserError, match=f"{place}: was begun with other settings; remove it and {place[5:]}"):
+            study(tmp_path, **changed)[0].run()
+        (tmp_path / left).unlink()
+    begun(f"{place}/run.log")  # refused before it began: a word that is mended
+    assert study(tmp_path, **changed)[0].run()["complete"]
+
+
+def test_what_an_older_version_began_goes_on(tmp_path):
+    (tmp_path / "runs/real-s0").mkdir(parents=True)
+    (tmp_path / "runs/real-s0/config.yaml").touch()
+    assert study(tmp_path)[0].run()["complete"]
+
+
 def test_two_at_once_are_refused(tmp_path):
     def other(call):
         if call == "images":

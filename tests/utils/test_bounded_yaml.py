@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from utils import bounded_yaml
 from utils.config import build, read_yaml
 from utils.errors import UserError

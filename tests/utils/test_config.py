@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
 from utils.config import (
     RENAMED,

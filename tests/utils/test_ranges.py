@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from training.base.config import DataConfig, RunConfig
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig, config_of
 from utils.config import build, read_yaml, to_tree

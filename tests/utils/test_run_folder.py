@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
 from utils.config import read_yaml, to_tree
 from utils.errors import UserError

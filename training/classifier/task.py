@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,29 +10,29 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from data.augment.mixing import Mixing, MixingAugment, draw_mixing, mix_images, partners
+from data.augment.mixing import Mixing, draw_mixing, mix_images, partners
 from data.augment.transforms import draw_and_apply, to_float
 from data.dataset import Dataset
 from data.loader import Batch, read_batch
 from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
-from models.classifier import Classifier, ModelConfig
+from models.classifier import Classifier
 from models.model_parallel import Placement, place
 from models.weights import load_pretrained
-from training.base.compiled import Compiled, CompileSetting
-from training.base.config import RunConfig
-from training.base.data import check_same_classes, label_shares
+from training.base.compiled import Compiled
+from training.base.data import label_shares
 from training.base.room import Outline
 from training.base.task import Task
+from training.classifier.config import ClassifierConfig, check_batches, check_classes
 from training.classifier.discriminator import load_discriminator
-from training.classifier.finetune import FineTuneConfig, FineTuning, layer_table, plain
-from training.classifier.loss import ClassifierLossConfig, Targets, class_weight_list, classifier_loss, sample_weights
+from training.classifier.finetune import FineTuning, layer_table, plain
+from training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
 from training.classifier.narrow import widen_narrow_maps
-from training.classifier.resizing import Resizing, ResizingConfig
+from training.classifier.resizing import Resizing
 from training.classifier.whitening import fit_first_filters
 from training.optim.ema import EMA
-from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
+from training.optim.updater import Precision, Updater, restore_where_
 from training.profile.ranges import phase
 from utils import inject
 from utils.distributed import collectives
@@ -42,89 +41,8 @@ from utils.images import grid
 from utils.logging import say_main
 from utils.memory import ran_out
 from utils.passport import Lineage
-from utils.ranges import Checked, Decay
 from utils.seeding import forked
 from utils.tensors import by_device
-
-
-@dataclass(kw_only=True)
-class ClassifierEmaConfig(Checked, section="ema"):
-    """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
-    network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
-    """
-
-    decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
-
-
-def _sgd() -> OptimizerConfig:
-    return OptimizerConfig(name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine")
-
-
-@dataclass(kw_only=True)
-class ClassifierConfig(RunConfig):
-    """All settings of a classifier's training."""
-
-    can_halve: ClassVar[bool] = True
-
-    task: Literal["classifier"] = "classifier"
-    compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
-    sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
-    model: ModelConfig = field(default_factory=ModelConfig)
-    finetune: FineTuneConfig = field(default_factory=FineTuneConfig)
-    loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
-    optimizer: OptimizerConfig = field(default_factory=_sgd)
-    ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
-    augment: MixingAugment = field(default_factory=MixingAugment)
-    resizing: ResizingConfig = field(default_factory=ResizingConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.model.split != "off" and self.compile == "on":
-            reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
-            raise UserError(f"compile on cannot be combined with model.split: {reason}")
-
-    def for_trial(self, samples: int) -> Self:
-        model = replace(self.model, weights=None, split="off")
-        return replace(super().for_trial(samples), compile="off", model=model)
-
-    @property
-    def several_devices(self) -> bool:
-        return self.model.split != "off"
-
-
-def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
-    """Raise UserError unless class lists and head fit one another. The labels were checked by training.base.data."""
-    classes, path = reader.classes, config.data.path
-    if len(classes) < 2:
-        raise UserError(
-            f"{path}: a classifier needs two classes or more, this file has {len(classes)}; pack a folder of class "
-            "folders"
-        )
-    if config.model.classes is not None and config.model.classes != len(classes):
-        raise UserError(
-            f"{path}: has {len(classes)} classes, labels 0 to {len(classes) - 1}, but the head has model.classes "
-            f"{config.model.classes}; make it {len(classes)} or leave it out"
-        )
-    empty = [name for name, count in zip(classes, reader.meta.histogram, strict=True) if count == 0]
-    if empty:
-        raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
-    if val_reader is not None:
-        check_same_classes(config.data, reader, val_reader)
-
-
-def check_batches(config: ClassifierConfig, world_size: int) -> None:
-    """Raise UserError unless a process's share can be mixed, and cut up, as the config asks."""
-    share = config.share(world_size)
-    if config.augment.mixes and share % 2:
-        raise UserError(
-            f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {share}; make batch_size "
-            f"a multiple of {2 * world_size}"
-        )
-    if config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto":
-        raise UserError(
-            "micro_batch auto cannot cut up batches over which several processes synchronise BatchNorm: the one "
-            "without memory would leave the others waiting; give a number, or set sync_bn off"
-        )
 
 
 class Prepared(NamedTuple):

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from training.base import epochs
 from training.base.config import RunConfig
-from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.classifier.config import ClassifierConfig
+from training.classifier.task import ClassifierTask
 from training.gan.config import config_of
 from training.gan.task import GanTask
 from utils.cli import Parser, did_you_mean

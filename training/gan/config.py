@@ -58,6 +58,8 @@ class GanLossConfig(Checked, section="loss"):
         super().__post_init__()
         if self.game.paired and self.mismatch_weight:
             raise UserError(f"loss.mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
+        if self.auxiliary_fakes and not self.auxiliary_weight:
+            raise UserError("loss.auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight")
         if not self.game.bounded and not (self.gradient_penalty_weight and self.r1_interval):
             raise UserError(
                 f"loss.objective {self.objective} needs a bound of the discriminator's slope: set "
@@ -128,6 +130,11 @@ class GanConfig(RunConfig):
             )
         if not generator.can_grow and self.progressive.start is not None:
             raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
+        if self.ada.mode == "adaptive" and not self.loss.game.signed:
+            raise UserError(
+                f"ada.mode adaptive reads the sign of D(real), which means nothing with loss.objective "
+                f"{self.loss.objective}: take ada.mode fixed or scheduled"
+            )
         if "muon" in (self.generator_optimizer.name, self.discriminator_optimizer.name):
             raise UserError("optimizer muon is for classifiers: take adam for a GAN")
         if self.data.synthetic.weight != 1:

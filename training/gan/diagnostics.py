@@ -17,7 +17,7 @@ NORMS = {  # whose sudden growth or loss is told
 }
 MEANS = ("logits/real", "logits/fake", "logits/margin", "logits/real_sign", "loss/discriminator", "ada/p")
 STATE = ("images", "said", "means", "norms", "figures", "streaks")
-ADA = "set ada.mode to adaptive"
+ADA = "set ada.mode to adaptive (fixed with loss.objective relativistic or wasserstein)"
 GENERALISE = f"{ADA}, give more data (or --init-from a related run), or raise loss.r1_gamma"
 CALM = "raise loss.r1_gamma (x2 to x10), lower discriminator_optimizer.lr"
 VARY = (

@@ -260,7 +260,7 @@ class GanTask(Task):
             searched=SEARCHED_PER_SAMPLE * config.n,
         )
         names = ("frechet", "kernel", "diversity_ratio")
-        figures = {f"{name}/{config.extractor}": found["distances"][0][name] for name in names}
+        figures = {"n": found["n"]} | {f"{name}/{config.extractor}": found["distances"][0][name] for name in names}
         copies = found["memorisation"]
         if copies:
             figures |= {f"memorised/{copies['extractor']}": copies["share"]}

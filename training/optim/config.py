@@ -31,13 +31,13 @@ class OptimizerConfig(Checked, section="optimizer"):
     lr: PositiveFloat = 0.001  # peak rate
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
     betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
-    beta2_final: Decay | None = None  # where beta2 ends, by a cosine over the schedule's length; None: constant
+    beta2_final: Decay | None = None  # Adam's: where beta2 ends, by a cosine over the schedule's length; None: constant
     eps: NonNegativeFloat = 1e-8  # Adam's
     momentum: Decay = 0.9  # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
     sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
     ns_steps: Annotated[int, between(1, 99)] = 5  # muon: Newton-Schulz iterations of a step
     unit_filters: bool = False  # muon: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
-    weight_decay: NonNegativeFloat = 0.0  # decoupled for adamw and muon; not applied to norms and biases
+    weight_decay: NonNegativeFloat = 0.0  # decoupled but for adam, sgd and muon's head; not of norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
@@ -51,7 +51,7 @@ class OptimizerConfig(Checked, section="optimizer"):
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
-    cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1) at the ends and at the peak: [0.95, 0.85]
+    cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +72,10 @@ class OptimizerConfig(Checked, section="optimizer"):
             raise UserError(f"optimizer.milestones {self.milestones}: must be rising numbers of updates")
         if self.cycle_momentum is not None and self.name in ("sgd", "muon") and not self.momentum:
             raise UserError("optimizer: cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
-        if self.schedule_free and (self.schedule != "constant" or self.beta2_final is not None):
-            raise UserError(f"optimizer: {self.name} replaces schedules; set schedule constant and beta2_final null")
+        if self.schedule_free and self.schedule != "constant":
+            raise UserError(f"optimizer: {self.name} replaces schedules; set schedule constant")
+        if self.beta2_final is not None and self.name not in ("adam", "adamw"):
+            raise UserError(f"optimizer: beta2_final is adam's and adamw's; leave it out with {self.name}")
         if self.schedule_free and not self.average_beta:
             key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
             raise UserError(f"optimizer: {self.name} needs {key} above 0: the average's share; 0.9 is usual")

@@ -13,8 +13,9 @@ from torch.optim.sgd import sgd
 
 
 class Muon(torch.optim.Optimizer):
-    """Parameters of two dimensions or more go by Muon, but for the `head`'s; these and norms and biases by SGD
-    (Nesterov) at `sgd_momentum`. The rate is the group's for both; weight decay is decoupled for Muon alone.
+    """Parameters of more than one row and column go by Muon, but for the `head`'s; these, norms, biases and scales
+    [C, 1, 1] by SGD (Nesterov) at `sgd_momentum`. The rate is the group's for both; weight decay is decoupled for
+    Muon alone.
 
     `found_inf`, a 0-d flag on the device, masks a step: parameters and momenta stay.
     """
@@ -46,9 +47,8 @@ class Muon(torch.optim.Optimizer):
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
-            matrices = [p for p in parameters if p.ndim > 1 and id(p) not in self.head]
-            own = {id(p) for p in matrices}
-            if matrices:
+            own = {id(p) for p in parameters if 1 < len(p) < p.numel() and id(p) not in self.head}
+            if matrices := [p for p in parameters if id(p) in own]:
                 self._muon(group, matrices)
             if rest := [p for p in parameters if id(p) not in own]:
                 self._sgd(group, rest)

@@ -19,6 +19,7 @@ from utils.state_schema import check_moments
 from utils.tensors import by_device
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STATE = {"params", "param_names", "lr", "counters"}  # of a group of parameters; all else is configuration
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -217,7 +218,9 @@ class Updater:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError for the state of other parameter groups: it would go to the wrong parameters."""
+        """Take over moments and counters; decay, momentum and the like stay as configured. Raises UserError for the
+        state of other parameter groups: it would go to the wrong parameters.
+        """
         here = self.optimizer.state_dict()
         if _members(state["param_groups"]) != _members(here["param_groups"]):
             raise UserError(
@@ -225,7 +228,15 @@ class Updater:
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
         check_moments(self.optimizer, state)
+        configured = [{key: group[key] for key in group.keys() - STATE} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
+        for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
+            if isinstance(self.optimizer, ScheduleFree) and settings["betas"][0] != group["betas"][0]:
+                raise UserError(
+                    f"the average of schedule-free weights was begun with a share of {group['betas'][0]}, which a "
+                    "resume cannot change; give the same optimizer.momentum (schedulefree-adamw: betas)"
+                )
+            group.update(settings)
 
 
 def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data.augment import transforms
 from data.augment.transforms import (
     Augment,
     draw_and_apply,
@@ -188,6 +189,13 @@ def test_each_setting_does_its_part() -> None:
     both = run(Augment(flip=True, erase=0.5))
     assert torch.equal((both != flipped).any(dim=1).any(dim=1).any(dim=1), changed)
     assert torch.equal(both[~changed], flipped[~changed])
+
+
+def test_alternating_flips_alone_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader makes them."""
+    monkeypatch.setattr(transforms, "generator", None)
+    config, batch = Augment(flip="alternating"), images()
+    assert draw_and_apply(batch, config, seed=0, step=0, start=0, global_batch=len(batch)) is batch
 
 
 def test_rows_outside_the_batch_are_a_mistake() -> None:

@@ -177,6 +177,38 @@ def test_gans_by_the_command_line(runs, files, tmp_path, capsys):
     assert (found["frechet pixels"]["interval"] is None) == (interval is None)
 
 
+def test_classifiers_that_were_evaluated_by_other_options_are_refused(tmp_path):
+    """What a document does not say was off; of a precision that it does not say nothing is known."""
+    old = classified(tmp_path / "old")
+    plain = {"precision": "fp32", "fold": False, "tta": "off"}
+    changes = {"plain": {}, "shift": {"tta": "shift"}, "bf16": {"precision": "bf16"}, "fold": {"fold": True}}
+    runs = {}
+    for name, change in changes.items():
+        runs[name] = classified(tmp_path / name)
+        path = tmp_path / name / "metrics.json"
+        path.write_text(json.dumps(read_json(path) | plain | change))
+    compare([runs["plain"], old, runs["plain"]])
+    compare([runs["shift"], runs["shift"]])
+    compare([old, runs["bf16"]])
+    for first, second, told in (
+        ("plain", "shift", "--tta off and shift"),
+        ("shift", "plain", "--tta shift and off"),
+        ("plain", "bf16", "--precision fp32 and bf16"),
+        ("plain", "fold", "--fold false and true"),
+    ):
+        with pytest.raises(UserError) as caught:
+            compare([runs[first], runs[second]])
+        names = f"{runs[first]} and {runs[second]}"
+        assert str(caught.value) == f"{names} were evaluated with {told}; evaluate both alike"
+    with pytest.raises(UserError, match="--tta off and shift"):
+        compare([old, runs["shift"]])
+    gans = [sampled(tmp_path / name, 0.5) for name in ("a", "b")]
+    for name, precision in (("a", 0.5), ("b", 0.75)):  # a GAN's is a figure
+        path = tmp_path / name / "metrics.json"
+        path.write_text(json.dumps(read_json(path) | {"precision": precision}))
+    compare(gans)
+
+
 def test_what_cannot_be_compared_is_refused_with_the_remedy(tmp_path):
     first = classified(tmp_path / "a")
     for name, about, told in (

@@ -2,7 +2,8 @@ import pytest
 
 from models.stylegan2 import DiscriminatorConfig
 from training.base.config import CheckpointConfig, EvaluationConfig, LogConfig, RunConfig
-from training.classifier.task import ClassifierConfig, ClassifierEmaConfig, ClassifierLossConfig
+from training.classifier.config import ClassifierConfig, ClassifierEmaConfig
+from training.classifier.loss import ClassifierLossConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig, GanLossConfig
 from training.optim.updater import OptimizerConfig

@@ -17,7 +17,7 @@ from tests.data.test_inspect import change_entry
 from training.base import data
 from training.base.config import DataConfig, RunConfig
 from training.base.synthetic import SyntheticConfig, share_of
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
 from training.gan.stages import ProgressiveConfig

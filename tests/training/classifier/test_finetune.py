@@ -12,8 +12,9 @@ from data.loader import Batch, read_batch
 from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier, ModelConfig
 from training.base.config import DataConfig
+from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig, FineTuning
-from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.classifier.task import ClassifierTask
 from training.optim.updater import OptimizerConfig, Precision, Updater, parameter_groups
 from utils.errors import UserError
 from utils.seeding import forked

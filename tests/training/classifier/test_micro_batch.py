@@ -7,8 +7,9 @@ import torch
 
 from data.dataset import Dataset
 from training.base.data import make_loader
+from training.classifier.config import check_batches
 from training.classifier.micro_batch import MicroBatch
-from training.classifier.task import ClassifierTask, check_batches
+from training.classifier.task import ClassifierTask
 from training.engine.health import explain
 from training.engine.tasks import build_run_config
 from utils.errors import TrainingHalted, UserError

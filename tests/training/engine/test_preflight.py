@@ -26,8 +26,9 @@ from tests.end_to_end.helpers import events_of, train_in_process, write_config
 from tests.end_to_end.test_bad_input import refused
 from training.base.config import DataConfig
 from training.base.task import Task
+from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig
-from training.classifier.task import ClassifierConfig, ClassifierTask
+from training.classifier.task import ClassifierTask
 from training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
 from training.engine.tasks import TASKS, build_run_config
 from training.gan.task import GanTask

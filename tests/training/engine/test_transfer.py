@@ -7,7 +7,7 @@ from torch import nn
 from models.classifier import Classifier, ModelConfig
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.engine.transfer import Donor, Fit, by_resolution, find_donor, networks_of, plan, transfer
 from training.gan.config import GanConfig, config_of
 from training.optim.config import OptimizerConfig

@@ -201,7 +201,10 @@ R3GAN = {key: GAN[key] for key in ("batch_size", "steps", "seed", "task")} | {
 
 @pytest.mark.parametrize(
     "tree",
-    [GAN | {"loss": LOSSES | {"gradients_every": 1}, "ada": ADA}, R3GAN | {"loss": PAIRS, "ada": ADA}],
+    [
+        GAN | {"loss": LOSSES | {"gradients_every": 1}, "ada": ADA},
+        R3GAN | {"loss": PAIRS, "ada": {"mode": "fixed", "p": 0.5}},
+    ],
     ids=["stylegan2", "r3gan"],
 )
 def test_steps_leave_no_tensors_behind(folder, tree):
@@ -315,6 +318,8 @@ def test_what_does_not_go_together_is_refused():
         (R3GAN | {"loss": {"path_length_weight": 2.0}}, "r3gan has no styles"),
         (R3GAN | {"progressive": {"start": 8}}, "r3gan cannot grow"),
         (GAN | {"loss": {"objective": "relativistic", "mismatch_weight": 0.5}}, "mismatch_weight"),
+        (GAN | {"loss": {"objective": "relativistic"}, "ada": {"mode": "adaptive"}}, "adaptive reads the sign"),
+        (GAN | {"loss": {"auxiliary_fakes": True}}, "loss.auxiliary_fakes is of the head"),
         (GAN | {"loss": {"feature_matching_group": 1}}, "feature_matching_group"),
         (GAN | {"loss": {"path_length_interval": 0}}, "path_length_interval"),
     ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.classifier.task import ClassifierConfig
+from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
 from training.optim.config import OptimizerConfig
 from training.optim.muon import Muon
@@ -118,3 +118,18 @@ def test_what_is_refused():
         OptimizerConfig(name="muon", momentum=0.0, cycle_momentum=[0.9, 0.8])
     with pytest.raises(UserError, match=r"optimizer\.ns_steps 100"):
         OptimizerConfig(name="muon", ns_steps=100)
+
+
+def test_scales_are_no_matrices():
+    """ConvNeXt's layer_scale [C, 1, 1]: orthogonalised, it would be 1 instead of 1e-6."""
+    with forked(0, "init", "test muon"):
+        model = torch.nn.ParameterDict({"scale": torch.full((6, 1, 1), 1e-6), "place": torch.zeros(1, 6)})
+    updater = Updater(model, OptimizerConfig(**OPTIONS), Precision("fp32", CPU), 100)
+    sgd = torch.optim.SGD([p.detach().clone() for p in model.values()], lr=0.1, momentum=0.8, nesterov=True)
+    for mine, theirs in zip(model.values(), sgd.param_groups[0]["params"], strict=True):
+        mine.grad = torch.full_like(mine, 1e-6)
+        theirs.grad = mine.grad.clone() + 0.02 * theirs * (theirs.ndim > 1)
+    updater.step(0)
+    sgd.step()
+    for mine, theirs in zip(model.values(), sgd.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(mine.detach(), theirs)

@@ -155,7 +155,7 @@ def test_the_scaler_of_fp16_masks_it_too():
     ("wrong", "told"),
     [
         ({"schedule": "cosine"}, "set schedule constant"),
-        ({"beta2_final": 0.99}, "beta2_final null"),
+        ({"beta2_final": 0.99}, "beta2_final is adam's"),
         ({"betas": [0.0, 0.99]}, "the first of betas above 0"),
         ({"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
     ],

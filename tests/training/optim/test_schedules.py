@@ -157,6 +157,7 @@ def test_the_rate_is_scaled_with_the_global_batch():
         ({"cycle_momentum": [0.9]}, "cycle_momentum"),
         ({"cycle_momentum": [0.9, 1.0]}, "cycle_momentum"),
         ({"name": "sgd", "momentum": 0.0, "cycle_momentum": [0.9, 0.8]}, "momentum is 0"),
+        ({"name": "sgd", "beta2_final": 0.99}, "beta2_final is adam's and adamw's; leave it out with sgd"),
         ({"lr_batch_size": 0}, "lr_batch_size"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value"),
         ({"clip_adaptive": 0.0}, "clip_adaptive 0.0: must be above 0, or null"),

@@ -8,7 +8,8 @@ from torch import nn
 
 from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
-from training.optim.updater import OptimizerConfig, Precision, Updater, foreach_lerp_, parameter_groups
+from training.optim.updater import STATE, OptimizerConfig, Precision, Updater, foreach_lerp_, parameter_groups
+from utils.errors import UserError
 from utils.seeding import forked, generator
 
 CPU = torch.device("cpu")
@@ -210,6 +211,43 @@ def test_a_restored_updater_goes_on_as_if_nothing_had_happened(options, tmp_path
             set_gradients(m, step)
             u.step(step)
     torch.testing.assert_close(snapshot(other, restored), snapshot(model, updater), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("adam", {"weight_decay": 0.5, "betas": [0.5, 0.9], "eps": 1e-3}),
+        ("adamw", {"weight_decay": 0.5}),
+        ("sgd", {"weight_decay": 0.5, "momentum": 0.1}),
+        ("muon", {"weight_decay": 0.5, "momentum": 0.1}),
+        ("schedulefree-adamw", {"weight_decay": 0.5, "betas": [0.9, 0.9], "eps": 1e-3}),
+    ],
+)
+def test_settings_that_changed_since_the_checkpoint_are_taken(name, changed):
+    """A resume says that it takes them."""
+    model, updater = build(name=name)
+    set_gradients(model, 0)
+    updater.step(0)
+    other, restored = build(name=name, **changed)
+    other.load_state_dict(model.state_dict())
+    restored.load_state_dict(updater.state_dict())
+    fresh = build(name=name, **changed)[1].optimizer.param_groups
+    for group, configured in zip(restored.optimizer.param_groups, fresh, strict=True):
+        assert {key: group[key] for key in group.keys() - STATE} == {
+            key: configured[key] for key in group.keys() - STATE
+        }
+    for m, u in ((model, updater), (other, restored)):
+        set_gradients(m, 1)
+        u.step(1)
+    assert not model.weight.equal(other.weight)
+
+
+def test_the_share_of_a_schedule_free_average_is_refused_if_it_changed():
+    updater, other = (build(name="schedulefree-sgd", momentum=momentum)[1] for momentum in (0.9, 0.8))
+    with pytest.raises(
+        UserError, match=r"a share of 0.9, which a resume cannot change; give the same optimizer.momentum"
+    ):
+        other.load_state_dict(updater.state_dict())
 
 
 def test_zero_grad_removes_the_gradients():

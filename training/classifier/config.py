@@ -1,0 +1,97 @@
+"""The classifier's configuration, and what of it must fit the data and the number of processes."""
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, Self
+
+from data.augment.mixing import MixingAugment
+from data.dataset import Dataset
+from models.classifier import ModelConfig
+from training.base.compiled import CompileSetting
+from training.base.config import RunConfig
+from training.base.data import check_same_classes
+from training.classifier.finetune import FineTuneConfig
+from training.classifier.loss import ClassifierLossConfig
+from training.classifier.resizing import ResizingConfig
+from training.optim.updater import OptimizerConfig
+from utils.errors import UserError
+from utils.ranges import Checked, Decay
+
+
+@dataclass(kw_only=True)
+class ClassifierEmaConfig(Checked, section="ema"):
+    """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
+    network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
+    """
+
+    decay: Decay = 0.999  # per step; ramps up as (1 + step) / (10 + step)
+
+
+def _sgd() -> OptimizerConfig:
+    return OptimizerConfig(name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine")
+
+
+@dataclass(kw_only=True)
+class ClassifierConfig(RunConfig):
+    """All settings of a classifier's training."""
+
+    can_halve: ClassVar[bool] = True
+
+    task: Literal["classifier"] = "classifier"
+    compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
+    sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
+    model: ModelConfig = field(default_factory=ModelConfig)
+    finetune: FineTuneConfig = field(default_factory=FineTuneConfig)
+    loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
+    optimizer: OptimizerConfig = field(default_factory=_sgd)
+    ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
+    augment: MixingAugment = field(default_factory=MixingAugment)
+    resizing: ResizingConfig = field(default_factory=ResizingConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.split != "off" and self.compile == "on":
+            reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
+            raise UserError(f"compile on cannot be combined with model.split: {reason}")
+
+    def for_trial(self, samples: int) -> Self:
+        model = replace(self.model, weights=None, split="off")
+        return replace(super().for_trial(samples), compile="off", model=model)
+
+    @property
+    def several_devices(self) -> bool:
+        return self.model.split != "off"
+
+
+def check_classes(config: ClassifierConfig, reader: Dataset, val_reader: Dataset | None) -> None:
+    """Raise UserError unless class lists and head fit one another. The labels were checked by training.base.data."""
+    classes, path = reader.classes, config.data.path
+    if len(classes) < 2:
+        raise UserError(
+            f"{path}: a classifier needs two classes or more, this file has {len(classes)}; pack a folder of class "
+            "folders"
+        )
+    if config.model.classes is not None and config.model.classes != len(classes):
+        raise UserError(
+            f"{path}: has {len(classes)} classes, labels 0 to {len(classes) - 1}, but the head has model.classes "
+            f"{config.model.classes}; make it {len(classes)} or leave it out"
+        )
+    empty = [name for name, count in zip(classes, reader.meta.histogram, strict=True) if count == 0]
+    if empty:
+        raise UserError(f"{path}: class {empty[0]!r} has no image; remove it or add images, and pack again")
+    if val_reader is not None:
+        check_same_classes(config.data, reader, val_reader)
+
+
+def check_batches(config: ClassifierConfig, world_size: int) -> None:
+    """Raise UserError unless a process's share can be mixed, and cut up, as the config asks."""
+    share = config.share(world_size)
+    if config.augment.mixes and share % 2:
+        raise UserError(
+            f"augment.mixup and augment.cutmix mix pairs of samples, but each process holds {share}; make batch_size "
+            f"a multiple of {2 * world_size}"
+        )
+    if config.micro_batch == "auto" and world_size > 1 and config.sync_bn == "auto":
+        raise UserError(
+            "micro_batch auto cannot cut up batches over which several processes synchronise BatchNorm: the one "
+            "without memory would leave the others waiting; give a number, or set sync_bn off"
+        )
