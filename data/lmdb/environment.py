@@ -80,12 +80,10 @@ class Handle:
         self.raw: dict[int, RawBlocks] = {}  # by resolution
         self.tars: TarFiles | None = None  # that hold the images of an index
 
-    def __del__(self) -> None:
-        self.environment.close()
-
 
 _lock = threading.RLock()
-_handles: weakref.WeakValueDictionary[tuple[int, int], Handle] = weakref.WeakValueDictionary()  # by (device, inode)
+# By (device, inode). No __del__ closes a file: another thread could take a handle from here while it runs.
+_handles: dict[tuple[int, int], tuple[weakref.ref[Handle], lmdb.Environment]] = {}
 
 
 def acquire(path: Path) -> Handle:
@@ -96,10 +94,23 @@ def acquire(path: Path) -> Handle:
     with _lock:
         status = _status(path)
         key = (status.st_dev, status.st_ino)
-        handle = _handles.get(key)
-        if handle is None:
-            handle = _handles[key] = Handle(_open(path, status.st_size))
+        if key in _handles:
+            reference, environment = _handles[key]
+            if (handle := reference()) is not None:
+                return handle
+            _close(key, environment)  # let go in another thread, which has yet to call this
+        environment = _open(path, status.st_size)
+        handle = Handle(environment)
+        _handles[key] = (weakref.ref(handle), environment)
+        weakref.finalize(handle, _close, key, environment).atexit = False  # threads may be reading until the end
         return handle
+
+
+def _close(key: tuple[int, int], environment: lmdb.Environment) -> None:
+    with _lock:
+        environment.close()
+        if key in _handles and _handles[key][1] is environment:
+            del _handles[key]
 
 
 def _status(path: Path) -> os.stat_result:
@@ -192,8 +203,8 @@ def _forked_child() -> None:
     """Close what the parent had open: closing unmaps the child's own copy and leaves the parent's alone."""
     global _lock
     _lock = threading.RLock()
-    for handle in list(_handles.values()):
-        handle.environment.close()
+    for _, environment in list(_handles.values()):
+        environment.close()
     _handles.clear()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from data.dataset import Dataset
 from data.lmdb import format as record_format
+from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter, pack_arrays
 from tests.data.conftest import CLASSES
@@ -231,6 +232,33 @@ def test_reader_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_opened_in_one_thread_while_another_closes_it(packed: Path) -> None:
+    """The last reader goes while the next one asks for the process's handle, at any moment of its going."""
+    counts: list[int] = []
+    failed: list[UserError] = []
+
+    def work() -> None:
+        for _ in range(200):
+            try:
+                with LMDBReader(packed) as reader:
+                    counts.append(reader.meta.count)
+            except UserError as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
+    assert counts == [counts[0]] * 800
 
 
 def test_replaced_file_is_noticed(packed: Path) -> None:
