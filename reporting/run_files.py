@@ -12,7 +12,8 @@ from utils import bounded_yaml, door
 
 FAR = 1e100  # no figure of a training; a chart's ticks would overflow
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
-OWN = ("checkpoints", "eval", "samples", "tensorboard")  # folders whose files are shown elsewhere or not at all
+# folders whose files are shown elsewhere or not at all; ranks that end remove the last one
+OWN = ("checkpoints", "eval", "samples", "tensorboard", "heartbeat")
 OUTPUTS = (".png", ".gif", ".mp4", ".onnx", ".pt2", ".safetensors", ".lmdb")
 
 
@@ -84,7 +85,8 @@ def of_run(path: Path) -> Path | None:
 
 def _outputs(folder: Path) -> list[Path]:
     """Files of the folder and of folders in it that training and evaluation have not written."""
-    files = [*folder.glob("*"), *(path for path in folder.glob("*/*") if path.parent.name not in OWN)]
+    files = list(folder.glob("*"))
+    files += [path for place in files if place.name not in OWN for path in place.glob("*")]
     return sorted(path for path in files if path.suffix in OUTPUTS and path.is_file() and path.name[0] != ".")
 
 

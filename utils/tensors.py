@@ -15,3 +15,13 @@ def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]
         for column, tensor in zip(found.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
             column.append(tensor)
     return found
+
+
+def laid_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """`tensor` in the memory order of `model`, which has its shape: fused optimizers take both element by element as
+    they lie in memory, whatever their strides say.
+    """
+    strides = zip(tensor.shape, tensor.stride(), model.stride(), strict=True)
+    if all(size == 1 or own == other for size, own, other in strides):
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -52,7 +52,10 @@ def formulas_of_before(monkeypatch):
 @pytest.mark.parametrize("run", RUNS)
 def test_an_old_run_goes_on_as_the_old_version_did(old, run):
     after = torch.load(old / "after.pt", weights_only=True)[run]
-    assert train_in_process(old / run / "config.yaml", old / run, "--device", "cpu") == 0
+    # NCHW: in channels_last oneDNN's AVX2 kernel for the weights' gradient of a 1x1 convolution with stride 2 writes
+    # beyond its buffer where there are one to three input channels, as in this slim network (torch 2.15)
+    layout = ["--channels_last", "false"]
+    assert train_in_process(old / run / "config.yaml", old / run, "--device", "cpu", *layout) == 0
     state = state_of(old / run, 6)
     for network, tensors in after["state"].items():
         assert state[network].keys() == tensors.keys()

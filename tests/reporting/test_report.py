@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -334,6 +335,21 @@ def test_what_other_commands_wrote_into_the_run_is_shown_or_linked(tmp_path):
     assert [a for a in found.addresses if not a.startswith("data:")] == ["model.onnx", "out/a%20film.mp4"]
     whole = page(write_quickstart_report(tmp_path))
     assert [a for a in whole.addresses if not a.startswith("data:")] == ["gan/model.onnx", "gan/out/a%20film.mp4"]
+
+
+def test_heartbeats_which_other_ranks_remove_meanwhile_are_not_looked_at(tmp_path, monkeypatch):
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "edits").mkdir()
+    (tmp_path / "edits" / "a.png").write_bytes(b"")
+    real = os.scandir
+
+    def vanished(path):
+        if Path(path).name == "heartbeat":
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", vanished)
+    assert read_run(tmp_path).outputs == [tmp_path / "edits" / "a.png"]
 
 
 def test_report_is_written_again_for_what_lands_in_its_run(tmp_path):

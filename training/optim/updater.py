@@ -16,7 +16,7 @@ from utils.distributed import collectives
 from utils.distributed.gradients import Compression, GradientExchange
 from utils.errors import UserError
 from utils.state_schema import check_moments
-from utils.tensors import by_device
+from utils.tensors import by_device, laid_like
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STATE = {"params", "param_names", "lr", "counters"}  # of a group of parameters; all else is configuration
@@ -174,6 +174,9 @@ class Updater:
         if inject.due("nan", step, rank=collectives.rank()):
             next(p.grad for p in self.parameters if p.grad is not None).fill_(float("nan"))
         self.exchange.finish()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = laid_like(parameter.grad, parameter)
         scaler = self.precision.scaler
         if scaler.is_enabled():
             scaler.unscale_(self.optimizer)
@@ -230,6 +233,10 @@ class Updater:
         check_moments(self.optimizer, state)
         configured = [{key: group[key] for key in group.keys() - STATE} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state)
+        for parameter, kept in self.optimizer.state.items():  # `channels_last` may be another than it was
+            for key, value in kept.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    kept[key] = laid_like(value, parameter)
         for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
             if isinstance(self.optimizer, ScheduleFree) and settings["betas"][0] != group["betas"][0]:
                 raise UserError(

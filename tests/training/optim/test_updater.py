@@ -213,6 +213,33 @@ def test_a_restored_updater_goes_on_as_if_nothing_had_happened(options, tmp_path
     torch.testing.assert_close(snapshot(other, restored), snapshot(model, updater), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "muon", "schedulefree-sgd", "schedulefree-adamw"])
+@pytest.mark.parametrize("other", ["gradients", "moments"])
+def test_any_memory_order_of_gradients_and_moments_will_do(name, other):
+    """torch's fused optimizers take weights, gradients and moments element by element as they lie in memory."""
+
+    def train(change):
+        with forked(0, "init", "test optim"):
+            model = nn.Conv2d(3, 4, 2).double()
+        updaters = [Updater(model, OptimizerConfig(name=name, lr=0.1), Precision("fp32", CPU), 100) for _ in range(2)]
+        for step in range(4):
+            if step == 2:
+                state = copy.deepcopy(updaters[0].state_dict())
+                for kept in state["state"].values():
+                    for key, value in kept.items():
+                        if change == "moments" and torch.is_tensor(value) and value.ndim == 4:
+                            kept[key] = value.contiguous(memory_format=torch.channels_last)
+                updaters[1].load_state_dict(state)
+            set_gradients(model, step)
+            if change == "gradients":
+                assert model.weight.grad is not None
+                model.weight.grad = model.weight.grad.contiguous(memory_format=torch.channels_last)
+            updaters[step // 2].step(step)
+        return model.weight.detach()
+
+    torch.testing.assert_close(train(other), train(None), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "changed"),
     [
