@@ -92,13 +92,16 @@ def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
     error = (found - expected).norm() / expected.norm()
     assert 0 < error < 0.1
     assert path.stat().st_size < 0.3 * exact.stat().st_size
-    graph = import_extra("onnx").load(str(path)).graph
+    onnx = import_extra("onnx")
+    graph = onnx.load(str(path)).graph
     scales = {i.name: list(i.dims) for i in graph.initializer if i.name.endswith("weight_scale")}
     by_channel = [dims for dims in scales.values() if dims and dims[0] >= 64]
     assert len(by_channel) >= 20  # a scale for each output channel of every convolution
     types = [i.data_type for i in graph.initializer if i.name.endswith("weight_quantized")]
     assert len(types) >= 20
     assert set(types) == {3}  # int8
+    weights = [onnx.numpy_helper.to_array(i) for i in graph.initializer if i.name.endswith("weight_quantized")]
+    assert max(abs(w.astype(int)).max() for w in weights) <= 64  # seven bits: more overflow where there is no VNNI
 
 
 @pytest.mark.parametrize("form", ["onnx", "int8"])
