@@ -1,6 +1,7 @@
 """Fixtures that several folders of tests use."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from data.lmdb.writer import pack_arrays
 from data.sources import open_source
 from data.sources.base import ArraySource
+from tests.slim import make as slim_make
 
 # as many threads as a rank of a two-process run gets; tiny models are slower with more
 torch.set_num_threads(1)
@@ -33,6 +35,20 @@ def reports_without_curves(request: pytest.FixtureRequest, monkeypatch: pytest.M
     """Drawing the curves of a report takes a second, which only the tests of reporting/ pay."""
     if "reporting" not in request.path.parts:
         monkeypatch.setattr("reporting.charts._svg", lambda curves, *, log: "<svg></svg>")
+
+
+@pytest.fixture
+def slim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classifiers of this process are slim: for what does not depend on their size."""
+    monkeypatch.setattr("models.backbones.base.make", slim_make)
+
+
+@pytest.fixture(scope="module")
+def slim_module() -> Iterator[None]:
+    """The same from here to the end of a module, for its fixtures too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("models.backbones.base.make", slim_make)
+        yield
 
 
 def sample_images(split: str, per_class: int) -> tuple[np.ndarray, np.ndarray, list[str]]:

@@ -41,6 +41,11 @@ SLIM: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def make(name: str, **options: Any) -> nn.Module:
+    """What stands in for models.backbones.base.make."""
+    return SLIM.get(name, SlimResNet)()
+
+
 def slim_down() -> None:
     """From now on every classifier of this process is slim, whatever its name. For processes of a test's own."""
-    base.make = lambda name, **options: SlimResNet()
+    base.make = make

@@ -18,10 +18,8 @@ from data.dataset import dataset_for_model
 from inference.influence_scores import rate_of
 from inference.predictions import read_image
 from models import weights
-from models.backbones import base
 from models.restore import classifier_from, generator_from
 from tests.end_to_end.helpers import write_config
-from tests.slim import SlimResNet
 from training.classifier.config import ClassifierConfig
 from training.engine.loop import Loop
 from training.engine.run import prepare
@@ -147,10 +145,8 @@ def outcome(load_it: Callable[[Path], None], path: Path) -> str:
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("task", ["classifier", "gan"])
-def test_whatever_a_checkpoint_holds(
-    tmp_path: Path, packed: Path, task: str, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
+@pytest.mark.usefixtures("slim")
+def test_whatever_a_checkpoint_holds(tmp_path: Path, packed: Path, task: str, every: int) -> None:
     made = Made(tmp_path, packed, task)
     faults, refused, tried = [], 0, 0
     for what, content in itertools.islice(mutations(made.content), 1, None, every):

@@ -13,6 +13,7 @@ from utils.checkpoint import load, resolve
 from utils.errors import run_cli
 from utils.passport import Lineage
 
+pytestmark = pytest.mark.usefixtures("slim_module")
 AS_IT_WAS = ["--model.normalise", "symmetric"]  # which fine-tuning would not choose
 
 
@@ -38,7 +39,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def seen(samples: Path, tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Path:
     """A classifier that was trained on samples, and resumed once."""
     folder = tmp_path_factory.mktemp("seen")
     config = write_config(folder / "recipe.yaml", "classifier", samples)

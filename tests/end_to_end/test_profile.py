@@ -13,6 +13,8 @@ from tests.training.profile.test_profile import phases_of
 from training.profile.measure import WARM_UP
 from utils.errors import run_cli
 
+pytestmark = pytest.mark.usefixtures("slim_module")
+
 
 @pytest.mark.parametrize("task", ["gan", "classifier"])
 def test_profiled_and_resumed_equals_straight(

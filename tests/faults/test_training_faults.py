@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 import train
-from models.backbones import base
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
-from tests.slim import SlimResNet
 from training.engine import health
 from training.optim.updater import OptimizerConfig, Precision, Updater
 from utils import determinism, inject
@@ -24,10 +22,8 @@ SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "
 
 
 @pytest.fixture
-def fail_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+def fail_at(monkeypatch: pytest.MonkeyPatch, slim: None) -> Any:
     """`fail_at("0:3:nan")`, in this process and in those that it starts. Classifiers are slim here."""
-    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
-
     def ask(text: str) -> None:
         monkeypatch.setattr(inject, "_fired", set())
         monkeypatch.setenv(inject.VARIABLE, text)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from inference.predictions import grad_cam, image_heat
-from models.backbones import base
 from models.backbones.registry import BACKBONES, backbone_of
 from models.backbones.resnet import RESNET
 from models.classifier import Classifier, ModelConfig
@@ -20,7 +19,6 @@ from models.fast import fold_batchnorm
 from models.model_parallel import place
 from models.weights import find_weights, load_pretrained
 from tests.models.test_layers import draw
-from tests.slim import SLIM
 from training.classifier.finetune import FineTuneConfig, FineTuning
 from utils.errors import UserError
 from utils.seeding import forked
@@ -28,11 +26,6 @@ from utils.seeding import forked
 OURS = ["resnet18", "convnext_tiny", "efficientnet_b0"]
 TIMM = ["timm:test_resnet", "timm:test_convnext", "timm:test_efficientnet"]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def slim(monkeypatch):
-    monkeypatch.setattr(base, "make", lambda name, **options: SLIM[name]())
 
 
 def build(name, *, channels=1, side=32, **config) -> Any:

@@ -9,19 +9,13 @@ import numpy as np
 import pytest
 
 import train
-from models.backbones import base
 from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.slim import SlimResNet
 from training.base.spikes import LEAST, SpikeDetector, SpikesConfig
 from utils import checkpoint as checkpoints
 from utils import inject
 from utils.errors import UserError, run_cli
 
-
-@pytest.fixture(autouse=True)
-def slim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small classifiers: these tests save often."""
-    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
+pytestmark = pytest.mark.usefixtures("slim")  # these tests save often
 
 
 def noise(count: int, seed: int = 0) -> list[float]:

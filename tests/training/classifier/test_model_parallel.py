@@ -17,12 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from models import model_parallel as split
-from models.backbones import base
 from models.classifier import Classifier, ModelConfig
 from models.hooks import LayerStatistics
 from models.restore import classifier_from
 from tests.end_to_end.helpers import differing, state_of, write_config
-from tests.slim import SlimResNet
 from training.engine.tasks import build_run_config
 from training.optim.ema import EMA
 from training.optim.updater import OptimizerConfig, Precision, Updater, restore_where_
@@ -191,9 +189,8 @@ def test_each_process_has_as_many_devices(
 
 
 @pytest.fixture
-def two_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_cpus(monkeypatch: pytest.MonkeyPatch, slim: None) -> None:
     """The CPU counts as two devices, and the networks are slim."""
-    monkeypatch.setattr(base, "make", lambda name, **options: SlimResNet())
     monkeypatch.setattr(collectives, "own_devices", lambda device: [device, device])
 
 

@@ -19,6 +19,7 @@ from utils.distributed import collectives
 from utils.errors import UserError
 from utils.run_folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
 TREE: dict[str, Any] = {
     "task": "classifier",

@@ -16,6 +16,7 @@ from training.engine.speed import FORECAST, LONG, Trial, forecast
 from training.engine.tasks import build_run_config
 from utils.config import read_yaml
 
+pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
 
 

@@ -25,6 +25,7 @@ from utils.config import read_yaml
 from utils.errors import UserError, run_cli
 from utils.run_folder import RunFolder
 
+pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
 SHORT = ["--lr-find-steps", "12", "--lr-find-from", "1e-4"]
 

@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
+
 from tests.end_to_end.helpers import differing, rows, state_of, train_in_process, write_config
 
+pytestmark = pytest.mark.usefixtures("slim")
 QUIET = ["--device", "cpu", "--precision", "fp32", "--evaluation.every", "0", "--log.samples_every", "0"]
 
 

@@ -29,6 +29,7 @@ from utils.distributed import collectives
 from utils.errors import UserError
 from utils.recipes import STUDIES
 
+pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}  # a laptop's: no units for bf16
 
