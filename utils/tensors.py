@@ -22,6 +22,6 @@ def laid_like(tensor: Tensor, model: Tensor) -> Tensor:
     they lie in memory, whatever their strides say.
     """
     strides = zip(tensor.shape, tensor.stride(), model.stride(), strict=True)
-    if all(size == 1 or own == other for size, own, other in strides):
+    if tensor.stride() == model.stride() or all(size == 1 or own == other for size, own, other in strides):
         return tensor
     return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

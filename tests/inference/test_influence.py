@@ -189,7 +189,7 @@ def test_wrong_labels_are_found(flipped, by, layers):
     share = np.isin(order[: len(wrong)], wrong).mean()
     place = np.median(np.flatnonzero(np.isin(order, wrong))) / len(order)  # 0: the first, by chance 0.5
     if by == "probability":
-        assert share >= 0.5
+        assert share >= max(0.6, 5 * FLIPPED)
     assert place < 0.15
 
 

@@ -124,10 +124,11 @@ def test_the_weight_reaches_the_loss(packed: Path, augment: dict[str, Any]) -> N
 def test_the_weight_counts_no_more_when_the_mixture_has_ended(packed: Path) -> None:
     """`until` is a step: from there on a batch is of real images alone, and its loss a plain mean."""
     losses = []
-    for weight in (1.0, 0.5):
+    for weight in (1.0, 0.5, 0.25):
         config = config_of(packed, weight=weight, until=0.001)
         training = data.open_training(config.data)
         task, loader = ClassifierTask(config, training, None, CPU), data.make_loader(config, training, CPU)
         next(loader)
         losses.append(float(task.step(loader, 1)["loss/classifier"]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[1] == losses[2]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # without a weight the mean is computed another way

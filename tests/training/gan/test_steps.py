@@ -94,6 +94,18 @@ def test_each_step_leaves_the_other_networks_gradients_alone(folder, objective, 
     assert any(float(g.abs().sum()) > 0 for g in kept["generator"]["gradients"].values() if g is not None)
 
 
+def test_an_update_is_the_same_whether_losses_are_told_apart_or_not(folder):
+    """In channels_last, where their gradients lie in memory in another order than the weights."""
+    found = []
+    for apart in (0, 1):
+        run = Run(folder, GAN, loss=LOSSES | {"gradients_every": apart})
+        run.step()
+        found.append(state(run.task.generator))
+    assert run.task.config.channels_last
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
 def state(network):
     return {name: value.clone() for name, value in network.state_dict().items()}
 
