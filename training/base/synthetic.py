@@ -81,7 +81,7 @@ def check_synthetic(
     training: Dataset,
     shares: Sequence[float],  # how often each class's real images are seen
     *,
-    scaled: bool,  # images of another size are brought to that of the real ones, as the config asks
+    scaled: bool,  # a file's images of another size are brought to that of the real ones, as the config asks
 ) -> None:
     """Raise UserError unless the synthetic images have the size, the channels and the classes of the real ones, labels
     of these, and, where classes are filled up, images of them.
@@ -90,7 +90,8 @@ def check_synthetic(
     name, real = source.path, training.path
     source.labels()  # a damaged index, or a label without a class, ends it here
     side, channels = source.meta.resolutions[-1], source.meta.channels
-    if channels != training.meta.channels or not (scaled or side in (0, training.resolution)):
+    fits = side in (0, training.resolution) or (scaled and isinstance(source, Dataset))
+    if channels != training.meta.channels or not fits:
         raise UserError(
             f"{name}: images of {side or training.resolution} px with {channels} channels, those of {real} have "
             f"{training.resolution} px and {training.meta.channels}; draw samples from a generator of these images"
