@@ -23,6 +23,7 @@ from utils.config import keys_of, read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+MEASUREMENTS = sorted((ROOT / "docs" / "measurements").glob("*.md"))  # the lab book: commands of their day
 CONFIGS = {TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)}
 KEYS = {key for config in CONFIGS for key in keys_of(config)}
 STUDY_KEYS = {key for name in SUBJECTS for key in keys_of(load_subject(name)[0])}
@@ -73,7 +74,7 @@ def code(page: Path) -> list[str]:
     return fenced(page) + [token.content for token, _ in inline(page) if token.type == "code_inline"]
 
 
-@pytest.fixture(params=PAGES, ids=lambda page: page.stem)
+@pytest.fixture(params=[*PAGES, *MEASUREMENTS], ids=lambda page: page.stem)
 def page(request):
     return request.param
 
@@ -183,9 +184,9 @@ BAD = (  # phrases that are no idiomatic English, and what was meant
 )  # fmt: skip
 
 
-def test_no_unidiomatic_phrase_is_left(page):
+def test_no_unidiomatic_phrase_is_left(current):
     """U24, A4: of the phrases that were found."""
-    text = " ".join(page.read_text().split())
+    text = " ".join(current.read_text().split())
     assert [phrase for phrase in BAD if phrase in text] == []
 
 
@@ -245,8 +246,8 @@ def test_commands_take_their_options(current):
         assert unknown == [], f"{module}: {rest}"
 
 
-def test_commands_can_be_typed(page):
-    for module, rest in commands(fenced(page)):
+def test_commands_can_be_typed(current):
+    for module, rest in commands(fenced(current)):
         command = rest.partition(" #")[0]
         if SHORTENED.search(command) or not command.strip():
             continue
@@ -278,14 +279,14 @@ def test_keys_in_text_exist(current):
             assert found[1] in KEYS | STUDY_KEYS or module.exists(), f"line {line}: {token.content}"
 
 
-def test_make_targets_exist(page):
+def test_make_targets_exist(current):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {target for text in code(page) for target in re.findall(r"(?:^|&& )make ([a-z-]+)", text)}
+    named = {target for text in code(current) for target in re.findall(r"(?:^|&& )make ([a-z-]+)", text)}
     assert named <= targets
 
 
-def test_configs_named_exist(page):
-    named = {name for text in code(page) for name in re.findall(r"configs/\w+\.yaml", text)}
+def test_configs_named_exist(current):
+    named = {name for text in code(current) for name in re.findall(r"configs/\w+\.yaml", text)}
     assert {name for name in named if not (ROOT / name).is_file()} == set()
 
 

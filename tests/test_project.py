@@ -326,7 +326,7 @@ def test_no_folder_of_training_has_more_than_14_files():
     assert {folder.name for folder in folders if len(list(folder.glob("*.py"))) > 14} == set()
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))])
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))])
 def test_docs_wrap_at_120_characters(path):
     """Rows of tables may be longer."""
     lines = path.read_text().splitlines()

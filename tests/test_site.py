@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 from utils.recipes import recipes
 
 DOCS = REPOSITORY / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 FILLED = {"keys", "recipes"}  # by docs/hooks.py
 BLOCKS = ("ul", "ol", "li", "table", "tr", "pre", "h2", "h3", "img", "strong", "em")
 
@@ -63,7 +63,7 @@ class Article(HTMLParser):
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in FILLED], ids=lambda page: page.stem)
 def test_a_page_has_the_lists_tables_and_fences_that_github_shows(site, page):
     html = MarkdownIt("commonmark").enable("table").render(page.read_text())
-    article = Article((site / f"{page.stem}.html").read_text(), within="article")
+    article = Article((site / page.relative_to(DOCS).with_suffix(".html")).read_text(), within="article")
     assert article.counts == Article(html).counts
 
 
@@ -71,7 +71,7 @@ def test_every_page_is_in_the_menu_and_in_the_search(site):
     menu = Article((site / "index.html").read_text())
     assert menu.counts["li"] > len(PAGES)
     found = {entry["location"].partition(".html")[0] for entry in json.loads(index_of(site))["docs"]}
-    assert found >= {page.stem for page in PAGES}
+    assert found >= {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES}
 
 
 def index_of(site: Path) -> str:
@@ -79,7 +79,7 @@ def index_of(site: Path) -> str:
 
 
 def test_nothing_is_fetched(site):
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         loaded = [place for place in Article(page.read_text()).loads if re.match(r"(https?:)?//", place)]
         assert loaded == [], page
     for sheet in [*site.rglob("*.css")]:
