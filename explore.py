@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from utils import door
-from utils.cli import Parser
-from utils.config import near_file
+from utils.config.build import near_file
+from utils.config.cli import Parser
 from utils.errors import EXIT_OK, UserError, exit_cli
 from utils.processes import leave_threads
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from inference.settings import FORMATS, ExportConfig
 from utils.checkpoint import resolve_for_people
-from utils.cli import Parser, positive
+from utils.config.cli import Parser, positive
 from utils.errors import run_cli
 
 FORMAT_HELP = (

@@ -22,7 +22,7 @@ from inference.settings import (
     parse_psis,
 )
 from utils.checkpoint import load, resolve_for_people
-from utils.cli import Parser, add_model_options, positive
+from utils.config.cli import Parser, add_model_options, positive
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
 

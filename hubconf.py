@@ -151,7 +151,7 @@ def _new(network: _Any, config: _Any, classes: int, sizes: dict, device: str, se
     shape |= {name: sizes[name] for name in shape if sizes.get(name) is not None}
     keys = {name: value for name, value in sizes.items() if name not in shape}
     with _ours("utils.seeding").forked(seed, "init", "hub"):
-        model = network(_ours("utils.config").build(config, keys, source="sizes"), **shape).to(device).eval()
+        model = network(_ours("utils.config.build").build(config, keys, source="sizes"), **shape).to(device).eval()
     return _told(model, ())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from inference.settings import ProjectionConfig
 from utils.checkpoint import load, resolve_for_people
-from utils.cli import Parser, add_model_options, add_speed_options, did_you_mean, positive
+from utils.config.cli import Parser, add_model_options, add_speed_options, did_you_mean, positive
 from utils.door import printable
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 

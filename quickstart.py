@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from planning.choice import replanned
 from planning.plan import Plan, Training, from_tree
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.distributed.launch import handling, obeyed_signals
 from utils.errors import EXIT_SIGNAL, UserError, run_cli
 from utils.files import check_writable, write_atomic

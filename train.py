@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from utils.cli import Parser, did_you_mean, positive
-from utils.config import UnknownKey, read_yaml
+from utils.config.build import UnknownKey, read_yaml
+from utils.config.cli import Parser, did_you_mean, positive
+from utils.config.recipes import listing, recipes
 from utils.distributed.launch import add_options, leaving_on_signals, start_processes, under_launcher, wanted_device
 from utils.errors import UserError, exit_cli
-from utils.recipes import listing, recipes
 
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 

@@ -29,7 +29,7 @@ from inference.settings import EditConfig
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import load, resolve
-from utils.cli import Parser, add_model_options, positive
+from utils.config.cli import Parser, add_model_options, positive
 from utils.errors import UserError, run_cli
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -36,7 +36,7 @@ from data.loader import choose_workers
 from data.pack import pack
 from data.sources import open_source
 from data.sources.download import CACHE
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.memory import cores
 

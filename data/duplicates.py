@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from data.images import thumbnail
 from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, confirm, near
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import building, write_atomic
 from utils.fonts import legible

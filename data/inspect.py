@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from data.images import thumbnail
 from data.lmdb.reader import LMDBReader, Meta
 from data.lmdb.verify import Damage, verify
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import building
 from utils.fonts import legible

@@ -28,7 +28,7 @@ from data.packing_summary import Summary, list_skipped, summary_lines
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from data.split import check_splittable, to_share, val_path
 from utils.classes import require_same_classes
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
 from utils.progress import Bar

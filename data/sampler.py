@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 

@@ -16,8 +16,8 @@ def keys() -> str:
 
 def recipes() -> str:
     """The recipes as a list, by task and size."""
-    from utils.recipes import TITLES
-    from utils.recipes import recipes as read
+    from utils.config.recipes import TITLES
+    from utils.config.recipes import recipes as read
 
     lines: list[str] = []
     for task, title in TITLES.items():

@@ -28,7 +28,7 @@ from inference.samples import parse_layers
 from reporting.charts import number
 from reporting.pictures import picture
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 HERE = Path(__file__).parent

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from inference.settings import check_suffix
 from utils.checkpoint import load, newest_first, resolve
 from utils.classes import require_same_classes
-from utils.cli import Parser, did_you_mean, positive
+from utils.config.cli import Parser, did_you_mean, positive
 from utils.errors import UserError, run_cli
 from utils.files import check_writable
 

@@ -20,7 +20,7 @@ from data.loader import Batch, evaluation_batches
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.progress import Bar
 

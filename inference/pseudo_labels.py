@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from inference.settings import check_suffix
 from utils.checkpoint import file_sha256, load, resolve_for_people
 from utils.classes import require_same_classes
-from utils.cli import Parser, add_model_options
+from utils.config.cli import Parser, add_model_options
 from utils.errors import UserError, run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right

@@ -16,7 +16,7 @@ from models.gan import ImageGenerator, NoiseMode, StyledGenerator
 from models.restore import generator_from
 from models.sampling import draw, generate, to_uint8
 from utils.checkpoint import Checkpoint
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.image_tables import PADDING, save_rows, save_table
 

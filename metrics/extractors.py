@@ -19,7 +19,7 @@ from models.backbones.resnet import RESNET
 from models.classifier import Classifier, fit_images
 from models.weights import fitted, read_state_dict
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 

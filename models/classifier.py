@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from models.backbones import discriminator as gans
 from models.backbones.base import Backbone, in_turn
 from models.backbones.registry import backbone_of
+from utils.config.ranges import Checked, PositiveInt, between
 from utils.errors import UserError
 from utils.passport import nothing
-from utils.ranges import Checked, PositiveInt, between
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def checkpoint_of(converted: "Converted", names: list[str], file: str) -> dict[s
 
     from models.registry import architecture_of
     from utils.checkpoint import SCHEMA
-    from utils.config import build
+    from utils.config.build import build
     from utils.state_schema import check_tensors
 
     architecture = architecture_of(converted.architecture)

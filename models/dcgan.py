@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.gan import ImageDiscriminator, PlainGenerator, sizes_up_to
 from models.layers import normalize_second_moment
-from utils.ranges import Checked, PositiveInt
+from utils.config.ranges import Checked, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
 GAIN = math.sqrt(2)  # of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly

@@ -37,9 +37,7 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
         return copied
 
 
-def hasten(
-    classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off"
-) -> Classifier:
+def hasten(classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off") -> Classifier:
     """A trained classifier on `device` whose logits, and nothing else of it, come with BatchNorm folded or in a
     `precision`, whoever calls it. auto: what an accelerator is fast in; on a CPU fp32, since a few images do not pay
     for the measurement that would tell. `tta`: flip or shift, they are the mean of several views' (`over_views`). The

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.classifier import Classifier
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 COPIES = 5  # of the weights, in training: they, their gradients, two moments, their average

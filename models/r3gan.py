@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from models.fir import fir_kernel
 from models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
+from utils.config.ranges import Checked, PositiveInt, between
 from utils.errors import UserError
-from utils.ranges import Checked, PositiveInt, between
 
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
 # of depthwise convolutions of stride 1: strided and transposed ones in bf16 were 16 times slower on the CPU

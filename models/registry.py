@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models import dcgan, r3gan, stylegan2
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 

@@ -26,7 +26,7 @@ from models.stylegan2_layers import (
     is_one,
     minibatch_std,
 )
-from utils.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt, between
+from utils.config.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt, between
 
 
 @dataclass(kw_only=True)

@@ -19,8 +19,8 @@ from models.backbones.registry import BACKBONES, backbone_of
 from models.classifier import Classifier, ModelConfig
 from utils import checkpoint as checkpoints
 from utils import door
-from utils.cli import did_you_mean
-from utils.config import build, near_file
+from utils.config.build import build, near_file
+from utils.config.cli import did_you_mean
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.passport import Lineage, check_lineage, nothing, recorded

@@ -18,7 +18,7 @@ import numpy as np
 from planning.choice import choose
 from planning.plan import Plan, Speed
 from planning.survey import survey
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import write_atomic
 from utils.memory import cores

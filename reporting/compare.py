@@ -14,7 +14,7 @@ from reporting.figures import plain
 from reporting.pictures import CAPTIONS, picture
 from reporting.report import SHOWN_AT_ONCE, chart_of, render
 from reporting.run_files import Run, read_run
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import exit_cli
 from utils.files import check_writable, write_atomic
 from utils.provenance import environment

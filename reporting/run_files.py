@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from utils import bounded_yaml, door
+from utils import door
+from utils.config import bounded_yaml
 
 FAR = 1e100  # no figure of a training; a chart's ticks would overflow
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves

@@ -29,8 +29,8 @@ from studies.pictures import class_rows
 from studies.samples import Selection, generator_job, samples_job
 from studies.train import QUIET, classifier_arm, train_run
 from studies.verdict import class_groups, even, groups_of
+from utils.config.ranges import Checked, PositiveFloat, PositiveInt, Probability
 from utils.errors import UserError
-from utils.ranges import Checked, PositiveFloat, PositiveInt, Probability
 
 REAL, HELD, UNTRAINED = "real only", "held-back real images", "untrained generator"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"

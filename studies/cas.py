@@ -21,9 +21,9 @@ from studies.samples import generator_job, generator_run
 from studies.train import QUIET, ended, judge_classifier, run_config, train_run
 from studies.verdict import class_groups, difference, groups_of
 from utils.checkpoint import load, resolve
+from utils.config.ranges import PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
-from utils.ranges import PositiveInt
 from utils.seeding import numpy_generator
 
 REAL, CONTROL, PLAIN, TOGETHER, UNTRAINED = "real", "real again", "plain", "together", "untrained"

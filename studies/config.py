@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from utils.config import read_yaml
+from utils.config.build import read_yaml
+from utils.config.ranges import Checked, InnerShare, NonNegativeInt, PositiveInt, at_least, between
 from utils.errors import UserError
-from utils.ranges import Checked, InnerShare, NonNegativeInt, PositiveInt, at_least, between
 
 HOME = Path(__file__).resolve().parent.parent
 Tail = Annotated[float, between(1, 1e6, float)]

@@ -28,9 +28,9 @@ from models.classifier import Classifier
 from models.restore import generator_from
 from models.sampling import draw, generate
 from utils.checkpoint import load
+from utils.config.ranges import Checked, PositiveFloat, PositiveInt
 from utils.errors import UserError
 from utils.progress import Bar
-from utils.ranges import Checked, PositiveFloat, PositiveInt
 
 BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
 LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep

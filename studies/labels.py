@@ -26,9 +26,9 @@ from studies.samples import SEED, generator_run
 from studies.train import QUIET, judge_classifier, require_trained_on, train_run
 from studies.verdict import groups_of
 from utils.checkpoint import load, resolve
+from utils.config.ranges import PositiveFloat, PositiveInt, Probability
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
-from utils.ranges import PositiveFloat, PositiveInt, Probability
 from utils.seeding import numpy_generator
 
 GENERATOR, SAMPLES, UNLABELLED = "generator without labels", "samples without labels", "images without labels"

@@ -25,10 +25,10 @@ from studies.pictures import COLUMNS
 from studies.samples import SEED
 from studies.train import QUIET, run_config, train_run
 from utils.checkpoint import Checkpoint, load, resolve
+from utils.config.ranges import InnerShare, PositiveFloat, PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.image_tables import save_rows
-from utils.ranges import InnerShare, PositiveFloat, PositiveInt
 from utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"

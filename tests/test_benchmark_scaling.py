@@ -14,9 +14,9 @@ from benchmarks.scaling import OUTSIDE, PRESETS, Images, Link, Work
 from tests.conftest import REPOSITORY
 from training.base.data import make_loader
 from training.engine.tasks import TASKS
+from utils.config.recipes import recipes
 from utils.distributed import collectives, gradients
 from utils.errors import UserError, run_cli
-from utils.recipes import recipes
 
 DOCS = (REPOSITORY / "docs" / "scaling.md").read_text()
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY

@@ -16,7 +16,7 @@ import torch
 from benchmarks import soak
 from benchmarks.soaking import verdict
 from benchmarks.soaking.verdict import Trend, trend, trends, unequal
-from utils.config import build
+from utils.config.build import build
 from utils.errors import UserError
 
 

@@ -12,7 +12,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.conftest import REPOSITORY
-from utils.recipes import recipes
+from utils.config.recipes import recipes
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))

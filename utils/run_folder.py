@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.config import Tree, differences, of_today, read_yaml, save_yaml
+from utils.config.build import Tree, differences, of_today, read_yaml, save_yaml
 from utils.errors import UserError
 from utils.files import replace_file
 

@@ -23,7 +23,7 @@ from data.dataset import Dataset
 from models.restore import generator_from
 from models.sampling import generate
 from utils.checkpoint import load, resolve
-from utils.cli import Parser
+from utils.config.cli import Parser
 from utils.errors import run_cli
 from utils.seeding import forked, numpy_generator
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from data.augment.transforms import Augment, inside
+from utils.config.ranges import Probability
 from utils.errors import UserError
-from utils.ranges import Probability
 from utils.seeding import generator
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import torch
 import torch.nn.functional as F
 
+from utils.config.ranges import Checked, Probability, between
 from utils.errors import UserError
-from utils.ranges import Checked, Probability, between
 from utils.seeding import Key, generator
 
 ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing Data Augmentation", section 4.2

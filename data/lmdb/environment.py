@@ -20,7 +20,7 @@ from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION
 from data.lmdb.tree import check_tree
 from data.tar_files import TarFiles
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.schema import record, whole
 

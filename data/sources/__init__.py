@@ -19,7 +19,7 @@ from data.sources.remote import RemoteSource
 from data.sources.tables import TableSource
 from data.sources.tars import TarSource, is_tar_folder
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 __all__ = ["CLASSES_FROM", "NAMED", "SPLITS", "Item", "Problem", "Source", "open_source"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from utils.classes import listed
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 LABEL = "label"

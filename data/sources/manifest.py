@@ -26,7 +26,7 @@ from data.sources.files import LocalSource
 from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels, one_spelling
 from data.sources.listing import SPLIT_NAMES, Listing, first_of, split_name
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")

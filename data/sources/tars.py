@@ -30,7 +30,7 @@ from data.sources.listing import arrange, kind_of
 from data.sources.shards import choose_shards
 from data.tar_files import Member, TarFiles, read_members
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 SUFFIX = ".tar"

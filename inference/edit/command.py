@@ -17,7 +17,7 @@ from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import Checkpoint, load, resolve_for_people
 from utils.classes import require_same_classes
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 COLUMNS = 7  # images of a strip, without the one that is given

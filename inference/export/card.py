@@ -14,7 +14,7 @@ from metrics.judge import run_folder
 from models.classifier import ModelConfig
 from models.registry import DEFAULT
 from utils import door
-from utils.config import build
+from utils.config.build import build
 from utils.passport import recorded
 
 CLASSIFIER = ("accuracy", "balanced_accuracy", "top5_accuracy", "ece", "nll", "auroc", "average_precision")

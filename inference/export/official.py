@@ -19,7 +19,7 @@ from models.official.unpickle import Refused
 from models.registry import DEFAULT
 from models.restore import generator_from
 from models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
-from utils.config import build
+from utils.config.build import build
 from utils.errors import UserError
 from utils.logging import say
 

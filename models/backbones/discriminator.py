@@ -14,7 +14,7 @@ from torch import nn
 from models.backbones.base import Backbone
 from models.registry import DEFAULT, architecture_of
 from utils import checkpoint as checkpoints
-from utils.config import build
+from utils.config.build import build
 from utils.errors import UserError
 from utils.schema import anything, mapping, one_of, record, text, whole
 

@@ -6,7 +6,7 @@ from models.backbones.convnext import CONVNEXT
 from models.backbones.efficientnet import EFFICIENTNET
 from models.backbones.resnet import RESNET
 from models.backbones.timm import PREFIX, timm_backbone
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 FAMILIES = (RESNET, CONVNEXT, EFFICIENTNET, AIRBENCH)

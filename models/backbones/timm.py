@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.backbones.base import Backbone
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 PREFIX = "timm:"

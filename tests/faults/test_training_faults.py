@@ -24,6 +24,7 @@ SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "
 @pytest.fixture
 def fail_at(monkeypatch: pytest.MonkeyPatch, slim: None) -> Any:
     """`fail_at("0:3:nan")`, in this process and in those that it starts. Classifiers are slim here."""
+
     def ask(text: str) -> None:
         monkeypatch.setattr(inject, "_fired", set())
         monkeypatch.setenv(inject.VARIABLE, text)

@@ -40,7 +40,7 @@ def test_the_page_has_the_tests_the_images_and_the_curves_of_both(runs, tmp_path
     expected = [(row["figure"].replace("_", " "), row["verdict"]) for row in document["comparisons"][0]["figures"]]
     assert shown == expected
     assert ("accuracy", "better") in shown
-    assert page.count("<img src=\"data:image/png") == 2
+    assert page.count('<img src="data:image/png') == 2
     assert page.count('<figure class="chart">') == 1
     assert len(page) < 10 * 2**20
 

@@ -24,7 +24,7 @@ from data.sources.remote import RemoteSource
 from inference.predictions import read_image
 from models.weights import read_state_dict
 from utils import door
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
 from utils.errors import UserError, run_cli
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ OWN = {  # what opens files without the door, and why
     "utils/memory.py": "the kernel's figures",
     "utils/processes.py": "the kernel's figures",
     "utils/provenance.py": "the kernel's figures",
-    "utils/recipes.py": "our own recipes",
+    "utils/config/recipes.py": "our own recipes",
     "utils/run_folder.py": "its own lock",
     "utils/streams.py": "the null device",
 }

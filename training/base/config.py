@@ -6,8 +6,17 @@ from typing import Annotated, ClassVar, Literal, Self
 from training.base.spikes import SpikesConfig
 from training.base.stopping import EarlyStoppingConfig
 from training.base.synthetic import SyntheticConfig
+from utils.config.ranges import (
+    Checked,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    at_least,
+    between,
+)
 from utils.errors import UserError
-from utils.ranges import Checked, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, at_least, between
 
 Seconds = Annotated[float, between(1e-3, 1e9, float)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from utils.ranges import AboveOne, Checked, PositiveInt, at_least
+from utils.config.ranges import AboveOne, Checked, PositiveInt, at_least
 
 LEAST = 30  # steps that must have been seen before one can be told to be unusual
 GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from utils.ranges import Checked, NonNegativeFloat, PositiveInt
+from utils.config.ranges import Checked, NonNegativeFloat, PositiveInt
 
 
 @dataclass(kw_only=True)

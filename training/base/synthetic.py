@@ -15,8 +15,8 @@ from data.sampler import GlobalSampler
 from data.shards import shard_paths
 from training.base.fresh import FreshSamples
 from utils.classes import require_same_classes
+from utils.config.ranges import Checked, NonNegativeFloat, PositiveFloat, Share
 from utils.errors import UserError
-from utils.ranges import Checked, NonNegativeFloat, PositiveFloat, Share
 
 
 @dataclass(kw_only=True)

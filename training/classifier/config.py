@@ -13,8 +13,8 @@ from training.classifier.finetune import FineTuneConfig
 from training.classifier.loss import ClassifierLossConfig
 from training.classifier.resizing import ResizingConfig
 from training.optim.updater import OptimizerConfig
+from utils.config.ranges import Checked, Decay
 from utils.errors import UserError
-from utils.ranges import Checked, Decay
 
 
 @dataclass(kw_only=True)

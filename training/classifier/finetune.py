@@ -16,9 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from models.classifier import Classifier
 from training.optim.config import OptimizerConfig
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
+from utils.config.ranges import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.errors import UserError
-from utils.ranges import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.text import columns
 
 BACKBONE = "backbone"  # every stage but the head

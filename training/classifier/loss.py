@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
+from utils.config.ranges import Checked, Decay, NonNegativeFloat
 from utils.errors import UserError
-from utils.ranges import Checked, Decay, NonNegativeFloat
 
 
 @dataclass(kw_only=True)

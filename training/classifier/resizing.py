@@ -10,8 +10,8 @@ from itertools import pairwise
 from math import ceil
 
 from models.classifier import Classifier
+from utils.config.ranges import Checked, Probability, Share
 from utils.errors import UserError
-from utils.ranges import Checked, Probability, Share
 
 SMALLEST = 8  # px, as of model.input_size
 INCREMENT = 4  # px; sizes are multiples of it, and few: torch.compile compiles for each, eight times at most

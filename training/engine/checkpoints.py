@@ -8,7 +8,7 @@ from data.loader import InfiniteLoader
 from training.base.config import RunConfig
 from utils import checkpoint as checkpoints
 from utils.checkpoint_writer import Background, Snapshot
-from utils.config import to_tree
+from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from models.registry import ARCHITECTURES
 from training.base.config import RunConfig
 from training.engine.tasks import TASKS
+from utils.config.ranges import WORDS
 from utils.errors import UserError
-from utils.ranges import WORDS
 
 NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any"}
 

@@ -18,7 +18,7 @@ from training.base.config import RunConfig
 from training.optim.ema import EMA
 from training.optim.updater import Updater
 from utils import checkpoint as checkpoints
-from utils.config import to_tree
+from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.logging import say

@@ -16,8 +16,7 @@ from training.gan.objectives import Objective, objective_of
 from training.gan.stages import ProgressiveConfig, Stages
 from training.optim.schedules import cosine
 from training.optim.updater import OptimizerConfig
-from utils.errors import UserError
-from utils.ranges import (
+from utils.config.ranges import (
     Checked,
     NonNegativeFloat,
     NonNegativeInt,
@@ -27,6 +26,7 @@ from utils.ranges import (
     Share,
     at_least,
 )
+from utils.errors import UserError
 
 
 @dataclass(kw_only=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from training.gan.objectives import OBJECTIVES, Objective
+from utils.config.ranges import AboveOne, Checked, InnerShare, NonNegativeFloat, PositiveInt, Share
 from utils.errors import UserError
-from utils.ranges import AboveOne, Checked, InnerShare, NonNegativeFloat, PositiveInt, Share
 
 NORMS = {  # whose sudden growth or loss is told
     "gradient_norm/generator": "the generator's gradient norm",

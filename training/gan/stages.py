@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from utils.config.ranges import Checked, NonNegativeFloat, PositiveInt, at_least
 from utils.errors import UserError
-from utils.ranges import Checked, NonNegativeFloat, PositiveInt, at_least
 
 SMALLEST = 8  # px; the first stage's at least
 KIMG = 1000  # images

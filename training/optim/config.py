@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from training.optim.schedules import cosine, one_cycle
-from utils.errors import UserError
-from utils.ranges import (
+from utils.config.ranges import (
     Checked,
     Decay,
     InnerShare,
@@ -19,6 +18,7 @@ from utils.ranges import (
     Share,
     between,
 )
+from utils.errors import UserError
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from models.restore import generator_from
 from tests.models import reference
 from tests.models.official import layouts, r3gan_program
 from utils.checkpoint import load, resolve
-from utils.config import build
+from utils.config.build import build
 from utils.errors import UserError
 
 LABELS = np.array([0, 2, 1, 1])

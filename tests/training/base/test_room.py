@@ -13,10 +13,10 @@ from tests.end_to_end.helpers import write_config
 from train import main
 from training.base import room
 from training.engine.tasks import TASKS, build_run_config
-from utils.config import read_yaml
+from utils.config.build import read_yaml
+from utils.config.recipes import STUDIES
 from utils.errors import UserError
 from utils.memory import total_bytes
-from utils.recipes import STUDIES
 
 CPU = torch.device("cpu")
 RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not path.name.startswith(STUDIES))

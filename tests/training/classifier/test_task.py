@@ -14,7 +14,7 @@ from training.classifier.task import ClassifierTask
 from training.engine.run import prepare
 from training.engine.tasks import build_run_config
 from utils.checkpoint import load
-from utils.config import to_tree
+from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.run_folder import RunFolder

@@ -9,9 +9,9 @@ import train
 from models.registry import ARCHITECTURES
 from training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
 from training.engine.tasks import TASKS
-from utils.config import build, keys_of
+from utils.config.build import build, keys_of
+from utils.config.ranges import PositiveInt, Share, at_least
 from utils.errors import UserError
-from utils.ranges import PositiveInt, Share, at_least
 
 CONFIGS = [TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.gan.stages import ProgressiveConfig, Stage, Stages
-from utils.config import build, to_tree
+from utils.config.build import build, to_tree
 from utils.errors import UserError
 
 SIDES = (8, 16, 32, 64)

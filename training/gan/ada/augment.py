@@ -16,9 +16,9 @@ from torch import Tensor
 from training.gan.ada import operations as ops
 from training.gan.ada.operations import Draws, GroupDraws
 from training.optim.schedules import cosine
-from utils.cli import did_you_mean
+from utils.config.cli import did_you_mean
+from utils.config.ranges import Checked, PositiveFloat, PositiveInt, Probability
 from utils.errors import UserError
-from utils.ranges import Checked, PositiveFloat, PositiveInt, Probability
 from utils.seeding import generator
 
 INNER_SIGN = restricted_number_type(None, float, [(">", -1), ("<", 1)])

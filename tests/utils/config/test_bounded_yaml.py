@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from training.classifier.config import ClassifierConfig
-from utils import bounded_yaml
-from utils.config import build, read_yaml
+from utils.config import bounded_yaml
+from utils.config.build import build, read_yaml
 from utils.errors import UserError
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))

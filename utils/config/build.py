@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
-from utils import bounded_yaml, door
-from utils.cli import did_you_mean, normalise
+from utils import door
+from utils.config import bounded_yaml
+from utils.config.cli import did_you_mean, normalise
+from utils.config.ranges import check_finite, check_ranges
 from utils.errors import UserError
 from utils.files import replace_file
-from utils.ranges import check_finite, check_ranges
 
 T = TypeVar("T")
 Tree = dict[str, Any]

@@ -11,9 +11,9 @@ from training.base.config import DataConfig, RunConfig
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig, config_of
-from utils.config import build, read_yaml, to_tree
+from utils.config.build import build, read_yaml, to_tree
+from utils.config.ranges import Checked, Decay, PositiveFloat, PositiveInt, Probability, at_least
 from utils.errors import UserError
-from utils.ranges import Checked, Decay, PositiveFloat, PositiveInt, Probability, at_least
 
 
 @dataclass(kw_only=True)

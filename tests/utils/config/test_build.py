@@ -5,7 +5,7 @@ import pytest
 
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
-from utils.config import (
+from utils.config.build import (
     RENAMED,
     UnknownKey,
     build,

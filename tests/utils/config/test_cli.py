@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from utils.cli import Parser, add_model_options, did_you_mean, normalise, positive
+from utils.config.cli import Parser, add_model_options, did_you_mean, normalise, positive
 from utils.errors import UserError
 
 

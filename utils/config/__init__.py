@@ -1,0 +1,1 @@
+"""Configuration: recipes, command lines, and what of both fits."""
