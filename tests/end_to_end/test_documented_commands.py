@@ -46,7 +46,8 @@ ELSEWHERE = re.compile(
     r"rest\.lmdb|more\.lmdb|"  # of few labels: tests/inference/test_pseudo_labels.py
     r"study\.py|explore\.py|generate\.py edit|--counterfactual|--format folder"  # these have tests of their own
 )
-ELSEWHERE_PAGES = {"data-at-scale", "docker", "editing", "explorer", "export", "scaling", "study", "training"}  # all commands do
+# all commands do
+ELSEWHERE_PAGES = {"data-at-scale", "docker", "editing", "explorer", "export", "scaling", "study", "training"}
 
 
 @pytest.fixture
