@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
-    from data.dataset import dataset_for_model
+    from data.reading.dataset import dataset_for_model
     from metrics.evaluate_audit import AUDIT
     from metrics.evaluate_run import TASKS
     from metrics.judge import run_folder

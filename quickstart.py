@@ -274,7 +274,7 @@ def typed(command: list[str]) -> str:
 
 def complete(file: Path) -> bool:
     """Whether a packed file is whole, as its completion record says."""
-    from data.dataset import Dataset
+    from data.reading.dataset import Dataset
 
     try:
         Dataset(file).close()
@@ -286,7 +286,7 @@ def complete(file: Path) -> bool:
 
 def unfit(train: Path, test: Path) -> str:
     """Why a classifier of these training images cannot judge samples, as `metrics.judge` says; empty if it can."""
-    from data.dataset import Dataset
+    from data.reading.dataset import Dataset
     from metrics.evidence import TOLERATED, overlap
 
     with Dataset(train) as trained, Dataset(test) as tested:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 import data.pack
-from data.loader import Batch
+from data.reading.loader import Batch
 from training.engine.loop import Loop
 from training.engine.run import prepare
 from training.engine.tasks import build_run_config

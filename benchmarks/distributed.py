@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
-from data.loader import Batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch
+from data.records import pack_arrays
 from training.base.data import make_loader
 from training.classifier.task import ClassifierTask
 from training.engine.tasks import TASKS, build_run_config

@@ -25,10 +25,10 @@ import numpy as np
 import torch
 
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
-from data.loader import Batch, InfiniteLoader
-from data.sampler import GlobalSampler
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, InfiniteLoader
+from data.reading.sampler import GlobalSampler
+from data.records import pack_arrays
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
 from training.gan.task import GanTask

@@ -29,11 +29,11 @@ import torch
 from benchmarks.loading import first_batch, ours, packing, peers
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of, ratio, stream_rate
-from data.dataset import Dataset
 from data.decode import RandomCrop
-from data.lmdb.writer import pack_arrays
-from data.loader import choose_workers
 from data.pack import pack
+from data.reading.dataset import Dataset
+from data.reading.loader import choose_workers
+from data.records import pack_arrays
 from data.sources import open_source
 from data.sources.download import CACHE
 from utils.config.cli import Parser

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from data.augment.mixing import MixingAugment
 from data.augment.transforms import Augment
-from data.loader import Batch
+from data.reading.loader import Batch
 from models.registry import architecture_of
 from training.base.config import RunConfig
 from training.classifier.config import ClassifierConfig

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from data.dataset import dataset_for_model
+from data.reading.dataset import dataset_for_model
 from metrics.evaluate_gan import evaluate_generator
 from metrics.evaluate_run import build_extractors, flattered
 from metrics.evidence import training_images

@@ -14,8 +14,10 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
-from data.images import ImageError, decode_by_rules
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG, MOST_PIXELS
+from data.errors import MOST_PIXELS, ImageError
+from data.images import decode_by_rules
+from data.lmdb.format import CODEC_JPEG, CODEC_PNG
+from data.lmdb.reader import LMDBReader
 
 Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
@@ -79,6 +81,25 @@ def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | 
         raise
     except (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, Image.DecompressionBombError) as error:
         raise ImageError(f"cannot be decoded ({' '.join(str(error).split())[:200]})") from None
+
+
+def stored_image(reader: LMDBReader, index: int) -> tuple[np.ndarray, int]:
+    """A record's image uint8 [H, W, C] and its label, 0 if unlabelled. Raises IndexError, DamageError."""
+    if not 0 <= index < len(reader):
+        raise IndexError(f"record {index} of {len(reader)}")
+    if reader.meta.encoding == "raw":
+        return reader.raw_image(index), int(reader.labels()[index])
+    handle = reader.handle()
+    with handle.environment.begin(buffers=True) as transaction:
+        entry, payload = reader.encoded_record(transaction, index)
+        label = int(entry["label"])
+        if not 0 <= label < max(1, len(reader.classes)):
+            raise reader.label_damage([index], label)
+        try:
+            size = (int(entry["height"]), int(entry["width"]))
+            return decode(payload, int(entry["codec"]), reader.meta.channels, size), label
+        except ImageError as error:
+            raise reader.damage(index, str(error)) from None
 
 
 def decode_crop(

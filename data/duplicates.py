@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from data.decode import stored_image
 from data.images import thumbnail
 from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, confirm, near
@@ -151,7 +152,9 @@ def _differ(reader: LMDBReader, here: np.ndarray, other: LMDBReader, there: np.n
 def _confirmed(candidates: Candidates, reader: LMDBReader, other: LMDBReader) -> list[Pair]:
     """The near duplicates among the candidates, most alike first."""
     size = min(one.meta.resolutions[-1] or 64 for one in (reader, other))
-    pairs, correlations = confirm(candidates, lambda i: reader.image(i)[0], lambda j: other.image(j)[0], size)
+    pairs, correlations = confirm(
+        candidates, lambda i: stored_image(reader, i)[0], lambda j: stored_image(other, j)[0], size
+    )
     order = np.argsort(-correlations, kind="stable")
     return [
         Pair(int(pair[0]), int(pair[1]), float(correlation), _differ(reader, pair[:1], other, pair[1:]))
@@ -237,8 +240,8 @@ def sheet(report: Report, reader: LMDBReader, other: LMDBReader) -> Image.Image:
     image = Image.new("RGB", (across * width, -(-len(shown) // across) * height), "white")
     for place, (record, other_record, caption) in enumerate(shown):
         cell = Image.new("RGB", (width, height), "white")  # of its own: a long name ends at its edge
-        cell.paste(thumbnail(reader.image(record)[0], CELL), (4, 0))
-        cell.paste(thumbnail(other.image(other_record)[0], CELL), (CELL + 8, 0))
+        cell.paste(thumbnail(stored_image(reader, record)[0], CELL), (4, 0))
+        cell.paste(thumbnail(stored_image(other, other_record)[0], CELL), (CELL + 8, 0))
         names = f"{caption}: {report.names[0](record)}, {report.names[1](other_record)}"
         names, font = legible(names, TEXT)
         ImageDraw.Draw(cell).text((4, CELL + 4), names, fill="black", font=font)

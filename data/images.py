@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import cv2
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image, ImageOps
 
-from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
+from data.errors import ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -26,10 +26,6 @@ MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not image
 JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
-
-
-class ImageError(ValueError):
-    """An image that cannot be read or is refused; the message is the reason, without the file's name."""
 
 
 class _PillowFilters:
@@ -206,18 +202,3 @@ def encode(pixels: np.ndarray, encoding: str) -> bytes:
     if not done:
         raise ImageError(f"cannot be encoded as {encoding}")
     return content.tobytes()
-
-
-def plain_codec(content: bytes, channels: int) -> int:
-    """The decoder that reads this file as `decode_by_rules` does: CODEC_JPEG or CODEC_PNG where no rule applies to it
-    (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
-    """
-    with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        if image.mode not in ("L", "RGB") or (image.mode == "RGB" and channels == 1):
-            return CODEC_RULES
-        if image.has_transparency_data or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            return CODEC_RULES
-        if image.format == "JPEG":
-            return CODEC_JPEG
-        depth = content[24]  # bits, in the header
-        return CODEC_PNG if image.format == "PNG" and depth == 8 else CODEC_RULES

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from data.decode import stored_image
 from data.images import thumbnail
-from data.lmdb.reader import LMDBReader, Meta
-from data.lmdb.verify import Damage, verify
+from data.lmdb.format import Meta
+from data.lmdb.reader import LMDBReader
+from data.reading.verify import Damage, verify
 from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
 from utils.files import building
@@ -71,7 +73,7 @@ def grid(reader: LMDBReader) -> Image.Image:
     for row, ((name, font), (_, indices)) in enumerate(zip(heads, rows, strict=True)):
         draw.text((6, row * (cell + 2) + cell // 2), name, fill="black", font=font, anchor="lm")
         for column, index in enumerate(indices):
-            tile = thumbnail(reader.image(index)[0], cell)
+            tile = thumbnail(stored_image(reader, index)[0], cell)
             image.paste(tile, (margin + column * (cell + 2), row * (cell + 2)))
     return image
 

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
+from data.conversion import Plan, make_plan
+from data.conversion_processes import KEPT_BYTES, Conversion
 from data.duplicates import Name, Report, brief, find
 from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
-from data.long_tail import thin
-from data.packing import Plan, make_plan
-from data.packing_parts import Fingerprint, Written, publish_both, write_parts
-from data.packing_processes import KEPT_BYTES, Conversion
-from data.packing_summary import Summary, list_skipped, summary_lines
+from data.packing.parts import Fingerprint, Written, publish_both, write_parts
+from data.packing.split import check_splittable, to_share, val_path
+from data.packing.summary import Summary, list_skipped, summary_lines
+from data.reading.long_tail import thin
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
-from data.split import check_splittable, to_share, val_path
 from utils.classes import require_same_classes
 from utils.config.cli import Parser
 from utils.errors import UserError, run_cli
@@ -107,7 +107,7 @@ def pack(
     similar: bool = False,  # and those that look alike
     drop_duplicates: bool = False,  # keep only the first of equal images
     val_share: str | float | None = None,  # hold this share of the images out, into a file of its own
-    val_dest: str | Path | None = None,  # that file; None: data.split.val_path
+    val_dest: str | Path | None = None,  # that file; None: data.packing.split.val_path
     seed: int = 0,  # of the draw of held-out images
 ) -> Summary:
     """Pack a source into the file `dest`, or with `val_share` into two; the files do not depend on `workers`.

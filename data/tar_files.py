@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.images import ImageError
+from data.errors import ImageError
 from utils import door
 from utils.errors import UserError
 

@@ -17,7 +17,7 @@ from werkzeug.utils import redirect
 from werkzeug.wrappers import Request, Response
 
 import reporting
-from data.images import ImageError
+from data.errors import ImageError
 from explorer import drawing, naming
 from explorer.compare import compare_page
 from explorer.drawing import Source

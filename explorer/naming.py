@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from data.dataset import dataset_for_model
+from data.reading.dataset import dataset_for_model
 from explorer.drawing import address
 from explorer.runs import Shown
 from inference.influence import check_data, checkpoint_files, images_of, snapshot

@@ -8,6 +8,7 @@ import numpy as np
 from data.lmdb.format import Meta
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
+from data.records import add_image
 from inference.samples import Sampler
 from inference.settings import DATASET, check_suffix
 from metrics.lineage import passport_of
@@ -57,7 +58,7 @@ def write_dataset(
             classes = [0] * len(numbers) if labels is None else labels.tolist()
             images = sampler.images(numbers).numpy().transpose(0, 2, 3, 1)
             for image, label in zip(images, classes, strict=True):
-                writer.add(np.ascontiguousarray(image), label)
+                add_image(writer, np.ascontiguousarray(image), label)
             bar.update(len(numbers))
         return writer.finish()
 

@@ -20,7 +20,7 @@ from utils.files import check_writable
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from torch import Tensor, device
 
-    from data.dataset import Dataset
+    from data.reading.dataset import Dataset
     from inference.influence_scores import Snapshot, Suspicion
 
 TOP = 8  # images of each kind
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     _check_options(options)
     files = checkpoint_files(options.checkpoint)
-    from data.dataset import dataset_for_model
+    from data.reading.dataset import dataset_for_model
     from utils.distributed.collectives import choose_device
 
     last = load(files[-1])
@@ -108,7 +108,7 @@ def check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> None
 def _explain(
     options: Namespace, snapshots: "list[Snapshot]", reader: "Dataset", checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
-    from data.images import ImageError
+    from data.errors import ImageError
     from inference.influence_scores import influence, most
     from inference.predictions import judge_images, read_image
     from utils.image_tables import save_captioned

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from data.dataset import Dataset
-from data.loader import Batch, evaluation_batches
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, evaluation_batches
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier

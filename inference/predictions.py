@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data.images import ImageError, decode_file, fit, pillow_filters, trained_mode
+from data.errors import ImageError
+from data.images import decode_file, fit, pillow_filters, trained_mode
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, evaluating, exact_float32

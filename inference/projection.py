@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from data.images import ImageError
+from data.errors import ImageError
 from inference.perceptual import Distance, at_hand, build_features
 from inference.predictions import read_image
 from inference.samples import Sampler, with_styles

@@ -20,8 +20,8 @@ from utils.errors import UserError, run_cli
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     import numpy as np
 
-    from data.dataset import Dataset
     from data.lmdb.format import Meta
+    from data.reading.dataset import Dataset
     from models.classifier import Classifier
 
 THRESHOLD = 0.95  # that of FixMatch (2001.07685)
@@ -48,8 +48,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--threshold {options.threshold}: give a probability, 0 to 1")
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     path = resolve_for_people(options.checkpoint, options.which)
-    from data.dataset import dataset_for_model
     from data.lmdb.writer import check_target
+    from data.reading.dataset import dataset_for_model
     from models.restore import classifier_from
     from utils.distributed.collectives import choose_device
 
@@ -82,7 +82,7 @@ def guesses(classifier: "Classifier", reader: "Dataset", *, batch_size: int) -> 
     import numpy as np
     import torch
 
-    from data.loader import read_batch
+    from data.reading.loader import read_batch
     from metrics.evaluate_gan import judge_images
     from utils.progress import Bar
 
@@ -128,6 +128,7 @@ def write_labelled(
     """
     from data.lmdb.record import Layout
     from data.lmdb.writer import LMDBWriter
+    from data.records import add_image
 
     first = parts[0][0]
     for reader, _, _ in parts:
@@ -143,7 +144,7 @@ def write_labelled(
     with LMDBWriter(out, layout, classes=classes, source=source, **more) as writer:
         for reader, records, labels in parts:
             for record, label in zip(records, labels, strict=True):
-                writer.add(reader.read([int(record)])[0][0].transpose(1, 2, 0), int(label))
+                add_image(writer, reader.read([int(record)])[0][0].transpose(1, 2, 0), int(label))
         return writer.finish()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.extractors import ClassifierFeatures, Extractor, PixelFeatures
 from metrics.features import FeatureSet, RealFeatures, Selection, select
 from metrics.memorisation import RealSet, memorisation

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from data.augment.transforms import to_float
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.audit import NOT_SHOWN, SHARES, Attack, attack, audit_table, detection, halves, verdict
 from metrics.copies import neighbour_images, search_place
 from metrics.evaluate_gan import Samples

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
-from data.loader import read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.shards import shared_pass

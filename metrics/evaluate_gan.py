@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.bootstrap import normal_interval
 from metrics.class_score import class_score
 from metrics.copies import TrainingSets, search_copies, search_place, training_selection, training_sets

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.class_score import class_score
 from metrics.classification.run import evaluate_classifier_run
 from metrics.comparison.predictions import keep_predictions

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.dataset import Dataset, dataset_for_model
+from data.reading.dataset import Dataset, dataset_for_model
 from utils.checkpoint import Checkpoint
 from utils.errors import UserError
 

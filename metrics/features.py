@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.extractors import Extractor, extract
 from metrics.frechet import Moments
 from metrics.shards import shared_pass

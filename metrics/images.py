@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from utils.files import write_atomic
 from utils.fonts import drawable, families

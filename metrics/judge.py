@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from data.dataset import Dataset, dataset_for_model
+from data.reading.dataset import Dataset, dataset_for_model
 from metrics.evidence import TOLERATED, overlap
 from metrics.extractors import fingerprint
 from metrics.lineage import metas_of

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from data.dataset import Dataset
 from data.lmdb.format import Meta
+from data.reading.dataset import Dataset
 from metrics.extractors import fingerprint
 from utils.checkpoint import Checkpoint
 from utils.errors import UserError

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from data.images import FORMATS, ImageError, decode_file, to_channels
+from data.errors import ImageError
+from data.images import FORMATS, decode_file, to_channels
 from data.sources import Source, open_source
 from planning.plan import Survey
 from utils.errors import UserError

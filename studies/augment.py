@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from reporting.figures import percent
 from studies.config import StudyConfig
 from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Results, Settings, Subject

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from models.restore import classifier_from
 from studies.config import Recipe, StudyConfig
 from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject

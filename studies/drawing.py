@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
-from data.loader import read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
+from data.records import add_image
 from inference.samples import with_styles
 from metrics.extractors import classifier_input
 from metrics.lineage import passport_of
@@ -172,7 +173,7 @@ def draw_samples(
                 drawn += len(images)
                 kept = images if rule is None else images[rule(images, label)]
                 for image in kept[: wanted - taken]:
-                    writer.add(np.ascontiguousarray(image.permute(1, 2, 0).numpy()), label)
+                    add_image(writer, np.ascontiguousarray(image.permute(1, 2, 0).numpy()), label)
                     bar.update()
                 taken += len(kept)
                 if taken >= wanted:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from data.dataset import Dataset
 from data.lmdb.format import Meta
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
-from data.long_tail import profile
 from data.pack import pack
+from data.reading.dataset import Dataset
+from data.reading.long_tail import profile
+from data.records import add_image
 from data.sources import open_source
 from studies.config import StudyData
 from studies.declare import Job
@@ -138,7 +139,7 @@ def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path
         for start in range(0, len(records), READ):
             images, labels = reader.read(records[start : start + READ])
             for image, label in zip(images, labels.tolist(), strict=True):
-                writer.add(np.ascontiguousarray(image.transpose(1, 2, 0)), label)
+                add_image(writer, np.ascontiguousarray(image.transpose(1, 2, 0)), label)
         return writer.finish()
 
 

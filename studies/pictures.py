@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from utils.image_tables import save_rows
 
 COLUMNS = 12

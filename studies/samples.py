@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
+from data.records import add_image
 from inference.samples import Sampler
 from metrics.evaluate_gan import judge_images
 from metrics.lineage import passport_of
@@ -158,5 +159,5 @@ def _write(path: Path, images: Sequence[Sequence[np.ndarray]], checkpoint: Check
     with LMDBWriter(path, layout, classes=checkpoint["classes"], overwrite=True, **about) as writer:
         for label, found in enumerate(images):
             for image in found:
-                writer.add(np.ascontiguousarray(image.transpose(1, 2, 0)), label)
+                add_image(writer, np.ascontiguousarray(image.transpose(1, 2, 0)), label)
         writer.finish()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from inference.pseudo_labels import write_labelled
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import Options, build

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from data.dataset import Dataset, dataset_for_model
+from data.reading.dataset import Dataset, dataset_for_model
 from metrics.evaluate_classifier import evaluate_classifier
 from models.restore import classifier_from
 from studies.config import Recipe, tokens

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from data.sources import open_source
 from data.sources.base import ArraySource
 from tests.slim import make as slim_make

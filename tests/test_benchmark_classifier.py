@@ -14,7 +14,7 @@ from benchmarks import classifier as benchmark
 from benchmarks.classifying import contenders
 from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from utils.config.build import read_yaml

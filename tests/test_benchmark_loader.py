@@ -13,11 +13,11 @@ from benchmarks import loader
 from benchmarks.loading import first_batch, ours, peers, timing
 from benchmarks.loading import images as sample_images
 from benchmarks.loading.timing import Window, alternate, best_of, ratio, stream_rate
-from data.dataset import Dataset
 from data.decode import RandomCrop
 from data.images import decode_file
-from data.lmdb.writer import pack_arrays
 from data.pack import pack
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from data.sources import open_source
 from utils.errors import UserError
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torchvision import transforms
 
-from data.dataset import Dataset
-from data.loader import Batch, InfiniteLoader
-from data.sampler import GlobalSampler
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, InfiniteLoader
+from data.reading.sampler import GlobalSampler
 from training.base.config import PrecisionName
 from training.classifier.config import ClassifierConfig
 from training.classifier.task import ClassifierTask

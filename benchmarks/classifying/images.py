@@ -5,7 +5,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from data.sources import open_source
 from data.sources.base import ArraySource
 

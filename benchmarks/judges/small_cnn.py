@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.augment.transforms import to_float
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from models.restore import generator_from
 from models.sampling import generate
 from utils.checkpoint import load, resolve

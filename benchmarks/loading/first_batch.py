@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.loading import ours
-from data.lmdb.record import Layout, make_record
+from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
+from data.records import make_record
 
 ROOT = Path(__file__).resolve().parents[2]
 STATUS = Path("/proc/self/status")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from benchmarks.loading.timing import Stream
 from data.augment.transforms import Augment, draw_and_apply, to_float
-from data.dataset import Dataset
 from data.decode import RandomCrop
-from data.loader import InfiniteLoader
-from data.sampler import GlobalSampler
+from data.reading.dataset import Dataset
+from data.reading.loader import InfiniteLoader
+from data.reading.sampler import GlobalSampler
 
 SEED = 0
 FLIP = Augment(flip=True)

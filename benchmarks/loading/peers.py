@@ -19,7 +19,7 @@ from torchvision.datasets import ImageFolder
 from benchmarks.loading.images import jpeg_files
 from benchmarks.loading.timing import Stream, endless
 from data.decode import RandomCrop
-from data.sampler import GlobalSampler
+from data.reading.sampler import GlobalSampler
 
 Transform = Callable[[Image.Image], torch.Tensor]
 

@@ -117,7 +117,7 @@ def draw_and_apply(
 
     The numbers of the whole global batch are drawn on the images' device and rows [start, start + n) taken, so that the
     result does not depend on the number of ranks; a setting does not change another's draws. Alternating flips are the
-    loader's (`data.loader.mirror_in_turn`). Raises ValueError if the rows lie outside the global batch.
+    loader's (`data.reading.loader.mirror_in_turn`). Raises ValueError if the rows lie outside the global batch.
     """
     if not 0 <= start <= start + len(images) <= global_batch:
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from data.errors import MOST_SIDE
 from utils.passport import Passport, check_passport
 from utils.schema import items, maybe, number, one_of, record, text, whole
 
@@ -19,9 +19,6 @@ VERSION = 1
 FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
 SIGNATURES = 4096  # per record, as of names
 ENCODINGS = ("raw", "jpeg", "png", "source")
-
-MOST_PIXELS = 89_478_485  # of an image: Pillow's limit for files of others, which packing keeps to
-MOST_SIDE = math.isqrt(MOST_PIXELS)  # px, of square images
 
 BLOCK_IMAGES = 4096  # images per block at most
 BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
@@ -88,11 +85,11 @@ class Meta:
     images have sizes of their own (encoding "source"). `content_hash` is the SHA-256 of classes, labels, shapes and
     payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
     own bytes and labels in order, whatever was made of them; empty if the source was not asked. `split` says how the
-    file was drawn from a larger set (data/packing_parts.py); None: it was not. `passport` says which generator drew the
+    file was drawn from a larger set (data/packing/parts.py); None: it was not. `passport` says which generator drew the
     images (utils/passport.py); None: they are real. `long_tail` says how few images the classes were left with
-    (data/long_tail.py): ratio, images of the largest class, seed, images before; None: all were kept.
+    (data/reading/long_tail.py): ratio, images of the largest class, seed, images before; None: all were kept.
     `shards` are the tar files that hold the images' bytes, where the file is but an index of them
-    (data/shard_index.py); None: it holds them itself.
+    (data/reading/tar_index.py); None: it holds them itself.
     """
 
     version: int = VERSION

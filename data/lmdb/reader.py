@@ -12,17 +12,14 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from data.decode import decode
-from data.images import ImageError
+from data.errors import MOST_PIXELS, DamageError, ImageError
 from data.lmdb.environment import Handle, RawBlocks, acquire, read_meta
 from data.lmdb.format import (
     ENTRY,
     INDEX_HEAD,
     LINK,
-    MOST_PIXELS,
     SIGNATURE,
     SIGNATURES,
-    Meta,
     check_names,
     entry_checksum,
     image_key,
@@ -33,30 +30,6 @@ from data.lmdb.format import (
 )
 from data.tar_files import Member, TarFiles
 from utils.errors import UserError
-
-__all__ = ["DamageError", "LMDBReader", "Meta"]
-
-
-class DamageError(UserError):
-    """Records whose bytes are not those that were written.
-
-    The text names the records of the file; `records` counts from `first`, the number of the file's first record in a
-    data set of several files.
-    """
-
-    def __init__(self, path: Path, records: Sequence[int], reason: str, first: int = 0) -> None:
-        self.records, self.reason = [record + first for record in records], reason
-        self._arguments = (path, records, reason, first)
-        name = f"record {records[0]}"
-        if len(records) > 1:
-            whole = records[-1] - records[0] == len(records) - 1
-            name += f" to {records[-1]}" if whole else f" and {len(records) - 1} more"
-        # Other ranks may not meet the same record: every rank says it.
-        super().__init__(f"{path}: {name} is damaged: {reason}; copy or pack the file again", rank_specific=True)
-
-    def __reduce__(self) -> tuple[type["DamageError"], tuple[Path, Sequence[int], str, int]]:
-        """So that it travels between processes."""
-        return type(self), self._arguments
 
 
 class LMDBReader(AbstractContextManager["LMDBReader"]):
@@ -94,24 +67,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def __len__(self) -> int:
         return self.meta.count
 
-    def image(self, index: int) -> tuple[np.ndarray, int]:
-        """One image uint8 [H, W, C] and its label, 0 if unlabelled. Raises IndexError outside 0..len-1, DamageError."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
-        if self.meta.encoding == "raw":
-            return self.raw_image(index), int(self.labels()[index])
-        handle = self.handle()
-        with handle.environment.begin(buffers=True) as transaction:
-            entry, payload = self.encoded_record(transaction, index)
-            label = int(entry["label"])
-            if not 0 <= label < max(1, len(self.classes)):
-                raise self._label_damage([index], label)
-            try:
-                size = (int(entry["height"]), int(entry["width"]))
-                return decode(payload, int(entry["codec"]), self.meta.channels, size), label
-            except ImageError as error:
-                raise self.damage(index, str(error)) from None
-
     def labels(self) -> np.ndarray:
         """All labels, int64 [count], read-only. Raises DamageError, also for a label that has no class."""
         if self._labels is None:
@@ -122,7 +77,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             labels = np.concatenate(parts)
             unknown = np.flatnonzero((labels < 0) | (labels >= max(1, len(self.classes))))
             if len(unknown):
-                raise self._label_damage(unknown.tolist(), int(labels[unknown[0]]))
+                raise self.label_damage(unknown.tolist(), int(labels[unknown[0]]))
             labels.setflags(write=False)
             self._labels = labels
         return self._labels
@@ -247,7 +202,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             if entry_checksum(entry, image.tobytes()) != entry["checksum"]:
                 yield record
 
-    def _label_damage(self, records: Sequence[int], label: int) -> DamageError:
+    def label_damage(self, records: Sequence[int], label: int) -> DamageError:
         """The error for records without a class; `label` is the first one's."""
         return self.damage(records, f"label {label} has no class, the file has {len(self.classes)} classes")
 

@@ -32,7 +32,7 @@ from data.lmdb.format import (
     pixels_key,
     signature_key,
 )
-from data.lmdb.record import Layout, Record, halvings, make_record, mean_and_std
+from data.lmdb.record import Layout, Record, mean_and_std
 from utils import door
 from utils.errors import UserError
 from utils.files import replaceable, sync_folder
@@ -130,10 +130,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._undo.callback(self._environment.close)
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
         self._commit()
-
-    def add(self, image: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
-        """Append an image uint8 [H, W, C] of the largest resolution; see `make_record` and `add_record`."""
-        self.add_record(make_record(image, label, self.layout, payload))
 
     def add_record(self, record: Record, name: str = "", place: tuple[int, int] | None = None) -> None:
         """Append an image, with its name in the source if it has one, and in an index with its place in the shards
@@ -313,24 +309,3 @@ def _make_folders(path: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"{path.parent}: {error.strerror}; choose a folder that can be written") from None
     return missing[::-1]
-
-
-def pack_arrays(
-    path: str | Path,
-    images: np.ndarray,  # uint8 [n, C, H, H]
-    labels: Sequence[int] | np.ndarray | None = None,  # [n]
-    classes: Sequence[str] = (),
-    *,
-    encoding: str = "raw",
-    source: str = "arrays",
-    passport: Passport | None = None,  # of generated images
-    smallest: int | None = None,  # px: also store the images at half their side, a quarter and so on down to this
-    overwrite: bool = False,
-) -> Meta:
-    """Pack images that are in memory. Raises UserError and ValueError as LMDBWriter does."""
-    resolutions = halvings(images.shape[2], smallest)
-    layout = Layout(channels=images.shape[1], resolutions=resolutions, encoding=encoding)
-    with LMDBWriter(path, layout, classes=classes, source=source, passport=passport, overwrite=overwrite) as writer:
-        for index, image in enumerate(images):
-            writer.add(image.transpose(1, 2, 0), 0 if labels is None else int(labels[index]))
-        return writer.finish()

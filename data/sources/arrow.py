@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from data.images import SUFFIXES, ImageError
+from data.errors import ImageError
+from data.images import SUFFIXES
 from data.sources.base import PerProcess
 from data.sources.listing import first_of
-from data.sources.shards import choose_shards
+from data.sources.splits import choose_shards
 from data.sources.tables import LOOKED_AT, TableSource, pyarrow, reason
 from utils import door
 from utils.errors import UserError

@@ -56,7 +56,7 @@ class Source(AbstractContextManager["Source"]):
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     passport: Passport | None = None  # of generated images, which a packed file goes on telling
-    long_tail: dict[str, Any] | None = None  # of a long-tailed part (data/long_tail.py), likewise
+    long_tail: dict[str, Any] | None = None  # of a long-tailed part (data/reading/long_tail.py), likewise
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def item(self, index: int) -> Item:
-        """One image. Raises data.images.ImageError if its bytes cannot be had."""
+        """One image. Raises data.errors.ImageError if its bytes cannot be had."""
 
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""

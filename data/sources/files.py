@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import ImageError
+from data.errors import ImageError
 from data.sources.base import Item, PerProcess, Source
 from data.sources.listing import Listing, arrange, kind_of
 from utils import door

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from data.images import SUFFIXES, ImageError
+from data.errors import ImageError
+from data.images import SUFFIXES
 from data.sources.base import Problem
 from data.sources.labels import class_of_name, names_look_like_labels, one_spelling
 from utils import door

@@ -11,10 +11,11 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.images import ImageError
+from data.decode import stored_image
+from data.errors import DamageError, ImageError
 from data.lmdb.environment import acquire
 from data.lmdb.format import FORMAT_KEY
-from data.lmdb.reader import DamageError, LMDBReader
+from data.lmdb.reader import LMDBReader
 from data.sources.base import Item, PerProcess, Source
 from utils.errors import UserError
 
@@ -62,7 +63,7 @@ class PackedSource(Source):
 
     def item(self, index: int) -> Item:
         try:
-            pixels, label = self.reader.image(index)
+            pixels, label = stored_image(self.reader, index)
         except DamageError as error:
             raise ImageError(f"is damaged: {error.reason}") from None
         return Item(self.item_name(index), label, pixels)

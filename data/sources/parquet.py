@@ -1,6 +1,6 @@
 """Parquet files with images' bytes, as the Hugging Face hub has them: one file, or a folder of shards.
 
-Columns are chosen as data/sources/tables.py says, shards as data/sources/shards.py does. Images are read by row group;
+Columns are chosen as data/sources/tables.py says, shards as data/sources/splits.py does. Images are read by row group;
 labels at once; the number of images stands in the files' metadata.
 """
 
@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from data.images import SUFFIXES, ImageError
+from data.errors import ImageError
+from data.images import SUFFIXES
 from data.sources.base import PerProcess
 from data.sources.parquet_pages import page_sizes
-from data.sources.shards import choose_shards
+from data.sources.splits import choose_shards
 from data.sources.tables import LOOKED_AT, TableSource, pyarrow, reason
 from utils import door
 from utils.errors import UserError

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from data.images import ImageError
+from data.errors import ImageError
 from data.sources.base import PerProcess
 from data.sources.files import ListedSource
 from data.sources.listing import Listing, arrange, kind_of

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from data.images import ImageError
+from data.errors import ImageError
 from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.labels import choose_label, looks_like_labels, one_spelling, only_label
 from utils import door

@@ -23,11 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data.images import SUFFIXES, ImageError
+from data.errors import ImageError
+from data.images import SUFFIXES
 from data.sources.base import Item, PerProcess, Problem, Source
 from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
 from data.sources.listing import arrange, kind_of
-from data.sources.shards import choose_shards
+from data.sources.splits import choose_shards
 from data.tar_files import Member, TarFiles, read_members
 from utils import door
 from utils.config.cli import did_you_mean

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.images import ImageError
+from data.errors import ImageError
 from inference.edit.editor import Editor
 from inference.edit.strips import counterfactual, save_strips
 from inference.predictions import read_image

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset, dataset_for_model
+from data.reading.dataset import Dataset, dataset_for_model
 from inference.export.formats import FORMATS, Format, Runner, as_runner, import_extra
 from inference.export.subject import Inputs, Subject, classifier_subject, generator_subject
 from inference.settings import ExportConfig

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from data.dataset import Dataset
-from data.loader import read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
 from metrics.extractors import classifier_input
 from models.classifier import Classifier
 from models.fast import fold_batchnorm

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset, dataset_for_model
+from data.reading.dataset import Dataset, dataset_for_model
 from metrics.classification.figures import further_figures, outliers, robustness
 from metrics.classification.passes import corrupted_hits, outlier_logits
 from metrics.comparison.predictions import keep_predictions

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from utils import door
 from utils.errors import UserError
 from utils.files import write_atomic

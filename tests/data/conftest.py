@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 
 CLASSES = ["cat", "dog", "emu"]
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data.decode import RandomCrop, centre_box, decode, decode_crop, first_rows
-from data.images import ImageError, decode_file, encode, plain_codec
+from data.errors import ImageError
+from data.images import decode_file, encode
 from data.lmdb.format import CODEC_JPEG, CODEC_PNG, CODEC_RULES
+from data.records import plain_codec
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 

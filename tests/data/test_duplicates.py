@@ -16,9 +16,10 @@ from data import near_duplicates
 from data.duplicates import Report, exact, find, lines, main
 from data.lmdb.format import SIGNATURE
 from data.lmdb.reader import LMDBReader
-from data.lmdb.record import Layout, signature
-from data.lmdb.writer import LMDBWriter, pack_arrays
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
 from data.near_duplicates import DISTANCE, Candidates, confirm, near
+from data.records import add_image, pack_arrays, signature
 from tests.data.conftest import CLASSES
 from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
 from utils.seeding import numpy_generator
@@ -370,7 +371,7 @@ def test_images_with_sizes_of_their_own(planted: Path, tmp_path: Path) -> None:
             for quality in (95, 70):
                 content = cv2.imencode(".jpg", pixels[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality])[1].tobytes()
                 pixels_read = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR_RGB)
-                writer.add(np.asarray(pixels_read), 0, content)
+                add_image(writer, np.asarray(pixels_read), 0, content)
         writer.finish()
     own = LMDBReader(tmp_path / "b.lmdb")
     assert summary(find(own, similar=True)) == ([], [(0, 1, False), (2, 3, False), (4, 5, False)])

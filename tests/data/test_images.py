@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data.images import ImageError, decode_file, fit, pillow_filters, to_channels
+from data.errors import ImageError
+from data.images import decode_file, fit, pillow_filters, to_channels
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 

@@ -12,12 +12,13 @@ from PIL import Image
 from data.images import encode
 from data.inspect import grid, main, report
 from data.lmdb import format as record_format
-from data.lmdb import verify as verify_module
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
-from data.lmdb.verify import Damage, check_block, verify
-from data.lmdb.writer import LMDBWriter, pack_arrays
+from data.lmdb.writer import LMDBWriter
 from data.pack import main as pack_main
+from data.reading import verify as verify_module
+from data.reading.verify import Damage, check_block, verify
+from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
 from utils.errors import EXIT_USER, UserError, run_cli
@@ -227,7 +228,7 @@ def test_verify_compares_records_with_their_index_and_their_images(tmp_path: Pat
     assert verify(LMDBReader(path)).records == {1: "it differs from its index"}
     layout = Layout(channels=3, resolutions=(0,), encoding="source")
     with LMDBWriter(tmp_path / "y.lmdb", layout, classes=[]) as writer:
-        writer.add(sample_images(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
+        add_image(writer, sample_images(1)[0].transpose(1, 2, 0), payload=encode(np.zeros((5, 6, 3), np.uint8), "png"))
         writer.finish()
     assert verify(LMDBReader(tmp_path / "y.lmdb")).records == {0: "is 6x5 px by its header, 8x8 px by its record"}
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
 from data.inspect import main as inspect_main
 from data.lmdb.format import META_KEY
 from data.lmdb.reader import LMDBReader
-from data.lmdb.writer import pack_arrays
 from data.pack import main as pack_main
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.lmdb.test_metadata import OTHERS, forge, read, use

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference
 from tests.metrics.conftest import gan_run

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from models.hooks import LayerStatistics
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker

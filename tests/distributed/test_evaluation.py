@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import ClassifierFeatures, PixelFeatures

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from tests.distributed import test_classifier_oracle as classifiers
 from tests.distributed import worker
 from tests.distributed.test_oracle import CLASSES, TOLERANCE, largest_difference, untrained_classifier

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from models.classifier import Classifier, ModelConfig
 from tests.distributed.worker import CLASSIFIER
 from utils.checkpoint import point, save

@@ -89,7 +89,7 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved
     import torch
 
     import train as script
-    from data.loader import Batch, InfiniteLoader
+    from data.reading.loader import Batch, InfiniteLoader
     from tests.slim import slim_down
     from utils.errors import run_cli
 

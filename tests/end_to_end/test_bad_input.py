@@ -11,8 +11,8 @@ import evaluate
 import predict
 import train
 from data import pack
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from tests.end_to_end.helpers import write_config
 from utils.errors import run_cli
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train
-from data.dataset import dataset_for_model
+from data.reading.dataset import dataset_for_model
 from inference.influence_scores import rate_of
 from inference.predictions import read_image
 from models import weights

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import export
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from tests.data.test_passport import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
 from utils.checkpoint import load, resolve

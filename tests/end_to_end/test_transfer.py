@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from models import convert
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import kill_at_checkpoint, rows, train_in_process

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from explorer import drawing, naming
 from explorer.app import MOST_DRAWN
 from explorer.drawing import FRAMES, Source, address

@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
-from data.lmdb.reader import DamageError, LMDBReader
-from data.lmdb.writer import pack_arrays
-from data.sampler import GlobalSampler
+from data.errors import DamageError
+from data.lmdb.reader import LMDBReader
+from data.reading.dataset import Dataset
+from data.reading.sampler import GlobalSampler
+from data.records import pack_arrays
 from tests.conftest import REPOSITORY
 from tests.data.conftest import change, flip, save
 from tests.data.conftest import images as sample_images
-from tests.data.test_dataset_damage import payload
+from tests.data.reading.test_dataset_damage import payload
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
 from tests.faults.conftest import ENVIRONMENT, Command, own_process

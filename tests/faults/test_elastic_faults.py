@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from tests.end_to_end.helpers import write_config
 from tests.end_to_end.ranks import printed, run, train, wait
 from tests.end_to_end.ranks import start as start_ranks
@@ -73,7 +73,7 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
     import torch
 
     import training.classifier.task as module
-    from data.dataset import Dataset
+    from data.reading.dataset import Dataset
     from tests.slim import slim_down
     from training.engine.tasks import build_run_config
     from utils.distributed import collectives

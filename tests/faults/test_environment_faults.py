@@ -14,9 +14,10 @@ import pytest
 from PIL import Image
 
 import train
-from data.dataset import Dataset
 from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter, pack_arrays
+from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset
+from data.records import add_image, pack_arrays
 from tests.data.conftest import images as sample_images
 from tests.data.conftest import save
 from tests.end_to_end.ranks import start, wait
@@ -109,7 +110,7 @@ def own_sizes(packed: Path, tmp_path: Path) -> Path:
                     image = np.asarray(Image.fromarray(images[number, 0]).resize((80 + number % 9, 80)))
                     buffer = io.BytesIO()
                     Image.fromarray(image).save(buffer, format="JPEG")
-                    writer.add(image[:, :, None], int(labels[number]), payload=buffer.getvalue())
+                    add_image(writer, image[:, :, None], int(labels[number]), payload=buffer.getvalue())
                 writer.finish()
     return tmp_path / "own-*.lmdb"
 

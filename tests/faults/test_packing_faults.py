@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.decode import stored_image
 from data.images import fit
 from data.lmdb.reader import LMDBReader
 from tests.data.conftest import save
@@ -271,7 +272,7 @@ def test_fault_21_every_kind_of_image(command: Command, tmp_path: Path, encoding
     with LMDBReader(path) as reader:
         assert len(reader) == len(expected)
         for record, name in enumerate(sorted(expected)):
-            pixels = reader.image(record)[0]
+            pixels = stored_image(reader, record)[0]
             wanted = expected[name] if encoding == "source" else fit(expected[name], 16, "crop")
             assert pixels.shape == wanted.shape, name
             # Pillow composites transparency in integers

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.decode import stored_image
 from data.lmdb.reader import LMDBReader
-from data.lmdb.verify import verify
+from data.reading.verify import verify
 from utils.errors import UserError
 
 PAGE = 4096  # bytes
@@ -44,7 +45,7 @@ def contents(path: Path) -> list[bytes]:
     for side in sides:
         with LMDBReader(path, resolution=side) as reader:
             found.append(reader.labels().tobytes())
-            found += [np.ascontiguousarray(reader.image(index)[0]).tobytes() for index in range(len(reader))]
+            found += [np.ascontiguousarray(stored_image(reader, index)[0]).tobytes() for index in range(len(reader))]
     return found
 
 

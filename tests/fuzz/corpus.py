@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 
 import train
-from data.lmdb.writer import pack_arrays
 from data.pack import pack
+from data.records import pack_arrays
 from data.sources import open_source
 from tests.slim import slim_down
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import generate as script
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from utils.checkpoint import file_sha256
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from inference import dataset
 from inference.dataset import provenance, write_dataset
 from metrics.extractors import fingerprint

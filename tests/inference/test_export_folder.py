@@ -17,7 +17,7 @@ from markdown_it import MarkdownIt
 from safetensors.torch import load_file, save_file
 
 import export as script
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from inference.export.card import described, figures, readme
 from inference.export.check import CheckFailed
 from inference.export.formats import FORMATS, Format

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from inference.export.formats import FORMATS, import_extra
 from inference.export.subject import SAMPLES, classifier_subject, generator_subject
 from inference.predictions import predict

@@ -10,7 +10,7 @@ from PIL import Image
 from safetensors.torch import load_file, safe_open
 
 import generate
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from inference.projection import Projector
 from tests.inference.conftest import sampler_of
 from tests.inference.test_video import mp4_frames

@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from inference import influence as command
 from inference.influence_scores import (
     Snapshot,

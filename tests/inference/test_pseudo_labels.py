@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from inference import pseudo_labels as command
 from metrics.evaluate_gan import judge_images
 from models.restore import classifier_from

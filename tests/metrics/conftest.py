@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset
+from data.records import add_image
 from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
 from utils.checkpoint import point, save
@@ -30,7 +31,7 @@ def pack(path, *, count=60, classes=CLASSES, channels=1, side=SIDE, seed=0, resi
     with writer:
         for label in np.sort(np.arange(count) % kinds).tolist():
             noise = draw.integers(0, 40, (side, side, channels))
-            writer.add((noise + label * 200 // kinds).astype(np.uint8), label)
+            add_image(writer, (noise + label * 200 // kinds).astype(np.uint8), label)
         writer.finish()
     return Path(path)
 

@@ -8,8 +8,8 @@ import torch
 
 import evaluate
 from data.augment.transforms import to_float
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from metrics import evaluate_gan
 from metrics.audit import LEVEL, audit_table, verdict
 from metrics.evaluate_audit import Partners, audit_scores, choose_sides

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
 from models.classifier import Classifier
 from tests.metrics.conftest import CLASSES, SIDE, pack

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.class_score import class_score
 from metrics.copies import neighbour_images
 from metrics.diversity import diversity_ratio

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.evidence import balanced_interval, few_images, influence_interval, interval_of, leaks, wilson
 from tests.metrics.conftest import pack
 

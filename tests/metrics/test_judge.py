@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import evaluate
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from metrics.evidence import TOLERATED
 from metrics.judge import identities, unfit
 from metrics.lineage import lineage_of, passport_of

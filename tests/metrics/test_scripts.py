@@ -14,7 +14,7 @@ import generate
 import inference.predictions
 import inference.samples
 import predict
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from inference.predictions import predict as predict_files
 from metrics.comparison.predictions import load_predictions
 from metrics.evaluate_gan import judge_images

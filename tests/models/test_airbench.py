@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from data.augment.transforms import to_float
-from data.dataset import Dataset
-from data.loader import Batch, read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, read_batch
 from models.backbones.airbench import EPS, whitening
 from models.classifier import Classifier, ModelConfig
 from models.fast import fold_batchnorm

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import study as script
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from studies.augment import CLASSIC, CONTROL, HELD, REAL, SYNTHETIC, UNTRAINED, Augment, AugmentConfig, choose
 from studies.config import quickened, tokens
 from studies.declare import Result, Results, Subject

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
-from data.loader import read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
+from data.records import pack_arrays
 from models.stylegan2 import Generator, GeneratorConfig
 from studies.cas import CONTROL, PLAIN, REAL, TOGETHER, UNTRAINED, Cas, CasConfig
 from studies.config import Recipe, StudyData

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from data.dataset import Dataset
-from data.loader import read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
 from models.restore import generator_from
 from models.sampling import draw, generate, to_uint8
 from studies.drawing import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import study as script
-from data.dataset import Dataset
-from data.few_labels import few_labels
+from data.reading.dataset import Dataset
+from data.reading.few_labels import few_labels
 from inference.pseudo_labels import guesses
 from models.restore import classifier_from
 from studies.labels import GUESSED, HEAD, WITH_SAMPLES, Labels, LabelsConfig, arm_name

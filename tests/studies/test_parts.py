@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import yaml
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from studies.augment import sample_counts
 from studies.config import StudyData, quickened, tokens
 from studies.parts import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, parts_job, training_counts

@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
 
-from data.images import ImageError
+from data.errors import ImageError
 from data.inspect import main as inspect
 from data.pack import main as pack
 from data.sources import open_source
@@ -32,10 +32,10 @@ OWN = {  # what opens files without the door, and why
     "data/lmdb/environment.py": "LMDB opens by path, after the door's check",
     "data/lmdb/writer.py": "writes our own file",
     "data/images.py": "bytes in memory",
-    "data/sampler.py": "NumPy maps the file, after the door's check",
+    "data/reading/sampler.py": "NumPy maps the file, after the door's check",
     "data/sources/cifar10.py": "bytes in memory",
     "data/sources/files.py": "zipfile opens by path, after the door's check",
-    "data/shard_index.py": "its own lock",
+    "data/reading/tar_index.py": "its own lock",
     "data/tar_files.py": "tarfile is given what the door has opened",
     "data/sources/remote.py": "fsspec's files, read by door.read_stream",
     "inference/export/check.py": "reads what was just written",

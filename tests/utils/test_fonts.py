@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from data.inspect import grid
 from data.lmdb.reader import LMDBReader
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from metrics.images import save_confusion
 from tests.data.conftest import images as sample_images
 from utils import fonts

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from data.augment.transforms import Augment
-from data.dataset import Dataset
 from data.decode import RandomCrop
-from data.lmdb.reader import DamageError
-from data.loader import InfiniteLoader, choose_workers
-from data.mixture import MixedDataset
-from data.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
-from data.shards import open_at_once, shard_paths
+from data.errors import DamageError
+from data.reading.dataset import Dataset
+from data.reading.loader import InfiniteLoader, choose_workers
+from data.reading.mixture import MixedDataset
+from data.reading.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights
+from data.reading.several_files import open_at_once, shard_paths
 from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
 from training.base.fresh import FreshSamples

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data.lmdb.format import Meta
-from data.sampler import SampleKeys
+from data.reading.sampler import SampleKeys
 from metrics.extractors import fingerprint
 from metrics.lineage import passport_of
 from metrics.precision import exact_float32
@@ -22,7 +22,7 @@ BLOCK = 16  # samples a forward pass, always the same ones together: rounding de
 
 
 class FreshSamples:
-    """`count` samples an epoch of a run's average generator, as a source of synthetic images (data/mixture.py).
+    """`count` samples an epoch of a run's average generator, as a source of synthetic images (data/reading/mixture.py).
 
     Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit on one kind of
     device: the samples [16 k, 16 k + 16) are always made in one pass. Truncation is off (psi 1). Labels go round the

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.dataset import Dataset
-from data.mixture import MixedDataset, MixedSampler, SyntheticSource
-from data.sampler import GlobalSampler
-from data.shards import shard_paths
+from data.reading.dataset import Dataset
+from data.reading.mixture import MixedDataset, MixedSampler, SyntheticSource
+from data.reading.sampler import GlobalSampler
+from data.reading.several_files import shard_paths
 from training.base.fresh import FreshSamples
 from utils.classes import require_same_classes
 from utils.config.ranges import Checked, NonNegativeFloat, PositiveFloat, Share

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.dataset import Dataset
-from data.loader import Batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch
 from training.base.room import Outline
 from utils.passport import Lineage, nothing
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
 from data.augment.mixing import MixingAugment
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from models.classifier import ModelConfig
 from training.base.compiled import CompileSetting
 from training.base.config import RunConfig

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from data.augment.mixing import Mixing, draw_mixing, mix_images, partners
 from data.augment.transforms import draw_and_apply, to_float
-from data.dataset import Dataset
-from data.loader import Batch, read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, read_batch
 from metrics.evaluate_classifier import evaluate_classifier
 from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from data.augment.transforms import to_float
-from data.dataset import Dataset
-from data.loader import read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
 from models.classifier import Classifier
 from utils.distributed import collectives
 

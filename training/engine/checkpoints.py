@@ -4,7 +4,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from data.loader import InfiniteLoader
+from data.reading.loader import InfiniteLoader
 from training.base.config import RunConfig
 from utils import checkpoint as checkpoints
 from utils.checkpoint_writer import Background, Snapshot

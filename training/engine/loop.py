@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from data.lmdb.reader import DamageError
-from data.loader import Batch, InfiniteLoader
+from data.errors import DamageError
+from data.reading.loader import Batch, InfiniteLoader
 from training.base.config import RunConfig
 from training.base.spikes import SpikeDetector
 from training.base.stopping import EarlyStopping

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from data.dataset import Dataset
-from data.levels import levels_text
+from data.reading.dataset import Dataset
+from data.reading.stages import levels_text
 from training.base.config import RunConfig
 from training.base.data import data_text, mixture_text
 from training.base.task import Task

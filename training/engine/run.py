@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data.dataset import Dataset
-from data.loader import Batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch
 from models.fast import Fixed, native
 from training.base import data
 from training.base.config import RunConfig

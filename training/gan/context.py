@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.augment.transforms import draw_and_apply, to_float
-from data.loader import Batch
+from data.reading.loader import Batch
 from models.fir import upsample_fir
 from models.gan import StyledGenerator
 from training.base.compiled import Compiled

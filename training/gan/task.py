@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from data.augment.transforms import to_float
-from data.dataset import Dataset
-from data.loader import Batch, read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, read_batch
 from metrics.evaluate_gan import evaluate_generator
 from metrics.extractors import Options, build, fingerprint
 from metrics.features import RealFeatures

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
+from data.decode import stored_image
+from data.errors import DamageError
 from data.lmdb.environment import partial_path
 from data.lmdb.format import META_KEY
-from data.lmdb.reader import DamageError, LMDBReader
-from data.lmdb.writer import pack_arrays
+from data.lmdb.reader import LMDBReader
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
 from utils.errors import UserError
@@ -28,7 +30,7 @@ from data.lmdb.writer import LMDBWriter
 writer = LMDBWriter(sys.argv[1], Layout(channels=3, resolutions=(64,), encoding="png"), classes=[])
 noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
 for _ in range(1500):  # more than one transaction
-    writer.add(noise)
+    add_image(writer, noise)
 os.kill(os.getpid(), 9)
 """
 
@@ -93,7 +95,7 @@ def test_flipped_bit_in_an_encoded_label_is_refused(tmp_path: Path) -> None:
         record = entry.tobytes() + bytes(payload)
     flip(path, record, offset=LABEL_OFFSET)
     with pytest.raises(DamageError, match="record 1 "):
-        LMDBReader(path).image(1)
+        stored_image(LMDBReader(path), 1)
 
 
 def test_flipped_bit_in_the_metadata_is_refused(packed: Path) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
+from data.conversion import make_plan
+from data.errors import DamageError
 from data.lmdb.format import COMPLETE_KEY, META_KEY, index_key
-from data.lmdb.reader import DamageError, LMDBReader
-from data.lmdb.writer import pack_arrays
-from data.packing import make_plan
+from data.lmdb.reader import LMDBReader
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from data.sources.base import ArraySource
 from tests.data.conftest import CLASSES, change
 from tests.data.conftest import images as sample_images

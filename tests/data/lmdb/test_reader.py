@@ -12,11 +12,12 @@ import lmdb
 import numpy as np
 import pytest
 
-from data.dataset import Dataset
 from data.lmdb import format as record_format
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter, pack_arrays
+from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset
+from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from utils.errors import UserError
@@ -112,7 +113,7 @@ def test_full_map_grows(tmp_path: Path) -> None:
         tmp_path / "x.lmdb", Layout(channels=3, resolutions=(32,)), classes=[], first_map=1 << 16
     ) as writer:
         for image in images:
-            writer.add(image.transpose(1, 2, 0))
+            add_image(writer, image.transpose(1, 2, 0))
         writer.finish()
     np.testing.assert_array_equal(Dataset(tmp_path / "x.lmdb").read(range(200))[0], images)
 
@@ -137,9 +138,9 @@ def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
         good = np.zeros((8, 8, 3), np.uint8)
         for wrong in (good[:4], good[:, :, :1], good.astype(np.float32)):
             with pytest.raises(ValueError, match="image"):
-                writer.add(wrong)
+                add_image(writer, wrong)
         with pytest.raises(ValueError, match="label 3"):
-            writer.add(good, 3)
+            add_image(writer, good, 3)
         with pytest.raises(ValueError, match="no images"):
             writer.finish()
     with pytest.raises(ValueError, match="do not fit"):
@@ -148,7 +149,7 @@ def test_writer_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
 def test_left_writer_leaves_nothing(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "new" / "deep" / "x.lmdb", GREY, classes=[]) as writer:
-        writer.add(np.zeros((8, 8, 1), np.uint8))
+        add_image(writer, np.zeros((8, 8, 1), np.uint8))
         assert list((tmp_path / "new" / "deep").iterdir())
     assert list(tmp_path.iterdir()) == []
 
@@ -167,7 +168,7 @@ def test_two_writers_on_one_file(tmp_path: Path) -> None:
     with LMDBWriter(path, GREY, classes=[]) as writer:
         with pytest.raises(UserError, match="another process"):
             LMDBWriter(path, GREY, classes=[])
-        writer.add(np.zeros((8, 8, 1), np.uint8))
+        add_image(writer, np.zeros((8, 8, 1), np.uint8))
         writer.finish()
     assert len(Dataset(path)) == 1
 

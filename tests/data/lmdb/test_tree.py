@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from data.images import ImageError
+from data.errors import ImageError
 from data.lmdb.environment import acquire
 from data.sources import open_source
 from utils.errors import UserError

@@ -9,7 +9,7 @@ from PIL import Image
 from sklearn.metrics import roc_auc_score
 
 import evaluate
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from metrics.classification.passes import corrupted_hits, logits_of, outlier_logits
 from models.restore import classifier_from

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
 from data.decode import RandomCrop
+from data.errors import DamageError
 from data.images import encode
-from data.lmdb.reader import DamageError
 from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter, pack_arrays
-from data.sampler import GlobalSampler
+from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset
+from data.reading.sampler import GlobalSampler
+from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
 from tests.data.test_inspect import change_entry
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     ) as writer:
         for number in range(6):
             image = sample_images(1, side=8 + number, seed=9)[0].transpose(1, 2, 0)[:8]
-            writer.add(image, number % 3, payload=encode(image, "png"))
+            add_image(writer, image, number % 3, payload=encode(image, "png"))
         writer.finish()
     return tmp_path
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import train_in_process, write_config
 from training.base.epochs import in_updates, resolved
 from training.engine.tasks import build_run_config

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
-from data.mixture import MixedDataset
-from data.sampler import SampleKeys
+from data.reading.mixture import MixedDataset
+from data.reading.sampler import SampleKeys
+from data.records import pack_arrays
 from models.sampling import generate
 from tests.data.conftest import images as sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from training.base.data import make_loader
 from training.base.stopping import EarlyStopping, EarlyStoppingConfig
 from training.base.task import Task

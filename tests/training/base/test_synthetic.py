@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
-from data.mixture import MixedDataset
+from data.reading.dataset import Dataset
+from data.reading.mixture import MixedDataset
+from data.records import pack_arrays
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.test_inspect import change_entry

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from metrics.extractors import fingerprint
 from metrics.judge import unfit
 from models.restore import classifier_from, generator_from

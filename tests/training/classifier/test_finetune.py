@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.dataset import Dataset
-from data.loader import Batch, read_batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, read_batch
 from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier, ModelConfig
 from training.base.config import DataConfig

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from training.base.data import make_loader
 from training.classifier.config import check_batches
 from training.classifier.micro_batch import MicroBatch

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from data.augment.transforms import to_float
-from data.dataset import Dataset
-from data.loader import Batch
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch
 from models.classifier import Classifier, ModelConfig, scaled
 from tests.end_to_end.helpers import train_in_process, write_config
 from training.base import compiled

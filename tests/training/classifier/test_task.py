@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import differing
 from training.base.data import make_loader
 from training.classifier.task import ClassifierTask

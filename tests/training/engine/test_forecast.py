@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import TASKS, differing, state_of, train_in_process, write_config
 from training.base.config import RunConfig
 from training.classifier.resizing import side_at

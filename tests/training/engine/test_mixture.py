@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from tests.conftest import sample_images
 from tests.end_to_end.helpers import differing
 from tests.metrics.conftest import gan_run

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import train
-from data.dataset import Dataset
 from data.lmdb.format import COMPLETE_KEY, META_KEY
 from data.lmdb.reader import LMDBReader
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from models.classifier import Classifier, ModelConfig
 from tests.data.conftest import change
 from tests.data.test_inspect import change_entry

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
+from data.reading.dataset import Dataset
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import TASKS, differing, rows, state_of, train_in_process, write_config
 from training.base.config import RunConfig

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.lmdb.writer import pack_arrays
+from data.records import pack_arrays
 from models.restore import discriminator_from
 from tests.distributed.worker import GAN, R3
 from tests.training.gan.test_steps import CLASSES, Run, gradients, same, state

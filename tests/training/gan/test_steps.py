@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.dataset import Dataset
-from data.lmdb.writer import pack_arrays
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
 from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
 from training.base.data import make_loader

@@ -1,0 +1,297 @@
+"""What training and evaluation read from: packed files or tar files, at one resolution, decoded by threads."""
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from data.decode import Box, RandomCrop, centre_box, crop_into, decode, decode_crop, stored_image
+from data.errors import DamageError, ImageError
+from data.lmdb.reader import LMDBReader
+from data.reading.cache import ImageCache
+from data.reading.sampler import SampleKeys
+from data.reading.several_files import combined_meta, open_files
+from utils.errors import UserError
+from utils.logging import say
+from utils.memory import cores
+from utils.seeding import numpy_generator
+
+DAMAGED_SHARE = 0.01  # of the records, replaced at most before reading stops; ten are always allowed
+CHUNKS = 4  # pieces of a batch per thread, so that no thread waits long for the last one
+
+
+class Dataset(AbstractContextManager["Dataset"]):
+    """Images and labels by index, from one packed file or several shards one after the other, or from tar files.
+
+    Square images of `resolution` px: a resolution that is stored is read as it is, otherwise the next larger one
+    (or the images of sizes of their own) is cropped in the middle and scaled. `crop` takes a random part of every
+    image where `read` is given keys. Raw images of a stored resolution are gathered at memory speed in the calling
+    thread; everything else is decoded by `workers` threads (0: the calling thread). The images do not depend on
+    `workers`. May be pickled and used after a fork; each process opens the files itself.
+
+    `on_damage` "skip" replaces a damaged record by the next whole one of its file, says so once and counts it in
+    `damaged`; it stops at DAMAGED_SHARE. Raises UserError for files that do not fit together or lack the resolution.
+    """
+
+    synthetic: Any = None  # images that stand beside these in training, see data/reading/mixture.py
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path],  # see data.reading.several_files.shard_paths
+        *,
+        resolution: int | None = None,  # px; None: the largest that is stored
+        crop: RandomCrop | None = None,
+        workers: int = 0,  # decoding threads
+        cache: bool = False,  # keep decoded images in memory
+        on_damage: Literal["stop", "skip"] = "stop",
+    ) -> None:
+        self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
+        tolerant = on_damage == "skip"
+        stored = None if crop else resolution  # a random crop is a part of the largest image
+        self.shards = open_files(path, stored, tolerant=tolerant)
+        self.meta = combined_meta(self.shards)
+        self.resolution: int = resolution or self.shards[0].resolution
+        if stored is not None and 0 < self.meta.resolutions[-1] < stored:
+            raise UserError(
+                f"{self.path}: its images have {self.meta.resolutions[-1]} px, less than the {stored} px asked for;"
+                " choose a lower data.resolution or pack again with a larger --size"
+            )
+        self.crop, self.workers, self.on_damage = crop, workers, on_damage
+        self.damaged: dict[int, str] = {}  # records that were replaced, and why
+        self._ends = np.cumsum([len(shard) for shard in self.shards])
+        for shard, end in zip(self.shards, self._ends.tolist(), strict=True):
+            shard.first = end - len(shard)
+        self._labels: np.ndarray | None = None
+        self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
+        self.cache: ImageCache | None = None
+        if cache and self.meta.encoding != "raw":  # raw: nothing to decode
+            size = len(self) * self.meta.channels * self.resolution**2
+            if crop:
+                size = sum(shard.decoded_bytes() for shard in self.shards)
+            self.cache = ImageCache(self.path, size, whole=crop is not None)
+
+    def __len__(self) -> int:
+        return self.meta.count
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names by label; empty if the set is unlabelled."""
+        return self.meta.classes
+
+    @property
+    def gathers(self) -> bool:
+        """Whether batches are copied as they are stored, without decoding or scaling."""
+        same = all(shard.resolution == self.resolution for shard in self.shards)
+        return self.meta.encoding == "raw" and same and self.crop is None
+
+    @property
+    def keyed(self) -> bool:
+        """Whether images depend on the keys that they are read with."""
+        return self.crop is not None
+
+    @property
+    def replaced(self) -> set[int]:
+        """Records in whose place another was read because they are damaged (`on_damage` "skip")."""
+        return set(self.damaged)
+
+    def labels(self) -> np.ndarray:
+        """All labels, int64 [count], read-only. Raises DamageError."""
+        if self._labels is None:
+            self._labels = np.concatenate([shard.labels() for shard in self.shards])
+            self._labels.setflags(write=False)
+        return self._labels
+
+    def signatures(self) -> np.ndarray:
+        """What duplicates are found by: SIGNATURE [count], see data/lmdb/format.py. Raises DamageError."""
+        return np.concatenate([shard.signatures() for shard in self.shards])
+
+    def image(self, index: int) -> tuple[np.ndarray, int]:
+        """One image as it is stored, uint8 [H, W, C], and its label. Raises IndexError, DamageError."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        shard = self._shard(index)
+        return stored_image(shard, index - shard.first)
+
+    def read(
+        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Images uint8 [n, C, R, R] and labels int64 [n] of the given records, in the given order.
+
+        `out`, if given, is filled and returned: uint8 [n, C, R, R], C-contiguous or, where images are decoded, in
+        memory as [n, R, R, C]. With `keys` the crop is random: it depends on the sample's key alone. Unlabelled
+        images have label 0. Raises IndexError outside 0..len-1, DamageError for a damaged record, UserError without
+        a resolution, ValueError for an `out` that does not fit.
+        """
+        wanted = np.asarray(indices, dtype=np.int64)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(f"record {wanted.min()}..{wanted.max()} of {len(self)}")
+        if not self.resolution:
+            raise UserError(
+                f"{self.path}: its images have sizes of their own; set data.resolution to read them at one size, or"
+                " pack with --size N"
+            )
+        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
+        images = np.empty(shape, np.uint8) if out is None else out
+        fits = images.shape == shape and images.dtype == np.uint8
+        if not fits or not (
+            images.flags.c_contiguous or (not self.gathers and images.transpose(0, 2, 3, 1).flags.c_contiguous)
+        ):
+            raise ValueError(f"out is {images.dtype} {images.shape}, expected contiguous uint8 {shape}")
+        labels = self.labels()  # a damaged index has no labels to go on with: it always stops reading
+        while len(wanted):
+            chosen = self._without_damage(wanted)
+            try:
+                self._fill(chosen, images, keys)
+                return images, labels[chosen]
+            except DamageError as error:
+                self._note_damage(error)
+        return images, np.empty(0, np.int64)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """Image uint8 [C, R, R] and label: with `__getitems__` what torch.utils.data asks of a data set."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+        """A batch at once."""
+        images, labels = self.read(indices)
+        return list(zip(images, labels.tolist(), strict=True))
+
+    def _shard(self, index: int) -> LMDBReader:
+        """The file that holds a record."""
+        return self.shards[int(np.searchsorted(self._ends, index, side="right"))]
+
+    def _fill(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
+        if not self.gathers:
+            self._decode(chosen, images, keys)
+        elif len(self.shards) == 1:
+            self.shards[0].gather(chosen, images)
+        else:
+            numbers = np.searchsorted(self._ends, chosen, side="right")
+            for number in np.unique(numbers).tolist():
+                places = np.flatnonzero(numbers == number)
+                shard = self.shards[number]
+                shard.gather(chosen[places] - shard.first, images, places)
+
+    # --- images that must be decoded or scaled
+
+    def _decode(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None) -> None:
+        """Fill `images` in this thread or, in pieces, in the pool's."""
+        if self.workers == 0 or len(chosen) == 1:
+            self._decode_piece(chosen, images, keys, range(len(chosen)))
+            return
+        size = -(-len(chosen) // (self.workers * CHUNKS))
+        pieces = [range(start, min(start + size, len(chosen))) for start in range(0, len(chosen), size)]
+        jobs = [self._pool().submit(self._decode_piece, chosen, images, keys, piece) for piece in pieces]
+        errors = [error for job in jobs if (error := job.exception()) is not None]  # waits for all of them
+        if errors:
+            raise errors[0]
+
+    def _decode_piece(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
+        for place in piece:
+            record = int(chosen[place])
+            draws = None
+            if self.crop is not None and keys is not None:
+                draws = numpy_generator(*keys.of(place, record))
+            self._decode_one(record, images[place], draws)
+
+    def _decode_one(self, record: int, out: np.ndarray, draws: np.random.Generator | None) -> None:
+        """Decode, crop and scale an image into `out`, uint8 [C, R, R]."""
+        if self.cache is not None and self.cache.copy(record, out, self._box, draws):
+            return
+        shard = self._shard(record)
+        place = record - shard.first
+        if shard.meta.encoding == "raw":
+            pixels = shard.raw_image(place)
+            crop_into(pixels, self._box(pixels.shape[0], pixels.shape[1], draws), out)
+            return
+        handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
+        with handle.environment.begin(buffers=True) as transaction:
+            entry, payload = shard.encoded_record(transaction, place)
+            height, codec = int(entry["height"]), int(entry["codec"])
+            try:
+                width = int(entry["width"])
+                box = self._box(height, width, draws)
+                if self.cache is not None and self.cache.whole:
+                    # Also where nothing is kept: the images must not depend on the memory that is free.
+                    image = decode(payload, codec, self.meta.channels, (height, width))
+                    self.cache.put(record, image)
+                    crop_into(image, box, out)
+                    return
+                decode_crop(payload, codec, box, height, out, width)
+            except ImageError as error:
+                raise shard.damage(place, str(error)) from None
+        if self.cache is not None:
+            self.cache.put(record, out.copy())
+
+    def _box(self, height: int, width: int, draws: np.random.Generator | None) -> Box:
+        if self.crop is None or draws is None:
+            return centre_box(height, width)
+        return self.crop.box(height, width, draws)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):
+            pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
+            self._threads = (os.getpid(), self.workers, pool)
+        return self._threads[2]
+
+    # --- damaged records
+
+    def _without_damage(self, wanted: np.ndarray) -> np.ndarray:
+        """The records to read: the next whole one of the same file in place of each damaged one."""
+        if not self.damaged:
+            return wanted
+        chosen = wanted.copy()
+        for place in np.flatnonzero(np.isin(wanted, list(self.damaged))).tolist():
+            record = int(wanted[place])
+            shard = self._shard(record)
+            others = itertools.chain(range(record, shard.first + len(shard)), range(shard.first, record))
+            whole = next((record for record in others if record not in self.damaged), None)
+            if whole is None:
+                raise shard.damage(range(len(shard)), "no record of this file is whole")
+            chosen[place] = whole
+        return chosen
+
+    def _note_damage(self, error: DamageError) -> None:
+        """Count damaged records that are to be skipped; raise `error` if damage stops reading or is too much."""
+        new = [record for record in error.records if record not in self.damaged]
+        allowed = max(10, int(DAMAGED_SHARE * len(self)))
+        if self.on_damage == "stop" or not new or len(self.damaged) + len(new) > allowed:
+            raise error
+        self.damaged |= dict.fromkeys(new, error.reason)
+        say(f"warning: {error}; skipped, the next intact record replaces it ({len(self.damaged)} so far)")
+
+    # --- life
+
+    def close(self) -> None:
+        """Let the files go and end the threads. The next read opens the files again."""
+        if self._threads is not None and self._threads[0] == os.getpid():
+            self._threads[2].shutdown()
+        self._threads = None
+        for shard in self.shards:
+            shard.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_labels": None, "_threads": None}
+
+
+def dataset_for_model(path: str | Path, checkpoint: Mapping[str, Any]) -> Dataset:
+    """Images as a checkpoint's model saw them: at its config's `data.resolution` where it set one, else as they are
+    stored. Only images with sizes of their own, and a pyramid that has it, are brought to the model's resolution
+    unasked; others are to be refused where they do not fit.
+    """
+    trained, resolution = (checkpoint["config"].get("data") or {}).get("resolution"), checkpoint["shape"]["resolution"]
+    dataset = Dataset(path)
+    stored = dataset.meta.resolutions
+    if trained is None and (stored == [0] or resolution in stored):
+        trained = resolution
+    if trained is None:
+        return dataset
+    return Dataset(path, resolution=trained, workers=cores())

@@ -1,0 +1,323 @@
+"""Batches to the device: an endless training loader whose position is state, and a plain pass for evaluation."""
+
+import contextlib
+import copy
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from data.reading.dataset import Dataset
+from data.reading.sampler import GlobalSampler, SampleKeys
+from data.reading.stages import Span, checked_spans, level_of
+from utils.errors import UserError
+from utils.memory import cores
+from utils.seeding import numpy_generator
+
+# Measurements of how many threads decode (`data.workers: auto`)
+MEASURED_IMAGES = 64  # read for one at most
+REPEATS = 3
+GAIN = 1.1  # another thread count must be so much faster to be taken
+
+
+@dataclass
+class Batch:
+    """Images and labels of one rank."""
+
+    images: torch.Tensor  # uint8 [n, C, H, W]
+    labels: torch.Tensor  # int64 [n]
+    synthetic: torch.Tensor | None = None  # bool [n]: which are no real images; None: nothing is mixed in
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on `device`; asynchronous from pinned memory."""
+        images, labels, *synthetic = (part.to(device, non_blocking=True) for part in self.parts())
+        return Batch(images, labels, *synthetic)
+
+    def parts(self) -> list[torch.Tensor]:
+        """Its tensors."""
+        return [self.images, self.labels, *([] if self.synthetic is None else [self.synthetic])]
+
+
+def read_batch(reader: Dataset, indices: np.ndarray, *, pin: bool = False, keys: SampleKeys | None = None) -> Batch:
+    """Read records into new tensors on the CPU, pinned if asked to; `keys` as for Dataset.read. Decoded images lie in
+    memory as the decoder gives them, channels last.
+    """
+    n, channels, side = len(indices), reader.meta.channels, reader.resolution
+    shape = (n, channels, side, side) if reader.gathers else (n, side, side, channels)
+    if pin:
+        memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+    else:  # NumPy reuses freed memory where torch maps new pages for every batch
+        memory = torch.from_numpy(np.empty(shape, np.uint8))
+    images = memory if reader.gathers else memory.permute(0, 3, 1, 2)
+    _, labels = reader.read(indices, out=images.numpy(), keys=keys)
+    batch = Batch(images, torch.from_numpy(labels))
+    if reader.synthetic is not None:
+        batch.synthetic = torch.from_numpy(indices >= len(reader))
+    return Batch(*(part.pin_memory() for part in batch.parts())) if pin else batch
+
+
+def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np.ndarray | None) -> Batch:
+    """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch. `sides` as for
+    `mirror_in_turn`; None: no image is mirrored.
+    """
+    keys = sampler.next_keys() if reader.keyed or sides is not None else None
+    indices, _ = sampler.next_batch()
+    batch = read_batch(reader, indices, pin=pin, keys=keys)
+    if sides is not None and keys is not None:
+        mirror_in_turn(batch.images, sides[indices], keys)
+    return batch
+
+
+def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) -> None:
+    """Mirror images [n, C, H, W] left-right in place where their side, 0 or 1 [n], and epoch add up to an odd number:
+    where sampling is uniform, each is seen both ways in any two epochs in a row (2404.00498, section 3.6). A repeat
+    within an epoch counts as one.
+    """
+    turns = sides + keys.epochs + (0 if keys.repeats is None else keys.repeats)
+    rows = torch.from_numpy(np.flatnonzero(turns % 2))
+    images[rows] = images[rows].flip(3)
+
+
+class InfiniteLoader:
+    """Endless iterator over a rank's batches, on the device.
+
+    A background thread reads up to `prefetch` batches ahead (0: none, batches are read when asked for); for an
+    accelerator it reads into pinned memory and copies on a stream of its own. `sampler` always stands where the batches
+    handed out end, whatever has been read ahead, and is the loader's state. `wait_seconds` adds up the time that `next`
+    took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
+
+    With `spans` resolution and batch size change with the steps (progressive growing), each of `batches_per_step`
+    batches; the number of batches handed out says which span is on. A span's level is opened when its first batch is
+    asked for and closed after its last one, and nothing is read ahead beyond it. The order of samples is one for all
+    spans: every image comes once in an epoch, whatever resolution that epoch's parts are shown at.
+
+    Raises UserError for a batch size that the ranks cannot share, ValueError for spans not ordered from step 0 on.
+    """
+
+    def __init__(
+        self,
+        reader: Dataset,  # of the full resolution
+        sampler: GlobalSampler,  # its batch size becomes that of the span
+        *,
+        device: torch.device | str,
+        prefetch: int = 2,
+        spans: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size) each
+        batches_per_step: int = 1,
+        alternating: bool = False,  # `mirror_in_turn`
+    ) -> None:
+        self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
+        self.prefetch, self.batches_per_step = prefetch, batches_per_step
+        self.spans = checked_spans(spans, sampler.world_size)
+        self.wait_seconds = 0.0
+        self._batches = 0  # handed out
+        self._span: Span | None = None  # the one that is open
+        self._level = reader  # its images
+        self._damaged: set[int] = set()  # records replaced in levels that are closed
+        self._worker: _Worker | None = None
+        self._sides: np.ndarray | None = None
+        if alternating:
+            count = len(reader) + (0 if reader.synthetic is None else len(reader.synthetic))
+            self._sides = numpy_generator(sampler.seed, "flip").integers(2, size=count)
+
+    @property
+    def step(self) -> int:
+        """The step that the next batch belongs to."""
+        return self._batches // self.batches_per_step
+
+    def __iter__(self) -> "InfiniteLoader":
+        return self
+
+    def __next__(self) -> Batch:
+        started = time.perf_counter()
+        if self.spans:
+            self._enter_span()
+        if self.prefetch:
+            batch = self._prefetched()
+        else:
+            pin = self.device.type != "cpu"
+            batch = _next_batch(self._level, copy.copy(self.sampler), pin=pin, sides=self._sides)
+            batch = batch.to(self.device) if pin else batch
+        # Advanced only now: a read that failed or was interrupted is not counted.
+        self.sampler.advance()
+        self._batches += 1
+        self.wait_seconds += time.perf_counter() - started
+        return batch
+
+    def _enter_span(self) -> None:
+        """Close the last span's level and open that of the next batch, if it is another one."""
+        span = max(span for span in self.spans if span.first_step <= self.step)
+        if span != self._span:
+            self.close()
+            self.sampler.batch_size = span.batch_size
+            self._level = level_of(self.reader, span.resolution)
+            self._span = span
+
+    def _prefetched(self) -> Batch:
+        if self._worker is None:
+            later = [span.first_step for span in self.spans if span.first_step > self.step]
+            left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
+            read = partial(_next_batch, self._level, copy.copy(self.sampler), sides=self._sides)
+            self._worker = _Worker(read, self.device, self.prefetch, left)
+            weakref.finalize(self, self._worker.stop)
+        try:
+            return self._worker.next()
+        except Exception:
+            self.close()
+            raise
+
+    @property
+    def damaged_records(self) -> set[int]:
+        """Records that this process has replaced because they are damaged (`data.on_damage: skip`)."""
+        return self._damaged.union(self.reader.replaced, self._level.replaced)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's position after the batches handed out; with spans or a mixture, whose batches depend on the
+        steps, also the step and the batch within it.
+        """
+        step, batch = divmod(self._batches, self.batches_per_step)
+        counted = self.spans or self.reader.synthetic is not None
+        return self.sampler.state_dict() | ({"step": step, "batch": batch} if counted else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; what was read ahead is dropped. The spans may have changed: the step counts.
+
+        Raises UserError as the sampler does, and for the state of a run without spans if there are some.
+        """
+        if self.spans and "step" not in state:
+            raise UserError(
+                "the order cannot be resumed in stages: the run has been trained without progressive growing; set "
+                "progressive.start to null, or use a new run folder"
+            )
+        if self.spans and state["batch"] >= self.batches_per_step:
+            raise UserError(
+                f"the order cannot be resumed: a step took more than {self.batches_per_step} batches; use the same "
+                "loss.objective, or a new run folder"
+            )
+        self.close()
+        self.sampler.load_state_dict(state)
+        self._batches = int(state.get("step", 0)) * self.batches_per_step + int(state.get("batch", 0))
+        self.sampler.batches = self._batches
+
+    def close(self) -> None:
+        """Stop the thread and let a level's files go. The loader can still be used: it starts again where the batches
+        handed out end.
+        """
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+        if self._level is not self.reader:
+            self._damaged |= self._level.replaced
+            self._level.close()
+            self._level, self._span = self.reader, None
+
+
+class _Worker:
+    """The thread that reads ahead. It knows nothing of the loader, so that a forgotten loader can be collected."""
+
+    def __init__(self, read: Callable[..., Batch], device: torch.device, prefetch: int, batches: int) -> None:
+        self._read, self._device = read, device
+        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._ready: queue.Queue[tuple[Batch, torch.Event | None] | Exception] = queue.Queue(prefetch)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(batches,), name="data-loader", daemon=True)
+        self._thread.start()
+
+    def _run(self, batches: int) -> None:
+        try:
+            for _ in range(batches):
+                if self._stopped.is_set():
+                    return
+                self._ready.put(self._load())
+        except Exception as error:  # handed to the consumer, who raises it
+            self._ready.put(error)
+
+    def _load(self) -> tuple[Batch, torch.Event | None]:
+        if self._stream is None:
+            return self._read(pin=False), None
+        with self._stream:
+            batch = self._read(pin=True).to(self._device)
+            return batch, self._stream.record_event()
+
+    def next(self) -> Batch:
+        """The next batch; the consumer's stream waits for its copy, the consumer does not."""
+        item = self._ready.get()
+        if isinstance(item, Exception):
+            raise item
+        batch, copied = item
+        if copied is not None:
+            stream = torch.accelerator.current_stream(self._device)
+            stream.wait_event(copied)
+            for tensor in batch.parts():
+                tensor.record_stream(stream)
+        return batch
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopped.set()
+        with contextlib.suppress(queue.Empty):  # room for the batch it may be about to put, its last
+            while True:
+                self._ready.get_nowait()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
+    """Every sample once, in order, on the CPU; the last batch may be smaller."""
+    for start in range(0, len(reader), batch_size):
+        yield read_batch(reader, np.arange(start, min(len(reader), start + batch_size)))
+
+
+def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
+    """The number of decoding threads that reads batches fastest, and the images per second of each number tried.
+
+    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of this process read
+    the same few images; the count grows as long as it pays. The dataset's own number stays as it was.
+    """
+    if dataset.gathers or len(dataset) == 0:
+        return 0, {}
+    count = min(len(dataset), batch_size, MEASURED_IMAGES)
+    records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
+    before, cache = dataset.workers, dataset.cache
+    rates: dict[int, float] = {}
+    best = 0
+    dataset.cache = None  # the second read of an image would cost nothing
+    try:
+        dataset.read(records)  # opens the file, warms the page cache
+        for workers in candidates(cores()):
+            dataset.workers = workers
+            rates[workers] = count / _seconds(dataset, records)
+            if rates[workers] > GAIN * rates[best]:
+                best = workers
+            elif workers:
+                break
+    finally:
+        dataset.workers, dataset.cache = before, cache
+    return best, rates
+
+
+def candidates(limit: int) -> list[int]:
+    """0 and the powers of two from 2 up to the number of cores, which itself is the last."""
+    powers = [2**power for power in range(1, limit.bit_length()) if 2**power < limit]
+    return [0, *powers, *([limit] if limit > 1 else [])]
+
+
+def _seconds(dataset: Dataset, records: np.ndarray) -> float:
+    """The median time of reading the records; once before, to start the threads."""
+    keys = SampleKeys(0, np.zeros(len(records), np.int64))
+    times = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        dataset.read(records, keys=keys)
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[1:]))

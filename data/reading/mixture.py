@@ -1,0 +1,192 @@
+"""Training on real and synthetic images: two data sets read as one, and global batches that hold a share of each."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import floor
+from typing import Any, Protocol
+
+import numpy as np
+
+from data.lmdb.format import Meta
+from data.reading.dataset import Dataset
+from data.reading.sampler import GlobalSampler, SampleKeys
+from utils.errors import UserError
+from utils.seeding import numpy_generator
+
+
+class SyntheticSource(Protocol):
+    """Synthetic images by index: a packed file (`Dataset`), or samples that are drawn when they are read."""
+
+    path: str
+    meta: Meta
+    resolution: int  # px
+    workers: int
+
+    def __len__(self) -> int: ...
+
+    @property
+    def classes(self) -> list[str]: ...
+
+    @property
+    def replaced(self) -> set[int]: ...
+
+    def labels(self) -> np.ndarray: ...
+
+    def read(
+        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def close(self) -> None: ...
+
+
+class MixedDataset(Dataset):
+    """Real images with synthetic ones behind them: index len(self) + i is number i of `synthetic`.
+
+    Only `read` reaches the synthetic images. Length, metadata, labels and all else are those of the real images, so
+    that figures over the data set are figures over real images.
+    """
+
+    synthetic: SyntheticSource
+
+    @property
+    def keyed(self) -> bool:
+        return True
+
+    @property
+    def replaced(self) -> set[int]:
+        return super().replaced | {len(self) + record for record in self.synthetic.replaced}
+
+    def read(
+        self, indices: Sequence[int] | np.ndarray, out: np.ndarray | None = None, keys: SampleKeys | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As Dataset.read; the keys of synthetic images are apart from those of real ones."""
+        wanted = np.asarray(indices, dtype=np.int64)
+        behind = wanted >= len(self)
+        if not behind.any():
+            return super().read(wanted, out, keys)
+        images = out
+        if images is None:
+            images = np.empty((len(wanted), self.meta.channels, self.resolution, self.resolution), np.uint8)
+        labels = np.empty(len(wanted), np.int64)
+        for places, read, first in (
+            (np.flatnonzero(~behind), super().read, 0),
+            (np.flatnonzero(behind), self.synthetic.read, len(self)),
+        ):
+            own = None if keys is None else keys.at(places, synthetic=first > 0)
+            images[places], labels[places] = read(wanted[places] - first, keys=own)
+        return images, labels
+
+    def close(self) -> None:
+        super().close()
+        self.synthetic.close()
+
+
+class MixedSampler(GlobalSampler):
+    """Global batches with a fixed share of synthetic images, whose indices lie behind those of the real ones.
+
+    Real and synthetic images have an endless order each; the real one is GlobalSampler's. Of the first n samples of the
+    run floor(share * n) are synthetic, so a batch holds share * batch_size of them, rounded down or up such that the
+    share is exact in the long run. Their places in the global batch are drawn by the key (seed, "synthetic",
+    "places", samples before the batch): pairs that are mixed, and the ranks' slices, are of both kinds at random.
+    From global batch number `until` on all images are real.
+
+    `batches` counts the batches; the loader sets it, for its own steps may go back (a roll-back) where the samples
+    do not.
+    """
+
+    def __init__(
+        self,
+        count: int,  # real images
+        *,
+        synthetic: GlobalSampler,  # their order, for the same ranks
+        content: str,  # hash of the synthetic images
+        share: Fraction,  # above 0, at most 1
+        until: int | None = None,  # global batches; None: the mixture has no end
+        **order: Any,  # as for GlobalSampler
+    ) -> None:
+        super().__init__(count, **order)
+        self.synthetic, self.content, self.share, self.until = synthetic, content, share, until
+
+    def __copy__(self) -> "MixedSampler":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.synthetic = copy.copy(self.synthetic)
+        return twin
+
+    @property
+    def taken(self) -> int:
+        """Samples of both kinds that all ranks together have taken."""
+        return self.consumed + self.synthetic.consumed
+
+    @property
+    def synthetic_count(self) -> int:
+        """Synthetic images in the next global batch."""
+        if self.until is not None and self.batches >= self.until:
+            return 0
+        return floor(self.share * (self.taken + self.batch_size)) - floor(self.share * self.taken)
+
+    def _slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of this rank's part of the next global batch: which places are synthetic, bool [n], and the positions of its
+        real and of its synthetic samples in their endless orders, int64.
+        """
+        places = np.zeros(self.batch_size, bool)
+        if count := self.synthetic_count:
+            generator = numpy_generator(self.seed, "synthetic", "places", self.taken)
+            places[generator.permutation(self.batch_size)[:count]] = True
+        share = self.batch_size // self.world_size
+        first = self.rank * share
+        before, own = int(places[:first].sum()), places[first : first + share]
+        drawn = int(own.sum())
+        real = self.consumed + first - before + np.arange(share - drawn, dtype=np.int64)
+        return own, real, self.synthetic.consumed + before + np.arange(drawn, dtype=np.int64)
+
+    def next_batch(self) -> tuple[np.ndarray, int]:
+        start, (own, real, drawn) = self.taken, self._slices()
+        indices = np.empty(len(own), np.int64)
+        if len(real):
+            indices[~own] = self._slice(int(real[0]), len(real))
+        if len(drawn):
+            indices[own] = self.count + self.synthetic._slice(int(drawn[0]), len(drawn))
+        self.advance()
+        return indices, start
+
+    def next_keys(self) -> SampleKeys:
+        own, real, drawn = self._slices()
+        epochs, repeats = np.empty(len(own), np.int64), np.zeros(len(own), np.int64)
+        for places, sampler, positions in ((~own, self, real), (own, self.synthetic, drawn)):
+            keys = sampler.keys_at(positions)
+            epochs[places] = keys.epochs
+            repeats[places] = 0 if keys.repeats is None else keys.repeats
+        return SampleKeys(self.seed, epochs, repeats)
+
+    def advance(self, batches: int = 1) -> None:
+        for _ in range(batches):
+            drawn = self.synthetic_count
+            self.consumed += self.batch_size - drawn
+            self.synthetic.consumed += drawn
+            self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The real order's state, and under `synthetic` the other's with the hash of its images."""
+        return super().state_dict() | {"synthetic": self.synthetic.state_dict() | {"content": self.content}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        second = state.get("synthetic")
+        if second is None:
+            raise UserError(
+                "the sample order cannot be resumed: the run has been trained on real images alone; leave out "
+                "data.synthetic, or use a new run folder"
+            )
+        if second["content"] != self.content:
+            raise UserError(
+                "the sample order cannot be resumed: data.synthetic has other images now; give the same, or use a new "
+                "run folder"
+            )
+        if second["weights"] != self.synthetic.state_dict()["weights"]:
+            raise UserError(
+                "the sample order cannot be resumed: data.synthetic.balance changed (or what it fills up); use the "
+                "same, or a new run folder"
+            )
+        self.synthetic.load_state_dict(second)
+        super().load_state_dict({name: value for name, value in state.items() if name != "synthetic"})

@@ -1,0 +1,120 @@
+"""Webdataset's shards as a data set: an index of them, which is a packed file without the images' bytes.
+
+Making it reads and decodes every image once, as packing does: what packing refuses is refused, and entries, signatures
+and hashes are those of a file packed with `--encoding source`. Afterwards an image's bytes are read from their place in
+the tar and compared with the checksum in the index. The index is kept in a folder for such files, and made anew when a
+shard's size or time of change is another than it says.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.conversion import make_plan
+from data.conversion_processes import Conversion
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import LMDBWriter
+from data.packing.parts import Fingerprint
+from data.sources.base import Problem
+from data.sources.download import CACHE, cache_folder
+from data.sources.tars import TarSource
+from data.tar_files import state_of
+from utils import door
+from utils.errors import UserError
+from utils.logging import say
+from utils.progress import Bar
+
+
+def index_of(shards: Sequence[Path]) -> Path:
+    """The index of tar files, which is made if there is none that fits them. Processes that want it at the same time
+    wait for the one that makes it. Raises UserError for shards that cannot be trained from as they are.
+    """
+    known = [_state(shard) for shard in shards]
+    names = json.dumps([shard["path"] for shard in known])
+    path = cache_folder() / "shards" / f"{hashlib.sha256(names.encode()).hexdigest()[:20]}.lmdb"
+    if _fits(path, known):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("ab")
+    except OSError as error:
+        raise UserError(
+            f"{path.parent}: {error.strerror}; the index of shards is kept there: set {CACHE} to another folder"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _fits(path, known):
+            _make(path, shards, known)
+    return path
+
+
+def _state(shard: Path) -> dict[str, Any]:
+    try:
+        size, changed = state_of(door.check(shard, door.ARCHIVE))
+    except FileNotFoundError:
+        raise UserError(f"{shard}: no such file; check the path") from None
+    except OSError as error:
+        raise UserError(f"{shard} {error.strerror}; give tar files of images") from None
+    return {"path": str(shard.absolute()), "size": size, "changed": changed}
+
+
+def _fits(path: Path, known: Sequence[dict[str, Any]]) -> bool:
+    """Whether there is an index of shards in this state."""
+    try:
+        with LMDBReader(path) as reader:
+            return reader.meta.shards == known
+    except UserError:  # none, or a damaged one
+        return False
+
+
+def _make(path: Path, shards: Sequence[Path], known: list[dict[str, Any]]) -> None:
+    where = shards[0] if len(shards) == 1 else shards[0].parent
+    source = TarSource(where, split=None, shards=shards)
+    with source:
+        _check(source)
+        plan = make_plan(source, size=None, encoding="source", channels=None, resize="auto")
+        conversion, fingerprint, index = Conversion(source, plan, workers=None, stop=True), Fingerprint(), 0
+        with (
+            LMDBWriter(
+                path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True
+            ) as writer,
+            Bar(total=len(source), desc="indexing", unit="image") as bar,
+            contextlib.closing(iter(conversion)) as parts,
+        ):
+            for found in parts:
+                for record, digest in zip(found.records, found.digests, strict=True):
+                    writer.add_record(record, source.stored_name(index), source.place(index))
+                    fingerprint.add(record.label, digest)
+                    index += 1
+                for number, reason in found.problems:
+                    raise _refused(Problem(source.item_name(number), reason), 1)
+                bar.update(len(found.records))
+            writer.finish(str(fingerprint))
+
+
+def _check(source: TarSource) -> None:
+    """Raise UserError for shards that only packing, which has options for it, can make a data set of."""
+    if source.problems:
+        raise _refused(source.problems[0], len(source.problems))
+    if source.splits:
+        raise UserError(f"{source.path} holds the splits {' and '.join(source.splits)}: pack one of them, with --split")
+    for remark in source.remarks:
+        if remark.startswith("warning: "):
+            told = remark.removeprefix("warning: ").replace("packed without", "read without")
+            raise UserError(f"{told}: only data.pack has that option: pack the shards, and train from the packed file")
+        say(remark)
+    if source.classes:
+        counts = np.bincount(source.labels(), minlength=len(source.classes))
+        if not counts.all():
+            raise UserError(f"{source.path}: class {source.classes[int(counts.argmin())]} has no images; add some")
+
+
+def _refused(problem: Problem, count: int) -> UserError:
+    more = f" (and {count - 1} more)" if count > 1 else ""
+    return UserError(f"{problem}{more}: fix it, or pack the shards with data.pack --on-error skip, which leaves it out")

@@ -1,0 +1,398 @@
+"""`python -m data.pack`: what goes in comes out; what cannot go in is named and leaves nothing behind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data import pack as pack_module
+from data.conversion import make_plan
+from data.lmdb.format import CODEC_JPEG
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
+from data.pack import main, pack
+from data.reading.dataset import Dataset
+from data.records import add_image
+from data.sources import open_source
+from tests.data.conftest import save
+from utils.errors import UserError, run_cli
+
+
+def packed(path: Path, *options: str) -> Dataset:
+    """Pack into a file beside the source."""
+    dest = path.parent / "packed.lmdb"
+    main([str(path), str(dest), "--overwrite", *options])
+    return Dataset(dest)
+
+
+def refused(path: Path, message: str, *options: str) -> None:
+    """Packing fails with `message`, and nothing new lies around."""
+    before = sorted(path.parent.rglob("*"))
+    with pytest.raises(UserError, match=message):
+        main([str(path), str(path.parent / "new" / "packed.lmdb"), *options])
+    assert sorted(path.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png", "source"])
+def test_folder_round_trip_is_exact(photos: Path, encoding: str) -> None:
+    reader = packed(photos, "--encoding", encoding)
+    assert reader.classes == ["cat", "dog"]
+    assert reader.meta.histogram == [2, 2]
+    assert reader.meta.resolutions == ([0] if encoding == "source" else [8])
+    assert (reader.meta.encoding, reader.meta.channels, reader.meta.resize_filter) == (encoding, 3, "none")
+    for index, name in enumerate(("cat/a.png", "cat/b.png", "dog/a.png", "dog/b.png")):
+        sample_image, label = reader.image(index)
+        np.testing.assert_array_equal(sample_image, np.asarray(Image.open(photos / name)))
+        assert label == index // 2
+
+
+def test_jpeg_is_close(photos: Path) -> None:
+    reader = packed(photos, "--encoding", "jpeg")
+    expected = np.asarray(Image.open(photos / "cat" / "b.png")).astype(int)
+    assert np.abs(reader.image(1)[0] - expected).max() <= 3
+
+
+def test_sizes_of_their_own(tmp_path: Path) -> None:
+    for side in (8, 20):
+        save(tmp_path / "photos" / f"{side}.jpg", side=side)
+    reader = packed(tmp_path / "photos", "--encoding", "source")
+    assert reader.image(0)[0].shape == (20, 20, 3)
+    assert reader.image(1)[0].shape == (8, 8, 3)
+    with reader.shards[0].handle().environment.begin(buffers=True) as transaction:
+        assert reader.shards[0].encoded_record(transaction, 0)[0]["codec"] == CODEC_JPEG  # the fast way
+    with pytest.raises(UserError, match=r"sizes of their own; .*pack with --size"):
+        reader.read([0])
+    refused(tmp_path / "photos", r"8\.jpg is 8x8 px where 20x20 was expected; pass --size N")
+
+
+def test_size_crops_and_scales(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "photos").mkdir()
+    image = Image.new("RGB", (48, 16), "red")
+    image.paste("blue", (16, 0, 32, 16))
+    image.save(tmp_path / "photos" / "wide.png")
+    save(tmp_path / "photos" / "small.png", side=4)
+    reader = packed(tmp_path / "photos", "--size", "8")
+    assert reader.read([1])[0][0].reshape(3, -1).T.tolist() == [[0, 0, 255]] * 64
+    assert reader.meta.resize_filter == "centre-crop+lanczos"
+    assert ["enlarged", "1"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_pad_option(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    Image.new("L", (8, 4), 200).save(tmp_path / "photos" / "wide.png")
+    reader = packed(tmp_path / "photos", "--size", "8", "--resize", "pad", "--channels", "1")
+    assert reader.read([0])[0][0, 0, :, 0].tolist() == [0, 0, 200, 200, 200, 200, 0, 0]
+    assert reader.meta.resize_filter == "zero-pad"
+
+
+def test_sample_is_padded_to_32(tmp_path: Path) -> None:
+    dest = tmp_path / "test.lmdb"
+    main(["sample", str(dest), "--size", "32", "--split", "test"])
+    reader, source = Dataset(dest), open_source("sample", split="test")
+    images, labels = reader.read(range(2000))
+    full = np.stack([source.item(index).content for index in range(2000)])[:, :, :, 0]
+    np.testing.assert_array_equal(images[:, 0, 2:30, 2:30], full)
+    assert images.sum(dtype=int) == full.sum(dtype=int)  # zeros around
+    np.testing.assert_array_equal(labels, source.labels())
+    assert (reader.meta.resize_filter, reader.meta.channels, reader.meta.histogram) == ("zero-pad", 1, [200] * 10)
+    assert reader.classes[0] == "T-shirt/top"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(None, "none"), (28, "none"), (32, "zero-pad"), (64, "centre-crop+lanczos"), (16, "centre-crop+lanczos")],
+)
+def test_auto_pads_only_what_is_near(tmp_path: Path, size: int | None, expected: str) -> None:
+    source = open_source("sample", split="test")
+    plan = make_plan(source, size=size, encoding="raw", channels=None, resize="auto")
+    assert plan.resize_filter == expected
+
+
+def test_channels(photos: Path) -> None:
+    reader = packed(photos, "--channels", "1")
+    assert reader.read([0])[0].shape == (1, 1, 8, 8)
+    expected = np.asarray(Image.open(photos / "cat" / "a.png").convert("L"))
+    np.testing.assert_array_equal(reader.read([0])[0][0, 0], expected)
+
+
+def test_same_source_same_hash(photos: Path, tmp_path: Path) -> None:
+    first = pack(open_source(str(photos)), tmp_path / "a.lmdb").meta
+    assert pack(open_source(str(photos)), tmp_path / "b.lmdb").meta == first
+    assert pack(open_source(str(photos)), tmp_path / "c.lmdb", size=16).meta.content_hash != first.content_hash
+
+
+def test_existing_file_is_kept(photos: Path, tmp_path: Path) -> None:
+    dest = tmp_path / "packed.lmdb"
+    dest.write_bytes(b"precious")
+    with pytest.raises(UserError, match=r"packed\.lmdb exists"):
+        main([str(photos), str(dest)])
+    (photos / "cat" / "bad.jpg").write_text("text")
+    with pytest.raises(UserError, match=r"bad\.jpg"):
+        main([str(photos), str(dest), "--overwrite"])
+    assert dest.read_bytes() == b"precious"
+    assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == []
+
+
+def test_folder_as_target(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder: DEST is one file"):
+        main([str(photos), str(tmp_path)])
+
+
+def test_text_named_jpg(photos: Path) -> None:
+    (photos / "cat" / "c.jpg").write_text("this is not an image")
+    refused(photos, r"cat/c\.jpg is not an image \(it begins with b'this is not '\): .*--on-error skip")
+
+
+@pytest.mark.parametrize("name", ["cut.jpg", "flipped.png"])
+def test_damaged_image_is_named(photos: Path, name: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    path = photos / "dog" / name
+    Image.fromarray(noise).save(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content if name == "flipped.png" else content[: len(content) - 60])
+    refused(photos, rf"dog/{path.stem}\{path.suffix} is truncated or damaged")
+    summary = pack(open_source(str(photos)), photos.parent / "x.lmdb", on_error="skip")
+    assert (summary.meta.count, len(summary.problems)) == (4, 1)
+
+
+def test_empty_class(photos: Path) -> None:
+    (photos / "emu").mkdir()
+    refused(photos, r"photos/emu is a class folder without images \(it is empty\): .*--on-error skip")
+    reader = packed(photos, "--on-error", "skip")
+    assert reader.classes == ["cat", "dog"]
+
+
+def test_missing_and_empty_sources(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such folder or zip file")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "holds no images .it is empty.")
+    (tmp_path / "empty" / "a.txt").write_text("text")
+    refused(tmp_path / "empty", "only 1 .txt")
+
+
+def test_skipped_images_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "cat" / "aa.jpg").write_text("text")
+    (photos / "dog" / "empty.png").write_bytes(b"")
+    (photos / "dog" / "notes.txt").write_text("text")
+    reader = packed(photos, "--on-error", "skip")
+    assert len(reader) == 4
+    np.testing.assert_array_equal(reader.image(1)[0], np.asarray(Image.open(photos / "cat" / "b.png")))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.startswith("skipped")] == [["skipped", "2"]]
+    assert any(line.strip().endswith("cat/aa.jpg is not an image (it begins with b'text')") for line in lines)
+    assert any("dog/empty.png is an empty file" in line for line in lines)
+    assert [line.split() for line in lines if line.startswith("ignored")] == [["ignored", "1"]]
+    assert any(line.strip() == "dog/notes.txt" for line in lines)
+    assert ["cat", "2"] in [line.split() for line in lines]
+
+
+def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        (photos / "cat" / f"bad{number}.jpg").write_text("text")
+    skip = ("--on-error", "skip", "--size", "8")
+    for option in (["--max-skipped", "2"], []):
+        message = r"photos: 3 images or folders cannot be used, --max-skipped is 2; the first: .*cat/bad0\.jpg is not"
+        refused(photos, message, *skip, *option)
+        monkeypatch.setattr(pack_module, "SKIPPED_IMAGES", 2)  # for the second, which has no option
+    assert len(packed(photos, *skip, "--max-skipped", "3")) == 4
+    monkeypatch.setattr(pack_module, "SKIPPED_SHARE", 0.5)  # of 7 images
+    assert len(packed(photos, *skip)) == 4
+    refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
+    refused(photos, "--max-skipped is for --on-error skip", "--max-skipped", "3")
+    refused(photos, "--max-skipped -1: must be 0 or more", *skip, "--max-skipped", "-1")
+
+
+def test_problems_of_the_listing_count_too(photos: Path) -> None:
+    for name in ("emu", "fox"):
+        (photos / name).mkdir()
+    refused(
+        photos,
+        r"2 images or folders cannot be used, .* first: .*photos/emu is",
+        "--on-error",
+        "skip",
+        "--max-skipped",
+        "1",
+    )
+    (photos / "cat" / "bad.jpg").write_text("text")
+    refused(
+        photos,
+        r"3 images or folders cannot be used, .* first: .*photos/emu is",
+        "--on-error",
+        "skip",
+        "--max-skipped",
+        "2",
+    )
+    refused(photos, r"photos/emu is a class folder without images \(it is empty\) \(and 1 more\): fix it")
+
+
+def test_nothing_left_after_skipping(photos: Path) -> None:
+    for name in ("a.png", "b.png"):
+        (photos / "cat" / name).write_text("text")
+    refused(photos, r"no image of class cat could be used, 2 skipped; the first: .*a\.png", "--on-error", "skip")
+    for name in ("a.png", "b.png"):
+        (photos / "dog" / name).write_text("text")
+    refused(photos, "none of 4 images can be read", "--on-error", "skip")
+    refused(photos, "no image could be used, 4 skipped", "--on-error", "skip", "--size", "8")
+
+
+def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = packed(photos, "--size", "32", "--pyramid", "8")
+    assert reader.meta.resolutions == [8, 16, 32]
+    assert reader.meta.resize_filter == "centre-crop+lanczos+2x2-mean"
+    large = reader.read(range(4))[0].astype(float)
+    small = Dataset(reader.path, resolution=16).read(range(4))[0]
+    np.testing.assert_array_equal(small, np.floor(large.reshape(4, 3, 16, 2, 16, 2).mean((3, 5)) + 0.5))
+    assert ["pyramid", "also at 16, 8 px"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    assert packed(photos, "--pyramid", "4").meta.resize_filter == "none+2x2-mean"
+    whole = packed(photos, "--pyramid", "8").meta
+    assert (whole.resolutions, whole.resize_filter) == ([8], "none")
+
+
+@pytest.mark.parametrize("smallest", [3, 5, 16, 0, -8])
+def test_pyramid_that_does_not_fit(photos: Path, smallest: int) -> None:
+    refused(photos, rf"--pyramid {smallest}: 8 px must be {smallest} px times", "--pyramid", str(smallest))
+
+
+def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
+    pack(open_source(str(photos)), tmp_path / "train.lmdb", duplicates=False)
+    against = ("--against", str(tmp_path / "train.lmdb"))
+    assert packed(photos, *against).classes == ["cat", "dog"]
+    save(photos / "emu" / "a.png")
+    refused(photos, r"photos: its classes are not those of .*train\.lmdb: emu only here; labels would", *against)
+    for number in range(10):
+        save(photos / f"fox{number}" / "a.png")
+    refused(photos, "emu, fox0, .*, fox8 and 1 more only here", *against)
+    for number in range(10):
+        (photos / f"fox{number}" / "a.png").unlink()
+        (photos / f"fox{number}").rmdir()
+    for sample_image in (photos / "cat").iterdir():
+        sample_image.unlink()
+    (photos / "cat").rmdir()
+    refused(photos, "cat missing here; emu only here", *against)
+    (tmp_path / "flat").mkdir()
+    save(tmp_path / "flat" / "a.png")
+    assert packed(tmp_path / "flat", *against).classes == []
+    refused(photos, "nowhere.lmdb: no such file", "--against", str(tmp_path / "nowhere.lmdb"))
+    with pytest.raises(UserError, match="is the file to be written"):
+        main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
+    assert Dataset(tmp_path / "train.lmdb").classes == ["cat", "dog"]
+
+
+def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    for name, sample_image in (("train/a", 0), ("train/b", 1), ("train/c", 0), ("val/a", 2), ("val/b", 1)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(noise[sample_image]).save(tmp_path / f"{name}.png")
+    train = packed(tmp_path / "train")
+    assert ["duplicates", "1", "exact"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    os.rename(train.path, tmp_path / "train.lmdb")
+    packed(tmp_path / "val", "--against", str(tmp_path / "train.lmdb"))
+    lines = capsys.readouterr().out.splitlines()
+    assert ["duplicates", "0", "exact"] in [line.split()[:3] for line in lines]
+    assert any(line.split()[0] == "1" and "train.lmdb" in line for line in lines)  # the leak
+    packed(tmp_path / "train", "--no-duplicates")
+    assert ["duplicates", "not searched"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_duplicates_go_by_the_names_of_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
+    for name, pixels in (("a", noise[0]), ("c", noise[1]), ("d", noise[0]), ("e", noise[1] // 10 * 10)):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{name}.png")
+    (tmp_path / "photos" / "b.png").write_text("no image")  # records are not numbers of files
+    packed(tmp_path / "photos", "--on-error", "skip", "--similar")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert f"{tmp_path}/photos/a.png, {tmp_path}/photos/d.png" in lines
+    pairs = [line for line in lines if line.startswith(f"{tmp_path}/photos/c.png ~ {tmp_path}/photos/e.png, correl")]
+    assert len(pairs) == 1
+
+
+def test_fault_in_the_search_for_duplicates_loses_nothing(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr("data.pack.find", fail)
+    assert len(packed(photos)) == 4
+    assert "the search failed (ZeroDivisionError: a fault of ours); the file is complete" in capsys.readouterr().out
+
+
+def test_val_stands_for_test(tmp_path: Path) -> None:
+    save(tmp_path / "photos" / "train" / "a.png", shade=10)
+    save(tmp_path / "photos" / "val" / "a.png", shade=200)
+    assert packed(tmp_path / "photos", "--split", "val").image(0)[0][0, 0, 0] == 200
+
+
+def test_two_runs_on_one_target(photos: Path, tmp_path: Path) -> None:
+    layout = Layout(channels=3, resolutions=(8,))
+    with LMDBWriter(tmp_path / "x.lmdb", layout, classes=[]) as writer:
+        add_image(writer, np.zeros((8, 8, 3), np.uint8))
+        with pytest.raises(UserError, match=r"x\.lmdb is being written by another process"):
+            main([str(photos), str(tmp_path / "x.lmdb")])
+        writer.finish()
+    assert len(Dataset(tmp_path / "x.lmdb")) == 1
+
+
+def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
+    refused(photos, "drop --pyramid", "--encoding", "source", "--pyramid", "4")
+    refused(photos, "'many' is neither auto nor a number from 0", "--workers", "many")
+    refused(photos, "'-1' is neither auto nor a number from 0", "--workers=-1")
+    assert len(packed(photos, "--workers", "auto")) == 4
+    pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
+    refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
+    refused(photos, "drop --size", "--encoding", "source", "--size", "8")
+    refused(photos, "--size 2: must be at least 4", "--size", "2")
+    with pytest.raises(UserError, match="has no files to keep"):
+        main(["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
+    save(tmp_path / "tall" / "a.png")
+    Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")
+    refused(tmp_path / "tall", "8x12 px, not square: pass --size N")
+
+
+def test_interrupt_leaves_nothing(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LMDBWriter, "finish", interrupt)
+    before = sorted(tmp_path.rglob("*"))
+    assert run_cli(main, [str(photos), str(tmp_path / "new" / "x.lmdb")]) == 130
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def run(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "data.pack", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+
+
+def test_command_line(photos: Path, tmp_path: Path) -> None:
+    done = run(photos, tmp_path / "x.lmdb", "--on_error", "skip")
+    assert done.returncode == 0, done.stderr
+    assert ["images", "4,", "8x8,", "RGB"] in [line.split() for line in done.stdout.splitlines()]
+    again = run(photos, tmp_path / "x.lmdb")
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "--overwrite" in again.stderr
+    typo = run(photos, tmp_path / "y.lmdb", "--siez", "8")
+    assert (typo.returncode, typo.stderr.count("\n")) == (2, 1)
+    assert "did you mean '--size'" in typo.stderr
+
+
+def test_started_as_a_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, pack_module.__file__], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "python -m data.pack" in done.stderr
+
+
+def test_full_disk_is_one_line(photos: Path, tmp_path: Path) -> None:
+    limit = f"ulimit -f 8; exec {sys.executable} -m data.pack {photos} {tmp_path / 'x.lmdb'} --size 128"
+    done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "x.lmdb: cannot write" in done.stderr
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["photos"]

@@ -1,0 +1,329 @@
+"""Held-out images: which ones (data/packing/split.py), and `data.pack --val-share` from a source to two files (U3)."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from data.decode import stored_image
+from data.duplicates import find
+from data.lmdb.reader import LMDBReader
+from data.lmdb.writer import LMDBWriter
+from data.pack import main, pack
+from data.packing.split import draw, look_alikes, quotas, to_share, val_path
+from data.reading.verify import verify
+from data.records import pack_arrays
+from data.sources import open_source
+from tests.data.conftest import images
+from tests.data.packing.test_pack import run
+from tests.data.test_duplicates import photos as photo_like
+from tests.data.test_duplicates import saved
+from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
+from utils.seeding import seed_of
+
+TENTH = Fraction(1, 10)
+SHARES = st.fractions(min_value=Fraction(1, 100), max_value=Fraction(1, 2))
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), SHARES)
+def test_quotas_are_the_largest_remainders(counts: list[int], share: Fraction) -> None:
+    found = quotas(counts, share)
+    splittable = [count if count > 1 else 0 for count in counts]
+    ideal = [share * count for count in splittable]
+    for count, wanted, part in zip(splittable, found, ideal, strict=True):
+        assert (0 < wanted < count) if count else wanted == 0
+        assert abs(wanted - part) < 1  # one image at least is never more than one above the ideal
+    extra = sum(1 for wanted, part in zip(found, ideal, strict=True) if part < 1 and wanted)
+    assert sum(found) <= int(share * sum(splittable) + Fraction(1, 2)) + extra
+    raised = [part % 1 for wanted, part in zip(found, ideal, strict=True) if wanted > part and part >= 1]
+    lowered = [part % 1 for wanted, part in zip(found, ideal, strict=True) if wanted < part]
+    assert not raised or not lowered or min(raised) >= max(lowered)
+
+
+def test_quotas_by_hand() -> None:
+    assert quotas([1000, 1000], TENTH) == [100, 100]
+    assert quotas([14, 16, 20], TENTH) == [1, 2, 2]  # 1.4, 1.6, 2.0
+    assert quotas([5, 5, 5, 5], TENTH) == [1, 1, 1, 1]  # 0.5 each: two by the remainders, then one at least
+    assert quotas([2, 1, 0, 3], Fraction(1, 2)) == [1, 0, 0, 2]  # 1.0, -, -, 1.5
+    assert quotas([300], Fraction("0.29")) == [87]  # not 0.28999999999999998
+
+
+@pytest.mark.parametrize("share", ["0", "-0.1", "0.51", "1", "nan", "inf", "a", "1/0", ""])
+def test_shares_that_are_none(share: str) -> None:
+    with pytest.raises(UserError, match=r"give a share above 0 and up to 0\.5"):
+        to_share(share)
+
+
+def test_val_path() -> None:
+    assert val_path(Path("x/photos.lmdb")) == Path("x/photos-val.lmdb")
+    assert val_path(Path("photos")) == Path("photos-val")
+
+
+def alone(count: int) -> list[np.ndarray]:
+    return [np.array([number]) for number in range(count)]
+
+
+def contents(count: int) -> list[bytes]:
+    return [f"image {number}".encode() for number in range(count)]
+
+
+@given(st.permutations(range(40)), st.integers(0, 3))
+def test_the_draw_does_not_depend_on_order(order: list[int], seed: int) -> None:
+    labels, digests = np.arange(40) % 3, contents(40)
+    held = draw(alone(40), labels, digests, TENTH, seed)
+    moved = draw(alone(40), labels[order], [digests[place] for place in order], TENTH, seed)
+    np.testing.assert_array_equal(moved, held[order])
+    assert np.bincount(labels[held]).tolist() == quotas(np.bincount(labels).tolist(), TENTH)
+
+
+def test_the_draw_is_the_smallest_keys() -> None:
+    digests = contents(50)
+    keys = [seed_of(7, "split", digest.hex()) for digest in digests]
+    held = draw(alone(50), np.zeros(50, int), digests, TENTH, 7)
+    assert sorted(np.flatnonzero(held)) == sorted(sorted(range(50), key=lambda number: keys[number])[:5])
+
+
+def test_images_that_are_added_move_few() -> None:
+    few, many = (draw(alone(n), np.zeros(n, int), contents(n), TENTH, 0) for n in (1000, 1100))
+    assert (few.sum(), many.sum()) == (100, 110)
+    assert (few != many[:1000]).sum() <= 12  # of 1,100; another seed moves 180 of 1,000
+    assert (few != draw(alone(1000), np.zeros(1000, int), contents(1000), TENTH, 1)).sum() > 100
+
+
+GROUPINGS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), min_size=2, max_size=40)
+
+
+@settings(deadline=None)
+@given(GROUPINGS, SHARES)
+def test_groups_are_never_divided(records: list[tuple[int, int]], share: Fraction) -> None:
+    numbers, labels = (np.array(column) for column in zip(*records, strict=True))
+    groups = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
+    held = draw(groups, labels, contents(len(labels)), share, 0)
+    assert all(len(set(held[group])) == 1 for group in groups)
+    counts = np.bincount(labels)
+    kept = np.bincount(labels[~held], minlength=len(counts))
+    assert (kept[counts > 0] > 0).all()  # no class is held out whole
+    for label in np.flatnonzero((counts > 1) & (kept == counts)):  # without held-out images: no group could be taken
+        for group in groups:
+            need = np.bincount(labels[group], minlength=len(counts))
+            assert not need[label] or (need >= kept)[need > 0].any()
+
+
+def test_a_chain_of_look_alikes_is_one_group(tmp_path: Path) -> None:
+    base = photo_like(12)
+    again = saved(base[[3, 4]])
+    pack_arrays(tmp_path / "x.lmdb", np.concatenate([base, again, base[[3]], saved(again[[1]], 50)]))
+    reader = LMDBReader(tmp_path / "x.lmdb")
+    found = {tuple(group.tolist()) for group in look_alikes(len(reader), find(reader, similar=True))}
+    assert found == {(3, 12, 14), (4, 13, 15), *((number,) for number in range(12) if number not in (3, 4))}
+
+
+@pytest.fixture
+def pets(tmp_path: Path) -> Path:
+    """20 cats and 12 dogs; cats 0 and 1 with a copy and a JPEG of theirs under other names, dog 11 a copy of dog 10."""
+    everything = photo_like(32, side=32).transpose(0, 2, 3, 1)
+    for number, pixels in enumerate(everything):
+        name = f"cat/{number:02d}.png" if number < 20 else f"dog/{number - 20:02d}.png"
+        (tmp_path / "pets" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "pets" / name)
+    for number in (0, 1):
+        Image.fromarray(everything[number]).save(tmp_path / "pets" / f"cat/copy{number}.png")
+        Image.fromarray(everything[number]).save(tmp_path / "pets" / f"cat/jpeg{number}.jpg", quality=80)
+    Image.fromarray(everything[30]).save(tmp_path / "pets" / "dog" / "11.png")
+    return tmp_path / "pets"
+
+
+def halves(dest: Path) -> tuple[LMDBReader, LMDBReader]:
+    return LMDBReader(dest), LMDBReader(val_path(dest))
+
+
+@pytest.mark.parametrize("options", [{}, {"encoding": "png"}, {"encoding": "source"}, {"smallest": 8}])
+def test_two_files_hold_every_image_once(pets: Path, tmp_path: Path, options: dict[str, object]) -> None:
+    source = open_source(str(pets))
+    whole = pack(source, tmp_path / "whole.lmdb", **options).meta  # type: ignore[arg-type]
+    summary = pack(source, tmp_path / "x.lmdb", val_share=0.25, **options)  # type: ignore[arg-type]
+    training, held_out = halves(tmp_path / "x.lmdb")
+    assert (summary.meta, summary.held_out) == (training.meta, held_out.meta)
+    assert not verify(training)
+    assert not verify(held_out)
+    assert np.add(training.meta.histogram, held_out.meta.histogram).tolist() == whole.histogram == [24, 12]
+    assert held_out.meta.histogram == [6, 3]
+    assert sorted(training.names() + held_out.names()) == LMDBReader(tmp_path / "whole.lmdb").names()
+    place = {name: index for index, name in enumerate(LMDBReader(tmp_path / "whole.lmdb").names())}
+    sides = whole.resolutions if whole.resolutions[0] else [None]
+    for side in sides:
+        original = LMDBReader(tmp_path / "whole.lmdb", resolution=side)
+        for path in (training.path, held_out.path):
+            part = LMDBReader(path, resolution=side)
+            assert [place[name] for name in part.names()] == sorted(place[name] for name in part.names())
+            for index, name in enumerate(part.names()):
+                pixels, label = stored_image(part, index)
+                expected = stored_image(original, place[name])
+                np.testing.assert_array_equal(pixels, expected[0])
+                assert label == expected[1]
+    pooled = np.average([training.meta.mean, held_out.meta.mean], axis=0, weights=[27, 9])
+    if whole.resolutions[-1]:
+        np.testing.assert_allclose(pooled, whole.mean, rtol=1e-12)
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["pets", "whole.lmdb", "x-val.lmdb", "x.lmdb"]
+
+
+def test_no_look_alike_is_on_both_sides(pets: Path, tmp_path: Path) -> None:
+    for seed in range(4):
+        pack(open_source(str(pets)), tmp_path / "x.lmdb", val_share=0.4, seed=seed, overwrite=True, duplicates=False)
+        training, held_out = halves(tmp_path / "x.lmdb")
+        report = find(training, held_out, similar=True)
+        assert (report.exact, report.near) == ([], [])
+        sides = [set(training.names()), set(held_out.names())]
+        for group in ({"00.png", "copy0.png", "jpeg0.jpg"}, {"01.png", "copy1.png", "jpeg1.jpg"}):
+            assert any({f"cat/{name}" for name in group} <= side for side in sides)
+
+
+def test_no_look_alike_is_on_both_sides_of_a_crowd(tmp_path: Path) -> None:
+    """In a crowd stricter rules hold (data/near_duplicates.py); the parts' crowds are those of the whole."""
+    source, dest = open_source("sample", split="test"), tmp_path / "x.lmdb"
+    pack(source, dest, val_share=0.3, duplicates=False)
+    training, held_out = halves(dest)
+    report = find(training, held_out, similar=True)
+    assert report.candidates > 100
+    assert report.near == []
+
+
+def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
+    source = open_source(str(pets))
+    whole = pack(source, tmp_path / "whole.lmdb").meta
+    options = {"val_share": "0.25", "overwrite": True}
+    first = pack(source, tmp_path / "x.lmdb", workers=0, **options)  # type: ignore[arg-type]
+    known = {"share": 0.25, "seed": 0, "whole": whole.fingerprint, "images": 36}
+    assert first.held_out is not None
+    assert (first.meta.split, first.held_out.split) == ({"part": "train", **known}, {"part": "val", **known})
+    assert whole.split is None
+    names = halves(tmp_path / "x.lmdb")[1].names()
+    again = pack(source, tmp_path / "x.lmdb", workers=1, **options)  # type: ignore[arg-type]
+    assert (again.meta, again.held_out) == (first.meta, first.held_out)
+    pack(source, tmp_path / "x.lmdb", size=48, encoding="jpeg", **options)  # type: ignore[arg-type]
+    assert halves(tmp_path / "x.lmdb")[1].names() == names
+    pack(source, tmp_path / "x.lmdb", seed=1, **options)  # type: ignore[arg-type]
+    assert halves(tmp_path / "x.lmdb")[1].names() != names
+    # Another place and other names of the same files: the same images.
+    for path in sorted(pets.rglob("*.*g")):
+        path.rename(path.with_name(f"z{99 - len(path.name)}{path.name}"))
+    pack(open_source(str(pets)), tmp_path / "x.lmdb", **options)  # type: ignore[arg-type]
+    renamed = {Path(name).name[3:] for name in halves(tmp_path / "x.lmdb")[1].names()}
+    assert renamed == {Path(name).name for name in names}
+
+
+def test_command_line(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (pets / "emu").mkdir()
+    Image.new("RGB", (32, 32), "red").save(pets / "emu" / "only.png")
+    command = [str(pets), str(tmp_path / "new" / "x.lmdb"), "--val-share", "0.1"]
+    assert run_cli(main, command) == EXIT_OK
+    told = [line.split(None, 2) for line in capsys.readouterr().out.splitlines()]
+    held_out = tmp_path / "new" / "x-val.lmdb"
+    assert ["held", "out", f"{held_out} ({held_out.stat().st_size:,} bytes)"] in told
+    assert ["cat", "21,", "3 held out"] in told
+    assert ["emu", "1,", "0 held out"] in told
+    assert any("none of 1 classes" in " ".join(line) and line[-1].endswith("emu") for line in told)
+    assert run_cli(main, command) == EXIT_USER
+    assert "x.lmdb exists: choose another name or add --overwrite" in capsys.readouterr().err
+    (tmp_path / "new" / "x.lmdb").unlink()
+    assert run_cli(main, command) == EXIT_USER
+    assert "x-val.lmdb exists" in capsys.readouterr().err
+    assert run_cli(main, [*command, "--overwrite", "--val-dest", str(tmp_path / "v.lmdb")]) == EXIT_OK
+    assert len(LMDBReader(tmp_path / "v.lmdb")) == 4
+    assert run_cli(main, [*command, "--val-dest", command[1], "--overwrite"]) == EXIT_USER
+    assert "is the file of the training images" in capsys.readouterr().err
+    assert run_cli(main, [command[0], str(tmp_path / "y.lmdb"), "--val-dest", str(tmp_path / "z.lmdb")]) == EXIT_USER
+    assert "--val-dest is for --val-share" in capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], message: str, source: Path, *options: str) -> None:
+    """One line with `message`, and nothing is left behind."""
+    before = sorted(source.parent.rglob("*"))
+    assert run_cli(main, [str(source), str(source.parent / "new" / "x.lmdb"), *options]) == EXIT_USER
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert sorted(source.parent.rglob("*")) == before
+
+
+def test_refusals(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, "--val-share 0.6: give a share above 0 and up to 0.5", pets, "--val-share", "0.6")
+    refused(capsys, "or add --val-share 0.1 to hold out a part of it", pets, "--split", "val")
+    alone_folder = tmp_path / "alone"
+    for name in ("cat", "dog"):
+        (alone_folder / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8), "red" if name == "cat" else "blue").save(alone_folder / name / "a.png")
+    refused(capsys, "needs two images of a class, there is 2 images, each of", alone_folder, "--val-share", "0.5")
+    same = tmp_path / "same"
+    same.mkdir()
+    for number in range(5):
+        Image.fromarray(photo_like(1, side=32)[0].transpose(1, 2, 0)).save(same / f"{number}.png")
+    refused(capsys, "look alike (the largest group has 5 of 5), so none can be held out", same, "--val-share", "0.2")
+    splits = tmp_path / "splits"
+    for part in ("train", "test"):
+        (splits / part).mkdir(parents=True)
+        for number, pixels in enumerate(images(4, seed=len(part))):
+            Image.fromarray(pixels.transpose(1, 2, 0)).save(splits / part / f"{number}.png")
+    message = "splits has splits of its own (test and train): drop --val-share to pack --split train, or drop --split"
+    refused(capsys, message, splits, "--val-share", "0.2", "--split", "train")
+    assert run_cli(main, [str(splits), str(tmp_path / "x.lmdb"), "--val-share", "0.25"]) == EXIT_OK
+    assert "holds out a part of its training images" in capsys.readouterr().err
+    assert [len(reader) for reader in halves(tmp_path / "x.lmdb")] == [3, 1]
+
+
+def test_a_fault_leaves_both_files_as_they_were(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dest = tmp_path / "new" / "x.lmdb"
+    with monkeypatch.context() as patch:
+        patch.setattr(LMDBWriter, "complete", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run_cli(main, [str(pets), str(dest), "--val-share", "0.1"]) == 130
+    assert not dest.parent.exists()
+    capsys.readouterr()
+    pack(open_source(str(pets)), dest, val_share=0.1)
+    before = [reader.meta for reader in halves(dest)]
+    for fault in ("data.packing.parts.draw", "data.pack.publish_both"):
+        with monkeypatch.context() as patch:
+            patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
+            assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER
+        assert capsys.readouterr().err.splitlines() == ["error: a fault"]
+        assert [reader.meta for reader in halves(dest)] == before
+        assert sorted(item.name for item in dest.parent.iterdir()) == ["x-val.lmdb", "x.lmdb"]
+
+
+def test_between_the_two_names_there_is_no_training_file(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dest = tmp_path / "x.lmdb"
+    pack(open_source(str(pets)), dest, val_share=0.1)
+    old, publish = LMDBReader(dest).meta, LMDBWriter.publish
+    published = []
+
+    def stop_at_the_training_file(writer: LMDBWriter) -> None:
+        if writer.path.name.startswith(".x.lmdb.whole"):
+            return publish(writer)
+        published.append(writer.path.name)
+        if writer.path == dest:
+            raise KeyboardInterrupt
+        return publish(writer)
+
+    monkeypatch.setattr(LMDBWriter, "publish", stop_at_the_training_file)
+    assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == 130
+    assert published == ["x-val.lmdb", "x.lmdb"]
+    assert not dest.exists()
+    monkeypatch.undo()
+    assert old.split is not None
+    assert LMDBReader(val_path(dest)).meta.split != old.split | {"part": "val"}
+
+
+def test_the_command_and_the_function_make_the_same(pets: Path, tmp_path: Path) -> None:
+    done = run(pets, tmp_path / "x.lmdb", "--val-share", "0.1", "--workers", "2")
+    assert done.returncode == 0, done.stderr
+    again = pack(open_source(str(pets)), tmp_path / "y.lmdb", val_share="0.1")
+    assert LMDBReader(tmp_path / "x.lmdb").meta == again.meta
+    assert json.loads(again.meta.to_json())["split"]["images"] == 36

@@ -1,0 +1,210 @@
+"""Images at any size, whole or in random parts: the same whoever reads them."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.decode import RandomCrop, stored_image
+from data.lmdb.format import CODEC_JPEG
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset, dataset_for_model
+from data.reading.sampler import SampleKeys
+from data.records import add_image, make_record, pack_arrays
+from tests.data.conftest import CLASSES
+from tests.data.conftest import images as sample_images
+from tests.data.reading.test_several_files import COUNT, pack_shards, small_blocks
+from utils.errors import UserError
+from utils.seeding import numpy_generator
+
+__all__ = ["small_blocks"]  # a fixture
+
+
+def smooth(height: int, width: int, seed: int) -> np.ndarray:
+    """Smooth coloured noise, uint8 [height, width, 3]."""
+    noise = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    return cv2.resize(noise, (width, height), interpolation=cv2.INTER_LINEAR)
+
+
+def own_sizes(path: Path, count: int = 9) -> list[np.ndarray]:
+    """Pack JPEGs of sizes of their own; record i has label i % 3. Returns their pixels."""
+    layout = Layout(channels=3, resolutions=(0,), encoding="source")
+    pixels = []
+    with LMDBWriter(path, layout, classes=CLASSES) as writer:
+        for number in range(count):
+            buffer = io.BytesIO()
+            sample_image = smooth(24 + 3 * number, 50 - 3 * number, number)
+            Image.fromarray(sample_image).save(buffer, format="JPEG", quality=95, subsampling=0)
+            if number % 2:
+                writer.add_record(make_record(sample_image, number % 3, layout, buffer.getvalue(), CODEC_JPEG))
+            else:
+                add_image(writer, sample_image, number % 3, payload=buffer.getvalue())
+            pixels.append(np.asarray(Image.open(buffer)))
+        writer.finish()
+    return pixels
+
+
+def middle(pixels: np.ndarray, side: int) -> np.ndarray:
+    """The largest square in the middle at side x side px: uint8 [C, side, side]."""
+    height, width = pixels.shape[:2]
+    square = min(height, width)
+    top, left = (height - square) // 2, (width - square) // 2
+    return scaled(pixels[top : top + square, left : left + square], side)
+
+
+def scaled(pixels: np.ndarray, side: int) -> np.ndarray:
+    """By the stated rule: bilinear, or area averaging below half the size; uint8 [C, side, side]."""
+    method = cv2.INTER_AREA if max(pixels.shape[:2]) > 2 * side else cv2.INTER_LINEAR
+    result = cv2.resize(np.ascontiguousarray(pixels), (side, side), interpolation=method)
+    return result.reshape(side, side, -1).transpose(2, 0, 1)
+
+
+# --- resolution
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pyramid_gives_the_stored_level_or_scales_the_next_larger(tmp_path: Path, channels: int) -> None:
+    path = tmp_path / "pyramid.lmdb"
+    images = np.stack([smooth(32, 32, seed) for seed in range(5)]).transpose(0, 3, 1, 2)[:, :channels]
+    pack_arrays(path, images, smallest=8)
+    np.testing.assert_array_equal(Dataset(path).read(range(5))[0], images)
+    levels = {}
+    for side in (8, 16, 32):
+        dataset = Dataset(path, resolution=side)
+        assert dataset.gathers
+        levels[side] = dataset.read(range(5))[0]
+        reader = LMDBReader(path, resolution=side)
+        alone = np.stack([stored_image(reader, record)[0].transpose(2, 0, 1) for record in range(5)])
+        np.testing.assert_array_equal(levels[side], alone)
+    assert (levels[16] != levels[32][:, :, ::2, ::2]).any()
+    for side, source in ((12, 16), (4, 8), (20, 32)):
+        for workers in (0, 2):
+            dataset = Dataset(path, resolution=side, workers=workers)
+            assert not dataset.gathers
+            expected = [middle(sample_image.transpose(1, 2, 0), side) for sample_image in levels[source]]
+            np.testing.assert_array_equal(dataset.read(range(5))[0], expected)
+
+
+def test_sizes_of_their_own_are_cropped_in_the_middle(tmp_path: Path) -> None:
+    pixels = own_sizes(tmp_path / "x.lmdb")
+    dataset = Dataset(tmp_path / "x.lmdb", resolution=20, workers=2)
+    images, labels = dataset.read([8, 0, 5])
+    for image, record in zip(images, (8, 0, 5), strict=True):
+        np.testing.assert_array_equal(image, middle(pixels[record], 20))
+    assert labels.tolist() == [2, 0, 2]
+    np.testing.assert_array_equal(dataset.image(3)[0], pixels[3])
+    with pytest.raises(UserError, match=r"x\.lmdb: its images have sizes of their own; set data\.resolution"):
+        Dataset(tmp_path / "x.lmdb").read([0])
+
+
+def test_data_set_for_a_model(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "pyramid.lmdb", sample_images(3, side=32), smallest=8)
+    own_sizes(tmp_path / "own.lmdb", 3)
+
+    def model(asked: int | None, resolution: int) -> dict[str, Any]:
+        return {"config": {"data": {"resolution": asked}}, "shape": {"resolution": resolution}}
+
+    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(None, 16)).resolution == 16
+    assert dataset_for_model(tmp_path / "own.lmdb", model(None, 20)).resolution == 20
+    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(None, 12)).resolution == 32  # refused later, not rescaled
+    assert dataset_for_model(tmp_path / "pyramid.lmdb", model(12, 12)).resolution == 12  # as the run's config asked
+
+
+# --- random crops
+
+
+def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
+    return SampleKeys(seed, np.broadcast_to(np.asarray(epochs, np.int64), count))
+
+
+@pytest.fixture
+def crops(tmp_path: Path) -> Path:
+    own_sizes(tmp_path / "crops.lmdb")
+    return tmp_path / "crops.lmdb"
+
+
+def test_crops_are_drawn_from_seed_epoch_and_record(crops: Path, tmp_path: Path) -> None:
+    pixels = own_sizes(tmp_path / "again.lmdb")
+    crop = RandomCrop(area=(0.3, 1.0))
+    images, _ = Dataset(crops, resolution=16, crop=crop).read([7, 2], keys=keys([4, 0], 2))
+    for image, record, epoch in zip(images, (7, 2), (4, 0), strict=True):
+        height, width = pixels[record].shape[:2]
+        top, left, h, w = crop.box(height, width, numpy_generator(3, "augment", epoch, record))
+        expected = scaled(pixels[record][top : top + h, left : left + w], 16)
+        # libjpeg interpolates the edge of what it decodes a little differently
+        assert np.abs(image.astype(int) - expected).max() <= 2
+
+
+@pytest.mark.parametrize("encoding", ["source", "raw", "png"])
+def test_crops_do_not_depend_on_who_reads_them(tmp_path: Path, encoding: str) -> None:
+    path, crop, records = tmp_path / "x.lmdb", RandomCrop(), np.arange(9)
+    if encoding == "source":
+        own_sizes(path)
+    else:
+        images = np.stack([smooth(32, 32, seed) for seed in range(9)]).transpose(0, 3, 1, 2)
+        pack_arrays(path, images, np.arange(9) % 3, CLASSES, encoding=encoding, smallest=16)
+    dataset = Dataset(path, resolution=16, crop=crop)
+    expected, _ = dataset.read(records, keys=keys(1))
+    for workers in (1, 3):
+        dataset.workers = workers
+        np.testing.assert_array_equal(dataset.read(records, keys=keys(1))[0], expected)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(dataset)).read(records, keys=keys(1))[0], expected)
+    for record in (8, 0, 3):  # alone, and in another place of another batch
+        np.testing.assert_array_equal(dataset.read([record], keys=keys(1, 1))[0][0], expected[record])
+        batch, _ = dataset.read([5, 5, record, 1], keys=keys([0, 2, 1, 7], 4))
+        np.testing.assert_array_equal(batch[2], expected[record])
+        assert (batch[0] != batch[1]).any()
+    for other in (keys(2), keys(1, seed=4)):
+        different = dataset.read(records, keys=other)[0] != expected
+        assert different.any(axis=(1, 2, 3)).all()
+    whole, _ = Dataset(path, resolution=16, crop=crop).read(records)
+    pixels = [dataset.image(record)[0] for record in range(9)]
+    np.testing.assert_array_equal(whole, [middle(sample_image, 16) for sample_image in pixels])
+    assert (whole != expected).any(axis=(1, 2, 3)).all()
+
+
+# --- the ways to read
+
+
+@pytest.mark.parametrize("encoding", ["raw", "png"])
+def test_read_into_out_and_bounds(tmp_path: Path, encoding: str) -> None:
+    paths = pack_shards(tmp_path, encoding)
+    dataset = Dataset(paths, workers=2)
+    out = np.zeros((3, 3, 8, 8), np.uint8)
+    assert dataset.read([21, 3, 9], out=out)[0] is out
+    np.testing.assert_array_equal(out, sample_images(COUNT)[[21, 3, 9]])
+    for wrong in (np.zeros((2, 3, 8, 8), np.uint8), np.zeros((3, 3, 8, 8), np.int8), out.transpose(0, 1, 3, 2)):
+        with pytest.raises(ValueError, match="out is"):
+            dataset.read([21, 3, 9], out=wrong)
+    images, labels = dataset.read([])
+    assert (images.shape, labels.shape) == ((0, 3, 8, 8), (0,))
+    assert labels.dtype == np.int64
+    for index in (-1, COUNT):
+        with pytest.raises(IndexError, match=f"of {COUNT}"):
+            dataset.read([0, index])
+        with pytest.raises(IndexError, match=f"of {COUNT}"):
+            dataset.image(index)
+
+
+def test_decoded_images_may_lie_in_memory_channels_last(tmp_path: Path) -> None:
+    images = np.stack([smooth(24, 24, seed) for seed in range(5)]).transpose(0, 3, 1, 2)
+    for encoding in ("raw", "png"):
+        pack_arrays(tmp_path / f"{encoding}.lmdb", images, encoding=encoding)
+        for side in (24, 16):
+            dataset = Dataset(tmp_path / f"{encoding}.lmdb", resolution=side, workers=2)
+            expected, _ = dataset.read(range(5))
+            np.testing.assert_array_equal(expected, [middle(one.transpose(1, 2, 0), side) for one in images])
+            out = np.zeros((5, side, side, 3), np.uint8).transpose(0, 3, 1, 2)
+            if dataset.gathers:
+                with pytest.raises(ValueError, match="out is"):
+                    dataset.read(range(5), out=out)
+            else:
+                assert dataset.read(range(5), out=out)[0] is out
+                np.testing.assert_array_equal(out, expected)

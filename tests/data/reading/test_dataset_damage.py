@@ -1,0 +1,279 @@
+"""Damaged records of a Dataset: reading stops and names them, or takes the next whole one and counts."""
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data.decode import RandomCrop
+from data.errors import DamageError
+from data.lmdb import format as record_format
+from data.lmdb.reader import LMDBReader
+from data.lmdb.record import Layout
+from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset
+from data.reading.loader import InfiniteLoader
+from data.reading.sampler import GlobalSampler, SampleKeys
+from data.records import add_image, pack_arrays
+from tests.data.conftest import CLASSES, change, flip
+from tests.data.conftest import images as sample_images
+
+ENCODINGS = ["raw", "png", "source"]
+COUNT = 14
+Packer = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Packer:
+    """Pack random images of 8 px and flip a bit in some: record i has label i % 3."""
+
+    def packed(encoding: str, damaged: Sequence[int] = (), count: int = COUNT, name: str = "x.lmdb") -> Path:
+        path, images = tmp_path / name, sample_images(count)
+        if encoding == "source":
+            layout = Layout(channels=3, resolutions=(0,), encoding=encoding)
+            with LMDBWriter(path, layout, classes=CLASSES) as writer:
+                for number, image in enumerate(images.transpose(0, 2, 3, 1)):
+                    buffer = io.BytesIO()
+                    Image.fromarray(image).save(buffer, format="PNG")
+                    add_image(writer, image, number % 3, payload=buffer.getvalue())
+                writer.finish()
+        else:
+            pack_arrays(path, images, np.arange(count) % 3, CLASSES, encoding=encoding)
+        for record in damaged:
+            flip(path, payload(path, record), offset=50)
+        return path
+
+    return packed
+
+
+def payload(path: Path, record: int) -> bytes:
+    """The stored bytes of an image."""
+    with LMDBReader(path, tolerant=True) as reader:
+        if reader.meta.encoding == "raw":
+            return reader.raw_image(record).transpose(2, 0, 1).tobytes()
+        with reader.handle().environment.begin(buffers=True) as transaction:
+            return bytes(reader.encoded_record(transaction, record)[1])
+
+
+def open_dataset(path: Any, on_damage: str = "skip", **options: Any) -> Dataset:
+    """At 8 px, whatever the encoding."""
+    return Dataset(path, resolution=8, on_damage=on_damage, **options)  # type: ignore[arg-type]
+
+
+def check_read(dataset: Dataset, records: Sequence[int], expected: Sequence[int]) -> None:
+    """Reading `records` gives images and labels of `expected`."""
+    images, labels = dataset.read(records)
+    np.testing.assert_array_equal(images, sample_images(COUNT)[list(expected)])
+    np.testing.assert_array_equal(labels, np.array(expected) % 3)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_damage_stops_reading_and_is_named(pack: Packer, encoding: str, workers: int) -> None:
+    dataset = open_dataset(pack(encoding, [5]), "stop", workers=workers)
+    for _ in range(2):
+        with pytest.raises(DamageError, match=r"x\.lmdb: record 5 is damaged: .*pack the file again") as caught:
+            dataset.read([8, 5, 1])
+        assert list(caught.value.records) == [5]
+    with pytest.raises(DamageError, match="record 5 "):
+        dataset.image(5)
+    assert dataset.damaged == {}
+    check_read(dataset, [8, 1], [8, 1])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_whole_record_takes_the_place(
+    pack: Packer, encoding: str, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = open_dataset(pack(encoding, [5, 9, 10, 13]), workers=workers)
+    order = [13, 4, 5, 5, 9, 10, 6]
+    for _ in range(2):
+        check_read(dataset, order, [0, 4, 6, 6, 11, 11, 6])  # 9 and 10 are neighbours, 13 is the last
+    assert sorted(dataset.damaged) == [5, 9, 10, 13]
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("warning: ") and "the next intact record replaces it" in line for line in lines)
+    assert "(4 so far)" in lines[-1]
+    named = sorted(line.partition("x.lmdb: ")[2].partition(" is damaged")[0] for line in lines)
+    if encoding == "raw":  # those of a block together
+        assert named == ["record 13", "record 5", "record 9 to 10"]
+    else:
+        assert named == ["record 10", "record 13", "record 5", "record 9"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_the_replacement_does_not_depend_on_what_was_read_before(pack: Packer, encoding: str) -> None:
+    path = pack(encoding, [5, 6, 7])
+    for before in ([], [6], [7, 6], [5, 8], list(range(COUNT))):
+        dataset = open_dataset(path)
+        for record in before:
+            dataset.read([record])
+        check_read(dataset, [6, 5, 8], [8, 8, 8])
+        check_read(pickle.loads(pickle.dumps(dataset)), [5], [8])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_records_count_over_all_shards(pack: Packer, encoding: str, tmp_path: Path) -> None:
+    paths = [pack(encoding, damaged, name=f"{name}.lmdb") for name, damaged in (("a", []), ("b", [3, 13]))]
+    with pytest.raises(DamageError, match=r"b\.lmdb: record 3 is damaged") as caught:
+        open_dataset(paths, "stop").read([2, COUNT + 3])
+    assert list(caught.value.records) == [COUNT + 3]
+    with pytest.raises(DamageError) as caught:
+        open_dataset(paths, "stop").image(COUNT + 3)
+    assert list(caught.value.records) == [COUNT + 3]
+    dataset = open_dataset(paths[::-1])
+    check_read(dataset, [13, 3, COUNT + 3], [0, 4, 3])  # the last of a file: the first of the same file
+    dataset = open_dataset(paths)
+    check_read(dataset, [13, COUNT + 3, COUNT + 13], [13, 4, 0])
+    assert sorted(dataset.damaged) == [COUNT + 3, COUNT + 13]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_too_much_damage_stops(pack: Packer, encoding: str) -> None:
+    dataset = open_dataset(pack(encoding, range(11)))
+    for record in range(10, 0, -1):
+        check_read(dataset, [record], [11])
+    with pytest.raises(DamageError, match="record 0 "):
+        dataset.read([0])
+    assert sorted(dataset.damaged) == list(range(1, 11))
+    check_read(dataset, [10], [11])
+
+
+def test_a_hundredth_may_be_damaged(pack: Packer) -> None:
+    dataset = open_dataset(pack("png", range(0, 52, 4), count=1250))
+    for record in range(0, 48, 4):
+        dataset.read([record])
+    assert len(dataset.damaged) == 12
+    with pytest.raises(DamageError, match="record 48 "):
+        dataset.read([48])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_file_without_a_whole_record(pack: Packer, encoding: str) -> None:
+    """Looking for a replacement went on for ever."""
+    paths = [pack(encoding, damaged, 5, f"{name}.lmdb") for name, damaged in (("a", []), ("b", range(5)))]
+    with pytest.raises(
+        DamageError, match=r"b\.lmdb: record 0 to 4 is damaged: no record of this file is whole"
+    ) as found:
+        open_dataset(paths).read([7])
+    assert list(found.value.records) == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("on_damage", ["stop", "skip"])
+def test_a_damaged_index_always_stops(pack: Packer, encoding: str, on_damage: str) -> None:
+    """It holds the labels. With "skip" a small file was searched for a replacement for ever."""
+    paths = [pack(encoding, name=f"{name}.lmdb") for name in "ab"]
+    side = 0 if encoding == "source" else 8
+    change(paths[1], b"index/00000001/%05d" % side, b"nonsense")
+    dataset = open_dataset(paths, on_damage)
+    for attempt in (lambda: dataset.read([0]), dataset.labels):
+        with pytest.raises(DamageError, match=r"b\.lmdb: record 4 to 7 is damaged: its index") as caught:
+            attempt()
+        assert list(caught.value.records) == [COUNT + record for record in (4, 5, 6, 7)]
+    assert dataset.damaged == {}
+
+
+def test_a_lost_raw_block_is_skipped_whole(pack: Packer) -> None:
+    path = pack("raw")
+    change(path, b"pixels/00000001/00008", None)
+    dataset = open_dataset(path)
+    check_read(dataset, [4, 6, 7, 3], [8, 8, 8, 3])
+    assert sorted(dataset.damaged) == [4, 5, 6, 7]
+
+
+def test_damaged_signatures_count_over_all_shards(pack: Packer) -> None:
+    paths = [pack("raw", name=f"{name}.lmdb") for name in "ab"]
+    change(paths[1], b"hash/00000000", None)
+    with pytest.raises(DamageError, match=r"b\.lmdb: record 0 to 13 is damaged: .*signatures") as caught:
+        open_dataset(paths).signatures()
+    assert caught.value.records[0] == COUNT
+
+
+def test_a_record_that_cannot_be_decoded_is_damaged(pack: Packer) -> None:
+    """Its bytes are those that were written, but no image."""
+    path = pack("png")
+    payloads = record_format.make_entry(b"no image", 2, 8, 8, record_format.CODEC_PNG).tobytes() + b"no image"
+    change(path, b"picture/0000000005/00008", payloads)
+    with pytest.raises(DamageError, match="record 5 is damaged: cannot be decoded"):
+        open_dataset(path, "stop").read([5])
+    check_read(open_dataset(path), [5], [6])
+
+
+@pytest.mark.parametrize("crop", [None, RandomCrop()])
+def test_damage_and_cache(pack: Packer, crop: RandomCrop | None) -> None:
+    path = pack("png", [5])
+    keys = SampleKeys(1, np.arange(3))
+    expected = open_dataset(path, crop=crop).read([5, 6, 4], keys=keys)[0]
+    dataset = open_dataset(path, crop=crop, cache=True)
+    for _ in range(2):
+        np.testing.assert_array_equal(dataset.read([5, 6, 4], keys=keys)[0], expected)
+    assert list(dataset.damaged) == [5]
+
+
+def loader(dataset: Dataset, prefetch: int) -> InfiniteLoader:
+    return InfiniteLoader(dataset, GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=prefetch)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_loader_goes_on_over_damage(pack: Packer, prefetch: int) -> None:
+    """A loader that starts in the middle, without having seen the damage, gives the same batches."""
+    path = pack("png", [2, 3, 13])
+    sampler = GlobalSampler(COUNT, batch_size=6, seed=1)
+    replaced = np.array([*range(2), 4, 4, *range(4, 13), 0])
+    straight = loader(open_dataset(path, workers=2), prefetch)
+    for step in range(6):
+        indices, _ = sampler.next_batch()
+        batch = next(straight)
+        np.testing.assert_array_equal(batch.images, sample_images(COUNT)[replaced[indices]])
+        np.testing.assert_array_equal(batch.labels, replaced[indices] % 3)
+        assert straight.state_dict()["consumed"] == 6 * (step + 1)
+    resumed = loader(open_dataset(path), prefetch)
+    resumed.load_state_dict(straight.state_dict())
+    for _ in range(3):
+        assert torch.equal(next(resumed).images, next(straight).images)
+    straight.close()
+    resumed.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_loader_keeps_its_position_when_a_read_raised(
+    pack: Packer, prefetch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = open_dataset(pack("png"))
+    whole, broken = loader(open_dataset(dataset.path), 0), loader(dataset, prefetch)
+    assert torch.equal(next(whole).images, next(broken).images)
+    broken.close()  # nothing is read ahead any more
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "read", lambda *_, **__: (_ for _ in ()).throw(OSError("the network is down")))
+        for _ in range(2):
+            with pytest.raises(OSError, match="network"):
+                next(broken)
+            assert broken.state_dict()["consumed"] == 6
+    for _ in range(3):
+        assert torch.equal(next(whole).images, next(broken).images)
+    broken.close()
+
+
+def test_torch_data_loader_names_the_record(pack: Packer) -> None:
+    dataset = open_dataset(pack("png", [5]), "stop")
+    with pytest.raises(DamageError, match="record 5 "):
+        list(torch.utils.data.DataLoader(dataset, batch_size=4))  # type: ignore[arg-type]
+
+
+def test_damage_errors_travel_between_processes() -> None:
+    """As any error does that a worker process returns."""
+    error = DamageError(Path("x.lmdb"), [3, 4], "gone")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), list(copy.records), copy.reason) == (str(error), [3, 4], "gone")

@@ -1,0 +1,34 @@
+"""Which images keep their labels: as many of each class, by the key alone."""
+
+import numpy as np
+import pytest
+
+from data.reading.few_labels import few_labels
+from utils.errors import UserError
+from utils.seeding import numpy_generator
+
+LABELS = np.arange(90) % 3
+
+
+def test_each_class_keeps_as_many_by_its_key():
+    found = few_labels(LABELS, 4, seed=5)
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert np.bincount(LABELS[found]).tolist() == [4, 4, 4]
+    of_two = np.flatnonzero(LABELS == 2)[numpy_generator(5, "labels", 2).permutation(30)[:4]]
+    assert set(of_two.tolist()) == set(found[LABELS[found] == 2].tolist())
+
+
+def test_fewer_labels_are_among_more_and_seeds_differ():
+    few, more, other = (few_labels(LABELS, n, seed).tolist() for n, seed in ((4, 0), (9, 0), (4, 1)))
+    assert set(few) < set(more)
+    assert few != other
+    assert few == few_labels(LABELS, 4, 0).tolist()
+
+
+def test_too_few_images_are_refused_by_name():
+    with pytest.raises(UserError, match="class c has 30 images"):
+        few_labels(LABELS, 31, 0, ["c", "b", "a"])
+    with pytest.raises(UserError, match="class b has 0 images"):
+        few_labels(np.array([0, 2]), 1, 0, ["a", "b", "c"])
+    with pytest.raises(UserError, match="give 1 or more"):
+        few_labels(LABELS, 0, 0)

@@ -1,0 +1,179 @@
+"""Batches: the sampler's, whatever is read ahead; the state counts what was handed out."""
+
+import gc
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.errors import DamageError
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, InfiniteLoader, evaluation_batches, mirror_in_turn
+from data.reading.sampler import GlobalSampler, SampleKeys
+from tests.data.conftest import flip
+from tests.data.conftest import images as sample_images
+
+
+def make(path: Path, prefetch: int, *, rank: int = 0, world_size: int = 1, device: str = "cpu") -> InfiniteLoader:
+    sampler = GlobalSampler(20, batch_size=6, seed=1, rank=rank, world_size=world_size)
+    return InfiniteLoader(Dataset(path), sampler, device=device, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_the_samplers(packed: Path, prefetch: int) -> None:
+    loader, sampler = make(packed, prefetch), GlobalSampler(20, batch_size=6, seed=1)
+    for _ in range(8):  # beyond two epochs
+        batch, indices = next(loader), sampler.next_batch()[0]
+        assert batch.images.dtype == torch.uint8
+        assert batch.labels.dtype == torch.int64
+        assert len(batch) == 6
+        np.testing.assert_array_equal(batch.images, sample_images(20)[indices])
+        np.testing.assert_array_equal(batch.labels, indices % 3)
+    loader.close()
+
+
+def test_ranks_together_are_one_process(packed: Path) -> None:
+    whole, parts = make(packed, 0), [make(packed, 2, rank=rank, world_size=3) for rank in range(3)]
+    for _ in range(5):
+        batches = [next(loader) for loader in parts]
+        torch.testing.assert_close(torch.cat([batch.images for batch in batches]), next(whole).images, rtol=0, atol=0)
+    for loader in parts:
+        loader.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_state_counts_what_was_handed_out(packed: Path, prefetch: int) -> None:
+    loader = make(packed, prefetch)
+    assert loader.state_dict()["consumed"] == 0
+    for number in range(1, 4):
+        next(loader)
+        time.sleep(0.02)  # time to read ahead
+        assert loader.state_dict()["consumed"] == loader.sampler.consumed == 6 * number
+    state = loader.state_dict()
+    expected = [next(loader) for _ in range(3)]
+    resumed = make(packed, prefetch)
+    next(resumed)
+    resumed.load_state_dict(state)  # drops what was read ahead
+    for batch in expected:
+        torch.testing.assert_close(next(resumed).images, batch.images, rtol=0, atol=0)
+    loader.close()
+    resumed.close()
+
+
+def test_closed_loader_goes_on_where_it_was(packed: Path) -> None:
+    straight, closed = make(packed, 0), make(packed, 2)
+    for _ in range(4):
+        torch.testing.assert_close(next(straight).images, next(closed).images, rtol=0, atol=0)
+        closed.close()
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "data-loader"]
+
+
+def test_thread_ends_with_close_and_with_the_loader(packed: Path) -> None:
+    loader = make(packed, 2)
+    next(loader)
+    assert len(loader_threads()) == 1
+    loader.close()
+    assert loader_threads() == []
+    next(loader)
+    del loader
+    gc.collect()
+    assert loader_threads() == []
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_damage_is_raised_by_next_and_not_counted(packed: Path, prefetch: int) -> None:
+    record = int(GlobalSampler(20, batch_size=6, seed=1).next_batch()[0][2])
+    flip(packed, sample_images(20)[record].tobytes())
+    loader = make(packed, prefetch)
+    for _ in range(2):
+        with pytest.raises(DamageError, match=f"record {record} "):
+            next(loader)
+        assert loader.state_dict()["consumed"] == 0
+    assert loader_threads() == []
+
+
+def test_waiting_is_measured(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = make(packed, 0)
+    read = loader.reader.read
+
+    def slow(indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(0.05)
+        return read(indices, **options)
+
+    monkeypatch.setattr(loader.reader, "read", slow)
+    next(loader)
+    next(loader)
+    assert 0.1 <= loader.wait_seconds < 5
+    loader.wait_seconds = 0.0
+    next(loader)
+    assert 0.05 <= loader.wait_seconds < 2.5
+
+
+def test_evaluation_gives_every_sample_once(packed: Path) -> None:
+    batches = list(evaluation_batches(Dataset(packed), 6))
+    assert [len(batch) for batch in batches] == [6, 6, 6, 2]
+    np.testing.assert_array_equal(torch.cat([batch.images for batch in batches]), sample_images(20))
+
+
+def test_batch_to_device() -> None:
+    batch = Batch(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)).to("meta")
+    assert batch.images.device.type == batch.labels.device.type == "meta"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_on_an_accelerator(packed: Path, prefetch: int) -> None:
+    device = str(torch.accelerator.current_accelerator())
+    here, there = make(packed, 0), make(packed, prefetch, device=device)
+    for _ in range(50):
+        expected, batch = next(here), next(there)
+        assert batch.images.device.type == torch.device(device).type
+        busy = torch.randn(512, 512, device=device) @ torch.randn(512, 512, device=device)
+        torch.testing.assert_close(batch.images.cpu(), expected.images, rtol=0, atol=0)
+        torch.testing.assert_close(batch.labels.cpu(), expected.labels, rtol=0, atol=0)
+        del batch, busy  # its memory may be used again while the next copy runs
+    there.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_alternating_flips_show_each_image_once_each_way_in_two_epochs(packed: Path, prefetch: int) -> None:
+    """On any number of ranks; half of the images, by the seed, are mirrored first; a resume goes on alike."""
+    samplers = [GlobalSampler(20, batch_size=4, seed=1, rank=rank, world_size=2) for rank in (0, 1)]
+    how: dict[str, Any] = {"device": "cpu", "prefetch": prefetch, "alternating": True}
+    loaders = [InfiniteLoader(Dataset(packed), sampler, **how) for sampler in samplers]
+    sampler, originals = GlobalSampler(20, batch_size=4, seed=1), sample_images(20)
+    seen: list[dict[int, bool]] = [{} for _ in range(4)]  # of each epoch: image -> whether it is mirrored
+    for number in range(20):
+        images = torch.cat([next(loader).images for loader in loaders]).numpy()
+        for image, index in zip(images, sampler.next_batch()[0].tolist(), strict=True):
+            mirrored = np.array_equal(image, originals[index][:, :, ::-1])
+            assert mirrored != np.array_equal(image, originals[index])
+            seen[number // 5][index] = mirrored
+    assert all(len(epoch) == 20 for epoch in seen)
+    assert 4 <= sum(seen[0].values()) <= 16
+    for first, second in pairwise(seen):
+        assert {index: not way for index, way in first.items()} == second
+    state = loaders[0].state_dict()
+    loaders[1].load_state_dict(state)
+    found = sampler.next_batch()[0][2:]
+    sides = [seen[0][index] for index in found]
+    for image, index, side in zip(next(loaders[1]).images.numpy(), found, sides, strict=True):
+        assert np.array_equal(image, originals[index][:, :, :: -1 if side else 1])
+    for loader in loaders:
+        loader.close()
+
+
+def test_repeats_within_an_epoch_alternate_too() -> None:
+    images = torch.arange(6, dtype=torch.uint8).view(3, 1, 1, 2)
+    keys = SampleKeys(0, np.array([4, 4, 4]), np.array([0, 1, 2]))
+    mirror_in_turn(images, np.array([1, 1, 1]), keys)
+    assert images.flatten().tolist() == [1, 0, 2, 3, 5, 4]

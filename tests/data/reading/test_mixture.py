@@ -1,0 +1,254 @@
+"""Real and synthetic images in one batch: counts, orders, ranks, resume, what is read."""
+
+import copy
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.decode import RandomCrop
+from data.errors import DamageError
+from data.reading.dataset import Dataset
+from data.reading.loader import InfiniteLoader
+from data.reading.mixture import MixedDataset, MixedSampler
+from data.reading.sampler import GlobalSampler, SampleKeys, balanced_weights
+from data.records import pack_arrays
+from tests.data.conftest import CLASSES, flip
+from tests.data.conftest import images as sample_images
+from utils.errors import UserError
+
+REAL, DRAWN = 20, 7  # images
+SHARES = ["1/4", "1/3", "0.37", "1/100", "1"]
+
+
+def sampler_of(share: str = "1/4", *, batch: int = 12, rank: int = 0, world: int = 1, **more: Any) -> MixedSampler:
+    order: dict[str, Any] = {"batch_size": batch, "seed": 3, "rank": rank, "world_size": world}
+    second = GlobalSampler(DRAWN, stream="synthetic", weights=more.pop("second_weights", None), **order)
+    until, content = more.pop("until", None), more.pop("content", "abc")
+    return MixedSampler(REAL, synthetic=second, content=content, share=Fraction(share), until=until, **order | more)
+
+
+def batches(sampler: GlobalSampler, count: int) -> list[np.ndarray]:
+    return [sampler.next_batch()[0] for _ in range(count)]
+
+
+# --- the order
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_share_is_exact(share: str) -> None:
+    wanted, seen = Fraction(share), 0
+    for number, indices in enumerate(batches(sampler_of(share), 100), 1):
+        drawn = int((indices >= REAL).sum())
+        assert abs(drawn - wanted * 12) < 1  # rounded down or up
+        seen += drawn
+        assert seen == wanted * 12 * number // 1
+    assert share != "1/4" or seen == 300
+
+
+def test_a_whole_number_of_a_batch_is_in_every_batch() -> None:
+    assert {int((indices >= REAL).sum()) for indices in batches(sampler_of("1/4"), 50)} == {3}
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_both_orders_are_their_own_and_whole(share: str) -> None:
+    """Real images come as without a mixture, synthetic ones in whole epochs of another order."""
+    both = np.concatenate(batches(sampler_of(share), 60))
+    real, drawn = both[both < REAL], both[both >= REAL] - REAL
+    alone = GlobalSampler(REAL, batch_size=12, seed=3)
+    np.testing.assert_array_equal(real, np.concatenate([alone.order(epoch) for epoch in range(40)])[: len(real)])
+    for start in range(0, len(drawn) - DRAWN + 1, DRAWN):
+        assert sorted(drawn[start : start + DRAWN]) == list(range(DRAWN))
+    epochs = GlobalSampler(DRAWN, batch_size=12, seed=3, stream="synthetic")
+    assert not np.array_equal(epochs.order(0), GlobalSampler(DRAWN, batch_size=12, seed=3).order(0))
+    assert not np.array_equal(epochs.order(0), epochs.order(1))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("share", SHARES)
+def test_ranks_together_are_one_process(share: str, world: int) -> None:
+    weights = balanced_weights(np.array([0] * 15 + [1] * 5), ["a", "b"])
+    whole = sampler_of(share, weights=weights)
+    ranks = [sampler_of(share, rank=rank, world=world, weights=weights) for rank in range(world)]
+    for _ in range(40):
+        keys, parts = whole.next_keys(), [rank.next_keys() for rank in ranks]
+        np.testing.assert_array_equal(keys.epochs, np.concatenate([part.epochs for part in parts]))
+        np.testing.assert_array_equal(keys.repeats, np.concatenate([part.repeats for part in parts]))
+        indices, start = whole.next_batch()
+        found = [rank.next_batch() for rank in ranks]
+        np.testing.assert_array_equal(indices, np.concatenate([part for part, _ in found]))
+        assert {begun for _, begun in found} == {start}
+
+
+def test_places_are_drawn_anew_and_spread_over_the_batch() -> None:
+    masks = np.stack([indices >= REAL for indices in batches(sampler_of("1/4"), 200)])
+    assert len(np.unique(masks, axis=0)) > 100
+    assert (masks.mean(0) > 0.12).all()
+    assert (masks.mean(0) < 0.38).all()
+
+
+def test_keys_are_those_of_the_epochs() -> None:
+    sampler, seen = sampler_of("1/2"), {"real": 0, "drawn": 0}
+    for _ in range(10):
+        keys, (indices, _) = sampler.next_keys(), sampler.next_batch()
+        for index, epoch in zip(indices.tolist(), keys.epochs.tolist(), strict=True):
+            kind, length = ("real", REAL) if index < REAL else ("drawn", DRAWN)
+            assert epoch == seen[kind] // length
+            seen[kind] += 1
+    keys = SampleKeys(3, np.array([4, 5]))
+    assert keys.of(1, 9) == (3, "augment", 5, 9)
+    assert keys.at(np.array([1]), synthetic=True).of(0, 9) == (3, "synthetic", "augment", 5, 9)
+
+
+def test_until_ends_the_mixture_at_a_batch() -> None:
+    found = batches(sampler_of("1/4", until=5), 10)
+    assert [int((indices >= REAL).sum()) for indices in found] == [3] * 5 + [0] * 5
+    both = np.concatenate(found)
+    real = both[both < REAL]
+    np.testing.assert_array_equal(real, GlobalSampler(REAL, batch_size=12, seed=3)._slice(0, len(real)))
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    sampler = sampler_of()
+    copied = copy.copy(sampler)
+    first = copied.next_batch()[0]
+    assert (sampler.taken, copied.taken) == (0, 12)
+    np.testing.assert_array_equal(sampler.next_batch()[0], first)
+    other = sampler_of()
+    other.advance(3)
+    batches(third := sampler_of(), 3)
+    assert other.state_dict() == third.state_dict()
+
+
+# --- resume
+
+
+def test_the_order_goes_on_from_its_state_with_other_ranks_and_batches() -> None:
+    straight, resumed = sampler_of("0.37"), sampler_of("0.37", rank=1, world=2)
+    straight.advance(7)
+    resumed.load_state_dict(straight.state_dict())
+    np.testing.assert_array_equal(resumed.next_batch()[0], straight.next_batch()[0][6:])
+    larger = sampler_of("0.37", batch=24)
+    larger.load_state_dict(straight.state_dict())
+    assert larger.taken == 8 * 12
+    drawn = int((larger.next_batch()[0] >= REAL).sum())
+    assert drawn == 10 * 12 * 37 // 100 - 8 * 12 * 37 // 100
+
+
+def test_another_order_is_refused() -> None:
+    state = sampler_of().state_dict()
+    with pytest.raises(UserError, match=r"trained with data\.synthetic; give the same, or use a new run folder"):
+        GlobalSampler(REAL, batch_size=12, seed=3).load_state_dict(state)
+    with pytest.raises(UserError, match="on real images alone"):
+        sampler_of().load_state_dict(GlobalSampler(REAL, batch_size=12, seed=3).state_dict())
+    with pytest.raises(UserError, match=r"data\.synthetic has other images now"):
+        sampler_of(content="xyz").load_state_dict(state)
+    with pytest.raises(UserError, match=r"data\.synthetic\.balance changed"):
+        sampler_of(second_weights=np.arange(1.0, DRAWN + 1)).load_state_dict(state)
+
+
+# --- what is read
+
+
+@pytest.fixture
+def second(tmp_path: Path) -> Path:
+    """7 images of another seed; record i has label i % 3."""
+    path = tmp_path / "second.lmdb"
+    pack_arrays(path, sample_images(DRAWN, seed=1), np.arange(DRAWN) % 3, CLASSES)
+    return path
+
+
+def mixed(packed: Path, second: Path, **options: Any) -> MixedDataset:
+    dataset = MixedDataset(packed, **options)
+    dataset.synthetic = Dataset(second, **options)
+    return dataset
+
+
+def loader_of(packed: Path, second: Path, sampler: MixedSampler, prefetch: int = 0, **more: Any) -> InfiniteLoader:
+    return InfiniteLoader(mixed(packed, second), sampler, device="cpu", prefetch=prefetch, **more)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_hold_the_images_and_say_which_are_synthetic(packed: Path, second: Path, prefetch: int) -> None:
+    pixels = np.concatenate([sample_images(REAL), sample_images(DRAWN, seed=1)])
+    labels = np.concatenate([np.arange(REAL) % 3, np.arange(DRAWN) % 3])
+    loader, sampler = loader_of(packed, second, sampler_of("1/3", until=6), prefetch), sampler_of("1/3", until=6)
+    for _ in range(9):
+        batch, indices = next(loader), sampler.next_batch()[0]
+        np.testing.assert_array_equal(batch.images, pixels[indices])
+        np.testing.assert_array_equal(batch.labels, labels[indices])
+        assert batch.synthetic is not None
+        np.testing.assert_array_equal(batch.synthetic, indices >= REAL)
+    assert batch.to("cpu").synthetic is not None
+    loader.close()
+
+
+def test_the_real_images_are_what_the_data_set_is(packed: Path, second: Path) -> None:
+    dataset = mixed(packed, second)
+    assert (len(dataset), dataset.meta.count, len(dataset.labels())) == (REAL, REAL, REAL)
+    images, labels = dataset.read([REAL, REAL + 4])  # no real one
+    np.testing.assert_array_equal(images, sample_images(DRAWN, seed=1)[[0, 4]])
+    np.testing.assert_array_equal(labels, [0, 1])
+    with pytest.raises(IndexError):
+        dataset.read([0, REAL + DRAWN])
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("before", [1, 5, 8])
+def test_a_loader_resumes_in_the_middle_of_both_epochs(packed: Path, second: Path, prefetch: int, before: int) -> None:
+    straight = loader_of(packed, second, sampler_of("0.37", until=7), prefetch)
+    for _ in range(before):
+        next(straight)
+    state = straight.state_dict()
+    resumed = loader_of(packed, second, sampler_of("0.37", until=7), prefetch)
+    next(resumed)
+    resumed.load_state_dict(state)
+    for _ in range(6):
+        expected, found = next(straight), next(resumed)
+        assert torch.equal(expected.images, found.images)
+        assert expected.synthetic is not None
+        assert found.synthetic is not None
+        assert torch.equal(expected.synthetic, found.synthetic)
+    straight.close()
+    resumed.close()
+
+
+def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: Path) -> None:
+    """The loop goes back in steps and on in samples (`training.engine.loop`)."""
+    loader = loader_of(packed, second, sampler_of("1/4", until=8), batches_per_step=2)
+    then = loader.state_dict()
+    for _ in range(6):
+        next(loader)
+    here = loader.state_dict()
+    loader.load_state_dict(here | {key: then[key] for key in ("step", "batch")})
+    counts = [int(batch.synthetic.sum()) for batch in (next(loader) for _ in range(10)) if batch.synthetic is not None]
+    assert counts == [3] * 8 + [0] * 2
+
+
+def test_random_crops_of_both_kinds_are_keyed_by_their_epochs(packed: Path, second: Path) -> None:
+    crop = RandomCrop(area=(0.3, 0.6), aspect=(0.8, 1.25))
+    dataset = mixed(packed, second, crop=crop)
+    keys = SampleKeys(3, np.array([0, 0, 1]))
+    images, _ = dataset.read([0, REAL, REAL], keys=keys)
+    assert not np.array_equal(images[1], images[2])
+    own = SampleKeys(3, np.array([0, 1]), synthetic=True)
+    np.testing.assert_array_equal(images[1:], Dataset(second, crop=crop).read([0, 0], keys=own)[0])
+    np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
+
+
+def test_damage_of_the_second_file_is_named_or_replaced(packed: Path, second: Path) -> None:
+    flip(second, sample_images(DRAWN, seed=1)[2].tobytes())
+    loader = loader_of(packed, second, sampler_of("1/2"))
+    with pytest.raises(DamageError, match=r"second\.lmdb: record 2 is damaged"):
+        _ = [next(loader) for _ in range(3)]
+    dataset = mixed(packed, second, on_damage="skip")
+    images, _ = dataset.read([1, REAL + 2])
+    np.testing.assert_array_equal(images[1], sample_images(DRAWN, seed=1)[3])
+    assert dataset.replaced == {REAL + 2}
+    skipping = InfiniteLoader(dataset, sampler_of("1/2"), device="cpu", prefetch=0)
+    for _ in range(3):
+        next(skipping)
+    assert skipping.damaged_records == {REAL + 2}

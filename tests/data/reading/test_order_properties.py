@@ -1,0 +1,310 @@
+"""Properties of the order: for any size, batch, world size, resume point and number of readers it is the same order.
+
+Seeds are fixed (`derandomize`); an example that fails is printed.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.decode import RandomCrop
+from data.reading.dataset import Dataset
+from data.reading.loader import InfiniteLoader, evaluation_batches
+from data.reading.sampler import GlobalSampler, SampleKeys, balanced_weights
+from data.records import pack_arrays
+from tests.data.conftest import images as sample_images
+from tests.data.reading.test_sampler import take, weighted
+from utils.seeding import numpy_generator
+
+sizes = st.integers(1, 40)
+worlds = st.sampled_from([1, 2, 3, 4])
+shares = st.integers(1, 9)  # a rank's part of the batch
+plain_weights = st.floats(0, 1e6) | st.sampled_from([0.0, 1.0, 2.0, 1 / 3, 0.1])
+extreme_weights = st.floats(0, allow_infinity=False)  # from denormal numbers to ones whose sum overflows
+weight_lists = st.lists(plain_weights, min_size=1, max_size=40) | st.lists(extreme_weights, min_size=1, max_size=10)
+
+
+def shares_of(weights: list[float]) -> list[Fraction]:
+    """The expected number of draws of each sample in an epoch, exactly."""
+    total = sum(map(Fraction, weights))
+    return [len(weights) * Fraction(weight) / total for weight in weights]
+
+
+@settings(derandomize=True, deadline=None)
+@given(count=sizes, batch=st.integers(1, 50), seed=st.integers(0, 5), shuffle=st.booleans())
+def test_every_epoch_holds_every_sample_once(count: int, batch: int, seed: int, shuffle: bool) -> None:
+    batches = -(-3 * count // batch)
+    sequence = take(GlobalSampler(count, batch_size=batch, seed=seed, shuffle=shuffle), batches).reshape(-1)
+    for epoch in range(3):
+        part = sequence[epoch * count : (epoch + 1) * count]
+        assert sorted(part) == list(range(count))
+        expected = numpy_generator(seed, "order", epoch).permutation(count) if shuffle else np.arange(count)
+        np.testing.assert_array_equal(part, expected)
+
+
+@settings(derandomize=True, deadline=None)
+@given(count=sizes, share=shares, world=worlds, batches=st.integers(1, 8))
+def test_ranks_make_the_global_batch(count: int, share: int, world: int, batches: int) -> None:
+    size = share * world
+    single = GlobalSampler(count, batch_size=size, seed=7)
+    ranks = [GlobalSampler(count, batch_size=size, seed=7, rank=rank, world_size=world) for rank in range(world)]
+    for number in range(batches):
+        expected, start = single.next_batch()
+        parts = [sampler.next_batch() for sampler in ranks]
+        assert start == number * size
+        assert {part[1] for part in parts} == {start}
+        assert {len(part[0]) for part in parts} == {share}
+        np.testing.assert_array_equal(np.concatenate([part[0] for part in parts]), expected)
+    assert {sampler.consumed for sampler in [single, *ranks]} == {batches * size}
+
+
+@settings(derandomize=True, deadline=None)
+@given(
+    count=sizes,
+    share=shares,
+    before=st.integers(0, 9),
+    first=worlds,
+    then=worlds,
+    is_weighted=st.booleans(),
+    seed=sizes,
+)
+def test_resume_at_any_point_with_any_ranks(
+    count: int, share: int, before: int, first: int, then: int, is_weighted: bool, seed: int
+) -> None:
+    size = share * 12  # divisible by every number of ranks
+    options: dict[str, Any] = {"batch_size": size, "seed": seed}
+    if is_weighted:
+        options |= {"weights": 0.1 + np.random.default_rng(seed).random(count), "groups": np.arange(count) % 3}
+    straight = take(GlobalSampler(count, **options), before + 3)
+    one = GlobalSampler(count, rank=first - 1, world_size=first, **options)
+    one.advance(before)
+    ranks = [GlobalSampler(count, rank=rank, world_size=then, **options) for rank in range(then)]
+    for sampler in ranks:
+        sampler.load_state_dict(one.state_dict())
+    np.testing.assert_array_equal(np.concatenate([take(sampler, 3) for sampler in ranks], axis=1), straight[before:])
+
+
+@settings(derandomize=True, deadline=None)
+@given(count=sizes, share=shares, world=worlds, before=st.integers(0, 9))
+def test_keys_hold_the_epochs_of_the_indices(count: int, share: int, world: int, before: int) -> None:
+    sampler = GlobalSampler(count, batch_size=share * world, seed=0, rank=world - 1, world_size=world)
+    sampler.advance(before)
+    indices, start = sampler.next_batch()
+    keys = sampler.batch_keys(start)
+    epochs = keys.epochs
+    assert (keys.seed, keys.repeats) == (0, None)
+    assert epochs.dtype == np.int64
+    assert epochs.shape == indices.shape
+    first = start + (world - 1) * share
+    for place, (index, epoch) in enumerate(zip(indices, epochs.tolist(), strict=True), start=first):
+        assert GlobalSampler(count, batch_size=1, seed=0).order(epoch)[place - epoch * count] == index
+
+
+@settings(derandomize=True, deadline=None)
+@given(count=sizes, share=shares, world=worlds, seed=st.integers(0, 9), before=st.integers(0, 9))
+def test_no_two_draws_of_an_epoch_have_one_key(count: int, share: int, world: int, seed: int, before: int) -> None:
+    """With weights a sample may come several times in an epoch: each time it is augmented anew."""
+    weights = 0.1 + np.random.default_rng(seed).random(count) ** 4
+    options: dict[str, Any] = {"batch_size": share * world, "seed": seed, "weights": weights}
+    one = GlobalSampler(count, **options)
+    keys = []
+    while one.consumed < 3 * count:
+        indices, start = one.next_batch()
+        batch = one.batch_keys(start)
+        keys += [batch.of(place, int(index)) for place, index in enumerate(indices)]
+    assert len(set(keys)) == len(keys)
+    assert {key[:2] for key in keys} == {(seed, "augment")}
+    rank = GlobalSampler(count, rank=world - 1, world_size=world, **options)
+    rank.advance(before)
+    indices, start = rank.next_batch()
+    batch, first = rank.batch_keys(start), start + (world - 1) * share
+    there = [batch.of(place, int(index)) for place, index in enumerate(indices)]
+    assert there == keys[first : first + share][: len(there)] or first + share > len(keys)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    weights=weight_lists.filter(any),
+    seed=st.integers(0, 3),
+    groups=st.none() | st.just(np.arange(40) % 3),
+    bits=st.sampled_from([40, 1, 3]),  # coarse lengths show what rounding may do
+)
+def test_weighted_epochs_round_every_share_down_or_up(
+    weights: list[float], seed: int, groups: np.ndarray | None, bits: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.reading.sampler.FRACTION_BITS", bits)
+        sampler = weighted(weights, seed, None if groups is None else groups[: len(weights)])
+    line = sampler._weighted
+    if line is not None:
+        assert line._lengths.sum() == line._marks * line._unit
+        assert ((line._lengths >= 0) & (line._lengths <= line._unit)).all()
+    for epoch in range(3):
+        order = sampler.order(epoch)
+        assert order.dtype == np.int64
+        copies = np.bincount(order, minlength=len(weights))
+        assert copies.sum() == len(weights)
+        for share, number in zip(shares_of(weights), copies.tolist(), strict=True):
+            assert math.floor(share) <= number <= math.ceil(share)
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    samples=st.lists(st.tuples(plain_weights, st.integers(-2, 3)), min_size=1, max_size=40).filter(
+        lambda samples: any(weight for weight, _ in samples)
+    ),
+    seed=st.integers(0, 3),
+)
+def test_groups_keep_class_totals_within_one(samples: list[tuple[float, int]], seed: int) -> None:
+    weights, labels = [weight for weight, _ in samples], np.array([label for _, label in samples])
+    shares = shares_of(weights)
+    sampler = weighted(weights, seed, labels)
+    for epoch in range(3):
+        drawn = labels[sampler.order(epoch)]
+        for label in set(labels.tolist()):
+            expected = sum(share for share, other in zip(shares, labels, strict=True) if other == label)
+            assert abs(np.sum(drawn == label) - expected) <= 1 + Fraction(1, 10**9)  # lengths are rounded
+
+
+@settings(derandomize=True, deadline=None)
+@given(extra=st.lists(st.integers(0, 3), max_size=60), seed=st.integers(0, 3))
+def test_balanced_classes_are_seen_equally_often(extra: list[int], seed: int) -> None:
+    labels = np.array([0, 1, 2, 3, *extra])
+    weights = balanced_weights(labels, list("abcd"))
+    np.testing.assert_allclose(np.bincount(labels, weights), 1)
+    sampler = weighted(weights, seed, labels)
+    for epoch in range(2):
+        totals = np.bincount(labels[sampler.order(epoch)], minlength=4)
+        assert np.abs(totals - len(labels) / 4).max() <= 1
+
+
+COUNTS = (1, 5, 16, 37)  # sizes of the packed sets
+# How batches are read: the file's encoding, decoding threads, batches read ahead.
+READERS = [("raw", 0, 0), ("raw", 0, 2), ("png", 0, 0), ("png", 1, 2), ("png", 3, 0), ("png", 3, 2)]
+Packs = dict[tuple[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Packs:
+    """Files by encoding and size, 4 px, one channel: label and every pixel of record i are i."""
+    folder = tmp_path_factory.mktemp("order")
+    files = {}
+    for encoding in ("raw", "png"):
+        for count in COUNTS:
+            path = files[encoding, count] = folder / f"{encoding}-{count}.lmdb"
+            images = np.broadcast_to(np.arange(count, dtype=np.uint8)[:, None, None, None], (count, 1, 4, 4))
+            pack_arrays(path, images, np.arange(count), [f"class {i}" for i in range(count)], encoding=encoding)
+    return files
+
+
+@st.composite
+def samplers(draw: st.DrawFn, count: int, size: int) -> Callable[[int, int], GlobalSampler]:
+    """(rank, world size) -> its sampler: uniform, or balanced by labels other than the file's."""
+    names, labels = np.unique(draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), return_inverse=True)
+    weights = balanced_weights(labels, [str(name) for name in names]) if draw(st.booleans()) else None
+    seed = draw(st.integers(0, 3))
+    return lambda rank, world_size: GlobalSampler(
+        count, batch_size=size, seed=seed, rank=rank, world_size=world_size, weights=weights, groups=labels
+    )
+
+
+def read_on(
+    open_dataset: Callable[[], Dataset], samplers_of_ranks: list[GlobalSampler], batches: int, prefetch: int
+) -> tuple[list[np.ndarray], list[torch.Tensor], dict[str, Any]]:
+    """Labels and images of the next global batches, all ranks' shares together, and the loaders' state after them."""
+    with contextlib.ExitStack() as opened:
+        loaders = []
+        for sampler in samplers_of_ranks:
+            dataset = opened.enter_context(open_dataset())
+            loaders.append(InfiniteLoader(dataset, sampler, device="cpu", prefetch=prefetch))
+            opened.callback(loaders[-1].close)
+        labels, images = [], []
+        for _ in range(batches):
+            parts = [next(loader) for loader in loaders]
+            assert len({len(part) for part in parts}) == 1
+            labels.append(torch.cat([part.labels for part in parts]).numpy())
+            images.append(torch.cat([part.images for part in parts]))
+        states = [loader.state_dict() for loader in loaders]
+        assert all(state == states[0] for state in states)
+        return labels, images, states[0]
+
+
+@pytest.mark.parametrize(("encoding", "workers", "prefetch"), READERS)
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(data=st.data(), count=st.sampled_from(COUNTS), share=st.integers(1, 4), before=st.integers(0, 30))
+def test_loaders_read_one_order_whatever_reads_it(
+    packs: Packs, encoding: str, workers: int, prefetch: int, data: st.DataObject, count: int, share: int, before: int
+) -> None:
+    """A run that is resumed with 1, 2, 4 and 1 ranks, at the same global batch, after any number of steps."""
+    size = 4 * share
+    make = data.draw(samplers(count, size))
+    steps = data.draw(st.lists(st.integers(0, 3), min_size=4, max_size=4))
+    first = make(0, 1)
+    first.advance(before)
+    state, seen = first.state_dict(), [np.empty(0, np.int64)]
+    open_dataset = partial(Dataset, packs[encoding, count], workers=workers)
+    for world_size, batches in zip((1, 2, 4, 1), steps, strict=True):
+        ranks = [make(rank, world_size) for rank in range(world_size)]
+        for sampler in ranks:
+            sampler.load_state_dict(state)
+        labels, images, state = read_on(open_dataset, ranks, batches, prefetch)
+        for batch, pixels in zip(labels, images, strict=True):
+            assert (pixels.numpy() == batch[:, None, None, None]).all()
+            seen.append(batch)
+    assert state["consumed"] == size * (before + sum(steps))
+    straight = make(0, 1)
+    epochs = [straight.order(epoch) for epoch in range(state["consumed"] // count + 1)]
+    expected = np.concatenate(epochs)[size * before : state["consumed"]]
+    np.testing.assert_array_equal(np.concatenate(seen), expected)
+
+
+@pytest.fixture(scope="module")
+def crops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven random images of 8 px."""
+    path = tmp_path_factory.mktemp("crops") / "crops.lmdb"
+    pack_arrays(path, sample_images(7), encoding="png")
+    return path
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(
+    workers=st.sampled_from([0, 1, 3]), prefetch=st.sampled_from([0, 2]), world_size=worlds, before=st.integers(0, 9)
+)
+def test_random_crops_follow_seed_epoch_and_sample(
+    crops: Path, workers: int, prefetch: int, world_size: int, before: int
+) -> None:
+    open_dataset = partial(Dataset, crops, resolution=4, crop=RandomCrop(), workers=workers)
+    ranks = [GlobalSampler(7, batch_size=12, seed=1, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for sampler in ranks:
+        sampler.advance(before)
+    images = torch.cat(read_on(open_dataset, ranks, 3, prefetch)[1])
+    with Dataset(crops, resolution=4, crop=RandomCrop()) as alone:
+        for place, image in enumerate(images.numpy(), start=12 * before):
+            epoch, offset = divmod(place, 7)
+            record = ranks[0].order(epoch)[offset]
+            np.testing.assert_array_equal(image, alone.read([record], keys=SampleKeys(1, np.array([epoch])))[0][0])
+
+
+@pytest.mark.parametrize(("encoding", "workers"), [("raw", 0), ("png", 0), ("png", 3)])
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(count=st.sampled_from(COUNTS), batch_size=st.integers(1, 40))
+def test_evaluation_sees_every_sample_once(
+    packs: Packs, encoding: str, workers: int, count: int, batch_size: int
+) -> None:
+    with Dataset(packs[encoding, count], workers=workers) as dataset:
+        batches = list(evaluation_batches(dataset, batch_size))
+    assert all(len(batch) == batch_size for batch in batches[:-1])  # only the last is smaller
+    assert all(0 < len(batch) <= batch_size for batch in batches)
+    for batch in batches:
+        assert (batch.images == batch.labels[:, None, None, None]).all()
+    assert [label for batch in batches for label in batch.labels.tolist()] == list(range(count))

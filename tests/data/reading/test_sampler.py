@@ -1,0 +1,284 @@
+"""The sampler: its state, its refusals, weighted epochs. What holds for every size is in test_order_properties.py."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.reading.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights, occurrences
+from utils.errors import UserError
+
+
+def take(sampler: GlobalSampler, batches: int) -> np.ndarray:
+    return np.stack([sampler.next_batch()[0] for _ in range(batches)])
+
+
+def weighted(weights: list[float] | np.ndarray, seed: int = 0, groups: np.ndarray | None = None) -> GlobalSampler:
+    return GlobalSampler(len(weights), batch_size=1, seed=seed, weights=np.array(weights, np.float64), groups=groups)
+
+
+def test_advance_is_next_batch_without_indices() -> None:
+    read, skipped = (GlobalSampler(10, batch_size=4, seed=0) for _ in range(2))
+    take(read, 7)
+    skipped.advance(7)
+    np.testing.assert_array_equal(read.next_batch()[0], skipped.next_batch()[0])
+    assert read.epoch == skipped.epoch == 3
+
+
+def test_epochs_and_seeds_differ() -> None:
+    first, second = take(GlobalSampler(50, batch_size=50, seed=0), 2)
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, GlobalSampler(50, batch_size=50, seed=1).next_batch()[0])
+
+
+def test_indivisible_batch_names_the_divisor() -> None:
+    with pytest.raises(UserError, match="batch_size 10 is not divisible by 4 processes: try 8"):
+        GlobalSampler(100, batch_size=10, seed=0, world_size=4)
+    with pytest.raises(UserError, match="empty"):
+        GlobalSampler(0, batch_size=10, seed=0)
+    with pytest.raises(UserError, match="batch_size 0"):
+        GlobalSampler(10, batch_size=0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("count", (9, 0, True)), ("seed", (8, 1, True)), ("shuffle", (8, 0, False))]
+)
+def test_another_order_cannot_be_resumed(name: str, options: tuple[int, int, bool]) -> None:
+    state = GlobalSampler(8, batch_size=2, seed=0).state_dict()
+    count, seed, shuffle = options
+    with pytest.raises(UserError, match=f"{name} was"):
+        GlobalSampler(count, batch_size=2, seed=seed, shuffle=shuffle).load_state_dict(state)
+
+
+def test_copies_draw_an_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = GlobalSampler(10, batch_size=2, seed=0)
+    drawn: list[int] = []
+    draw = GlobalSampler._draw
+
+    def counted(self: GlobalSampler, epoch: int) -> Any:
+        drawn.append(epoch)
+        return draw(self, epoch)
+
+    monkeypatch.setattr(GlobalSampler, "_draw", counted)
+    for _ in range(10):  # as a loader without prefetching does
+        copy.copy(sampler).next_batch()
+        sampler.advance()
+    assert drawn == [0, 1]
+    assert len(sampler._epochs) <= 2  # memory stays flat
+    with pytest.raises(ValueError, match="read-only"):  # it is shared
+        sampler.order(1)[0] = 0
+
+
+def test_groups_matter() -> None:
+    labels = np.repeat([0, 1], 20)
+    weights = balanced_weights(labels, ["a", "b"]) * np.tile([0.5, 1.5], 20)
+    totals = {
+        name: {np.sum(labels[weighted(weights, 0, groups).order(epoch)]) for epoch in range(50)}
+        for name, groups in (("with", labels), ("without", None))
+    }
+    assert totals["with"] == {20}
+    assert len(totals["without"]) > 1
+
+
+@pytest.mark.parametrize("weight", [5e-324, 0.1, 1.0, 1e308])
+def test_equal_weights_are_no_weights(weight: float) -> None:
+    plain, equal = GlobalSampler(9, batch_size=1, seed=2), weighted([weight] * 9, 2, np.arange(9))
+    for epoch in range(2):
+        np.testing.assert_array_equal(equal.order(epoch), plain.order(epoch))
+    assert equal.state_dict() == plain.state_dict()
+    assert plain.state_dict()["weights"] == ""
+
+
+def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.reading.sampler.FRACTION_BITS", 1)  # so coarse that the least excess would be seen
+    labels = np.repeat([0, 1, 2], [3, 5, 7])
+    sampler = weighted(balanced_weights(labels, ["a", "b", "c"]), 0, labels)
+    for epoch in range(50):  # 5 draws of class b's 5 images
+        assert np.bincount(sampler.order(epoch), minlength=15)[3:8].tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("groups", [None, np.array([0, 1, 0, 1, 1])])
+def test_weighted_epochs_give_the_shares_on_average(groups: np.ndarray | None) -> None:
+    weights = [0.1, 0.7, 1.3, 2.2, 0.7]  # the shares
+    sampler = weighted(weights, 5, groups)
+    mean = np.mean([np.bincount(sampler.order(epoch), minlength=5) for epoch in range(4000)], axis=0)
+    np.testing.assert_allclose(mean, weights, atol=0.03)  # four standard errors
+    places = [np.flatnonzero(sampler.order(epoch) == 3).mean() for epoch in range(4000)]
+    assert abs(np.mean(places) - 2) < 0.06  # not only who: also when is random
+
+
+def test_weighted_state_names_its_order() -> None:
+    labels = np.arange(6) % 2
+    weights = np.array([1, 2, 3, 4, 5, 6.0])
+    states = [
+        GlobalSampler(6, batch_size=2, seed=0).state_dict(),
+        weighted(weights).state_dict(),
+        weighted(weights[::-1]).state_dict(),
+        weighted(weights, groups=labels).state_dict(),
+        weighted(weights, groups=np.arange(6) % 3).state_dict(),
+        weighted(weights, groups=np.zeros(6, np.int64)).state_dict(),
+    ]
+    assert len({state["weights"] for state in states}) == len(states)
+    for state in states[1:]:
+        int(state["weights"], 16)
+        with pytest.raises(UserError, match=r"data\.sampling changed"):
+            GlobalSampler(6, batch_size=2, seed=0).load_state_dict(state)
+    for state in states[:1] + states[2:]:
+        with pytest.raises(UserError, match=r"data\.sampling changed"):
+            weighted(weights).load_state_dict(state)
+    weighted(weights * 2).load_state_dict(states[1])  # weights are relative: the same order
+    weighted(weights, groups=labels.astype(np.int32) + 5).load_state_dict(states[3])  # so are the groups' numbers
+
+
+def test_state_from_before_there_were_weights() -> None:
+    old = {"consumed": 6, "count": 4, "seed": 0, "shuffle": True}
+    sampler = GlobalSampler(4, batch_size=2, seed=0)
+    sampler.load_state_dict(old)
+    assert sampler.consumed == 6
+    with pytest.raises(UserError, match=r"data\.sampling changed"):
+        weighted([1, 2, 3, 4]).load_state_dict(old)
+
+
+def test_weighted_order_is_pinned() -> None:
+    """Resuming a run with another version of the program must not change its order."""
+    sampler = weighted([0.5, 2, 1, 3, 0, 1.25], 3, np.array([0, 0, 1, 1, 2, 2]))
+    assert [sampler.order(epoch).tolist() for epoch in range(2)] == [[3, 5, 1, 2, 3, 1], [3, 5, 1, 3, 1, 2]]
+    assert sampler.state_dict()["weights"] == "7339c420934bc3244a822af2343d882e"
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([1, -1, -2], "index 1 is -1.0"),
+        ([1, 1, math.nan], "index 2 is nan"),
+        ([math.inf, 1, 1], "index 0 is inf"),
+        ([0, 0, 0], "all weights are 0"),
+        ([1, 2], r"shape \(2,\), expected \(3,\)"),
+        ([[1, 2, 3]], r"shape \(1, 3\), expected \(3,\)"),
+    ],
+)
+def test_bad_weights_are_named(weights: list, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        GlobalSampler(3, batch_size=1, seed=0, weights=np.array(weights, np.float64))
+
+
+def test_bad_groups_are_refused() -> None:
+    for groups in (np.zeros(2, np.int64), np.zeros(3)):
+        with pytest.raises(ValueError, match="groups are"):
+            GlobalSampler(3, batch_size=1, seed=0, weights=np.arange(3.0), groups=groups)
+    with pytest.raises(ValueError, match="shuffle"):
+        GlobalSampler(3, batch_size=1, seed=0, weights=np.arange(3.0), shuffle=False)
+
+
+def test_class_without_images_cannot_be_balanced() -> None:
+    with pytest.raises(UserError, match="class 'dog' has no images"):
+        balanced_weights(np.array([0, 2, 0]), ["cat", "dog", "emu"])
+    with pytest.raises(UserError, match="no labels"):
+        balanced_weights(np.zeros(3, np.int64), [])
+
+
+def test_class_rates() -> None:
+    labels = np.array([0, 1, 2, 1])
+    names = ["cat", "dog", "emu"]
+    np.testing.assert_array_equal(class_weights(labels, names, {"dog": 3.0, "emu": 0}), [1, 3, 0, 3])
+    np.testing.assert_array_equal(class_weights(labels, names, {}), np.ones(4))
+    np.testing.assert_array_equal(class_weights(np.zeros(2, np.int64), [], {}), np.ones(2))
+    copies = np.bincount(labels[weighted(class_weights(labels, names, {"cat": 6.0}), 0, labels).order(0)], minlength=3)
+    assert copies[0] in (2, 3)  # 6/9 of four draws
+
+
+@pytest.mark.parametrize(
+    ("rates", "message"),
+    [
+        ({"dgo": 2.0}, r"no class 'dgo' \(did you mean 'dog'\?\)"),
+        ({"cat": -0.5}, "rate of 'cat' is -0.5"),
+        ({"cat": math.nan}, "rate of 'cat' is nan"),
+        ({"cat": 0.0, "dog": 0.0}, "class_rates: all weights are 0"),
+    ],
+)
+def test_bad_rates_are_named(rates: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        class_weights(np.array([0, 1, 1]), ["cat", "dog"], rates)
+
+
+@pytest.mark.parametrize("text", ["1\n0.5\n2e3\n", "\ufeff1\r\n 0.5\r\n2000", "1.0\n.5\n2000\n"])
+def test_weights_from_text(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "weights.txt"
+    path.write_text(text, encoding="utf-8", newline="")
+    weights = load_sample_weights(path, 3)
+    assert weights.dtype == np.float64
+    np.testing.assert_array_equal(weights, [1, 0.5, 2000])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.uint8])
+def test_weights_from_numpy(tmp_path: Path, dtype: type) -> None:
+    path = tmp_path / "weights.npy"
+    np.save(path, np.array([1, 0, 3], dtype))
+    weights = load_sample_weights(str(path), 3)
+    assert weights.dtype == np.float64
+    np.testing.assert_array_equal(weights, [1, 0, 3])
+    weights[0] = 2  # not a view of the file
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"1\n2\n", "has 2 weights, the data set 3 images"),
+        (b"1\n2\n3\n4\n", "has 4 weights"),
+        (b"", "has 0 weights"),
+        (b"1\n\n3\n", "line 2: '' is not a number"),
+        (b"1\n2\nthree\n", "line 3: 'three' is not a number"),
+        (b"1\n-2\n3\n", "line 2 is -2.0"),
+        (b"1\n2\nnan\n", "line 3 is nan"),
+        (b"\xff\xfe1\n2\n3\n", "line 1: "),
+        (b"0\n0\n0\n", "all weights are 0"),
+    ],
+)
+def test_bad_text_names_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "weights.txt"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        load_sample_weights(path, 3)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.ones(2), "has 2 weights"),
+        (np.ones((3, 1)), r"float64 \[3, 1\]"),
+        (np.ones(3, np.complex128), "complex128"),
+        (np.array(["1", "2", "3"]), "U1"),
+        (np.array([1, None, 3], object), "not a NumPy file of numbers"),
+        (np.array([1, np.inf, 3]), "index 1 is inf"),
+        (np.zeros(3), "all weights are 0"),
+    ],
+)
+def test_bad_array_names_the_file(tmp_path: Path, array: np.ndarray, message: str) -> None:
+    path = tmp_path / "weights.npy"
+    np.save(path, array)
+    with pytest.raises(UserError, match=message) as caught:
+        load_sample_weights(path, 3)
+    assert str(path) in str(caught.value)
+
+
+def test_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "weights.npy"
+    with pytest.raises(UserError, match=r"weights\.npy: No such file"):
+        load_sample_weights(path, 3)
+    with pytest.raises(UserError, match="is a folder, not a regular file"):
+        load_sample_weights(tmp_path, 3)
+    np.save(path, np.ones(1000))
+    whole = path.read_bytes()
+    for damaged in (*(whole[:size] for size in (0, 5, 100, len(whole) - 1)), whole.replace(b"}", b"(")):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"weights\.npy"):
+            load_sample_weights(path, 1000)
+
+
+def test_occurrences() -> None:
+    assert occurrences(np.array([5, 7, 5, 5, 0, 7])).tolist() == [0, 0, 1, 2, 0, 1]
+    assert occurrences(np.array([3])).tolist() == [0]

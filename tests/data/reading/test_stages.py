@@ -1,0 +1,432 @@
+"""Batches of changing size and resolution: one order of samples, each at its stage's level, whatever interrupts it."""
+
+import copy
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.decode import RandomCrop
+from data.errors import DamageError
+from data.reading.dataset import Dataset
+from data.reading.loader import Batch, InfiniteLoader
+from data.reading.sampler import GlobalSampler, balanced_weights
+from data.reading.stages import level_of, levels_text
+from data.records import pack_arrays
+from tests.data.conftest import CLASSES, flip
+from tests.data.conftest import images as sample_images
+from utils.errors import UserError
+
+COUNT, SIDE = 20, 32
+SPANS = [(0, 8, 8), (3, 16, 12), (5, 32, 4)]  # first step, px, batch
+
+
+def halved(images: np.ndarray, side: int) -> np.ndarray:
+    """uint8 [n, C, S, S] brought to `side` px by means of 2x2 pixels, rounded half up after each halving."""
+    while images.shape[2] > side:
+        corners = [images[:, :, y::2, x::2].astype(int) for y in (0, 1) for x in (0, 1)]
+        images = ((np.sum(corners, axis=0) + 2) // 4).astype(np.uint8)
+    return images
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 raw RGB images at 8, 16 and 32 px; record i has label i % 3."""
+    path = tmp_path_factory.mktemp("staged") / "grown.lmdb"
+    pack_arrays(path, sample_images(COUNT, side=SIDE), np.arange(COUNT) % 3, CLASSES, smallest=8)
+    return path
+
+
+def make(
+    path: Path | Dataset,
+    spans: Sequence[tuple[int, int, int]] = SPANS,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    prefetch: int = 0,
+    batches_per_step: int = 1,
+    **sampling: Any,
+) -> InfiniteLoader:
+    reader = path if isinstance(path, Dataset) else Dataset(path)
+    sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size, **sampling)
+    return InfiniteLoader(
+        reader, sampler, device="cpu", prefetch=prefetch, spans=spans, batches_per_step=batches_per_step
+    )
+
+
+def expected(
+    batches: int, spans: Sequence[tuple[int, int, int]] = SPANS, per_step: int = 1, **sampling: Any
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Records and images of the global batches: the epochs one after the other, cut by the spans."""
+    sampler = GlobalSampler(COUNT, batch_size=1, seed=1, **sampling)
+    order = np.concatenate([sampler.order(epoch) for epoch in range(60)])
+    whole, position = sample_images(COUNT, side=SIDE), 0
+    for number in range(batches):
+        side, size = 0, 0
+        for first, resolution, batch in spans:
+            if number // per_step >= first:
+                side, size = resolution, batch
+        records = order[position : position + size]
+        position += size
+        yield records, halved(whole[records], side)
+
+
+def same(batch: Batch, records: np.ndarray, images: np.ndarray) -> None:
+    np.testing.assert_array_equal(batch.images.numpy(), images)
+    np.testing.assert_array_equal(batch.labels.numpy(), records % 3)
+
+
+def loader_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "data-loader"]
+
+
+def all_read_ahead() -> None:
+    """Wait for the thread, which ends where its span does. Raises TimeoutError for one that goes on."""
+    deadline = time.monotonic() + 20
+    while loader_threads():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the thread has not ended")
+        time.sleep(0.002)
+
+
+# --- the sequence
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("per_step", [1, 2])
+def test_batches_are_those_of_one_order_at_each_stages_resolution(grown: Path, prefetch: int, per_step: int) -> None:
+    loader = make(grown, prefetch=prefetch, batches_per_step=per_step)
+    shapes = []
+    for number, (records, images) in enumerate(expected(14, per_step=per_step)):
+        assert loader.step == number // per_step
+        batch = next(loader)
+        same(batch, records, images)
+        shapes.append(tuple(batch.images.shape))
+    borders = [shapes.index(shape) for shape in dict.fromkeys(shapes)]
+    assert borders == [0, 3 * per_step, 5 * per_step]
+    loader.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(data=st.data())
+def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject) -> None:
+    """Stopped after any numbers of batches and gone on with 1, 2 and 4 ranks, anew or in the same process."""
+    per_step = data.draw(st.sampled_from([1, 2]))
+    lengths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
+    sizes = data.draw(st.lists(st.sampled_from([4, 8, 12]), min_size=3, max_size=3))
+    spans = [(0, 8, sizes[0]), (lengths[0], 16, sizes[1]), (sum(lengths), 32, sizes[2])]
+    parts = data.draw(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4])), min_size=2, max_size=4))
+    straight = expected(sum(batches for batches, _ in parts), spans, per_step)
+    options: dict[str, Any] = {"prefetch": prefetch, "batches_per_step": per_step}
+    state = make(grown, spans, batches_per_step=per_step).state_dict()
+    total = 0
+    for batches, world_size in parts:
+        ranks = [make(grown, spans, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+        for loader in ranks:
+            for _ in range(data.draw(st.integers(0, 2))):  # a position, and things read ahead, that must be dropped
+                next(loader)
+            loader.load_state_dict(copy.deepcopy(state))
+        for _ in range(batches):
+            records, images = next(straight)
+            shares = [next(loader) for loader in ranks]
+            assert {len(share) for share in shares} == {len(records) // world_size}
+            joined = Batch(torch.cat([s.images for s in shares]), torch.cat([s.labels for s in shares]))
+            same(joined, records, images)
+        states = [loader.state_dict() for loader in ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        for loader in ranks:
+            loader.close()
+        total += batches
+        assert (state["step"], state["batch"]) == divmod(total, per_step)
+
+
+def test_weights_and_groups_are_those_of_the_sampler(grown: Path) -> None:
+    labels = np.arange(COUNT) % 3
+    sampling: dict[str, Any] = {"weights": balanced_weights(labels, CLASSES), "groups": labels}
+    loader = make(grown, **sampling)
+    for records, images in expected(9, **sampling):
+        same(next(loader), records, images)
+
+
+def test_one_span_is_the_infinite_loader(grown: Path) -> None:
+    staged = make(grown, [(0, 32, 6)])
+    plain = InfiniteLoader(Dataset(grown), GlobalSampler(COUNT, batch_size=6, seed=1), device="cpu", prefetch=0)
+    for _ in range(8):
+        torch.testing.assert_close(next(staged).images, next(plain).images, rtol=0, atol=0)
+    assert staged.state_dict() == plain.state_dict() | {"step": 8, "batch": 0}
+    plain.load_state_dict(staged.state_dict())  # growth may be switched off: the order goes on
+
+
+def test_random_crops_go_on_with_the_order(tmp_path: Path) -> None:
+    """A crop depends on seed, epoch and record alone: a stage that goes on with the order has new crops."""
+    pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png")
+    crop = RandomCrop()
+    loader = make(Dataset(tmp_path / "p.lmdb", resolution=16, crop=crop, cache=True), [(0, 8, 12), (3, 16, 12)])
+    sampler = GlobalSampler(COUNT, batch_size=12, seed=1)
+    for number in range(6):
+        indices, start = sampler.next_batch()
+        with Dataset(tmp_path / "p.lmdb", resolution=8 if number < 3 else 16, crop=crop) as alone:
+            images, _ = alone.read(indices, keys=sampler.batch_keys(start))
+        np.testing.assert_array_equal(next(loader).images, images)
+
+
+# --- the state
+
+
+def test_state_is_plain_and_counts_what_was_handed_out(grown: Path, tmp_path: Path) -> None:
+    loader = make(grown, prefetch=3, batches_per_step=2)
+    for _ in range(7):  # in the middle of the step in which the second stage begins
+        next(loader)
+    all_read_ahead()
+    state = loader.state_dict()
+    loader.close()
+    assert state["consumed"] == loader.sampler.consumed == 6 * 8 + 12
+    assert (state["step"], state["batch"]) == (3, 1)
+    torch.save(state, tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("batches", [5, 6, 7])  # around the second stage's first step, which is two batches
+def test_resumed_inside_a_step_is_straight(grown: Path, prefetch: int, batches: int) -> None:
+    straight, stopped = expected(13, per_step=2), make(grown, prefetch=prefetch, batches_per_step=2)
+    for _ in range(batches):
+        next(straight)
+        next(stopped)
+    resumed = make(grown, prefetch=prefetch, batches_per_step=2)
+    next(resumed)  # and something read ahead
+    resumed.load_state_dict(stopped.state_dict())
+    for records, images in straight:
+        same(next(resumed), records, images)
+    for loader in (stopped, resumed):
+        loader.close()
+
+
+def test_spans_may_change_between_two_starts(grown: Path) -> None:
+    """The step says which stage it is, the order goes on."""
+    first = make(grown)
+    for _ in range(4):
+        next(first)
+    again = make(grown, [(0, 8, 8), (4, 32, 16)])
+    again.load_state_dict(first.state_dict())
+    order = np.concatenate([first.sampler.order(epoch) for epoch in range(3)])
+    records = order[3 * 8 + 12 :][:16]
+    same(next(again), records, sample_images(COUNT, side=SIDE)[records])
+
+
+def test_states_that_do_not_fit_are_refused(grown: Path) -> None:
+    loader = make(grown)
+    next(loader)
+    state = loader.state_dict()
+    plain = {key: value for key, value in state.items() if key not in ("step", "batch")}
+    with pytest.raises(UserError, match=r"without progressive growing; set progressive\.start to null"):
+        loader.load_state_dict(plain)
+    with pytest.raises(UserError, match=r"more than 1 batches; use the same loss\.objective"):
+        loader.load_state_dict(state | {"batch": 1})
+    with pytest.raises(UserError, match="seed was 7 and is 1"):
+        loader.load_state_dict(state | {"seed": 7})
+    assert loader.state_dict() == state
+    next(loader)
+
+
+# --- threads and files
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_nothing_is_read_beyond_a_border(grown: Path, prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    read = Dataset.read
+
+    def noted(self: Dataset, indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        seen.append((self.resolution, len(indices)))
+        return read(self, indices, **options)
+
+    monkeypatch.setattr(Dataset, "read", noted)
+    loader = make(grown, prefetch=prefetch)
+    for _ in range(4):
+        next(loader)
+        all_read_ahead()
+    assert [size for side, size in seen if side == 8] == [8, 8, 8]
+    assert [size for side, size in seen if side == 16] == [12, 12][: 2 if prefetch else 1]
+    assert [size for side, size in seen if side == 32] == []
+    loader.load_state_dict(loader.state_dict())  # resumed inside a stage, its end is where it was
+    next(loader)
+    all_read_ahead()
+    assert [side for side, _ in seen].count(16) == (3 if prefetch else 2)
+    loader.close()
+
+
+def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, int]] = []
+    init, close = Dataset.__init__, Dataset.close
+
+    def noted_init(self: Dataset, *values: Any, **options: Any) -> None:
+        init(self, *values, **options)
+        events.append(("open", self.resolution))
+
+    def noted_close(self: Dataset) -> None:
+        events.append(("close", self.resolution))
+        close(self)
+
+    monkeypatch.setattr(Dataset, "__init__", noted_init)
+    monkeypatch.setattr(Dataset, "close", noted_close)
+    loader = make(grown, prefetch=2)
+    assert events == [("open", 32)]
+    for _ in range(7):
+        next(loader)
+        assert len(loader_threads()) <= 1
+    assert events[1:] == [("open", 8), ("close", 8), ("open", 16), ("close", 16)]  # the full resolution is the reader
+    loader.close()
+    assert loader_threads() == []
+    assert events[5:] == []
+    records, images = list(expected(8))[7]
+    same(next(loader), records, images)  # it can still be used
+    loader.close()
+
+
+def test_files_and_threads_are_shared(grown: Path) -> None:
+    reader = Dataset(grown)
+    level = level_of(reader, 8)
+    assert level.shards[0].handle() is reader.shards[0].handle()
+    assert level_of(reader, 32) is reader
+    loader = make(grown, prefetch=2)
+    for _ in range(6):
+        next(loader)
+    assert len(loader_threads()) == 1  # the last span's: it has no end, while one with an end may have read all of it
+    gone = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert gone() is None
+    assert loader_threads() == []
+
+
+def test_waiting_is_measured_over_stages(grown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Dataset.read
+
+    def slow(self: Dataset, indices: np.ndarray, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        time.sleep(0.02)
+        return read(self, indices, **options)
+
+    monkeypatch.setattr(Dataset, "read", slow)
+    loader = make(grown)
+    for batches in (6, 1):
+        started, loader.wait_seconds = time.perf_counter(), 0.0
+        for _ in range(batches):
+            next(loader)
+        assert 0.02 * batches <= loader.wait_seconds <= time.perf_counter() - started
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_damage_of_a_level_is_raised_and_not_counted(tmp_path: Path, prefetch: int) -> None:
+    path, whole = tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE)
+    pack_arrays(path, whole, np.arange(COUNT) % 3, CLASSES, smallest=8)
+    loader = make(path, prefetch=prefetch)
+    record = int(next(expected(1))[0][2])
+    flip(path, halved(whole[record : record + 1], 8).tobytes())
+    for _ in range(2):
+        with pytest.raises(DamageError, match=f"record {record} "):
+            next(loader)
+        assert loader.state_dict()["consumed"] == loader.step == 0
+    assert loader_threads() == []
+
+
+def test_damaged_records_are_counted_over_stages(tmp_path: Path) -> None:
+    path, whole = tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE)
+    pack_arrays(path, whole, np.arange(COUNT) % 3, CLASSES, smallest=8)
+    flip(path, halved(whole[4:5], 8).tobytes())
+    flip(path, whole[4:5].tobytes())
+    flip(path, whole[6:7].tobytes())
+    loader = make(Dataset(path, on_damage="skip"), [(0, 8, 20), (1, 16, 20), (2, 32, 20)])
+    counts = []
+    for _ in range(3):
+        next(loader)
+        counts.append(loader.damaged_records)
+    assert counts == [{4}, {4}, {4, 6}]
+    loader.close()
+    assert loader.damaged_records == {4, 6}
+    plain = InfiniteLoader(Dataset(path, on_damage="skip"), GlobalSampler(COUNT, batch_size=20, seed=1), device="cpu")
+    next(plain)
+    plain.close()
+    assert plain.damaged_records == {4, 6}
+
+
+def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.lmdb"
+    pack_arrays(path, sample_images(COUNT, side=SIDE), smallest=8)
+    loader = make(path)
+    for _ in range(3):
+        next(loader)
+    pack_arrays(path, sample_images(COUNT, side=SIDE, seed=5), smallest=8, overwrite=True)
+    with pytest.raises(UserError, match="was changed during the training"):
+        next(loader)
+
+
+# --- levels
+
+
+def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
+    crop = RandomCrop(area=(0.5, 0.9))
+    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2, cache=True, on_damage="skip")
+    level = level_of(reader, 16)
+    assert (level.resolution, level.crop, level.workers, level.on_damage) == (16, crop, 2, "skip")
+    assert level.cache is reader.cache is not None  # whole images serve every level
+    plain = level_of(Dataset(tmp_path / "p.lmdb"), 16)
+    assert (plain.crop, plain.workers, plain.cache, plain.on_damage) == (None, 0, None, "stop")
+    sized = Dataset(tmp_path / "p.lmdb", cache=True)
+    cached = level_of(sized, 16)
+    assert cached.cache is not None
+    assert cached.cache is not sized.cache
+    two = Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"])
+    assert len(level_of(two, 16)) == 2 * COUNT
+
+
+def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
+    whole = sample_images(COUNT, side=SIDE)
+    pack_arrays(tmp_path / "p.lmdb", whole)
+    records = next(expected(1))[0]
+    means = np.stack([cv2.resize(p.transpose(1, 2, 0), (8, 8), interpolation=cv2.INTER_AREA) for p in whole[records]])
+    batch = next(make(tmp_path / "p.lmdb"))
+    np.testing.assert_array_equal(batch.images.numpy(), means.transpose(0, 3, 1, 2))
+    assert np.abs(batch.images.numpy().astype(int) - halved(whole[records], 8)).max() <= 1
+
+
+def test_the_plan_says_where_levels_come_from(tmp_path: Path) -> None:
+    names = {"full": 8, "part": 32, "none": None}
+    for name, smallest in names.items():
+        pack_arrays(tmp_path / f"{name}.lmdb", sample_images(3, side=64), smallest=smallest)
+    sides = [8, 16, 32, 64]
+    texts = {name: levels_text(Dataset(tmp_path / f"{name}.lmdb"), sides) for name in names}
+    assert texts == {
+        "full": "8, 16, 32, 64 px as stored",
+        "part": "32, 64 px as stored, 8, 16 px scaled from 32 px while reading (data.pack --pyramid 8 stores them)",
+        "none": "64 px as stored, 8, 16, 32 px scaled from 64 px while reading (data.pack --pyramid 8 stores them)",
+    }
+    half = Dataset(tmp_path / "none.lmdb", resolution=16)
+    assert levels_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")
+    cropped = Dataset(tmp_path / "full.lmdb", resolution=16, crop=RandomCrop())
+    assert levels_text(cropped, [8, 16]) == "8, 16 px scaled from random crops"
+
+
+# --- what is refused
+
+
+def test_spans_are_checked(grown: Path) -> None:
+    message = r"the batches of 12 images of 16 px are not divisible by 8 processes; make .* multiples of 8"
+    with pytest.raises(UserError, match=message):
+        make(grown, world_size=8)
+    for spans in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
+        with pytest.raises(ValueError, match="spans that begin at steps"):
+            make(grown, spans)

@@ -1,0 +1,262 @@
+"""Tar files read where they lie: the images of the packed file, an index that is kept, and what is refused."""
+
+import os
+import pickle
+import tarfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import train
+from data.decode import RandomCrop
+from data.errors import DamageError
+from data.pack import pack
+from data.reading import tar_index as shard_index
+from data.reading.dataset import Dataset
+from data.reading.sampler import GlobalSampler
+from data.reading.several_files import MOST_FILES, expand_braces, shard_paths
+from data.records import pack_arrays
+from data.sources import open_source
+from data.tar_files import OPEN, TarFiles
+from tests.data.conftest import images as sample_images
+from tests.data.sources.source_files import content_of
+from tests.data.sources.test_tars import samples, tar
+from tests.end_to_end.recipes import image_folders, write_recipe
+from utils.errors import UserError, run_cli
+
+COUNT = 20
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(shard_index.CACHE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "shards"
+
+
+def write_shards(folder: Path, name: str = "train") -> Path:
+    """COUNT JPEG and PNG files of sizes of their own in three tars, labelled by `cls`; returns the tars' folder."""
+    files = sorted(image_folders(folder / "images", COUNT, 0).rglob("*.*"), key=lambda file: file.name)
+    for number, start in enumerate(range(0, COUNT, 7)):
+        members: dict[str, bytes | str] = {}
+        for file in files[start : start + 7]:
+            members |= {file.name: file.read_bytes(), f"{file.stem}.cls": file.parent.name}
+        tar(folder / "shards" / f"{name}-{number:03d}.tar", members)
+    return folder / "shards"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write_shards(tmp_path)
+
+
+def test_the_images_are_those_of_the_packed_file(shards: Path, tmp_path: Path) -> None:
+    """Hash, fingerprint and signatures too: a run may go on with the one where the other was."""
+    with open_source(str(shards)) as source:
+        pack(source, tmp_path / "packed.lmdb", encoding="source", workers=0, duplicates=False)
+    order = np.random.default_rng(0).permutation(np.repeat(np.arange(COUNT), 2))
+    sampler = GlobalSampler(COUNT, batch_size=COUNT, seed=1)
+    keys = sampler.next_keys()
+    indices, _ = sampler.next_batch()
+    three = [shards / f"train-{number:03d}.tar" for number in range(3)]
+    for spec in (shards, f"{shards}/train-{{000..002}}.tar", f"{shards}/*-00[012].tar", three):
+        for workers in (0, 2):
+            with (
+                Dataset(tmp_path / "packed.lmdb", resolution=16, crop=RandomCrop()) as packed,
+                Dataset(spec, resolution=16, crop=RandomCrop(), workers=workers) as direct,
+            ):
+                np.testing.assert_array_equal(direct.read(indices, keys=keys)[0], packed.read(indices, keys=keys)[0])
+                np.testing.assert_array_equal(direct.read(order)[0], packed.read(order)[0])
+                np.testing.assert_array_equal(direct.read(order)[1], packed.labels()[order])
+                np.testing.assert_array_equal(direct.signatures(), packed.signatures())
+                np.testing.assert_array_equal(direct.image(3)[0], packed.image(3)[0])
+                copy = pickle.loads(pickle.dumps(direct))
+                np.testing.assert_array_equal(copy.read([5])[0], packed.read([5])[0])
+                same = ("count", "classes", "histogram", "mean", "std", "fingerprint", "content_hash", "resize_filter")
+                assert {name: getattr(direct.meta, name) for name in same} == {
+                    name: getattr(packed.meta, name) for name in same
+                }
+    with Dataset(three[1]) as one:
+        assert one.meta.count == 7
+
+
+def test_the_index_is_kept_as_long_as_it_fits(shards: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    original = shard_index._make
+
+    def counted(path: Path, *more: Any) -> None:
+        made.append(path)
+        original(path, *more)
+
+    monkeypatch.setattr(shard_index, "_make", counted)
+    waiting = [threading.Thread(target=Dataset, args=(shards,)) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    with Dataset(shards) as before:
+        hash_before = before.meta.content_hash
+    (index,) = own_cache.glob("*.lmdb")
+    assert made == [index]
+    assert index.stat().st_size < 1 << 20
+    index.write_bytes(index.read_bytes()[:5000])
+    Dataset(shards)
+    os.utime(shards / "train-000.tar", ns=(0, 0))
+    with Dataset(shards) as touched:
+        assert touched.meta.content_hash == hash_before
+    tar(shards / "train-002.tar", samples(*["dot", "cross", "stripe"]))
+    with Dataset(shards) as changed:
+        assert changed.meta.content_hash != hash_before
+        assert changed.meta.count == 17
+    assert made == [index] * 4
+
+
+def test_a_shard_that_changes_while_it_is_read(shards: Path) -> None:
+    path = shards / "train-001.tar"
+    status, content = path.stat(), bytearray(path.read_bytes())
+    with tarfile.open(path) as archive:
+        start = archive.getmembers()[2].offset_data
+    content[start + 60] ^= 1
+    with Dataset(shards, resolution=16) as dataset:
+        expected = dataset.read([8, 9])[0]
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a disk does it
+    with Dataset(shards, resolution=16) as dataset:
+        np.testing.assert_array_equal(dataset.read([7, 9])[0][1], expected[1])
+        with pytest.raises(DamageError, match=r"record 8 is damaged: train-001\.tar:008\.jpg its checksum does not"):
+            dataset.read([8])
+    with Dataset(shards, resolution=16, on_damage="skip") as dataset:
+        np.testing.assert_array_equal(dataset.read([8])[0][0], expected[1])
+    path.write_bytes(content)
+    with Dataset(shards, resolution=16) as dataset:  # indexed anew: the file may have been repaired by hand
+        path.write_bytes(content + bytes(512))
+        with pytest.raises(UserError, match=r"train-001\.tar was changed since it was indexed: start again"):
+            dataset.read([10])
+
+
+def test_more_tars_than_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data.tar_files.OPEN", 2)
+    for number in range(5):
+        tar(tmp_path / "set" / f"{number}.tar", samples(0, 1, first=2 * number))
+    with Dataset(tmp_path / "set", workers=3, resolution=8) as dataset:
+        images, _ = dataset.read(np.random.default_rng(0).permutation(np.repeat(np.arange(10), 8)))
+        assert sorted(images[:, 0, 0, 0].tolist()) == sorted(list(range(10)) * 8)
+        files = dataset.shards[0].handle().tars
+        assert isinstance(files, TarFiles)
+        assert len(files._open) == 2
+    assert OPEN > 2
+
+
+def broken(path: Path, how: str) -> str:
+    """Shards of which one cannot be used; what is to be given as data.path."""
+    members = samples(0, 1, 0, 1)
+    if how == "link":
+        tar(path / "a.tar", members)
+        with tarfile.open(path / "a.tar", "a") as archive:
+            info = tarfile.TarInfo("../../\x1b[31mevil\n.jpg")
+            info.type, info.linkname = tarfile.SYMTYPE, "/etc/passwd"
+            archive.addfile(info)
+        return str(path)
+    if how == "no label":
+        del members["000002.cls"]
+    elif how == "no image":
+        del members["000002.jpg"]
+    elif how == "broken image":
+        members["000002.jpg"] = content_of(2)[:60]
+    elif how == "no class":
+        members["000001.cls"] = members["000003.cls"] = "3"
+    elif how == "unclear":
+        members = samples("{}", '{"kind": "a"}', '{"kind": "b"}', '{"kind": "a"}', '{"kind": "b"}', suffix="json")
+    elif how == "no images":
+        members = {"a.cls": "1"}
+    elif how == "split inside":
+        members = {f"{split}/{n % 2}/{n}.jpg": content_of(n) for split in ("train", "val") for n in range(4)}
+    elif how == "compressed":
+        tar(path / "a.tar.gz", members, "w:gz")
+        return str(path / "a.tar.gz")
+    elif how == "compressed inside":
+        tar(path / "a.tar", members, "w:gz")
+        return str(path)
+    elif how == "splits":
+        tar(path / "val-0.tar", members)
+        tar(path / "train-0.tar", members)
+        return str(path)
+    tar(path / "a.tar", members)
+    if how == "truncated":
+        os.truncate(path / "a.tar", 2048)
+    elif how == "pipe":
+        os.mkfifo(path / "b.tar")
+    elif how == "missing":
+        return f"{path}/{{a,b}}.tar"
+    elif how == "mixed":
+        pack_arrays(path / "b.lmdb", sample_images(4))
+        return f"{path}/*"
+    elif how == "too many":
+        return f"{path}/{{0..99999999}}.tar"
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("link", r"a.tar:../../\x1b[31mevil\n.jpg is a link; put the file itself into the tar: fix it, or pack the"),
+        ("no label", "a.tar:000002.jpg has no label cls: fix it, or pack the shards with data.pack --on-error skip"),
+        ("no image", "sample 000002 has no image; a sample has one: fix it"),
+        ("broken image", "a.tar:000002.jpg is truncated or damaged ("),
+        ("no class", "class 1 has no images"),
+        ("unclear", "pass --label-column kind: only data.pack has that option: pack the shards, and train from the"),
+        ("no images", "holds no images; supported are"),
+        ("split inside", "a.tar holds the splits train and val: pack one of them, with --split"),
+        ("compressed", "a.tar.gz is compressed, so that no image can be found in it: make it a .tar, as gunzip does"),
+        ("compressed inside", "is damaged or was cut off ("),
+        ("splits", "shards of val and train: give a pattern, "),
+        ("truncated", "is damaged or was cut off ("),
+        ("pipe", "b.tar is a named pipe, not a regular file; give tar files"),
+        ("missing", "b.tar: no such file; check the path"),
+        ("mixed", "b.lmdb is no tar file, as others of this data set are: give one kind"),
+        ("too many", "the pattern names more than 100,000 files; check it"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(
+    how: str, said: str, tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.yaml", "classifier", tmp_path)
+    given = broken(tmp_path / "set", how)
+    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--data.path", given, "--device", "cpu"]
+    assert run_cli(train.main, options) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1, error
+    assert [*own_cache.glob("*.lmdb*"), *own_cache.glob(".*")] == []
+
+
+def test_no_place_for_the_index(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(shard_index.CACHE, str(tmp_path / "file"))
+    with pytest.raises(UserError, match="file/shards: Not a directory; the index of shards is kept there: set"):
+        Dataset(shards)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a-{08..10}.tar", ["a-08.tar", "a-09.tar", "a-10.tar"]),
+        ("{x,y}/{1..2}", ["x/1", "x/2", "y/1", "y/2"]),
+        ("plain", ["plain"]),
+        ("{2..1}", []),
+        ("{}{", ["{"]),
+    ],
+)
+def test_braces(pattern: str, names: list[str]) -> None:
+    assert expand_braces(pattern) == names
+
+
+def test_patterns_that_name_nothing_or_too_much(tmp_path: Path) -> None:
+    assert len(expand_braces(f"{{1..{MOST_FILES}}}")) == MOST_FILES
+    for pattern in (f"{{0..{MOST_FILES}}}", "{a,b}" * 40):
+        with pytest.raises(UserError, match="names more than 100,000 files"):
+            expand_braces(pattern)
+    with pytest.raises(UserError, match="no file matches this pattern"):
+        shard_paths(str(tmp_path / "{2..1}.tar"))

@@ -1,0 +1,304 @@
+"""What is a split, a class, a label: the usual names, and a question where it is unclear (H2, H3)."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from data.pack import main
+from data.sources import open_source
+from data.sources.labels import looks_like_labels
+from data.sources.listing import first_of, split_name
+from tests.data.conftest import save
+from tests.data.sources.source_files import cells, manifest, parquet
+from tests.data.sources.test_sources import zipped
+from utils.errors import EXIT_OK, UserError, run_cli
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("train", "train"),
+        ("Train", "train"),
+        ("TRAINING", "training"),
+        ("training_set", "training"),
+        ("test-set", "test"),
+        ("Testing", "testing"),
+        ("valset", "val"),
+        ("Validation", "validation"),
+        ("trains", ""),
+        ("set", ""),
+        ("", ""),
+    ],
+)
+def test_names_of_splits(text: str, name: str) -> None:
+    assert split_name(text) == name
+
+
+def test_the_first_name_of_a_split() -> None:
+    names = ["valid", "Test", "cat", "training"]
+    assert [first_of(split, names) for split in ("train", "test", "val")] == ["training", "Test", "valid"]
+    assert first_of("test", ["validation", "val"]) == "val"
+    assert first_of("train", ["val", "cat"]) is None
+
+
+def folder(place: Path, *names: str) -> Path:
+    for shade, name in enumerate(names):
+        save(place / name, shade=5 * shade)
+    return place
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+@pytest.mark.parametrize(
+    ("train", "test"), [("training", "testing"), ("Train", "Test"), ("TRAIN", "Valid"), ("training_set", "test_set")]
+)
+def test_split_folders_under_other_names(tmp_path: Path, kind: str, train: str, test: str) -> None:
+    where = folder(tmp_path / "x", f"{train}/cat/a.png", f"{train}/dog/b.png", f"{test}/cat/c.png", f"{test}/dog/d.png")
+    where = where if kind == "folder" else zipped(where, tmp_path / "x.zip")
+    for split, part, names in ((None, train, "ab"), ("train", train, "ab"), ("test", test, "cd"), ("val", test, "cd")):
+        source = open_source(str(where), split=split)
+        assert (source.classes, source.splits) == (["cat", "dog"], tuple(sorted([train, test])))
+        expected = [f"{part}/{label}/{name}.png" for label, name in zip(source.classes, names, strict=True)]
+        assert [source.stored_name(index) for index in range(2)] == expected
+        assert source.remarks == []
+
+
+def test_val_is_val_where_there_is_a_test_split_too(tmp_path: Path) -> None:
+    where = str(folder(tmp_path / "x", "train/cat/a.png", "test/cat/b.png", "val/cat/c.png"))
+    assert [open_source(where, split=split).stored_name(0)[:4] for split in ("test", "val")] == ["test", "val/"]
+
+
+def test_other_folders_beside_splits_are_left_out_and_told(tmp_path: Path) -> None:
+    where = folder(tmp_path / "x", "train/cat/a.png", "test/cat/b.png", "sample_submission/c.png")
+    source = open_source(str(where))
+    assert (source.classes, len(source)) == (["cat"], 1)
+    assert source.remarks == ["left out: sample_submission, beside test and train"]
+    (where / "sample_submission" / "c.png").unlink()
+    (where / "sample_submission" / "list.csv").write_text("id")
+    source = open_source(str(where))
+    assert (source.classes, source.ignored, source.remarks) == (["cat"], ["sample_submission/list.csv"], [])
+    assert open_source(str(folder(tmp_path / "y", "train/cat/a.png", "extra.txt/.keep.png"))).classes == ["cat"]
+
+
+def test_a_class_may_be_called_train(tmp_path: Path) -> None:
+    where = str(folder(tmp_path / "x", "train/a.png", "bus/b.png", "car/c.png"))
+    for split in (None, "train"):
+        source = open_source(where, split=split)
+        assert (source.classes, source.splits) == (["bus", "car", "train"], ())
+    with pytest.raises(UserError, match=r"has no split folders: leave --split out .* or add --val-share 0\.1"):
+        open_source(where, split="test")
+
+
+@pytest.mark.parametrize(
+    "others", [("extra/cat/e.png", "extra/dog/f.png"), ("train/e.png", "test/f.png", "extra/g.png")]
+)
+def test_other_folders_that_may_be_classes_are_asked_for(tmp_path: Path, others: tuple[str, ...]) -> None:
+    flat = len(others) == 3
+    names = others if flat else ("train/cat/a.png", "test/cat/b.png", *others)
+    where = str(folder(tmp_path / "x", *names))
+    with pytest.raises(
+        UserError, match=r"test and train may be splits.* extra; pass --split test .*--classes-from top"
+    ):
+        open_source(where)
+    assert len(open_source(where, split="train")) == 1
+    assert open_source(where, classes_from="top").classes == ["extra", "test", "train"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_class_folders_below_every_folder_are_asked_for(tmp_path: Path, kind: str) -> None:
+    where = folder(tmp_path / "x", *(f"{year}/{label}/{year}.png" for year in (2020, 2021) for label in ("cat", "dog")))
+    where = where if kind == "folder" else zipped(where, tmp_path / "x.zip")
+    message = (
+        r"below every folder \(2020/cat, \.\.\.\): pass --classes-from top for the classes 2020, 2021, or"
+        r" --classes-from parent for the classes cat, dog; or give one folder alone, for example .*/2020$"
+    )
+    with pytest.raises(UserError, match=message):
+        open_source(str(where))
+    for asked, classes, labels in (("top", ["2020", "2021"], [0, 0, 1, 1]), ("parent", ["cat", "dog"], [0, 1, 0, 1])):
+        source = open_source(str(where), classes_from=asked)
+        assert (source.classes, source.labels().tolist()) == (classes, labels)
+
+
+def test_class_folders_below_a_split_are_asked_for_too(tmp_path: Path) -> None:
+    names = [
+        f"{split}/{kind}/{label}/a.png" for split in ("train", "test") for kind in "xy" for label in ("cat", "dog")
+    ]
+    with pytest.raises(UserError, match=r"below every folder \(train/x/cat, "):
+        open_source(str(folder(tmp_path / "x", *names)))
+    source = open_source(str(tmp_path / "x"), split="test", classes_from="parent")
+    assert (source.classes, len(source), source.stored_name(0)) == (["cat", "dog"], 4, "test/x/cat/a.png")
+
+
+def test_one_folder_of_images_in_each_class_is_no_question(tmp_path: Path) -> None:
+    assert open_source(str(folder(tmp_path / "x", "cat/images/a.png", "dog/images/b.png"))).classes == ["cat", "dog"]
+    assert open_source(str(folder(tmp_path / "y", "cat/a.png", "dog/x/b.png", "dog/y/c.png"))).classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("column", ["class", "category", "target", "label_name", "Labels"])
+def test_label_columns_under_other_names(tmp_path: Path, column: str) -> None:
+    where = manifest(tmp_path, f"path,{column}\na.png,dog\nb.png,cat\ndeep/c.png,dog\n")
+    source = open_source(where)
+    assert (source.classes, source.labels().tolist()) == (["cat", "dog"], [1, 0, 1])
+    assert source.remarks == [
+        f"{where}: the labels are those of the column {column.lower()}; without: --label-column none"
+    ]
+    source = open_source(where, label_column="none")
+    assert (source.classes, source.remarks) == ([], [])
+
+
+def test_several_label_columns_are_asked_for(tmp_path: Path) -> None:
+    where = manifest(tmp_path, "path,target,class\na.png,0,dog\nb.png,1,cat\n")
+    with pytest.raises(
+        UserError, match=r"class and target could be labels: pass --label-column class, .*path, target, c"
+    ):
+        open_source(where)
+    assert open_source(where, label_column="class").classes == ["cat", "dog"]
+    assert open_source(where, label_column="Target").classes == ["0", "1"]
+    with pytest.raises(UserError, match=r"--label-column clas: no such column .did you mean 'class'"):
+        open_source(where, label_column="clas")
+    where = manifest(tmp_path, "path,label,class\na.png,0,dog\nb.png,1,cat\n")
+    assert (open_source(where).classes, open_source(where).remarks) == (["0", "1"], [])
+
+
+def test_a_column_that_looks_like_labels_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(
+        f"{name},{breed},{number}\n" for number, (name, breed) in enumerate([("a.png", "x"), ("b.png", "y")])
+    )
+    text = f"path,breed,size\n{rows}deep/c.png,x,7\n{{}}"
+    save(tmp_path / "d.png")
+    where = manifest(tmp_path, text.format("d.png,y,9\n"))
+    message = (
+        f"warning: {where}: packed without labels, although the column breed has 2 values for 4 images; if they are"
+        " labels, pass --label-column breed"
+    )
+    assert open_source(where).remarks == [message]
+    assert run_cli(main, [where, str(tmp_path / "x.lmdb")]) == EXIT_OK
+    assert capsys.readouterr().err.splitlines() == [message]
+    assert open_source(where, label_column="breed").classes == ["x", "y"]
+    assert open_source(where, label_column="none").remarks == []
+
+
+def test_what_looks_like_labels() -> None:
+    assert looks_like_labels("x", {"id": Counter("abcdefgh"), "same": Counter("aaaaaaaa")}) == []
+    assert len(looks_like_labels("x", {"id": Counter("abcdefgh"), "kind": Counter("aabbccdd")})) == 1
+    assert looks_like_labels("x", {"kind": Counter("aabbccde")}) == []  # more than one of two is another
+
+
+def test_a_table_beside_unlabelled_images_is_a_warning(tmp_path: Path) -> None:
+    where = folder(tmp_path / "x", "train/a.png", "test/b.png")
+    (where / "labels.csv").write_text("id,breed")
+    for place in (where, zipped(where, tmp_path / "x.zip")):
+        (remark,) = open_source(str(place)).remarks
+        assert remark.startswith(
+            f"warning: {place}: packed without labels, although labels.csv lies there; if it holds"
+        )
+    folder(where, "train/cat/a.png")
+    (where / "train" / "a.png").unlink()
+    assert open_source(str(where)).remarks == []
+
+
+def test_parquet_labels_under_other_names(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    image = cells(1, 2, 3, 4)
+    source = open_source(str(parquet(tmp_path / "a.parquet", {"image": image, "class": ["b", "a", "b", "a"]})))
+    assert (source.classes, source.labels().tolist()) == (["a", "b"], [1, 0, 1, 0])
+    assert "the labels are those of the column class" in source.remarks[0]
+    table = arrow.table({"image": image, "breed": [1, 0, 1, 1], "size": [1, 1, 2, 2]})
+    features = {"info": {"features": {"breed": {"names": ["pug", "lab"], "_type": "ClassLabel"}}}}
+    labelled = table.replace_schema_metadata({"huggingface": json.dumps(features)})
+    write = pytest.importorskip("pyarrow.parquet").write_table
+    write(labelled, tmp_path / "b.parquet")
+    source = open_source(str(tmp_path / "b.parquet"))
+    assert (source.classes, source.labels().tolist()) == (["pug", "lab"], [1, 0, 1, 1])
+    assert "the column breed; without: --label-column none" in source.remarks[0]
+    assert open_source(str(tmp_path / "b.parquet"), label_column="none").classes == []
+    write(table, tmp_path / "c.parquet")
+    source = open_source(str(tmp_path / "c.parquet"))
+    assert source.classes == []
+    assert "although the column breed has 2 values for 4 images" in source.remarks[0]
+    assert open_source(str(tmp_path / "c.parquet"), label_column="size").labels().tolist() == [1, 1, 2, 2]
+    with pytest.raises(UserError, match="the column image is struct"):
+        open_source(str(tmp_path / "c.parquet"), label_column="image")
+    two = {"fine": features["info"]["features"]["breed"], "coarse": features["info"]["features"]["breed"]}
+    table = arrow.table({"image": image, "fine": [1, 0, 1, 1], "coarse": [1, 1, 0, 0]})
+    write(
+        table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": two}})}), tmp_path / "d.parquet"
+    )
+    with pytest.raises(UserError, match="fine and coarse could be labels: pass --label-column fine"):
+        open_source(str(tmp_path / "d.parquet"))
+
+
+def test_dataset_json_with_two_labels_for_a_file(tmp_path: Path) -> None:
+    folder(tmp_path / "x", "a.png", "b.png")
+    for labels, error in (([["a.png", 0], ["b.png", 1], ["a.png", 1]], True), ([["a.png", 0], ["a.png", 0]], False)):
+        pairs = labels if error else [*labels, ["b.png", 1]]
+        (tmp_path / "x" / "dataset.json").write_text(json.dumps({"labels": pairs}))
+        if error:
+            with pytest.raises(UserError, match=r"dataset\.json gives a\.png the labels 0 and 1: remove one"):
+                open_source(str(tmp_path / "x"))
+        else:
+            assert open_source(str(tmp_path / "x")).labels().tolist() == [0, 1]
+
+
+def test_classes_in_the_names_of_files(tmp_path: Path) -> None:
+    names = ("cat.0.jpg", "cat.1.jpg", "guinea_pig_12.png", "guinea_pig_7.png", "dog (3).png", "dog-4.png")
+    where = folder(tmp_path / "x", *names)
+    (remark,) = open_source(str(where)).remarks
+    assert (
+        "all names begin with one of 3 words; for the classes cat, dog, guinea_pig pass --classes-from name" in remark
+    )
+    source = open_source(str(where), classes_from="name")
+    assert (source.classes, source.remarks) == (["cat", "dog", "guinea_pig"], [])
+    labels = {source.stored_name(index): source.classes[label] for index, label in enumerate(source.labels())}
+    assert labels == dict(zip(names, ["cat", "cat", "guinea_pig", "guinea_pig", "dog", "dog"], strict=True))
+    folder(where, "77.png")
+    with pytest.raises(UserError, match=r"x: 77\.png has no class in its name"):
+        open_source(str(where), classes_from="name")
+    split = folder(tmp_path / "y", "train/cat1.png", "train/dog1.png", "test/cat2.png")
+    assert open_source(str(split), classes_from="name").labels().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("IMG_1.png", "IMG_2.png", "DSC_1.png", "DSC_2.png"),  # cameras
+        ("1.png", "2.png", "3.png", "4.png"),
+        ("a.png", "b.png", "c.png", "d.png"),
+        ("cat1.png", "cat2.png", "cat3.png", "cat4.png"),
+        ("cat1.png", "cat2.png", "dog1.png", "3.png"),
+    ],
+)
+def test_names_that_are_no_classes(tmp_path: Path, names: tuple[str, ...]) -> None:
+    assert open_source(str(folder(tmp_path / "x", *names))).remarks == []
+
+
+def test_options_of_other_sources_are_refused(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--label-column does not apply to .*photos: leave it out"):
+        open_source(str(photos), label_column="x")
+    with pytest.raises(UserError, match="--classes-from does not apply to sample: leave it out"):
+        open_source("sample", classes_from="top")
+    assert open_source("sample").splits == ("test", "train")
+    assert open_source(manifest(tmp_path, "path,split\na.png,Training\nb.png,testing\n")).splits == (
+        "testing",
+        "training",
+    )
+
+
+def test_h15_two_spellings_of_a_name_are_one_class(tmp_path: Path) -> None:
+    """As macOS writes names, and as others do: they look the same, and were two classes."""
+    one, two = "caf\u00e9", "cafe\u0301"
+    for folder in (one, two, "tea"):
+        save(tmp_path / "x" / folder / f"{ord(folder[-1])}.png")
+    source = open_source(str(tmp_path / "x"))
+    assert (source.classes, sorted(source.labels())) == ([one, "tea"], [0, 0, 1])
+    assert source.remarks == [
+        f"{tmp_path}/x: written in two ways that look the same, and taken as one class each: {one}"
+    ]
+    for name in (f"{one}.1", f"{two}.2", "tea.3"):
+        save(tmp_path / "y" / f"{name}.png")
+    assert open_source(str(tmp_path / "y"), classes_from="name").classes == [one, "tea"]
+    rows = "".join(f"x/{f}/{ord(f[-1])}.png,{f}\n" for f in (one, two, "tea"))
+    (tmp_path / "list.csv").write_text(f"path,label\n{rows}")
+    source = open_source(str(tmp_path / "list.csv"))
+    assert (source.classes, source.labels().tolist(), len(source.remarks)) == ([one, "tea"], [0, 0, 1], 1)

@@ -1,0 +1,102 @@
+"""LMDB files as sources: rosinality's and our own."""
+
+import os
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from data.errors import ImageError
+from data.lmdb.reader import LMDBReader
+from data.pack import pack
+from data.records import pack_arrays
+from data.sources import open_source
+from tests.data.conftest import CLASSES, change, flip
+from tests.data.conftest import images as sample_images
+from tests.data.sources.source_files import contents, pickled, rosinality
+from utils.errors import UserError
+
+
+@pytest.mark.parametrize("subdir", [True, False])
+def test_rosinality(tmp_path: Path, subdir: bool) -> None:
+    path = rosinality(tmp_path / "faces", (8, 128, 1024, 16), subdir=subdir)
+    with open_source(str(path)) as source:
+        assert (source.name, source.classes, source.shape) == ("faces", [], None)
+        assert contents(source) == [b"1024 0", b"1024 1", b"1024 2"]
+        assert source.labels().tolist() == [0, 0, 0]
+        assert source.item_name(2).endswith(": record 1024-00002")
+        copy = pickled(source)
+    assert copy.item(1).content == b"1024 1"
+    for size, side in ((128, 128), (64, 1024)):
+        with open_source(str(path), size=size) as source:
+            assert source.item(0).content == f"{side} 0".encode()
+    with pytest.raises(UserError, match="has no splits: leave --split out"):
+        open_source(str(path), split="test")
+
+
+def test_rosinality_beyond_five_digits(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "x"), map_size=1 << 26) as environment, environment.begin(write=True) as txn:
+        for index in range(100_001):
+            txn.put(f"8-{str(index).zfill(5)}".encode(), str(index).encode())
+        txn.put(b"length", b"100001")
+    with open_source(str(tmp_path / "x")) as source:
+        assert source.item(100_000).content == b"100000"
+        assert source.item(99_999).content == b"99999"
+
+
+def test_rosinality_damage(tmp_path: Path) -> None:
+    path = rosinality(tmp_path / "x", subdir=False)
+    change(path, b"16-00001", None)
+    with open_source(str(path)) as source, pytest.raises(ImageError, match="is missing"):
+        source.item(1)
+    for length, message in ((b"many", "not a number"), (b"0", "not a number"), (b"99", "but `length` is 99")):
+        change(path, b"length", length)
+        with pytest.raises(UserError, match=message):
+            open_source(str(path))
+    change(path, b"length", None)
+    with pytest.raises(UserError, match="no record `length`"):
+        open_source(str(path))
+    os.truncate(path, path.stat().st_size - 4096)
+    with pytest.raises(UserError, match="x is truncated"):
+        open_source(str(path))
+
+
+def test_foreign_lmdb(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "x")) as environment, environment.begin(write=True) as txn:
+        txn.put(b"__len__", b"3")
+    with pytest.raises(UserError, match=r"data\.mdb is an LMDB file of another program"):
+        open_source(str(tmp_path / "x"))
+    (tmp_path / "y.lmdb").write_bytes(b"text" * 10)
+    with pytest.raises(UserError, match=r"y\.lmdb is not an LMDB file"):
+        open_source(str(tmp_path / "y.lmdb"))
+
+
+def test_packed_again(packed: Path, tmp_path: Path) -> None:
+    with open_source(str(packed)) as source:
+        assert (source.classes, source.shape, source.channels) == (CLASSES, (8, 8), 3)
+        assert source.labels().tolist() == [index % 3 for index in range(20)]
+        copy = pickled(source)
+        summary = pack(source, tmp_path / "new.lmdb", size=4)
+    assert summary.meta.histogram == [7, 7, 6]
+    np.testing.assert_array_equal(np.stack(contents(copy)).transpose(0, 3, 1, 2), sample_images(20))
+    assert LMDBReader(tmp_path / "new.lmdb").resolution == 4
+
+
+def test_packed_resolution_is_chosen_by_size(tmp_path: Path) -> None:
+    pack_arrays(tmp_path / "x.lmdb", sample_images(3, side=16), smallest=4)
+    for size, side in ((None, 16), (4, 4), (8, 8), (16, 16), (6, 16)):
+        with open_source(str(tmp_path / "x.lmdb"), size=size) as source:
+            assert source.shape == (side, side) == contents(source)[0].shape[:2]
+            assert contents(pickled(source))[2].shape == (side, side, 3)
+
+
+def test_damaged_packed_image_is_named(tmp_path: Path) -> None:
+    images = sample_images(5)
+    pack_arrays(tmp_path / "x.lmdb", images)
+    flip(tmp_path / "x.lmdb", images[2].tobytes())
+    with open_source(str(tmp_path / "x.lmdb")) as source:
+        with pytest.raises(ImageError, match="is damaged"):
+            source.item(2)
+        assert source.item_name(2).endswith("x.lmdb: record 2")
+        np.testing.assert_array_equal(source.item(3).content, images[3].transpose(1, 2, 0))

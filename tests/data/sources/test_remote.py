@@ -1,0 +1,128 @@
+"""URLs as sources."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations, register_implementation
+
+from data.errors import ImageError
+from data.sources import open_source, remote
+from tests.data.sources.source_files import contents, pickled
+from utils.door import Kind
+from utils.errors import UserError
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """fsspec's files in memory, empty; no waiting between attempts."""
+    monkeypatch.setattr(remote, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    return fsspec.filesystem("memory")
+
+
+def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("cat/a.png", "dog/deep/b.png", "dog/notes.txt", ".hidden/c.png"):
+        store.pipe(f"/pets/{name}", name.encode())
+    store.makedirs("/pets/emu")
+    with open_source("memory://pets/") as source:
+        assert (source.name, source.classes, source.ignored) == ("memory://pets", ["cat", "dog"], ["dog/notes.txt"])
+        assert [str(problem) for problem in source.problems] == [
+            "memory://pets/emu is a class folder without images (it is empty)"
+        ]
+        assert contents(source) == [b"cat/a.png", b"dog/deep/b.png"]
+        assert source.item_name(1) == "memory://pets/dog/deep/b.png"
+        assert contents(pickled(source)) == contents(source)
+        store.pipe("/pets/cat/a.png", b"shorter")
+        with pytest.raises(ImageError, match=r"7 of 9 bytes arrived, after 3 attempts"):
+            source.item(0)
+        with monkeypatch.context() as small:
+            small.setattr("utils.door.IMAGE", Kind("an image file", 1))
+            assert isinstance(source, remote.RemoteSource)
+            source._sizes["cat/a.png"] = 1 + (1 << 20)
+            with pytest.raises(ImageError, match="has 1,048,577 bytes, more than the 1 MiB for an image file"):
+                source.item(0)
+        store.rm("/pets/cat/a.png")
+        with pytest.raises(ImageError, match="cannot be read"):
+            source.item(0)
+
+
+def test_local_url_and_stylegan_manifest(photos: Path, store: Any) -> None:
+    with open_source(f"file://{photos}") as source:
+        assert source.classes == ["cat", "dog"]
+        assert source.item(3).content == (photos / "dog" / "b.png").read_bytes()
+    store.pipe("/x/dataset.json", json.dumps({"labels": [["a.png", 0], ["b.png", 1]]}).encode())
+    store.pipe({"/x/a.png": b"a", "/x/b.png": b"b"})
+    assert open_source("memory://x").labels().tolist() == [0, 1]
+    store.pipe("/x/dataset.json", b"no")
+    with pytest.raises(UserError, match=r"memory://x: dataset\.json is not"):
+        open_source("memory://x")
+
+
+class Flaky(MemoryFileSystem):
+    """Fails as often as `failures` says, with an exception that is no OSError."""
+
+    protocol = "flaky"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("flaky://", "memory://"))
+
+    failures, calls = 0, 0
+
+    def _fail(self) -> None:
+        type(self).calls += 1
+        if self.calls <= self.failures:
+            raise ArithmeticError("connection reset")
+
+    def cat_file(self, path: str, **options: Any) -> bytes:
+        self._fail()
+        return super().cat_file(path, **options)
+
+    def find(self, path: str, **options: Any) -> Any:
+        self._fail()
+        return super().find(path, **options)
+
+
+@pytest.mark.parametrize(("failures", "succeeds"), [(2, True), (3, False)])
+def test_url_is_tried_three_times(store: Any, monkeypatch: pytest.MonkeyPatch, failures: int, succeeds: bool) -> None:
+    register_implementation("flaky", Flaky, clobber=True)
+    pauses: list[float] = []
+    monkeypatch.setattr(remote, "PAUSES", (0.5, 2.0))
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    store.pipe("/x/a.png", b"a")
+    monkeypatch.setattr(Flaky, "failures", 0)
+    source = open_source("flaky://x")
+    monkeypatch.setattr(Flaky, "failures", failures)
+    monkeypatch.setattr(Flaky, "calls", 0)
+    if succeeds:
+        assert source.item(0).content == b"a"
+    else:
+        with pytest.raises(ImageError, match=r"cannot be read \(connection reset, after 3 attempts\)"):
+            source.item(0)
+        monkeypatch.setattr(Flaky, "calls", 0)
+        with pytest.raises(UserError, match=r"flaky://x cannot be listed \(connection reset, after 3 attempts\)"):
+            open_source("flaky://x")
+    assert pauses[:2] == [0.5, 2.0]
+
+
+def test_urls_that_cannot_be_read(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(known_implementations, "nos", {"class": "nosuchfs.X", "err": "Install nosuchfs to access X"})
+    store.pipe("/x/a.zip", b"a")
+    for url, message in (
+        ("nos://key:secret@bucket/x?token=secret", r"^nos://bucket/x: .*driver of nos is missing: Install nosuchfs"),
+        ("what://bucket", "cannot be opened .Protocol not known: what"),
+        ("memory://nothing", "memory://nothing: nothing is there"),
+        ("memory://x/a.zip", "is a single file"),
+        ("memory://x", r"holds no images \(only 1 \.zip\)"),
+        ("zip://::memory://x/a.zip", "chained URLs are not read"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            open_source(url)
+        assert "secret" not in str(caught.value)
+    text = "403 for 'http://me:secret@host/a.png?token=secret' (http://host/x?secret), what?"
+    assert remote.without_secrets(text) == "403 for 'http://host/a.png' (http://host/x), what?"

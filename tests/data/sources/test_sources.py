@@ -1,0 +1,305 @@
+"""What is found where, in which order, with which labels; what is missing or ambiguous is named."""
+
+import json
+import os
+import pickle
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import ImageError
+from data.sources import Source, open_source
+from data.sources.files import ZipSource
+from tests.data.conftest import save
+from utils.errors import UserError
+
+
+def zipped(folder: Path, target: Path, extra: dict[str, bytes] | None = None) -> Path:
+    with zipfile.ZipFile(target, "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            archive.write(path, path.relative_to(folder).as_posix())
+        for name, content in (extra or {}).items():
+            archive.writestr(name, content)
+    return target
+
+
+def entries(source: Source) -> list[tuple[str, int]]:
+    return [(source.item_name(index), int(label)) for index, label in enumerate(source.labels())]
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_class_folders(photos: Path, tmp_path: Path, kind: str) -> None:
+    save(photos / "dog" / "deep" / "er.JPG")
+    (photos / "dog" / "notes.txt").write_text("not an image")
+    save(photos / ".thumbnails" / "x.png")
+    save(photos / "cat" / ".hidden.png")
+    where = photos if kind == "folder" else zipped(photos, tmp_path / "photos.zip")
+    with open_source(str(where)) as source:
+        assert source.classes == ["cat", "dog"]
+        names = ["cat/a.png", "cat/b.png", "dog/a.png", "dog/b.png", "dog/deep/er.JPG"]
+        assert [name.removeprefix(f"{where}")[1:] for name, _ in entries(source)] == names
+        assert source.labels().tolist() == [0, 0, 1, 1, 1]
+        assert source.ignored == ["dog/notes.txt"]
+        assert source.problems == []
+        for index, name in enumerate(names):
+            item = source.item(index)
+            assert item.content == (photos / name).read_bytes()
+            assert item.label == source.labels()[index]
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_flat_is_unlabelled(tmp_path: Path, kind: str) -> None:
+    for name in ("b.png", "a.png"):
+        save(tmp_path / "photos" / name)
+    where = tmp_path / "photos" if kind == "folder" else zipped(tmp_path / "photos", tmp_path / "photos.zip")
+    with open_source(str(where)) as source:
+        assert source.classes == []
+        assert [name[-5:] for name, _ in entries(source)] == ["a.png", "b.png"]
+        assert source.labels().tolist() == [0, 0]
+
+
+def test_linked_class_folder(photos: Path, tmp_path: Path) -> None:
+    save(tmp_path / "elsewhere" / "e.png")
+    os.symlink(tmp_path / "elsewhere", photos / "emu")
+    assert open_source(str(photos)).classes == ["cat", "dog", "emu"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_split_folders(tmp_path: Path, kind: str) -> None:
+    for split in ("train", "val"):
+        save(tmp_path / "photos" / split / "cat" / f"{split}.png")
+    where = str(tmp_path / "photos" if kind == "folder" else zipped(tmp_path / "photos", tmp_path / "photos.zip"))
+    for split, name in (("train", "train/cat/train.png"), ("test", "val/cat/val.png")):
+        with open_source(where, split=split) as source:
+            assert source.classes == ["cat"]
+            assert source.item_name(0).endswith(name)
+
+
+def test_split_that_is_not_there(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no split folders: leave --split out"):
+        open_source(str(photos), split="test")
+    save(tmp_path / "other" / "train" / "cat" / "a.png")
+    with pytest.raises(UserError, match="no test split, its folders are train"):
+        open_source(str(tmp_path / "other"), split="test")
+    with pytest.raises(UserError, match="split 'dev'"):
+        open_source(str(photos), split="dev")
+
+
+def test_wrapping_folder_is_entered(photos: Path, tmp_path: Path) -> None:
+    with open_source(str(zipped(tmp_path, tmp_path.parent / f"{tmp_path.name}.zip"))) as source:
+        assert source.classes == ["cat", "dog"]
+    assert photos.is_dir()
+
+
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_empty_class_folder_is_a_problem(photos: Path, tmp_path: Path, kind: str) -> None:
+    (photos / "emu").mkdir()
+    (photos / "fox").mkdir()
+    (photos / "fox" / "readme.txt").write_text("soon")
+    where = photos if kind == "folder" else zipped(photos, tmp_path / "photos.zip")
+    with open_source(str(where)) as source:
+        assert source.classes == ["cat", "dog"]
+        emu, fox = map(str, source.problems)
+        assert emu == f"{where}/emu is a class folder without images (it is empty)"
+        assert fox == f"{where}/fox is a class folder without images (only 1 .txt)"
+
+
+def test_what_is_no_source(photos: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"empty holds no images \(it is empty\)"):
+        open_source(str(empty))
+    (empty / "a.txt").write_text("text")
+    (empty / "b.txt").write_text("text")
+    with pytest.raises(UserError, match=r"holds no images \(only 2 \.txt\); supported are .*\.jpg"):
+        open_source(str(empty))
+    with pytest.raises(
+        UserError, match=r"a.txt is not a source of images; give a folder, a .zip, .tar, .csv, .parquet, .arrow"
+    ):
+        open_source(str(empty / "a.txt"))
+    instead = "archives of this kind are not read; unpack it first or make a zip"
+    for name, told in {"a.TAR.GZ": "its images cannot be found without", "a.7z": instead, "a.rar": instead}.items():
+        (empty / name).write_bytes(b"archive")
+        with pytest.raises(UserError, match=f"{name}: {told}"):
+            open_source(str(empty / name))
+    with pytest.raises(UserError, match=r"photso: no such folder.*did you mean 'photos'"):
+        open_source(str(tmp_path / "photso"))
+    with pytest.raises(UserError, match="did you mean 'fashion-mnist'"):
+        open_source("fashion-minst")
+    save(photos / "loose.png")
+    with pytest.raises(UserError, match=r"both at the top \(loose.png\) and in sub-folders"):
+        open_source(str(photos))
+
+
+def manifest(labels: object) -> dict[str, bytes]:
+    return {"dataset.json": json.dumps({"labels": labels}).encode()}
+
+
+def test_stylegan_zip(tmp_path: Path) -> None:
+    for number in range(3):
+        save(tmp_path / "x" / "00000" / f"img{number}.png", shade=number)
+    labels = [[f"00000/img{number}.png", label] for number, label in ((2, 1), (0, 1), (1, 0))]
+    with open_source(str(zipped(tmp_path / "x", tmp_path / "x.zip", manifest(labels)))) as source:
+        assert source.classes == ["0", "1"]
+        assert source.labels().tolist() == [1, 0, 1]  # in order of name
+        assert source.item(1).content == (tmp_path / "x" / "00000" / "img1.png").read_bytes()
+        assert source.ignored == []
+    with open_source(str(zipped(tmp_path / "x", tmp_path / "y.zip", manifest(None)))) as source:
+        assert source.classes == []
+        assert len(source) == 3
+    (tmp_path / "x" / "dataset.json").write_bytes(manifest(labels)["dataset.json"])
+    assert open_source(str(tmp_path / "x")).labels().tolist() == [1, 0, 1]  # unpacked
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not json", "is not"),
+        (b"[]", "is not"),
+        (b'{"labels": [3]}', "is not"),
+        (manifest([["img.png", 0], ["gone.png", 1]])["dataset.json"], "gone.png is in one of them only"),
+        (manifest([["other.png", 0]])["dataset.json"], "do not match"),
+        (manifest([["img.png", "cat"]])["dataset.json"], "label of img.png is 'cat'"),
+        (manifest([["img.png", -1]])["dataset.json"], "label of img.png is -1"),
+        (manifest([["img.png", 7]])["dataset.json"], "labels go up to 7"),
+    ],
+)
+def test_wrong_manifest(tmp_path: Path, content: bytes, message: str) -> None:
+    save(tmp_path / "x" / "img.png")
+    with pytest.raises(UserError, match=message):
+        open_source(str(zipped(tmp_path / "x", tmp_path / "x.zip", {"dataset.json": content})))
+
+
+def test_damaged_zips(photos: Path, tmp_path: Path) -> None:
+    path = zipped(photos, tmp_path / "photos.zip")
+    content = path.read_bytes()
+    image = (photos / "cat" / "b.png").read_bytes()
+    damaged = bytearray(image)
+    damaged[-1] ^= 1
+    path.write_bytes(content.replace(image, bytes(damaged)))
+    with open_source(str(path)) as source:
+        assert source.item(0).content
+        with pytest.raises(ImageError, match=r"cannot be unpacked.*CRC"):
+            source.item(1)
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"photos\.zip cannot be read as a zip file"):
+        open_source(str(path))
+
+
+def test_zip_members_never_touch_the_disk(tmp_path: Path) -> None:
+    save(tmp_path / "a.png")
+    path = tmp_path / "in" / "evil.zip"
+    path.parent.mkdir()
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(tmp_path / "a.png", "cat/a.png")
+        for name in ("cat/../../evil.png", "/cat/abs.png", "../dog/", "/emu/"):
+            archive.writestr(name, b"" if name.endswith("/") else (tmp_path / "a.png").read_bytes())
+    before = sorted(tmp_path.rglob("*"))
+    with open_source(str(path)) as source:
+        assert entries(source) == [(f"{path}:cat/a.png", 0)]
+        assert source.ignored == ["/cat/abs.png", "cat/../../evil.png"]
+        assert source.problems == []
+        source.item(0)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_huge_zip_member_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.png", bytes(1_048_577))
+    with (
+        open_source(str(tmp_path / "x.zip")) as source,
+        pytest.raises(ImageError, match="1,048,577 bytes, more than the 1 MiB"),
+    ):
+        source.item(0)
+
+
+def patched(path: Path, offset: int, value: bytes) -> None:
+    """Change a field of the only member's entry in the central directory of a zip file."""
+    content = bytearray(path.read_bytes())
+    start = content.index(b"PK\x01\x02") + offset
+    content[start : start + len(value)] = value
+    path.write_bytes(content)
+
+
+def test_zip_member_larger_than_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    noise = np.random.default_rng(0).integers(0, 256, 1 << 18, dtype=np.uint8).tobytes()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.png", noise + bytes(30 << 20))
+    patched(path, 24, (1 << 16).to_bytes(4, "little"))
+    with open_source(str(path)) as source:
+        tracemalloc.start()
+        with pytest.raises(ImageError, match=r"cannot be unpacked.*CRC"):
+            source.item(0)
+        assert tracemalloc.get_traced_memory()[1] < 5 << 20
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_zip_methods_that_cannot_be_bounded_are_refused(tmp_path: Path, method: int) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
+        archive.writestr("a.png", bytes(100))
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="not compressed by deflate"):
+        source.item(0)
+
+
+def test_zip_member_smaller_than_it_says(tmp_path: Path) -> None:
+    path = zipped_image(tmp_path)
+    size = (tmp_path / "a.png").stat().st_size
+    patched(path, 24, (size + 1).to_bytes(4, "little"))
+    with (
+        open_source(str(path)) as source,
+        pytest.raises(ImageError, match=f"cannot be unpacked .{size} of {size + 1}"),
+    ):
+        source.item(0)
+
+
+def zipped_image(folder: Path) -> Path:
+    save(folder / "a.png")
+    with zipfile.ZipFile(folder / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(folder / "a.png", "a.png")
+    return folder / "x.zip"
+
+
+def test_encrypted_zip_member(tmp_path: Path) -> None:
+    path = zipped_image(tmp_path)
+    patched(path, 8, b"\x01")
+    with open_source(str(path)) as source, pytest.raises(ImageError, match="is encrypted; make the zip file without"):
+        source.item(0)
+
+
+def test_zip_symlink_is_not_followed(tmp_path: Path) -> None:
+    link = zipfile.ZipInfo("cat/b.png")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr(link, "../../secret.png")
+    with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="is a symbolic link"):
+        source.item(0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["folder", "zip"])
+def test_pickled_and_used_after_a_fork(photos: Path, tmp_path: Path, kind: str) -> None:
+    where = photos if kind == "folder" else zipped(photos, tmp_path / "photos.zip")
+    with open_source(str(where)) as source:
+        copy = pickle.loads(pickle.dumps(source))
+    opened = [copy._archive.get()] if isinstance(copy, ZipSource) else []
+    assert copy.item(3).content == source.item(3).content == (photos / "dog" / "b.png").read_bytes()
+    assert entries(copy) == entries(source)
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        # Not the parent's file, whose position they would share.
+        own = not opened or copy._archive.get() is not opened[0]
+        os.write(write, bytes([own and copy.item(2).content == (photos / "dog" / "a.png").read_bytes()]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"\1"
+    assert copy.item(0).content == (photos / "cat" / "a.png").read_bytes()
+    for end in (read, write):
+        os.close(end)
+    copy.__exit__()
+    source.__exit__()

@@ -1,0 +1,225 @@
+"""Tar files as sources: webdataset's samples and shards, and images arranged as in a folder (H24)."""
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data.errors import ImageError
+from data.pack import main, pack
+from data.sources import open_source, tars
+from tests.data.sources.source_files import content_of, contents, pickled
+from utils import door
+from utils.errors import UserError, run_cli
+
+
+def tar(path: Path, members: Mapping[str, bytes | str], mode: str = "w") -> Path:
+    """A tar of files in the order given."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
+        for name, content in members.items():
+            data = content.encode() if isinstance(content, str) else content
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def samples(*labels: object, first: int = 0, suffix: str = "cls") -> dict[str, bytes | str]:
+    """Images and what is said of each."""
+    found: dict[str, bytes | str] = {}
+    for number, label in enumerate(labels, start=first):
+        found |= {f"{number:06d}.jpg": content_of(number), f"{number:06d}.{suffix}": str(label)}
+    return found
+
+
+def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
+    tar(tmp_path / "set" / "birds-train-000001.tar", samples(0, 2, first=3))
+    tar(tmp_path / "set" / "birds-train-000000.tar", samples(1, 0, 1))
+    tar(tmp_path / "set" / "birds-val-000000.tar", samples(2, 1, 0, first=9))
+    (tmp_path / "set" / "README.md").write_text("about")
+    with open_source(str(tmp_path / "set")) as source:
+        assert (source.classes, source.splits, source.ignored) == (["0", "1", "2"], ("train", "val"), ["README.md"])
+        assert source.labels().tolist() == [1, 0, 1, 0, 2]
+        assert contents(source) == [content_of(shade) for shade in range(5)]
+        assert source.item_name(3) == f"{tmp_path}/set/birds-train-000001.tar:000003.jpg"
+        assert source.stored_name(3) == "birds-train-000001.tar:000003.jpg"
+        assert contents(pickled(source)) == contents(source)
+        parts = [pack(source, tmp_path / f"{n}.lmdb", workers=n).meta for n in (0, 2)]
+    assert parts[0].content_hash == parts[1].content_hash
+    assert parts[0].histogram == [2, 2, 1]
+    with open_source(str(tmp_path / "set"), split="val") as source:
+        assert source.labels().tolist() == [2, 1, 0]
+    tar(tmp_path / "set" / "more.tar", samples(1))
+    with pytest.raises(UserError, match=r"birds-train-000000\.tar names a split, more\.tar does not"):
+        open_source(str(tmp_path / "set"))
+
+
+@pytest.mark.parametrize(
+    ("told", "suffix", "classes", "remark"),
+    [
+        (["dog", "cat", "dog", "cat"], "cls", ["cat", "dog"], None),
+        ([3, 0, 3, 1], "cls", ["0", "1", "2", "3"], None),
+        (["dog", "cat", "dog", "cat"], "txt", ["cat", "dog"], "the labels are those of txt; without: --label-column"),
+        (["a dog", "a cat", "two", "three"], "txt", [], None),  # captions
+        ([json.dumps({"label": label, "url": "x"}) for label in "abab"], "json", ["a", "b"], None),
+        ([json.dumps({"class": n % 2}) for n in range(4)], "json", ["0", "1"], "those of the column class; without"),
+        ([json.dumps({"kind": n % 2, "deep": [1]}) for n in range(4)], "json", [], "--label-column kind"),
+        (["cafe\u0301", "caf\u00e9", "cafe\u0301", "b"], "cls", ["b", "caf\u00e9"], "written in two ways"),
+    ],
+)
+def test_labels(tmp_path: Path, told: list[object], suffix: str, classes: list[str], remark: str | None) -> None:
+    with open_source(str(tar(tmp_path / "x.tar", samples(*told, suffix=suffix)))) as source:
+        assert source.classes == classes
+        assert len(source) == 4
+        assert bool(source.remarks) == (remark is not None), source.remarks
+        assert remark is None or remark in source.remarks[0]
+        if suffix == "cls" and isinstance(told[0], int):
+            assert source.labels().tolist() == told
+
+
+def test_labels_that_are_asked_for(tmp_path: Path) -> None:
+    members = samples(0, 1, 0)
+    for number, name in enumerate(("wren", "owl", "wren")):
+        members[f"{number:06d}.json"] = json.dumps({"class_name": name, "cls": 7})
+    ordered = {name: members[name] for name in sorted(members)}
+    path = str(tar(tmp_path / "x.tar", ordered))
+    assert open_source(path).classes == ["0", "1"]
+    assert open_source(path, label_column="class_name").classes == ["owl", "wren"]
+    assert open_source(path, label_column="none").classes == []
+    with pytest.raises(UserError, match=r"no sample has it \(did you mean 'class_name'\?\); there are cls, class_name"):
+        open_source(path, label_column="classname")
+    with pytest.raises(UserError, match="--classes-from does not apply"):
+        open_source(path, classes_from="top")
+    with pytest.raises(UserError, match="has no splits: leave --split out"):
+        open_source(path, split="test")
+    with pytest.raises(UserError, match="label 9; labels are names, or whole numbers from 0 below the 2 images"):
+        open_source(str(tar(tmp_path / "y.tar", samples(0, 9))))
+
+
+def test_samples_that_are_none_are_named(tmp_path: Path) -> None:
+    members: dict[str, bytes | str] = samples(0, 1) | {
+        "2.cls": "1",
+        "3.jpg": content_of(3),
+        "3.PNG": content_of(4),
+        "3.cls": "0",
+        "dir/4.jpg": content_of(5),
+        "dir/4.seg.png": content_of(9),
+        "dir/4.cls": "1",
+        "5.jpg": content_of(6),
+        "__meta__": "1",
+        "plain": "x",
+        "6.jpg": content_of(7),
+        "6.json": "[" * 5000,
+        "6.cls": "0",
+    }
+    with open_source(str(tar(tmp_path / "x.tar", members))) as source:
+        assert source.labels().tolist() == [0, 1, 1, 0]
+        assert source.item(2).content == content_of(5)
+        assert source.ignored == ["plain"]
+        problems = [str(problem).partition("x.tar")[2] for problem in source.problems]
+    assert problems[0].startswith(":6.json cannot be read")
+    assert problems[1:] == [
+        ": sample 2 has no image; a sample has one",
+        ": sample 3 has 2 images; a sample has one",
+        ":5.jpg has no label cls",
+    ]
+
+
+def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
+    members = {
+        f"./set/{name}": content_of(n) for n, name in enumerate(("train/b/x.png", "train/a/x.png", "val/a/y.png"))
+    }
+    path = str(tar(tmp_path / "x.tar", members))
+    with open_source(path) as source:
+        assert (source.classes, source.labels().tolist(), source.splits) == (["a", "b"], [0, 1], ("train", "val"))
+        assert contents(pickled(source)) == [content_of(1), content_of(0)]
+    assert open_source(path, split="val").item(0).content == content_of(2)
+    flat = tar(tmp_path / "flat.tar", {f"cat.{n}.jpg": content_of(n) for n in range(3)})
+    assert open_source(str(flat)).classes == []
+    assert open_source(str(flat), classes_from="name").classes == ["cat"]
+    tar(tmp_path / "hub" / "train" / "0.tar", samples(1, 0))
+    with pytest.raises(UserError, match=f"its tar files lie below: give {tmp_path}/hub/train$"):
+        open_source(str(tmp_path / "hub"))
+
+
+def test_links_and_special_members_are_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.jpg"
+    secret.write_bytes(content_of(99))
+    with tarfile.open(tar(tmp_path / "x.tar", samples(0)), "a") as archive:
+        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE), start=1):
+            info = tarfile.TarInfo(f"00000{number}.jpg")
+            info.type, info.linkname = kind, str(secret)
+            archive.addfile(info)
+        outside = tarfile.TarInfo("../../etc/a.jpg")
+        outside.size = len(content_of(8))
+        archive.addfile(outside, io.BytesIO(content_of(8)))
+    with open_source(str(tmp_path / "x.tar"), label_column="none") as source:
+        reasons = [str(problem).partition(" ")[2] for problem in source.problems]
+        assert contents(source) == [content_of(0), content_of(8)]
+    assert reasons == [f"is {what}; put the file itself into the tar" for what in (
+        "a link", "a link", "not a regular file", "not a regular file")]  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["cut", "between", "head", "joined", "negative", "long name", "compressed", "empty"])
+def test_damage_is_one_line_and_loses_nothing_in_silence(
+    tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tar(tmp_path / "x.tar", samples(*[n % 2 for n in range(40)]))
+    content = bytearray(path.read_bytes())
+    at = content.index(b"000020.jpg")
+    if how == "cut":
+        del content[at + 700 :]
+    elif how == "between":  # two members: only the mark of the end is missing
+        del content[at:]
+    elif how == "head":  # tarfile itself ends here without a word
+        content[at + 100 : at + 200] = b"\xee" * 100
+    elif how == "joined":
+        content *= 2
+    elif how == "negative":
+        info = tarfile.TarInfo("000020.jpg")
+        info.size = -(1 << 20)
+        content[at : at + 512] = info.tobuf(tarfile.GNU_FORMAT)
+    elif how == "long name":
+        info = tarfile.TarInfo("././@LongLink")
+        info.type, info.size = tarfile.GNUTYPE_LONGNAME, 1 << 40
+        content[at : at + 512] = info.tobuf(tarfile.GNU_FORMAT)
+    elif how == "compressed":
+        content = bytearray(b"\x1f\x8b\x08" + bytes(2000))
+    else:
+        content = bytearray()
+    path.write_bytes(content)
+    assert run_cli(main, [str(path), str(tmp_path / "x.lmdb"), "--workers", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert f"{path} is damaged or was cut off (" in error
+    assert list(tmp_path.glob("*.lmdb*")) == []
+    if how not in ("compressed", "empty"):
+        with open_source(str(path)) as source:
+            assert len(source) >= 20
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tar(tmp_path / "x.tar", samples(0, 1) | {"9.cls": "1" * (tars.TOLD_BYTES + 1)})
+    monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
+    noise = np.random.default_rng(0).bytes(2 << 20)
+    with open_source(str(path)) as source:
+        assert "more than a label has" in str(source.problems[0])
+    with open_source(str(tar(tmp_path / "y.tar", {"a.jpg": noise, "b.jpg": b"x"}))) as source:
+        with pytest.raises(ImageError, match=r"more than the 1 MiB for an image file: make it smaller or set DUET"):
+            source.item(0)
+        os.truncate(tmp_path / "y.tar", 1 << 20)
+        with pytest.raises(ImageError, match="is cut off: 0 of 1 bytes"):
+            source.item(1)
+    os.mkfifo(tmp_path / "pipe.tar")
+    with pytest.raises(UserError, match="is a named pipe, not a regular file"):
+        open_source(str(tmp_path / "pipe.tar"))
+    (tmp_path / "x.tar.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(UserError, match=r"x\.tar\.gz: its images cannot be found without unpacking all of it"):
+        open_source(str(tmp_path / "x.tar.gz"))
+    assert door.IMAGE.limit == 1 << 20
