@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from utils import door
-from utils.config.build import near_file
 from utils.config.cli import Parser
+from utils.config.yaml_files import near_file
 from utils.errors import EXIT_OK, UserError, exit_cli
 from utils.processes import leave_threads
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from studies.subjects import SUBJECTS, load_subject
-from utils.config.build import UnknownKey, build, read_yaml, to_tree
+from utils.config.build import UnknownKey, build, to_tree
 from utils.config.cli import Parser, did_you_mean, positive
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, exit_cli
 
 

@@ -26,8 +26,8 @@ from training.engine.loop import Loop
 from training.engine.run import prepare
 from training.engine.tasks import build_run_config
 from utils import checkpoint as checkpoints
-from utils.config.build import read_yaml
 from utils.config.cli import Parser
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
 from utils.run_folder import RunFolder

@@ -40,8 +40,8 @@ from benchmarks.classifying import images as sample_images
 from benchmarks.classifying.contenders import Measured, Ours, Timm, import_timm
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
 from utils.config.cli import Parser, positive
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 from utils.memory import cores
 

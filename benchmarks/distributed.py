@@ -41,8 +41,8 @@ from training.base.data import make_loader
 from training.classifier.task import ClassifierTask
 from training.engine.tasks import TASKS, build_run_config
 from training.optim import updater
-from utils.config.build import read_yaml
 from utils.config.cli import Parser, positive
+from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory

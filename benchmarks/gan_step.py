@@ -33,8 +33,8 @@ from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
 from training.gan.task import GanTask
 from training.profile.ranges import OTHER, PhaseClock, listening, phase
-from utils.config.build import read_yaml
 from utils.config.cli import Parser
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
 

@@ -38,8 +38,8 @@ from training.gan.config import GanConfig
 from training.gan.task import GanTask
 from training.optim.muon import Muon
 from training.optim.updater import Updater
-from utils.config.build import read_yaml
 from utils.config.cli import Parser
+from utils.config.yaml_files import read_yaml
 from utils.distributed.gradients import buckets_of
 from utils.errors import UserError, run_cli
 

@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import data.pack
 from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
 from utils.checkpoint import load
-from utils.config.build import save_yaml
 from utils.config.cli import Parser
+from utils.config.yaml_files import save_yaml
 from utils.errors import UserError, run_cli
 from utils.processes import die_with_parent, process_state
 

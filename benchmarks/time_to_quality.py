@@ -31,8 +31,8 @@ from metrics.protocol import GAN_IMAGES
 from models.restore import generator_from
 from reporting.run_files import read_run
 from utils.checkpoint import Checkpoint, load, newest_first, step_of
-from utils.config.build import near_file
 from utils.config.cli import Parser, positive
+from utils.config.yaml_files import near_file
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError, run_cli
 from utils.memory import cores

@@ -19,8 +19,9 @@ from models.backbones.registry import BACKBONES, backbone_of
 from models.classifier import Classifier, ModelConfig
 from utils import checkpoint as checkpoints
 from utils import door
-from utils.config.build import build, near_file
+from utils.config.build import build
 from utils.config.cli import did_you_mean
+from utils.config.yaml_files import near_file
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.passport import Lineage, check_lineage, nothing, recorded

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from utils import door
-from utils.config import bounded_yaml
+from utils.config import yaml_files
 
 FAR = 1e100  # no figure of a training; a chart's ticks would overflow
 COUNTS = ("step", "images", "val/n")  # keys of metrics.jsonl that are no curves
@@ -51,7 +51,7 @@ class Run:
     def task(self) -> str:
         """What the config says that is trained; empty without a readable one."""
         try:
-            config = bounded_yaml.load(self.config)
+            config = yaml_files.load(self.config)
         except (yaml.YAMLError, ValueError):
             config = None
         return str(config.get("task", "")) if isinstance(config, dict) else ""

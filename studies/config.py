@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from utils.config.build import read_yaml
 from utils.config.ranges import Checked, InnerShare, NonNegativeInt, PositiveInt, at_least, between
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 HOME = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from training.base.config import RunConfig
 from training.engine.run import train
 from training.engine.tasks import build_run_config
 from utils.checkpoint import load, resolve
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 

@@ -17,7 +17,7 @@ from benchmarks.classifying.contenders import Measured, Ours, Timm
 from data.reading.dataset import Dataset
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 RECIPE = "configs/bench_classifier.yaml"

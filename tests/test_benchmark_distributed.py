@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import distributed as benchmark
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError
 

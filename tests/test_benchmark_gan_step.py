@@ -12,7 +12,7 @@ from benchmarks import gan_step
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
 from models.fir import blur_fir
 from training.gan.config import GanConfig
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 CPU = torch.device("cpu")

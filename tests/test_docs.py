@@ -18,8 +18,9 @@ from models.registry import ARCHITECTURES
 from studies.subjects import SUBJECTS, load_subject
 from tests.test_project import PROJECT
 from training.engine.tasks import TASKS, build_run_config
-from utils.config.build import keys_of, read_yaml
+from utils.config.build import keys_of
 from utils.config.cli import normalise
+from utils.config.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

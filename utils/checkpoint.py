@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils import door, inject
-from utils.config.build import near_file, of_today
+from utils.config.build import of_today
+from utils.config.yaml_files import near_file
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
 from utils.passport import check_lineage

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.config.build import Tree, differences, of_today, read_yaml, save_yaml
+from utils.config.build import differences, of_today
+from utils.config.yaml_files import Tree, read_yaml, save_yaml
 from utils.errors import UserError
 from utils.files import replace_file
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from utils import door
-from utils.config.build import read_yaml
 from utils.config.cli import Parser
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, exit_cli
 from utils.files import replace_file
 from utils.schema import mapping, record, text, whole

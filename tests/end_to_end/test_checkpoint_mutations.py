@@ -26,7 +26,8 @@ from training.engine.run import prepare
 from training.engine.transfer import find_donor, transfer
 from training.gan.config import config_of
 from utils.checkpoint import file_name, load
-from utils.config.build import build, read_yaml
+from utils.config.build import build
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 from utils.run_folder import RunFolder
 

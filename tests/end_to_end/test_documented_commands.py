@@ -20,7 +20,7 @@ from torchvision.models import resnet50
 from duet.__main__ import recipe
 from tests.conftest import REPOSITORY
 from tests.test_docs import PAGES, SHORTENED, commands, fenced, tokens
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import run_cli
 
 # what makes a training last seconds: two steps of small networks

@@ -13,7 +13,7 @@ from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import kill_at_checkpoint, rows, train_in_process
 from tests.models.official import layouts
 from utils.checkpoint import file_sha256
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.seeding import generator as keyed
 
 # steps that change no weight; the average stays because its ramp is off after a transfer

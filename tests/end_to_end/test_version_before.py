@@ -17,7 +17,8 @@ from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import rows, state_of, train_in_process
 from training.gan import generator_step, penalties
 from training.optim.ema import half_life_beta
-from utils.config.build import of_today, read_yaml
+from utils.config.build import of_today
+from utils.config.yaml_files import read_yaml
 from utils.errors import run_cli
 
 RUNS = ("stylegan2", "r3gan", "classifier")

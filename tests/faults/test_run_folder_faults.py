@@ -16,7 +16,7 @@ from PIL import Image
 from tests.end_to_end.helpers import GAN
 from tests.faults.conftest import Command, start
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]

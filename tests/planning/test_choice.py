@@ -10,7 +10,7 @@ from planning.choice import ADA_BELOW, BATCH, FILLED, GAN, SCRATCH, STEPS, TUNED
 from planning.plan import Plan, Training, from_tree
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 
 MACHINES = {"fast": Fast, "slow": Slow, "tiny": Tiny, "accelerator": Accelerator}
 IMAGES = {

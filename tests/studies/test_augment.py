@@ -21,7 +21,8 @@ from tests.end_to_end.helpers import CLASSIFIER, GAN
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 from tests.reporting.test_report import page
 from training.engine.tasks import build_run_config
-from utils.config.build import build, read_yaml
+from utils.config.build import build
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))

@@ -18,7 +18,8 @@ from tests.metrics.conftest import CLASSES, classifier_run, pack
 from tests.reporting.test_report import page
 from tests.studies.test_augment import write_recipe
 from utils.checkpoint import load, resolve
-from utils.config.build import build, read_yaml
+from utils.config.build import build
+from utils.config.yaml_files import read_yaml
 from utils.errors import run_cli
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"

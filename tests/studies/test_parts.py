@@ -14,7 +14,7 @@ from studies.config import StudyData, quickened, tokens
 from studies.parts import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, parts_job, training_counts
 from tests.conftest import REPOSITORY
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 DATA = StudyData(path="train.lmdb", test_path="test.lmdb", held_out=0.1, held_back=0.3)

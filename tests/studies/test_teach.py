@@ -27,7 +27,8 @@ from tests.reporting.test_report import page
 from tests.studies.test_augment import write_recipe
 from training.engine.tasks import build_run_config
 from utils.checkpoint import load, resolve
-from utils.config.build import build, read_yaml
+from utils.config.build import build
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 
 RECIPE = REPOSITORY / "configs/study_teach.yaml"

@@ -9,7 +9,8 @@ import pytest
 
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
-from utils.config.build import read_yaml, to_tree
+from utils.config.build import to_tree
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 from utils.run_folder import RunFolder
 

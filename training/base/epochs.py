@@ -6,7 +6,7 @@ from typing import Any
 
 from training.base import data
 from training.base.config import RunConfig
-from utils.config.build import Tree
+from utils.config.yaml_files import Tree
 from utils.errors import UserError
 
 KEYS = re.compile(r"steps|(\w+_)?optimizer\.(warmup_steps|milestones|step_every)")  # dotted names

@@ -33,7 +33,7 @@ class FreshSamples:
 
     gathers = True  # nothing is decoded
     workers = 0
-    replaced: set[int] = set()  # noqa: RUF012 - nothing is stored, nothing is damaged
+    replaced: set[int] = set()
 
     def __init__(
         self,

@@ -23,7 +23,8 @@ from training.engine.tasks import TASKS, build_run_config
 from training.profile import measure as profiling
 from utils import determinism, inject
 from utils.checkpoint import newest_first
-from utils.config.build import of_today, read_yaml, to_tree
+from utils.config.build import of_today, to_tree
+from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives, heartbeat
 from utils.distributed.heartbeat import Heartbeat, silent_ranks
 from utils.distributed.launch import under_launcher

@@ -24,7 +24,7 @@ from training.base.config import RunConfig
 from training.base.task import Task
 from training.engine.tasks import TASKS, build_run_config
 from training.optim.updater import Precision
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.memory import ran_out

@@ -10,8 +10,9 @@ from training.classifier.config import ClassifierConfig
 from training.classifier.task import ClassifierTask
 from training.gan.config import config_of
 from training.gan.task import GanTask
-from utils.config.build import Tree, build
+from utils.config.build import build
 from utils.config.cli import Parser, did_you_mean
+from utils.config.yaml_files import Tree
 from utils.errors import UserError
 
 

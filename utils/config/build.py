@@ -6,25 +6,21 @@ the near match is named.
 
 import dataclasses
 import functools
-import io
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jsonargparse
 import yaml
 
-from utils import door
-from utils.config import bounded_yaml
+from utils.config import yaml_files
 from utils.config.cli import did_you_mean, normalise
 from utils.config.ranges import check_finite, check_ranges
+from utils.config.yaml_files import Tree
 from utils.errors import UserError
-from utils.files import replace_file
 
 T = TypeVar("T")
-Tree = dict[str, Any]
 
 # keys and sections by the names that they had: refused with today's in a recipe, taken in the config of an older run
 RENAMED = {
@@ -87,45 +83,6 @@ class UnknownKey(UserError):
     def among(self, options: Sequence[str]) -> "UnknownKey":
         """The same, where the script has `options` (`--max-steps`) of its own that may have been meant."""
         return UnknownKey(self.source, self.name, self.known, options)
-
-
-def read_yaml(path: str | Path) -> Tree:
-    """The mapping in a YAML file. Raises UserError naming the file, and the line of a syntax error."""
-    path = Path(path)
-    if path.is_dir():
-        inside = path / "config.yaml"
-        told = f"give {inside}" if inside.is_file() else "a configuration is a YAML file"
-        raise UserError(f"{path} is a folder: {told}")
-    if not path.is_file():
-        listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
-        raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
-    try:
-        with io.TextIOWrapper(door.open_file(path, door.CONFIG), encoding="utf-8") as file:
-            tree = bounded_yaml.load(file.read(bounded_yaml.LONGEST + 1))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        hint = " (YAML is indented with spaces, not tabs)" if "'\\t'" in str(problem) else ""
-        raise UserError(f"{path}: not valid YAML: {where}{problem}{hint}") from error
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no date
-        raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"{path}: a configuration is a mapping of keys to values, but this file holds {type(tree).__name__}"
-        )
-    return tree
-
-
-def near_file(path: Path, pattern: str = "*") -> str:
-    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string.
-
-    Where the name has numbers, a near one has the same: a recipe for 256 px is not near to one for 64.
-    """
-    numbers = re.findall(r"\d+", path.name)
-    found = sorted(path.parent.glob(pattern))
-    files = [near for near in found if not numbers or re.findall(r"\d+", near.name) == numbers]
-    return did_you_mean(path.name, {near.name: str(near) for near in files})
 
 
 def keys_of(config_class: type, prefix: str = "") -> Iterator[str]:
@@ -217,9 +174,11 @@ def _check_value(source: str, key: str, value: Any) -> None:
     """Raise UserError for a number beyond all ranges, and for text that, read as YAML, would be out of bounds."""
     if isinstance(value, str):
         try:
-            bounded_yaml.check(value)
-        except bounded_yaml.BoundError as error:
+            yaml_files.load(value)
+        except yaml_files.BoundError as error:
             raise UserError(f"{source}: {key}: {error.problem}") from error
+        except (yaml.YAMLError, ValueError):
+            pass
     elif isinstance(value, int):
         check_finite(key, value)
     elif isinstance(value, (list, tuple, dict)):
@@ -234,11 +193,6 @@ def to_tree(config: object) -> Tree:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
 
     return dataclasses.asdict(config, dict_factory=plain)  # type: ignore[call-overload]
-
-
-def save_yaml(tree: Tree, path: Path) -> None:
-    """Write a mapping as YAML, atomically."""
-    replace_file(path, yaml.safe_dump(tree, sort_keys=False, default_flow_style=False).encode())
 
 
 def differences(before: Tree, after: Tree, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -36,6 +36,66 @@ def did_you_mean(name: str, known: Sequence[str] | Mapping[str, str]) -> str:
     return f" (did you mean {shown[0]!r}?)" if near else ""
 
 
+# what people type -> the key that is meant, without its section, or a sentence that says what to give
+MEANT = {
+    **dict.fromkeys(
+        ("epoch", "epochs", "max_epochs", "num_epochs", "n_epochs"),
+        "a training is counted in steps, the updates of each network: --steps N, or --steps 90ep for 90 epochs of "
+        "images / batch_size steps (the plan of --dry-run has both)",
+    ),
+    **dict.fromkeys(("learning_rate", "base_lr", "max_lr", "peak_lr"), "lr"),
+    **dict.fromkeys(("freeze", "frozen", "freeze_backbone", "freeze_layers"), "finetune.freeze"),
+    **dict.fromkeys(("pretrained", "pretrained_weights", "checkpoint_path", "initial_checkpoint"), "model.weights"),
+    **dict.fromkeys(("arch", "backbone", "model_name", "network"), "model.name"),
+    **dict.fromkeys(("num_classes", "n_classes"), "model.classes"),
+    **dict.fromkeys(("smoothing", "ls"), "loss.label_smoothing"),
+    **dict.fromkeys(("iters", "iterations", "max_iter", "max_iters", "num_steps", "total_steps", "n_iter"), "steps"),
+    **dict.fromkeys(("bs", "batch", "batchsize", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("wd", "l2"), "weight_decay"),
+    **dict.fromkeys(("image_size", "img_size", "imgsz", "resolution", "size"), "data.resolution"),
+    **dict.fromkeys(("num_workers", "n_workers"), "data.workers"),
+    **dict.fromkeys(("data_dir", "dataset", "train_path", "train_dir", "root"), "data.path"),
+    **dict.fromkeys(("val_dir", "val_data", "validation_path", "test_path"), "data.val_path"),
+    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision", "dtype"), "precision"),
+    **dict.fromkeys(("gamma", "r1", "r1_weight", "lambda_gp"), "loss.r1_gamma"),
+    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val"), "clip_norm"),
+    **dict.fromkeys(("warmup", "warmup_epochs"), "warmup_steps"),
+    **dict.fromkeys(("scheduler", "sched", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("opt", "optim"), "optimizer.name"),
+    **dict.fromkeys(("mirror", "hflip", "horizontal_flip", "random_flip"), "augment.flip"),
+    **dict.fromkeys(("aug", "augmentation"), "ada.mode"),
+    **dict.fromkeys(("latent_dim", "nz", "z_size"), "z_dim"),
+    **dict.fromkeys(("save_every", "save_interval", "snap"), "checkpoint.every"),
+    **dict.fromkeys(("log_every", "log_interval"), "log.every"),
+    **dict.fromkeys(("eval_every", "eval_interval", "val_interval"), "evaluation.every"),
+}
+
+
+class UnknownKey(UserError):
+    """A key that the configuration does not have. Says which known key is meant, or which key or option is near."""
+
+    def __init__(self, source: str, name: str, known: Sequence[str], options: Sequence[str] = ()) -> None:
+        self.source, self.name, self.known = source, name, known
+        section, _, leaf = name.rpartition(".")
+        meant = MEANT.get(leaf, leaf)
+        if " " in meant:
+            super().__init__(f"{source}: there is no {name}; {meant}")
+            return
+        keys = [key for key in known if f".{key}".endswith(f".{meant}")] if leaf in MEANT else []
+        keys = [key for key in keys if section and key.startswith(f"{section}.")] or keys
+        if keys:
+            hint = f" (did you mean {' or '.join(map(repr, keys))}?)"
+        else:
+            typed = {option.removeprefix("--").replace("-", "_"): option for option in options}
+            leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}  # the key may lack its section
+            hint = did_you_mean(name, typed | dict(zip(known, known, strict=True))) or did_you_mean(leaf, leaves)
+        super().__init__(f"{source}: unknown key {name!r}{hint}".removeprefix(": "))
+
+    def among(self, options: Sequence[str]) -> "UnknownKey":
+        """The same, where the script has `options` (`--max-steps`) of its own that may have been meant."""
+        return UnknownKey(self.source, self.name, self.known, options)
+
+
 class Parser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that raises UserError; hyphens and underscores in option names are the same."""
 

@@ -8,7 +8,7 @@ from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import train_in_process, write_config
 from training.base.epochs import in_updates, resolved
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 

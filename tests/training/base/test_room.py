@@ -13,8 +13,8 @@ from tests.end_to_end.helpers import write_config
 from train import main
 from training.base import room
 from training.engine.tasks import TASKS, build_run_config
-from utils.config.build import read_yaml
 from utils.config.recipes import STUDIES
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 from utils.memory import total_bytes
 

@@ -14,7 +14,7 @@ from training.classifier.resizing import side_at
 from training.engine import speed
 from training.engine.speed import FORECAST, LONG, Trial, forecast
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

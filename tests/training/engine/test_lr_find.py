@@ -21,7 +21,7 @@ from training.engine.tasks import build_run_config
 from training.engine.window import MetricWindow
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Precision, Updater
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError, run_cli
 from utils.run_folder import RunFolder
 

@@ -33,7 +33,7 @@ from training.engine.preflight import activation_bytes, model_summary, plan_rows
 from training.engine.tasks import TASKS, build_run_config
 from training.gan.task import GanTask
 from training.optim.updater import OptimizerConfig
-from utils.config.build import read_yaml
+from utils.config.yaml_files import read_yaml
 from utils.errors import run_cli
 from utils.seeding import forked
 

@@ -24,8 +24,8 @@ from training.engine import run, speed
 from training.engine.speed import Choice, Trial, choose, convolution_seconds, measure_recipe, native, race, times
 from training.engine.tasks import build_run_config
 from training.optim.updater import Precision
-from utils.config.build import read_yaml
 from utils.config.recipes import STUDIES
+from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives
 from utils.errors import UserError
 

@@ -14,7 +14,8 @@ from training.optim.config import OptimizerConfig
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater
 from utils import checkpoint as checkpoints
-from utils.config.build import save_yaml, to_tree
+from utils.config.build import to_tree
+from utils.config.yaml_files import save_yaml
 from utils.errors import UserError
 from utils.run_folder import RunFolder
 

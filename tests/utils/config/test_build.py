@@ -5,19 +5,8 @@ import pytest
 
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
-from utils.config.build import (
-    RENAMED,
-    UnknownKey,
-    build,
-    differences,
-    keys_of,
-    near_file,
-    of_today,
-    read_yaml,
-    renamed,
-    save_yaml,
-    to_tree,
-)
+from utils.config.build import RENAMED, UnknownKey, build, differences, keys_of, of_today, renamed, to_tree
+from utils.config.yaml_files import near_file, read_yaml, save_yaml
 from utils.errors import UserError
 
 

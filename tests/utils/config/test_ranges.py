@@ -11,8 +11,9 @@ from training.base.config import DataConfig, RunConfig
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig, config_of
-from utils.config.build import build, read_yaml, to_tree
+from utils.config.build import build, to_tree
 from utils.config.ranges import Checked, Decay, PositiveFloat, PositiveInt, Probability, at_least
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 

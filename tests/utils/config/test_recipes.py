@@ -7,8 +7,8 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from training.engine.tasks import build_run_config
-from utils.config.build import read_yaml
 from utils.config.recipes import CONFIGS, LENGTH, STUDIES, Recipe, listing, recipe_of, recipes
+from utils.config.yaml_files import read_yaml
 
 ALL = recipes()
 

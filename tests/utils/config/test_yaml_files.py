@@ -5,8 +5,9 @@ import pytest
 import yaml
 
 from training.classifier.config import ClassifierConfig
-from utils.config import bounded_yaml
-from utils.config.build import build, read_yaml
+from utils.config import yaml_files
+from utils.config.build import build
+from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 9)}]\n" for n in range(12))
@@ -59,7 +60,7 @@ def test_values_of_the_command_line_and_texts_in_a_tree_have_the_same_bounds(tex
     ],
 )
 def test_what_is_within_bounds_is_read_as_ever(text: str) -> None:
-    assert bounded_yaml.load(text) == yaml.safe_load(text)
+    assert yaml_files.load(text) == yaml.safe_load(text)
 
 
 def test_recipes_are_within_bounds() -> None:

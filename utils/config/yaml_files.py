@@ -1,9 +1,19 @@
-"""YAML with bounds: whoever wrote it, reading it takes little time and memory, and nothing in it is dropped."""
+"""YAML files, read with bounds: whoever wrote one, it takes little time and memory, and nothing in it is dropped."""
 
+import io
+import re
+from pathlib import Path
 from typing import Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from utils import door
+from utils.config.cli import did_you_mean
+from utils.errors import UserError
+from utils.files import replace_file
+
+Tree = dict[str, Any]
 
 LONGEST = 2**20  # characters
 DEEPEST = 20  # mappings and lists inside one another
@@ -74,11 +84,66 @@ def load(text: str) -> Any:
         loader.dispose()
 
 
-def check(text: str) -> None:
-    """Raise BoundError where text that may be YAML is out of bounds; what is none is not looked into."""
+def from_text(text: str) -> Any:
+    """The value that text on a command line stands for; text that is no YAML is itself. Raises ValueError where it is
+    out of bounds.
+    """
     try:
-        load(text)
-    except BoundError:
-        raise
-    except (yaml.YAMLError, ValueError):
+        return int(text)  # 010 is ten; YAML takes it for eight
+    except ValueError:
         pass
+    try:
+        value = load(text)
+    except BoundError as error:
+        raise ValueError(error.problem) from None
+    except (yaml.YAMLError, ValueError):
+        return text
+    try:
+        return float(value) if isinstance(value, str) and value == text else value  # 1e-3 is text to YAML 1.1
+    except ValueError:
+        return value
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """The mapping in a YAML file. Raises UserError naming the file, and the line of a syntax error."""
+    path = Path(path)
+    if path.is_dir():
+        inside = path / "config.yaml"
+        remedy = f"give {inside}" if inside.is_file() else "a configuration is a YAML file"
+        raise UserError(f"{path} is a folder: {remedy}")
+    if not path.is_file():
+        listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
+        raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
+    try:
+        with io.TextIOWrapper(door.open_file(path, door.CONFIG), encoding="utf-8") as file:
+            tree = load(file.read(LONGEST + 1))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        hint = " (YAML is indented with spaces, not tabs)" if "'\\t'" in str(problem) else ""
+        raise UserError(f"{path}: not valid YAML: {where}{problem}{hint}") from error
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no date
+        raise UserError(f"{path}: cannot be read as a configuration: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{path}: a configuration is a mapping of keys to values, but this file holds {type(tree).__name__}"
+        )
+    return tree
+
+
+def near_file(path: Path, pattern: str = "*") -> str:
+    """`" (did you mean 'folder/x'?)"` when the folder holds a file of a near name, else an empty string.
+
+    Where the name has numbers, a near one has the same: a recipe for 256 px is not near to one for 64.
+    """
+    numbers = re.findall(r"\d+", path.name)
+    files = [
+        near for near in sorted(path.parent.glob(pattern)) if not numbers or re.findall(r"\d+", near.name) == numbers
+    ]
+    return did_you_mean(path.name, {near.name: str(near) for near in files})
+
+
+def save_yaml(tree: Tree, path: Path) -> None:
+    """Write a mapping as YAML, atomically."""
+    replace_file(path, yaml.safe_dump(tree, sort_keys=False, default_flow_style=False).encode())
