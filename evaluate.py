@@ -39,8 +39,6 @@ def parser() -> Parser:
     add("--weights", metavar="FILE", help="GAN: weights of resnet50 or inception (default for resnet50: $DUET_WEIGHTS)")
     add_speed_options(options, "fp32")
     add("--per-class", type=positive, help=f"GAN: images of a class for the diversity (default: {PER_CLASS})")
-    ways = "GAN: pairs of latents for the path length; 0: none (default: 0)"
-    add("--path-lengths", type=not_negative, metavar="N", help=ways)
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
     audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"
     add("--audit", action="store_true", help=audit)

@@ -82,8 +82,6 @@ def parser() -> Parser:
     add("--n", type=positive, metavar="N", help=in_all.format(*DATASET))
     add("--encoding", choices=ENCODINGS, default="raw", help="how they are stored (default: raw)")
     add("--overwrite", action="store_true", help="replace --out if it exists")
-    add("--croissant", action="store_true", help="a card beside it, OUT.croissant.json: what the set is, for programs")
-    add("--licence", "--license", default="unknown", help="that the card names (default: unknown)")
     return options
 
 
@@ -125,15 +123,12 @@ def add_edit_options(add: Callable[..., Any]) -> None:
     add("--steps", type=positive, default=SEARCH.steps, help=f"of its projection (default: {SEARCH.steps})")
     text = "another classifier, whose answers stand beside; it took no part in finding the edit"
     add("--judge", metavar="RUN_OR_FILE", help=text)
-    text = "w, single style channels (s), or z (default: w if there is one, else z)"
-    add("--space", choices=("w", "s", "z"), help=text)
-    add("--channels", type=positive, default=EDIT.channels, help=f"moved in s (default: {EDIT.channels})")
-    text = f"what tells how the classifier's answer changes (default: {EDIT.by})"
-    add("--by", choices=("gradient", "regression"), default=EDIT.by, help=text)
-    add("--samples", type=positive, metavar="N", help="of each of the two classes, that tell it (default: 100 or 400)")
+    add("--space", choices=("w", "z"), help="default: w if there is one, else z")
+    text = f"of each of the two classes, on which the direction is found (default: {EDIT.samples})"
+    add("--samples", type=positive, default=EDIT.samples, metavar="N", help=text)
     for name, what in (("pixel", "pixels"), ("keep", "other classes")):
-        text = f"how much change of {what} counts (default: 0.1 with gradients, 0 with a regression)"
-        add(f"--{name}-weight", type=float, metavar="X", help=text)
+        text = f"how much change of {what} counts (default: {EDIT.pixel_weight})"
+        add(f"--{name}-weight", type=float, default=EDIT.pixel_weight, metavar="X", help=text)
     add("--reach", type=float, default=EDIT.reach, help=f"probability at which it is there (default: {EDIT.reach:g})")
     add("--limit", type=float, default=EDIT.limit, help=f"the largest step that is tried (default: {EDIT.limit:g})")
 
@@ -216,13 +211,11 @@ def write_dataset(options: Namespace) -> str:
     check_target(options.out, options.overwrite)
     sampler, checkpoint, path = open_sampler(options)
     from inference import dataset
-    from inference.croissant import write_card
 
     source = dataset.provenance(path, checkpoint, sampler)
     how = {"source": source, "count": options.n, "encoding": options.encoding, "overwrite": options.overwrite}
     meta = dataset.write_dataset(sampler, checkpoint, options.out, **how)
-    card = f" and {write_card(options.out, meta, licence=options.licence)}" if options.croissant else ""
-    return f"wrote {meta.count} images to {options.out}{card}: {source}"
+    return f"wrote {meta.count} images to {options.out}: {source}"
 
 
 def chosen(options: Namespace, config: type) -> dict[str, Any]:

@@ -33,13 +33,9 @@ from utils.config.cli import Parser, add_model_options, positive
 from utils.errors import UserError, run_cli
 
 METHODS: dict[str, dict[str, Any]] = {
-    "gradient, w": {"by": "gradient", "space": "w"},
-    "gradient, w, no weights": {"by": "gradient", "space": "w", "pixel_weight": 0.0, "keep_weight": 0.0},
-    "regression, w": {"by": "regression", "space": "w"},
-    "gradient, 64 channels": {"by": "gradient", "space": "s", "channels": 64},
-    "gradient, 1 channel": {"by": "gradient", "space": "s", "channels": 1},
-    "gradient, z": {"by": "gradient", "space": "z"},
-    "regression, z": {"by": "regression", "space": "z"},
+    "w": {"space": "w"},
+    "w, no weights": {"space": "w", "pixel_weight": 0.0, "keep_weight": 0.0},
+    "z": {"space": "z"},
 }
 GROWTH = 1.2  # of a random direction's step, until the pixels have changed as much
 LONGEST = 22  # such steps: at most 9 times as far as the edit's mean

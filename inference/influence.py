@@ -37,7 +37,6 @@ def parser() -> Parser:
     add("--label", metavar="NAME", help="the class to explain (default: the predicted one)")
     add("--mislabelled", action="store_true", help="show the training images whose labels are likely wrong")
     add("--by", choices=MEASURES, help="measure of --mislabelled (default: probability)")
-    add("--layers", nargs="+", default=[], metavar="NAME", help="layers whose gradients count (default: the head's)")
     add("--top", type=positive, default=TOP, metavar="N", help=f"images of each kind (default: {TOP})")
     add("--out", required=True, type=Path, metavar="FILE.png", help="the image grid")
     add("--json", action="store_true", help="print one JSON document instead of a table")
@@ -123,7 +122,7 @@ def _explain(
     if options.label is not None and options.label not in classes:
         raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
     label = named if options.label is None else classes.index(options.label)
-    scores = influence(snapshots, reader, image, label, layers=options.layers, batch_size=options.batch_size)
+    scores = influence(snapshots, reader, image, label, batch_size=options.batch_size)
     blank = image.new_full(image.shape, 255)
     kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
     names = [classes[number] for number in reader.labels()]
@@ -157,7 +156,7 @@ def _mislabelled(
     from inference.influence_scores import suspicion
     from utils.image_tables import save_captioned
 
-    found = suspicion(snapshots, reader, layers=options.layers, batch_size=options.batch_size)
+    found = suspicion(snapshots, reader, batch_size=options.batch_size)
     measure = options.by or "probability"
     rows = found.order(measure)[: options.top].tolist()
     listed = [_suspect(found, row, reader.classes) for row in rows]

@@ -7,7 +7,6 @@ for other layers, and needs as many lines around it; cleanlab brings pandas and 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from data.reading.loader import Batch, evaluation_batches
 from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
-from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.progress import Bar
 
@@ -88,38 +86,24 @@ def sample_gradients(
 def head_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
     """Gradients of each image's cross entropy with respect to the last linear layer, and the logits [n, K].
 
-    One forward pass. Raises UserError for a model whose output is not that of its last linear layer.
+    One forward pass where the layer's output are the logits, else `sample_gradients`. Raises UserError for a model
+    without a linear layer.
     """
-    seen: list[tuple[Tensor, Tensor]] = []
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)] or [nn.Linear(1, 1)]
-    handle = layers[-1].register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
+    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise UserError("the network has no linear layer, whose gradients tell the influence of an image")
+    (name, layer), seen = linear[-1], []
+    handle = layer.register_forward_hook(lambda _layer, inputs, output: seen.append((inputs[0], output)))
     try:
         with torch.no_grad():
             logits = model(images)
     finally:
         handle.remove()
-    if not seen or not torch.equal(seen[-1][1], logits):
-        raise UserError("the network does not end in a linear layer; name the layers with --layers")
+    if not torch.equal(seen[-1][1], logits):  # the logits are scaled, say
+        names = [f"{name}.{parameter}".lstrip(".") for parameter, _ in layer.named_parameters()]
+        return sample_gradients(model, images, labels, names), logits
     errors = logits.softmax(1) - F.one_hot(labels, logits.shape[1])
-    return Gradients(errors, seen[-1][0], layers[-1].bias is not None), logits
-
-
-def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Parameters whose name, or its end after a dot, fits a pattern, or lies below it: `layer4.1`, `layer4.*.weight`.
-
-    Raises UserError for a pattern that fits none; the near name is told.
-    """
-    names = [name for name, _ in model.named_parameters()]
-    found = set()
-    for pattern in patterns:
-        fits = {n for n in names if any(fnmatchcase(f".{n}", f"*.{p}") for p in (pattern, f"{pattern}.*"))}
-        if not fits:
-            paths = [name.split(".") for name in names]
-            spans = [(path, i, j) for path in paths for i in range(len(path)) for j in range(i + 1, len(path) + 1)]
-            layers = {".".join(path[i:j]) for path, i, j in spans}
-            raise UserError(f"--layers {pattern}: fits no parameter{did_you_mean(pattern, sorted(layers))}")
-        found |= fits
-    return [name for name in names if name in found]
+    return Gradients(errors, seen[-1][0], layer.bias is not None), logits
 
 
 # --- scores
@@ -148,19 +132,11 @@ def weights_of(snapshots: Sequence[Snapshot]) -> list[float]:
     return [snapshot.rate / total if total else 1 / len(snapshots) for snapshot in snapshots]
 
 
-def gradients_of(model: Classifier, images: Tensor, labels: Tensor, layers: Sequence[str]) -> tuple[Gradients, Tensor]:
-    """Gradients of the losses of uint8 images [n, C, H, W] with labels [n], and the logits; see `sample_gradients`.
-
-    Without `layers` of the head alone, which costs one forward pass.
-    """
+def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
+    """`head_gradients` of uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
     with exact_float32(device):
-        inputs, labels = classifier_input(model, images), labels.to(device)
-        if not layers:
-            return head_gradients(model, inputs, labels)
-        with torch.no_grad():
-            logits = model(inputs)
-        return sample_gradients(model, inputs, labels, matching_parameters(model, layers)), logits
+        return head_gradients(model, classifier_input(model, images), labels.to(device))
 
 
 def influence(
@@ -169,20 +145,19 @@ def influence(
     image: Tensor,  # uint8 [C, H, W]: the image whose prediction is to be explained
     label: int,  # the class that the prediction is explained for
     *,
-    layers: Sequence[str] = (),
     batch_size: int = 64,
 ) -> Tensor:
     """TracInCP (Pruthi et al. 2002.08484, section 3.3): how much a step on each training image lowered the loss of
     this one, [count] float64: sum over checkpoints of rate x gradient . gradient, the rates scaled to a sum of 1.
 
-    Positive: it helped (a proponent), negative: it hurt. The gradients are of the head unless `layers` are named, of
-    the average model, for whole images without augmentation. Raises UserError for layers that do not exist.
+    Positive: it helped (a proponent), negative: it hurt. The gradients are of the head, of the average model, for whole
+    images without augmentation.
     """
     scores = torch.zeros(len(reader), dtype=torch.float64)
     for share, model, rows, batch in _passes(snapshots, reader, batch_size):
         if rows.start == 0:  # a checkpoint begins
-            own, _ = gradients_of(model, image[None], torch.tensor([label]), layers)
-        found, _ = gradients_of(model, batch.images, batch.labels, layers)
+            own, _ = gradients_of(model, image[None], torch.tensor([label]))
+        found, _ = gradients_of(model, batch.images, batch.labels)
         scores[rows] += share * found.dot(own)[:, 0].double().cpu()
     return scores
 
@@ -197,7 +172,7 @@ class Gathered:
 
     def influence(self, image: Tensor, label: int) -> Tensor:
         """Its part of the scores, float64 [count]; the checkpoints' parts add up to what `influence` returns."""
-        own, _ = gradients_of(self.model, image[None], torch.tensor([label]), ())
+        own, _ = gradients_of(self.model, image[None], torch.tensor([label]))
         return self.share * self.gradients.dot(own)[:, 0].double().cpu()
 
 
@@ -207,7 +182,7 @@ def gather(snapshots: Sequence[Snapshot], reader: Dataset, *, batch_size: int = 
     for share, model, rows, batch in _passes(snapshots, reader, batch_size):
         if rows.start == 0:  # a checkpoint begins
             found.append((share, model, []))
-        found[-1][2].append(gradients_of(model, batch.images, batch.labels, ())[0])
+        found[-1][2].append(gradients_of(model, batch.images, batch.labels)[0])
     return [
         Gathered(
             share,
@@ -258,7 +233,6 @@ def suspicion(
     snapshots: Sequence[Snapshot],
     reader: Dataset,
     *,
-    layers: Sequence[str] = (),
     batch_size: int = 64,
 ) -> Suspicion:
     """Both measures for every image of the file. A wrong label keeps a large gradient through the training, and the
@@ -267,7 +241,7 @@ def suspicion(
     own = torch.zeros(len(reader), dtype=torch.float64)
     probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
     for share, model, rows, batch in _passes(snapshots, reader, batch_size):
-        found, logits = gradients_of(model, batch.images, batch.labels, layers)
+        found, logits = gradients_of(model, batch.images, batch.labels)
         own[rows] += share * found.squared_norms().double().cpu()
         probabilities[rows] = logits.double().softmax(1).cpu()  # the last checkpoint's stay
     return Suspicion(own, probabilities, torch.from_numpy(reader.labels().copy()))

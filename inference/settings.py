@@ -56,33 +56,20 @@ class ProjectionConfig:
 class EditConfig:
     """How a direction from class to class is found, and how far an image is moved. UserError for what cannot be."""
 
-    space: Literal["w", "s", "z"] | None = None  # s: style channels; None: w if the generator has one, else z
-    by: Literal["gradient", "regression"] = "gradient"  # what tells how the classifier's logits change
-    samples: int | None = None  # of each of the two classes that tell it; None: 100 for gradients, 400 for a regression
-    channels: int = 64  # in s: how many of them are moved
-    pixel_weight: float | None = None  # of the change of pixels that a direction avoids; None: see `weights`
-    keep_weight: float | None = None  # of the change of other classes' logits that it avoids; None: likewise
+    space: Literal["w", "z"] | None = None  # None: w if the generator has one, else z
+    samples: int = 100  # of each of the two classes, on which a direction is found
+    pixel_weight: float = 0.1  # of the change of pixels that a direction avoids
+    keep_weight: float = 0.1  # of the change of other classes' logits that it avoids
     reach: float = 0.5  # probability of the class asked for at which an image has arrived
     limit: float = 4.0  # the largest step, in units of the samples' spread
 
     def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 2:
+        if self.samples < 2:
             raise UserError(f"--samples {self.samples}: two of each class are needed at least; give more")
-        if not all(weight is None or 0 <= weight < math.inf for weight in (self.pixel_weight, self.keep_weight)):
+        if not all(0 <= weight < math.inf for weight in (self.pixel_weight, self.keep_weight)):
             raise UserError("--pixel-weight and --keep-weight must be 0 or more")
         if not (0 < self.reach < 1 and 0 < self.limit < math.inf):
             raise UserError("--reach must lie between 0 and 1, --limit above 0")
-
-    @property
-    def weights(self) -> tuple[float, float]:
-        """`pixel_weight` and `keep_weight`.
-
-        Unless said 0.1 for gradients and 0 for a regression: that knows nothing of the directions in which samples
-        hardly vary, and a penalty drives an edit into them.
-        """
-        usual = 0.1 if self.by == "gradient" else 0.0
-        pixel, keep = (usual if weight is None else weight for weight in (self.pixel_weight, self.keep_weight))
-        return pixel, keep
 
 
 @dataclass(frozen=True, kw_only=True)

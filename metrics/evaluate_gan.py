@@ -17,12 +17,11 @@ from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, RealFeatures, Selection, feature_sets, select
 from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance, kernel_with_variance
-from metrics.path_length import path_length
 from metrics.precision import device_of, evaluating, exact_float32
 from metrics.protocol import PER_CLASS, SEARCHED
 from metrics.sample_figures import HEADLINE, sample_figures
 from models.classifier import Classifier
-from models.gan import ImageGenerator, StyledGenerator
+from models.gan import ImageGenerator
 from models.sampling import generate
 from utils.distributed import collectives
 from utils.errors import UserError
@@ -46,7 +45,6 @@ def evaluate_generator(
     floor: bool = True,  # whether floors are computed
     searched: int = SEARCHED,  # training images that are searched for copies; 0: no search
     details: bool = True,  # whether the figures of `sample_figures` are computed, and intervals of distances
-    path_lengths: int = 0,  # ways of the path length; 0: none
     batch_size: int = 64,
     show: bool = False,  # progress bars
     observe: Observer | None = None,
@@ -58,7 +56,7 @@ def evaluate_generator(
 
     Returns `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`,
     `n`, `diversity_ratio` and the figures of `sample_figures`), `recognised`, `recognised_by_class`, `class_score`, the
-    figures of `_first`, `path_length`, `memorisation` (see `metrics.copies.search_copies`), `notes`. 95 % intervals are
+    figures of `_first`, `memorisation` (see `metrics.copies.search_copies`), `notes`. 95 % intervals are
     under `NAME_interval`.
 
     All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.
@@ -83,8 +81,7 @@ def evaluate_generator(
         size: Any = {"n": side.n, "total": len(side.indices), "side": generator.resolution, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **size, what="samples", show=show, take=samples.take)
     gathered = Gathered(reader, side, samples, list(extractors), spaces, fakes, tests, train, floor)
-    how: Any = {"details": details, "path_lengths": path_lengths}
-    return collectives.on_main(lambda: gathered.figures(seed, per_class, notes, **how))
+    return collectives.on_main(lambda: gathered.figures(seed, per_class, notes, details=details))
 
 
 @dataclass
@@ -137,9 +134,7 @@ class Gathered:
     train: TrainingSets | None  # of training images
     floor: bool  # whether floors are wanted of them
 
-    def figures(
-        self, seed: int, per_class: int, notes: dict[str, str], *, details: bool, path_lengths: int
-    ) -> dict[str, Any]:
+    def figures(self, seed: int, per_class: int, notes: dict[str, str], *, details: bool) -> dict[str, Any]:
         """What `evaluate_generator` returns."""
         generator, train = self.samples.generator, self.train
         floors = [train.of(extractor) if train is not None and self.floor else None for extractor in self.extractors]
@@ -155,7 +150,6 @@ class Gathered:
             **_recognised(generator, self.samples, self.reader.classes, notes),
             **_class_score(self.samples, seed),
             **_first(rows[0], varied[0], names),
-            **_path_length(generator, self.extractors[0], side, path_lengths, seed, notes),
             "memorisation": _memorisation(self, notes),
             "notes": notes,
         }
@@ -286,18 +280,3 @@ def _class_score(samples: Samples, seed: int) -> dict[str, Any]:
         return {"class_score": None, "class_score_interval": None}
     score, interval = class_score(torch.cat(samples.answers)[: samples.selection.n], seed=seed)
     return {"class_score": score, "class_score_interval": interval}
-
-
-def _path_length(
-    generator: ImageGenerator, extractor: Extractor, selection: Selection, n: int, seed: int, notes: dict[str, str]
-) -> dict[str, Any]:
-    """The path length over n ways of the samples' labels and its interval; None where it was not asked for."""
-    length, interval = None, None
-    if n and not isinstance(generator, StyledGenerator):
-        notes["path_length"] = "the generator has no w, along which the path length is measured"
-    elif n and extractor.name == "inception":
-        notes["path_length"] = "Inception takes whole grey levels, too coarse for small steps; name another one first"
-    elif n and isinstance(generator, StyledGenerator):
-        labels = torch.from_numpy(np.resize(selection.labels, n)) if generator.classes else None
-        length, interval = path_length(generator, extractor, labels=labels, n=n, seed=seed)
-    return {"path_length": length, "path_length_interval": interval}

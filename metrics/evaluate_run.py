@@ -73,7 +73,6 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             train_reader=train,
             per_class=options.per_class or PER_CLASS,
             searched=SEARCHED if options.searched is None else options.searched,
-            path_lengths=options.path_lengths or 0,
             batch_size=options.batch_size,
             show=True,
             observe=observe,
@@ -186,7 +185,6 @@ GAN_FIGURES = {  # key of the document: its name in the table
     "coverage": "coverage",
     "intra_class_frechet": "frechet within classes",
     "class_score": "class score",
-    "path_length": "path length",
 }
 
 

@@ -57,7 +57,6 @@ RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is
     "coverage": ("coverage: real images with a sample nearby", percent),
     "intra_class_frechet": ("Frechet distance within classes, on average", plain),
     "class_score": ("class score: classes that the judge tells apart", plain),
-    "path_length": ("path length: how far images move for a step in w", plain),
 }
 VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # by evaluate.py's --tta
 HEADLINE = ("accuracy", "recognised", "clipped_density", "clipped_coverage", "diversity_ratio")  # at the top of a page

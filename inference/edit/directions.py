@@ -1,23 +1,19 @@
 """Directions in a latent space that raise one class against another while the rest stays: pure functions.
 
-How steeply each class's logit rises is known from gradients, or by regression on samples. The direction n from class a
-to b maximises (g n)^2 / n A n with g = slope_b - slope_a and
+How steeply each class's logit rises is known from gradients. The direction n from class a to b maximises
+(g n)^2 / n A n with g = slope_b - slope_a and
 
     A = 1 + pixel_weight * mean change of pixels + keep_weight * change of the other classes
 
 each term scaled to a trace of `size`. Without the weights it is g itself (InterFaceGAN's normal, 1907.10786, is that of
 a linear model); with keep_weight towards infinity it is g without its part along the other classes, InterFaceGAN's
-conditional manipulation (section 2.3); a single style channel is the best of the axes (StyleSpace, 2011.12799).
+conditional manipulation (section 2.3).
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-
-# of the mean variance, added to each. So large, slopes count where the samples vary, and an edit stays among them:
-# measured (docs/results.md), with less a regression's edits leave them and often do not arrive
-RIDGE = 10.0
 
 
 def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
@@ -27,18 +23,6 @@ def gradient_slopes(logits: Tensor, offsets: Tensor) -> Tensor:
         for k in range(logits.shape[1])
     ]
     return torch.stack(rows).cpu()
-
-
-def regression_slopes(points: Tensor, logits: Tensor, ridge: float = RIDGE) -> Tensor:
-    """The slopes [k, size] of the linear model of logits [n, k] that fits best at points [n, size]; float64.
-
-    Ridge regression in its dual form, which serves few points in many dimensions and many in few: `ridge` times the
-    mean variance of the dimensions, or of the points where they are fewer, is added to each variance.
-    """
-    x, y = (values.double() - values.double().mean(0) for values in (points, logits))
-    gram = x @ x.T
-    weight = ridge * gram.trace() / min(x.shape) + torch.finfo(torch.float64).tiny
-    return (x.T @ torch.linalg.solve(gram + weight * torch.eye(len(x), dtype=x.dtype), y)).T
 
 
 def pixel_rows(images: Tensor, offsets: Tensor, draws: Iterator[Tensor]) -> Tensor:
@@ -58,7 +42,6 @@ def steer(
     *,
     pixel_weight: float,
     keep_weight: float,
-    channels: int | None = None,  # move this many dimensions only, those that achieve most; None: all
 ) -> Tensor:
     """The direction, float64 [size], of length 1; zeros where no dimension moves the two classes apart."""
     size = slopes.shape[1]
@@ -70,14 +53,7 @@ def steer(
         if len(rows) and rows.any()
     ]
     stacked = torch.cat([*penalties, gain.new_zeros(0, size)])  # A = 1 + stacked^T stacked
-    chosen = torch.arange(size)
-    if channels is not None:
-        merit = gain.square() / (1 + stacked.square().sum(0))
-        chosen = merit.sort(descending=True, stable=True).indices[:channels]
-    part = stacked[:, chosen]
-    matrix = torch.eye(len(chosen), dtype=gain.dtype) + part.T @ part
-    direction = torch.zeros_like(gain)
-    direction[chosen] = torch.linalg.solve(matrix, gain[chosen])
+    direction = torch.linalg.solve(torch.eye(size, dtype=gain.dtype) + stacked.T @ stacked, gain)
     return direction / direction.norm().clamp_min(torch.finfo(direction.dtype).tiny)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inference.edit.directions import first_reached, gradient_slopes, pixel_rows, regression_slopes, steer
+from inference.edit.directions import first_reached, gradient_slopes, pixel_rows, steer
 from inference.edit.spaces import LatentSpace, Start, space_of
 from inference.samples import Sampler
 from inference.settings import EditConfig
@@ -19,7 +19,6 @@ from utils.errors import UserError
 from utils.seeding import generator as keyed_generator
 from utils.seeding import seed_of
 
-SAMPLES = {"gradient": 100, "regression": 400}  # of each class, unless said
 OTHERS = 8  # classes at most whose logits shall stay: those that the classifier thinks of most often at these samples
 DRAWS = 4  # vectors for each image that tell how its pixels change
 PATIENCE = 50  # samples are drawn for each one that is wanted; what is not found by then is not there
@@ -33,7 +32,6 @@ class Direction:
     source: int
     target: int
     vector: Tensor  # float32 [size of its space]; its length is the spread of the samples it was found on
-    moved: list[str]  # the style channels that it moves, the most effective first; empty in w and z
 
     @property
     def length(self) -> float:
@@ -43,7 +41,7 @@ class Direction:
 class Editor:
     """Finds directions from class to class and moves images along them. Deterministic for the sampler's seed.
 
-    Nothing of the generator and the classifier changes. Not for two threads at once: in `s` the generator is hooked.
+    Nothing of the generator and the classifier changes.
     """
 
     def __init__(
@@ -109,19 +107,10 @@ class Editor:
         return self._found[source, target]
 
     def random(self, direction: Direction, seed: int = 0) -> Direction:
-        """One as long as `direction` that knows nothing of classes; in s as many channels are moved."""
+        """One as long as `direction` that knows nothing of classes."""
         key = keyed_generator(self.sampler.seed, "edit", "random", seed)
         vector = torch.randn(self.space.size, generator=key)
-        if not direction.moved:
-            return replace(direction, vector=vector * (direction.length / vector.norm()))
-        spreads = self._spreads(direction.source, direction.target)
-        places = torch.randperm(self.space.size, generator=key)
-        places = places[spreads[places] > 0][: len(direction.moved)]
-        lengths = torch.zeros_like(vector)
-        lengths[places] = spreads[places]
-        vector *= lengths * (len(places) ** 0.5 / vector[places].norm())  # equal length where channels vary alike
-        moved = [self.space.describe(place) for place in places.tolist()]
-        return replace(direction, vector=vector, moved=moved)
+        return replace(direction, vector=vector * (direction.length / vector.norm()))
 
     def reach(self, start: Start, direction: Direction) -> tuple[Tensor, Tensor]:
         """The step float64 [n] at which each image has the target's probability `config.reach`, and whether it does.
@@ -140,41 +129,30 @@ class Editor:
         """Those that directions are learned from: others than the same seed's samples that are shown."""
         if label not in self._learned:
             seed = seed_of(self.sampler.seed, "edit") % 2**32
-            count = self.config.samples or SAMPLES[self.config.by]
-            self._learned[label] = self.starts(label, count, seed=seed)
+            self._learned[label] = self.starts(label, self.config.samples, seed=seed)
         return self._learned[label]
 
-    def _spreads(self, *labels: int) -> Tensor:
-        """How far each dimension varies within the classes, float32 [size]: root of the mean of their variances."""
+    def _spread(self, *labels: int) -> float:
+        """The length of the deviations within the classes: root of the mean of their variances, of all dimensions."""
         points = [self.space.points(self._samples(label)).float().cpu() for label in labels]
-        return torch.stack([p.var(0, correction=0) for p in points]).mean(0).sqrt()
+        return float(torch.stack([p.var(0, correction=0) for p in points]).mean(0).sqrt().double().norm())
 
     def _search(self, source: int, target: int) -> Direction:
         start = Start.join([self._samples(source), self._samples(target)])
-        images = self.images(start)
-        likely = self.probabilities(images).mean(0)
+        likely = self.probabilities(self.images(start)).mean(0)
         likely[[source, target]] = -1
         others = likely.sort(descending=True, stable=True).indices[: min(OTHERS, len(likely) - 2)].tolist()
         labels = [source, target, *others]
-        spreads = self._spreads(source, target).double()
-        channels = self.config.channels if self.space.name == "s" else None
-        units = spreads if channels else torch.ones_like(spreads)  # style channels differ in size: steps in their own
-        pixel_weight, keep_weight = self.config.weights
-        slopes = self._slopes(start, images, labels) * units
-        pixels = self._pixels(start if pixel_weight else start.take(slice(0))) * units
-        unit = steer(slopes, pixels, pixel_weight=pixel_weight, keep_weight=keep_weight, channels=channels)
-        moved = unit.abs().sort(descending=True, stable=True).indices[: int((unit != 0).sum())].tolist()
-        if not moved:
-            raise UserError(f"nothing in {self.space.name} moves {self.names[source]} towards {self.names[target]}")
-        length = len(moved) ** 0.5 if channels else float(spreads.norm())
-        described = [self.space.describe(place) for place in moved] if channels else []
-        return Direction(source, target, (unit * units * length).float(), described)
+        weight = self.config.pixel_weight
+        pixels = self._pixels(start if weight else start.take(slice(0)))
+        slopes = self._slopes(start, labels)
+        unit = steer(slopes, pixels, pixel_weight=weight, keep_weight=self.config.keep_weight)
+        if not unit.any():
+            raise UserError(f"nothing moves {self.names[source]} towards {self.names[target]}")
+        return Direction(source, target, (unit * self._spread(source, target)).float())
 
-    def _slopes(self, start: Start, images: Tensor, labels: list[int]) -> Tensor:
+    def _slopes(self, start: Start, labels: list[int]) -> Tensor:
         """How steeply the logits of `labels` rise, float64 [labels, size]."""
-        if self.config.by == "regression":
-            logits = self.probabilities(images).clamp_min(1e-12).log()[:, labels]
-            return regression_slopes(self.space.points(start).cpu(), logits)
         total = torch.zeros(len(labels), self.space.size, dtype=torch.float64)
         for part in start.batches(self.sampler.batch_size):
             with exact_float32(self.device):

@@ -83,9 +83,6 @@ def told(found: Sequence[Strip], names: Sequence[str], direction: Direction) -> 
         change = sum(strip.change for strip in arrived) / len(arrived)
         step = sum(strip.step for strip in arrived) / len(arrived)
         lines[0] += f", at a mean step of {step:.2f} and a mean change of pixels of {change:.3f} (0 to 1)"
-    if direction.moved:
-        more = len(direction.moved) - 8
-        lines.append(f"style channels: {', '.join(direction.moved[:8])}" + (f" and {more} more" if more > 0 else ""))
     return lines
 
 

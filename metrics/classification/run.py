@@ -23,7 +23,7 @@ from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 
-GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "path_lengths", "searched")
+GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
 
 
 def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from inference.edit.directions import first_reached, gradient_slopes, pixel_rows, regression_slopes, steer
+from inference.edit.directions import first_reached, gradient_slopes, pixel_rows, steer
 from inference.edit.editor import Editor
-from inference.edit.spaces import ChannelSpace, Start, space_of
+from inference.edit.spaces import LatentSpace, Start, StyleSpace, space_of
 from inference.samples import Sampler
 from inference.settings import EditConfig
 from models.gan import StyledGenerator
@@ -26,26 +26,6 @@ def test_gradients_of_a_linear_model_are_its_rows():
     weights, offsets = draws(3, 5), torch.zeros(7, 5, dtype=torch.float64, requires_grad=True)
     logits = (draws(7, 5, seed=1) + offsets) @ weights.T
     torch.testing.assert_close(gradient_slopes(logits, offsets), 7 * weights)
-
-
-@pytest.mark.parametrize("count", [200, 6])
-def test_a_regression_finds_a_linear_model(count):
-    """With fewer points than dimensions: as far as the points tell."""
-    weights, points = draws(3, 10), draws(count, 10, seed=1) * torch.linspace(0.5, 2, 10)
-    found = regression_slopes(points, points @ weights.T + 4, ridge=1e-3)
-    centred = points - points.mean(0)
-    spanned = weights @ torch.linalg.pinv(centred) @ centred
-    torch.testing.assert_close(found, spanned, rtol=0, atol=0.02)
-    assert (count < 10) or torch.allclose(spanned, weights)
-
-
-def test_a_regression_is_ridge_regression():
-    """In its usual form: (X^T X + r)^-1 X^T y."""
-    points, logits = draws(30, 4), draws(30, 2, seed=1)
-    x, y = points - points.mean(0), logits - logits.mean(0)
-    weight = 0.7 * (x.T @ x).trace() / 4
-    expected = torch.linalg.solve(x.T @ x + weight * torch.eye(4).double(), x.T @ y).T
-    torch.testing.assert_close(regression_slopes(points, logits, ridge=0.7), expected)
 
 
 def test_each_draw_tells_how_the_pixels_change():
@@ -93,11 +73,6 @@ def test_the_direction_is_the_best_for_its_price():
 
     best = merit(steer(slopes, pixels, **weights))
     assert all(merit(n) < best for n in draws(500, 6, seed=2))
-    axes = torch.eye(6).double()
-    single = steer(slopes, pixels, channels=1, **weights)
-    assert int(single.abs().argmax()) == int(torch.stack([merit(axis) for axis in axes]).argmax())
-    assert int((single != 0).sum()) == 1
-    assert int((steer(slopes, pixels, channels=3, **weights) != 0).sum()) == 3
 
 
 def test_an_equal_gain_is_taken_where_fewer_pixels_change():
@@ -124,14 +99,6 @@ def test_the_first_step_that_reaches():
     assert steps.tolist() == [1, 3, 3]
     assert done.tolist() == [True, True, False]
     assert asked == [([0, 1, 2], 1), ([1, 2], 2), ([1, 2], 3), ([2], 4)]
-
-
-def test_the_usual_weights():
-    """A regression has none: measured, with 0.1 its edits no longer arrive."""
-    assert EditConfig().weights == (0.1, 0.1)
-    assert EditConfig(by="regression").weights == (0.0, 0.0)
-    assert EditConfig(by="regression", keep_weight=2.0).weights == (0.0, 2.0)
-    assert EditConfig(pixel_weight=0.0).weights == (0.0, 0.1)
 
 
 # --- the editor on a linear generator and a linear classifier
@@ -174,13 +141,12 @@ def linear_editor(**config):
     return Editor(sampler, classifier, ["a", "b", "c"], EditConfig(**{**FREE, **config}))
 
 
-@pytest.mark.parametrize("by", ["gradient", "regression"])
-def test_the_known_direction_is_found(by):
+def test_the_known_direction_is_found():
     """Logits are 3 w: from a to b it is (-1, 1, 0, 0), whatever w's fourth dimension does to the image."""
-    editor = linear_editor(by=by, samples=60)
+    editor = linear_editor(samples=60)
     found = editor.direction(0, 1).vector
     expected = torch.tensor([-1.0, 1.0, 0.0, 0.0]) / 2**0.5
-    assert float(found @ expected / found.norm()) > (0.99999 if by == "gradient" else 0.98)
+    assert float(found @ expected / found.norm()) > 0.99999
     assert editor.direction(0, 1) is editor.direction(0, 1)
 
 
@@ -249,11 +215,11 @@ def test_in_z_the_class_that_is_asked_for_stays(make):
     assert labels.tolist() == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize(("make", "name"), [(styled, "w"), (styled, "s"), (styled, "z"), (without_w, "z")])
+@pytest.mark.parametrize(("make", "name"), [(styled, "w"), (styled, "z"), (without_w, "z")])
 def test_without_an_offset_an_image_is_the_samplers(make, name):
     generator = make()
     sampler, space = sampler_of(generator), space_of(generator, name)
-    assert space_of(generator, None).name == ("w" if make is styled else "z")
+    assert type(space_of(generator, None)) is (StyleSpace if make is styled else LatentSpace)
     start = space.start(sampler, range(5))
     with torch.no_grad():
         same = space.images(start, torch.zeros(5, space.size))
@@ -263,36 +229,3 @@ def test_without_an_offset_an_image_is_the_samplers(make, name):
     assert space.points(start).shape == (5, space.size)
     joined = Start.join(list(start.batches(2)))
     torch.testing.assert_close(space.images(joined, torch.zeros(5, space.size)), same)
-
-
-def test_a_style_channel_is_an_output_of_an_affine_layer():
-    """Raising one is raising that output's bias; nothing is left behind in the generator."""
-    generator = styled()
-    space = ChannelSpace(generator)
-    start = space.start(sampler_of(generator), range(3))
-    place = space.widths[0] + 2
-    offsets = torch.zeros(3, space.size)
-    offsets[:, place] = 0.7
-    moved = space.images(start, offsets)
-    affine: Any = space.affines[1]
-    torch.testing.assert_close(
-        space.points(start)[:, space.widths[0] : sum(space.widths[:2])], affine(start.code[:, 1]), rtol=0, atol=1e-5
-    )
-    with torch.no_grad():
-        affine.bias[2] += 0.7
-    torch.testing.assert_close(generator.synthesis(start.code, start.noise), moved)
-    assert space.describe(place) == f"{space.names[1]}[2]"
-    assert not any(module._forward_hooks for module in generator.modules())
-
-
-def test_recomputed_activations_see_the_channels():
-    generator = styled()
-    start = space_of(generator, "s").start(sampler_of(generator), range(2))
-    gradients = []
-    for recompute in (False, True):
-        generator.config.activation_checkpointing = recompute
-        space = space_of(generator, "s")
-        offsets = torch.full([2, space.size], 0.5, requires_grad=True)
-        gradients.append(torch.autograd.grad(space.images(start, offsets).square().sum(), offsets)[0])
-    torch.testing.assert_close(*gradients)
-    assert gradients[0].abs().max() > 0

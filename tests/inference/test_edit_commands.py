@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import generate
 import predict
 from benchmarks import edit as benchmark
 from inference.edit.editor import Editor
+from inference.settings import EditConfig
 from metrics.judge import load_judge
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
@@ -69,11 +71,10 @@ def edit(closed, out, *options, gan="gan"):
     "options",
     [
         ["--judge"],
-        ["--by", "regression"],
-        ["--space", "s", "--channels", 2],
+        ["--space", "z"],
         ["--image", "--steps", 2],
     ],
-    ids=["judge", "regression", "channels", "image"],
+    ids=["judge", "z", "image"],
 )
 def test_strips_are_drawn(closed, tmp_path, capsys, no_weights, options):
     for name in ("judge", "image"):
@@ -82,7 +83,6 @@ def test_strips_are_drawn(closed, tmp_path, capsys, no_weights, options):
     assert call(generate, *edit(closed, out, *options)) == 0
     told = capsys.readouterr().out
     assert "dark to light: " in told
-    assert ("style channels: blocks." in told) == ("s" in options)
     with Image.open(out) as image:
         side = 112 // SIDE * SIDE
         columns = 4 if "--image" in options else 3
@@ -123,7 +123,6 @@ def test_refusals(closed, tmp_path, capsys):
         (["--reach", 1.5], "--reach must lie"),
         (["--keep-weight", -1], "--keep-weight must be"),
         (["--pixel-weight", "nan"], "--keep-weight must be"),
-        (["--space", "s", "--channels", 0], "at least 1"),
     ):
         assert call(generate, *edit(closed, out, *options)) == 2
         assert told in capsys.readouterr().err
@@ -142,7 +141,7 @@ def test_who_taught_a_generator_does_not_judge_its_edits(closed):
 
 
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
-    monkeypatch.setattr("inference.edit.editor.SAMPLES", {"gradient": 6})
+    monkeypatch.setattr("inference.edit.editor.EditConfig", partial(EditConfig, samples=6))
     folder = tmp_path / "strips"
     base = ["--checkpoint", closed["guide"], closed["image"], tmp_path / "absent.png", "--json", "--steps", 2]
     base += ["--counterfactual", folder]
@@ -177,13 +176,13 @@ def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_wei
 
 def test_the_benchmark_measures_the_edit_and_its_controls(closed, capsys):
     argv = ["--checkpoint", closed["gan"], "--classifier", closed["guide"], "--judge", closed["judge"], "--json"]
-    argv += ["--pairs", "dark:light,light:dark", "--n", 3, "--methods", "gradient, w"]
+    argv += ["--pairs", "dark:light,light:dark", "--n", 3, "--methods", "w"]
     benchmark.main([str(part) for part in argv])
     lines = capsys.readouterr().out.splitlines()
     result = json.loads(lines[-1])
     for what in ("edit", "random, equal length", "random, equal change", "class asked"):
         for key in ("asked", "third", "guide", "pixel_change"):
-            assert 0 <= result[f"gradient, w/{what}/{key}"] <= 1
+            assert 0 <= result[f"w/{what}/{key}"] <= 1
     assert len(lines) == 3 * 4 + 1
     benchmark.main([])
     assert "nothing to measure" in capsys.readouterr().out

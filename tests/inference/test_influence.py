@@ -17,7 +17,6 @@ from inference.influence_scores import (
     Suspicion,
     head_gradients,
     influence,
-    matching_parameters,
     most,
     rate_of,
     sample_gradients,
@@ -121,24 +120,15 @@ def test_the_heads_closed_form_is_what_autograd_finds(bias):
     torch.testing.assert_close(logits, model(images).detach(), rtol=0, atol=0)
 
 
-def test_a_network_that_does_not_end_in_a_linear_layer_is_refused():
+def test_a_network_whose_logits_are_no_linear_layers_output():
+    """Its per-sample gradients; without a linear layer it is refused."""
     images, labels = batch()
-    for model in (nn.Sequential(net(), nn.Tanh()), nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten())):
-        with pytest.raises(UserError, match="name the layers with --layers"):
-            head_gradients(model.double().eval(), images, labels)
-
-
-def test_parameters_are_named_by_layers_and_patterns():
-    model = nn.ModuleDict({"network": net()})
-    assert matching_parameters(model, ["fc", "norm.weight"]) == [
-        "network.norm.weight",
-        "network.fc.weight",
-        "network.fc.bias",
-    ]
-    assert matching_parameters(model, ["network"]) == [name for name, _ in model.named_parameters()]
-    assert matching_parameters(model, ["*.bias"])[-1] == "network.fc.bias"
-    with pytest.raises(UserError, match=r"--layers hiden: fits no parameter \(did you mean 'hidden'\?\)"):
-        matching_parameters(model, ["fc", "hiden"])
+    model = nn.Sequential(net(), nn.Tanh()).double().eval()
+    found, _ = head_gradients(model, images, labels)
+    expected = sample_gradients(model, images, labels, ["0.fc.weight", "0.fc.bias"])
+    torch.testing.assert_close(found.full(), expected.full(), rtol=0, atol=0)
+    with pytest.raises(UserError, match="no linear layer"):
+        head_gradients(nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten()).double().eval(), images, labels)
 
 
 # --- the flipped labels: a short real training
@@ -178,13 +168,11 @@ def snapshots_of(run) -> list[Snapshot]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("by", "layers"), [("probability", []), ("self-influence", []), ("self-influence", ["layer4.0.bn2"])]
-)
-def test_wrong_labels_are_found(flipped, by, layers):
+@pytest.mark.parametrize("by", ["probability", "self-influence"])
+def test_wrong_labels_are_found(flipped, by):
     run, data, wrong = flipped
     with Dataset(data) as reader:
-        found = suspicion(snapshots_of(run), reader, layers=layers)
+        found = suspicion(snapshots_of(run), reader)
     order = found.order(by).numpy()
     share = np.isin(order[: len(wrong)], wrong).mean()
     place = np.median(np.flatnonzero(np.isin(order, wrong))) / len(order)  # 0: the first, by chance 0.5
@@ -202,21 +190,14 @@ def test_influence_is_its_definition(flipped):
     assert len(set(rates)) == 3
     with Dataset(data) as reader:
         images, labels = (torch.from_numpy(part) for part in reader.read([3, 100, 201]))
-        for layers, names in (
-            ([], ["fc.weight", "fc.bias"]),
-            (["layer4.0.bn2"], ["layer4.0.bn2.weight", "layer4.0.bn2.bias"]),
-        ):
-            scores = influence(snapshots, reader, images[1], 2, layers=layers, batch_size=100)
-            expected = torch.zeros(3, dtype=torch.float64)
-            for snapshot, rate in zip(snapshots, rates[::-1], strict=True):
-                model = snapshot.load().double().requires_grad_()
-                inputs = images.double() / 127.5 - 1
-                names = [f"network.{n.removeprefix('network.')}" for n in names]
-                own = loop_of_backwards(model, inputs[1:2], torch.tensor([2]), names)[0]
-                expected += rate / sum(rates) * (loop_of_backwards(model, inputs, labels, names) @ own)
-            torch.testing.assert_close(
-                scores[[3, 100, 201]], expected, rtol=1e-3, atol=1e-6 * scores.abs().max().item()
-            )
+        scores = influence(snapshots, reader, images[1], 2, batch_size=100)
+        expected = torch.zeros(3, dtype=torch.float64)
+        for snapshot, rate in zip(snapshots, rates[::-1], strict=True):
+            model, names = snapshot.load().double().requires_grad_(), ["network.fc.weight", "network.fc.bias"]
+            inputs = images.double() / 127.5 - 1
+            own = loop_of_backwards(model, inputs[1:2], torch.tensor([2]), names)[0]
+            expected += rate / sum(rates) * (loop_of_backwards(model, inputs, labels, names) @ own)
+        torch.testing.assert_close(scores[[3, 100, 201]], expected, rtol=1e-3, atol=1e-6 * scores.abs().max().item())
 
 
 def test_a_step_on_a_helpful_image_lowers_the_loss():
@@ -332,7 +313,6 @@ def test_refusals(flipped, tmp_path, capsys):
         ([*good, "--out", tmp_path / "o.jpg", "--mislabelled"], "must end in .png"),
         ([*good, *out, "--image", tmp_path / "broken.png"], "give an image file"),
         ([*good, *out, "--image", tmp_path / "none.png"], "cannot be read"),
-        ([*good, *out, "--mislabelled", "--layers", "layer9"], "--layers layer9: fits no parameter (did you mean"),
         (["--checkpoint", gan, "--data", data, *out, "--mislabelled"], "task 'gan'; give one of a classifier"),
         (["--checkpoint", folder, "--data", tmp_path / "other.lmdb", *out, "--mislabelled"], "classes are not those"),
     ]

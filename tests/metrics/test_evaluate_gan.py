@@ -15,7 +15,6 @@ from metrics.features import RealFeatures, feature_sets, select
 from metrics.frechet import Moments, frechet_distance
 from metrics.kernel import kernel_distance
 from metrics.memorisation import RealSet, memorisation
-from metrics.path_length import path_length
 from metrics.sample_figures import HEADLINE, NEIGHBOURS, sample_figures
 from models.classifier import Classifier, ModelConfig
 from models.gan import ImageGenerator
@@ -126,9 +125,9 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
 
 
 def test_every_figure_has_its_value_and_interval(generator, test_reader):
-    """Those of the first extractor stand at the top as well; the judge's and the path length once."""
+    """Those of the first extractor stand at the top as well; the judge's once."""
     judge = Whimsical()
-    found = evaluate(generator, test_reader, classifier=judge, extractors=[PIXELS, Counting()], path_lengths=5)
+    found = evaluate(generator, test_reader, classifier=judge, extractors=[PIXELS, Counting()])
     test = select(test_reader.labels(), n=30, seed=3, role="test")
     labels = torch.from_numpy(test.labels)
     samples = generate(generator, labels=labels, indices=range(30), seed=3)
@@ -144,9 +143,6 @@ def test_every_figure_has_its_value_and_interval(generator, test_reader):
         assert low <= row[name] <= high, name
     answers = judge(samples.float() / 127.5 - 1).softmax(1)
     assert found["class_score"] == pytest.approx(class_score(answers, seed=3)[0], rel=1e-6)
-    length, interval = path_length(generator, PIXELS, labels=labels[:5], n=5, seed=3)
-    assert found["path_length"] == pytest.approx(length, rel=1e-6)
-    assert found["path_length_interval"] == pytest.approx(interval, rel=1e-6)
     json.dumps(found, allow_nan=False)
 
 
@@ -154,7 +150,6 @@ def test_without_details_training_pays_for_none(generator, test_reader):
     found = evaluate(generator, test_reader, details=False)
     assert "clipped_density" not in found["distances"][0]
     assert found["clipped_density"] is None
-    assert found["path_length"] is None
 
 
 def test_too_few_images_for_neighbourhoods(generator, test_reader):
