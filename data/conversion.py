@@ -1,8 +1,12 @@
-"""What data/pack.py does to every image: the plan for all of them, and from a source's images to records."""
+"""From a source's images to records, in threads and in order: what packing and the index of tar files do first."""
 
+import dataclasses
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from multiprocessing.pool import AsyncResult, ThreadPool
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,13 +16,17 @@ from data.lmdb.record import Layout, Record, halvings
 from data.records import make_record, plain_codec
 from data.sources.base import ArraySource, Item, Problem, Source
 from utils.errors import UserError
+from utils.memory import cores
 
 PAD_SHARE = 8  # resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
 
-# A piece is what one process converts at a time: long enough that handing it over costs little, short enough that the
-# pieces under way take little memory and that the last ones keep all processes busy.
+MOST_WORKERS = 16  # that are started unasked: more than the one writer can keep up with
+WINDOW = 4  # pieces per thread that may be under way or wait for an earlier one
+
+# A piece is what a thread converts at a time: long enough that handing it over costs little, short enough that the
+# pieces under way take little memory.
 PIECE_BYTES = 1 << 20  # of pixels
-PIECE_IMAGES = 128
+PIECE_IMAGES = 64
 PIECE_FILES = 4  # of images that keep sizes of their own
 
 
@@ -104,42 +112,44 @@ def _pixels(item: Item, channels: int) -> np.ndarray:
     return to_channels(item.content, channels)
 
 
-@dataclass
-class Converted:
-    """What became of some images of a source."""
+class Converted(NamedTuple):
+    """What became of an image of a source."""
 
-    records: list[Record] = field(default_factory=list)  # of those that can be used, in order
-    digests: list[bytes] = field(default_factory=list)  # theirs, see `content_digest`
-    problems: list[tuple[int, str]] = field(default_factory=list)  # of the others: index in the source, reason
-    enlarged: int = 0  # images that were smaller than asked for
+    row: int  # its index there
+    record: Record | None  # None: it cannot be used
+    problem: str = ""  # why not
+    enlarged: bool = False  # it was smaller than asked for
 
 
-def convert(source: Source, rows: range, plan: Plan, *, stop: bool, first: int = 0) -> Converted:
-    """Make records of the images `rows`; with `stop` end at the first that cannot be used.
+def _read(source: Source, row: int) -> Item | ImageError:
+    try:
+        return source.item(row)
+    except ImageError as error:
+        return error
 
-    `first` is the number of the source's first image, for a source that is a part of another.
-    """
-    found, layout = Converted(), plan.layout
-    for row in rows:
-        try:
-            item = source.item(row - first)
-            pixels = _pixels(item, layout.channels)
-            if layout.encoding != "source":
-                record = make_record(fit(pixels, plan.size, plan.mode), item.label, layout)
-            elif isinstance(item.content, bytes):
-                codec = plain_codec(item.content, layout.channels)
-                record = make_record(pixels, item.label, layout, item.content, codec)
-            else:
-                raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
-        except ImageError as error:
-            found.problems.append((row, str(error)))
-            if stop:
-                break
-            continue
-        found.records.append(record)
-        found.digests.append(content_digest(item.content))
-        found.enlarged += plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
-    return found
+
+def convert(rows: Iterable[int], items: Iterable[Item | ImageError], plan: Plan) -> list[Converted]:
+    """Make records of images of a source."""
+    return [_convert(row, item, plan) for row, item in zip(rows, items, strict=True)]
+
+
+def _convert(row: int, item: Item | ImageError, plan: Plan) -> Converted:
+    layout = plan.layout
+    try:
+        if isinstance(item, ImageError):
+            raise item
+        pixels = _pixels(item, layout.channels)
+        if layout.encoding != "source":
+            record = make_record(fit(pixels, plan.size, plan.mode), item.label, layout)
+        elif isinstance(item.content, bytes):
+            codec = plain_codec(item.content, layout.channels)
+            record = make_record(pixels, item.label, layout, item.content, codec)
+        else:
+            raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
+    except ImageError as error:
+        return Converted(row, None, str(error))
+    record = dataclasses.replace(record, digest=content_digest(item.content))
+    return Converted(row, record, enlarged=plan.mode == "crop" and min(pixels.shape[:2]) < plan.size)
 
 
 def content_digest(content: bytes | np.ndarray) -> bytes:
@@ -149,22 +159,36 @@ def content_digest(content: bytes | np.ndarray) -> bytes:
     return hashlib.sha256(b"%dx%dx%d" % content.shape + content.tobytes()).digest()
 
 
-def piece_length(plan: Plan, count: int, processes: int) -> int:
-    """Images per piece of `count` images that are left to `processes`."""
+def thread_count(source: Source, workers: int | None) -> int:
+    """The threads that convert beside this one: `workers`; None: one a core where there are files to decode."""
+    if workers is not None:
+        return workers
+    return 0 if isinstance(source, ArraySource) or cores() == 1 else min(MOST_WORKERS, cores())
+
+
+def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
+    """All images of a source in order, converted by so many threads beside this one.
+
+    Close it after an error. It then waits for no thread: they are daemons, so that one that reads from a server that
+    does not answer holds up neither Ctrl-C nor the end of the program.
+    """
     pixels = plan.size * plan.size * plan.layout.channels
-    fitting = PIECE_BYTES // pixels if pixels else PIECE_FILES
-    return max(1, min(PIECE_IMAGES, fitting, count // (8 * processes)))
-
-
-def pieces(rows: range, length: int) -> Iterator[range]:
-    """Ranges of `length` images, the last one shorter."""
-    for start in range(rows.start, rows.stop, length):
-        yield range(start, min(rows.stop, start + length))
-
-
-def part(source: Source, rows: range) -> Source | None:
-    """A source of these images alone where it is cheap to send to another process; None: that process reads them."""
-    if not isinstance(source, ArraySource):
-        return None
-    chosen = slice(rows.start, rows.stop)
-    return ArraySource(source.name, source.images[chosen], source.labels()[chosen], source.classes)
+    length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
+    pieces = [range(start, min(len(source), start + length)) for start in range(0, len(source), length)]
+    if not workers:
+        for row in range(len(source)):
+            yield _convert(row, _read(source, row), plan)
+        return
+    pool = ThreadPool(workers)
+    waiting: deque[AsyncResult[list[Converted]]] = deque()
+    try:
+        for piece in pieces:
+            items: Iterable[Item | ImageError] = (_read(source, row) for row in piece)  # by the thread that converts
+            items = list(items) if source.in_order else items
+            waiting.append(pool.apply_async(convert, (piece, items, plan)))
+            if len(waiting) == WINDOW * workers:
+                yield from waiting.popleft().get()
+        while waiting:
+            yield from waiting.popleft().get()
+    finally:
+        pool.terminate()

@@ -10,19 +10,19 @@ import argparse
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
+import cv2
 import numpy as np
 
-from data.conversion import Plan, make_plan
-from data.conversion_processes import KEPT_BYTES, Conversion
+from data.conversion import Converted, Plan, converted, make_plan, thread_count
 from data.duplicates import Name, Report, brief, find
 from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
-from data.packing.parts import Fingerprint, Written, publish_both, write_parts
+from data.packing.parts import Written, publish_both, write_parts
 from data.packing.split import check_splittable, to_share, val_path
 from data.packing.summary import Summary, list_skipped, summary_lines
 from data.reading.long_tail import thin
@@ -33,6 +33,7 @@ from utils.errors import UserError, run_cli
 from utils.heap import keep_freed_memory
 from utils.progress import Bar
 
+KEPT_BYTES = 128 << 20  # of freed memory
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
 
 
@@ -99,7 +100,7 @@ def pack(
     resize: str = "auto",
     on_error: str = "stop",  # or "skip"
     overwrite: bool = False,
-    workers: int | None = None,  # processes besides this one; None: measured
+    workers: int | None = None,  # threads besides this one; None: one a core
     smallest: int | None = None,  # px: also store the images at half their side, a quarter ... down to this
     max_skipped: int | None = None,  # with on_error "skip"; None: 100 or 1 % of the images, whichever is more
     against: Path | None = None,  # a packed file whose classes must be the same and whose images are searched here
@@ -121,12 +122,13 @@ def pack(
     skipped = _Skipped(source, on_error, max_skipped)
     _check_classes(source, against, targets)
     plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize, smallest=smallest)
-    conversion = Conversion(source, plan, workers=workers, stop=on_error == "stop")
+    workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         writers, whole = _open_writers(stack, source, plan, targets, overwrite)
-        written, fingerprint = _write(source, conversion, whole, skipped, drop_duplicates, share is not None)
+        images = converted(source, plan, workers)
+        written = _write(source, images, whole, skipped, drop_duplicates, share is not None)
         skipped.check_packed(whole.histogram, whole.count, written.dropped)
-        metas, report = [whole.finish(fingerprint)], None
+        metas, report = [whole.finish()], None
         name = written.names(source)
         if share is not None:
             metas, report = write_parts(whole.path, written, writers, share, seed, name)
@@ -144,7 +146,7 @@ def pack(
         enlarged=written.enlarged,
         dropped=written.dropped,
         dropped_otherwise=written.dropped_otherwise,
-        workers=conversion.workers or 0,
+        workers=workers,
         seconds=packed - started,
         duplicates=lines,
         search_seconds=time.perf_counter() - packed,
@@ -199,40 +201,29 @@ def _open_writers(
 
 
 def _write(
-    source: Source, conversion: Conversion, writer: LMDBWriter, skipped: _Skipped, drop: bool, keep: bool
-) -> tuple[Written, str]:
-    """Write every usable image, with `drop` without exact duplicates, and return what was written and its fingerprint;
-    `keep` what a split needs.
-    """
-    written, fingerprint, row = Written(), Fingerprint(), 0
+    source: Source, images: Generator[Converted], writer: LMDBWriter, skipped: _Skipped, drop: bool, keep: bool
+) -> Written:
+    """Write every usable image, with `drop` without exact duplicates; `keep` what a split needs."""
+    written = Written()
     labels: dict[int, int] = {}  # by the digest of their pixels, for `drop`
-    bar = Bar(total=len(source), desc="packing", unit="image")
-    with bar, contextlib.closing(iter(conversion)) as parts:
-        for found in parts:
-            for index, reason in found.problems:
-                skipped.add(Problem(source.item_name(index), reason))
-            count = len(found.records) + len(found.problems)
-            bad = {index for index, _ in found.problems}
-            rows = [index for index in range(row, row + count) if index not in bad]
-            for index, record, digest in zip(rows, found.records, found.digests, strict=True):
-                pixels = int(record.signature["digest"][0])
-                if drop and pixels in labels:
-                    written.dropped += 1
-                    written.dropped_otherwise += labels[pixels] != record.label
-                    continue
-                if drop:
-                    labels[pixels] = record.label
-                writer.add_record(record, source.stored_name(index))
-                fingerprint.add(record.label, digest)
-                written.rows.append(index)
-                if keep:
-                    written.digests.append(digest)
-                    written.sums.append(record.sums)
-                    written.pixels.append(record.pixels)
-            written.enlarged += found.enlarged
-            row += count
-            bar.update(count)
-    return written, str(fingerprint)
+    with contextlib.closing(images):
+        for row, record, problem, enlarged in Bar(images, "packing", len(source), unit="image"):
+            if record is None:
+                skipped.add(Problem(source.item_name(row), problem))
+                continue
+            written.enlarged += enlarged
+            pixels = int(record.signature["digest"][0])
+            if drop and pixels in labels:
+                written.dropped += 1
+                written.dropped_otherwise += labels[pixels] != record.label
+                continue
+            if drop:
+                labels[pixels] = record.label
+            writer.add_record(record, source.stored_name(row))
+            written.rows.append(row)
+            if keep:
+                written.records.append(dataclasses.replace(record, payloads=()))
+    return written
 
 
 def _find_duplicates(
@@ -299,7 +290,7 @@ def make_parser() -> Parser:
     add("--similar", action="store_true", help="also report images that look alike")
     add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
     add("--no-duplicates", action="store_false", dest="duplicates", help="do not report equal images")
-    add("--workers", type=_workers, metavar="N", help="processes besides this one; default: auto, measured")
+    add("--workers", type=_workers, metavar="N", help="threads besides this one; default: auto, one a core")
     add("--overwrite", action="store_true", help="replace DEST.lmdb if it exists")
     return parser
 
@@ -313,6 +304,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
     check_target(args.dest, args.overwrite)
     keep_freed_memory(KEPT_BYTES)
+    cv2.setNumThreads(1)  # images go to threads whole
     of_source, of_tail = ("split", "root", "label_column", "classes_from"), ("long_tail", "long_tail_max")
     other = ("source", "debug", *of_source, *of_tail)
     options = {name: value for name, value in vars(args).items() if name not in other}

@@ -31,6 +31,7 @@ class Record:
     sums: np.ndarray  # int64 [2, C]: sums of the values and of their squares, at the largest resolution
     pixels: int  # in those sums
     signature: np.ndarray  # SIGNATURE [1]
+    digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
 
 
 def halvings(side: int, smallest: int | None) -> tuple[int, ...]:

@@ -94,6 +94,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._batch_bytes = 0
         self.count = 0  # images so far
         self.histogram = np.zeros(len(self.classes), np.int64)  # images so far by label
+        self._fingerprint: hashlib._Hash | None = hashlib.sha256()  # None: of a record the digest is not known
         self._sums = np.zeros((2, layout.channels), np.int64)  # exact for up to 10**14 pixels
         self._pixels = 0  # in them
         self._signatures: list[np.ndarray] = []  # since the last record of them
@@ -145,6 +146,10 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             else:
                 stored = payload if place is None else np.array(place, LINK).tobytes()
                 self._put(image_key(self.count, level.side), level.entries[-1] + stored)
+        if not record.digest:
+            self._fingerprint = None
+        elif self._fingerprint is not None:
+            self._fingerprint.update(record.label.to_bytes(8, "little") + record.digest)
         self._signatures.append(record.signature)
         self._names.append(name)
         self._sums += record.sums
@@ -206,13 +211,13 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
                 raise self._full(error) from None
         self._batch, self._batch_bytes = [], 0
 
-    def finish(self, fingerprint: str = "") -> Meta:
+    def finish(self) -> Meta:
         """Write metadata and completion record, sync, rename. Raises ValueError if no image was added."""
-        meta = self.complete(fingerprint)
+        meta = self.complete()
         self.publish()
         return meta
 
-    def complete(self, fingerprint: str = "", split: dict[str, Any] | None = None) -> Meta:
+    def complete(self, split: dict[str, Any] | None = None) -> Meta:
         """`finish` up to the renaming, which `publish` does: for files that are to appear together."""
         if not self.count:
             raise ValueError("no images were added")
@@ -232,7 +237,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             std=std,
             resize_filter=self._resize_filter,
             source=self._source,
-            fingerprint=fingerprint,
+            fingerprint="" if self._fingerprint is None else self._fingerprint.hexdigest(),
             content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests),
             blocks=[level.block for level in self._levels],
             split=split,

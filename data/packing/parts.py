@@ -1,12 +1,9 @@
 """From one packed file two, one of training and one of held-out images: the last part of `data.pack --val-share`."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-
-import numpy as np
 
 from data.duplicates import Name, Report, find
 from data.lmdb.format import Meta
@@ -21,26 +18,11 @@ PARTS = ("train", "val")
 
 
 @dataclass
-class Fingerprint:
-    """SHA-256 of label (int64, little-endian) and content digest of each image in order."""
-
-    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
-
-    def add(self, label: int, digest: bytes) -> None:
-        self.digest.update(label.to_bytes(8, "little") + digest)
-
-    def __str__(self) -> str:
-        return self.digest.hexdigest()
-
-
-@dataclass
 class Written:
     """What is known of the records that were written, beyond what the file holds."""
 
     rows: list[int] = field(default_factory=list)  # their indices in the source
-    digests: list[bytes] = field(default_factory=list)  # data.conversion.content_digest's
-    sums: list[np.ndarray] = field(default_factory=list)  # data.records.pixel_sums', if the file is to be split
-    pixels: list[int] = field(default_factory=list)  # likewise
+    records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
     enlarged: int = 0  # images that were smaller than asked for
     dropped: int = 0  # exact duplicates of earlier images that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
@@ -67,18 +49,15 @@ def write_parts(
     with LMDBReader(whole) as reader:
         report = find(reader, similar=True, item_name=name)
         groups = look_alikes(len(reader), report)
-        held = draw(groups, reader.labels(), written.digests, share, seed)
+        held = draw(groups, reader.labels(), [record.digest for record in written.records], share, seed)
         check_drawn(reader.meta.source, held, groups)
-        names, prints = reader.names(), (Fingerprint(), Fingerprint())
-        for index, record in enumerate(Bar(_records(reader, written), "splitting", len(reader), unit="image")):
-            part = int(held[index])
-            writers[part].add_record(record, names[index])
-            prints[part].add(record.label, written.digests[index])
+        levels = [LMDBReader(whole, resolution=side or None) for side in reader.meta.resolutions]
+        payloads = zip(*map(_payloads, levels), strict=True)
+        images = zip(held, written.records, reader.names(), payloads, strict=True)
+        for part, record, record_name, stored in Bar(images, "splitting", len(reader), unit="image"):
+            writers[int(part)].add_record(replace(record, payloads=stored), record_name)
         known = {"share": float(share), "seed": seed, "whole": reader.meta.fingerprint, "images": len(reader)}
-    metas = [
-        writer.complete(str(fingerprint), {"part": part, **known})
-        for part, writer, fingerprint in zip(PARTS, writers, prints, strict=True)
-    ]
+    metas = [writer.complete({"part": part, **known}) for part, writer in zip(PARTS, writers, strict=True)]
     return metas, report
 
 
@@ -92,32 +71,11 @@ def publish_both(writers: Sequence[LMDBWriter]) -> None:
     training.publish()
 
 
-def _records(reader: LMDBReader, written: Written) -> Iterator[Record]:
-    """The file's records as they were written."""
-    levels = [LMDBReader(reader.path, resolution=side or None) for side in reader.meta.resolutions]
-    signatures, labels = reader.signatures(), reader.labels().tolist()
-    for index, stored in enumerate(zip(*map(_stored, levels), strict=True)):
-        entries, payloads = zip(*stored, strict=True)
-        yield Record(
-            labels[index],
-            np.concatenate(entries),
-            payloads,
-            written.sums[index],
-            written.pixels[index],
-            signatures[index : index + 1],
-        )
-
-
-def _stored(level: LMDBReader) -> Iterator[tuple[np.ndarray, bytes]]:
-    """The entry, ENTRY [1], and the payload of each image at a resolution. Raises DamageError."""
+def _payloads(level: LMDBReader) -> Iterator[bytes]:
+    """The payload of each image at a resolution. Raises DamageError."""
     handle = level.handle()
     with handle.environment.begin(buffers=True) as transaction:
         for block in range(level.blocks):
-            entries = level.index_record(transaction, block)[1]
             raw = level.raw_block(transaction, block) if level.meta.encoding == "raw" else None
             for row, record in enumerate(level.block_range(block)):
-                if raw is not None:
-                    payload = raw[row].tobytes()
-                else:
-                    payload = bytes(level.encoded_record(transaction, record)[1])
-                yield entries[row : row + 1], payload
+                yield bytes(level.encoded_record(transaction, record)[1]) if raw is None else raw[row].tobytes()

@@ -28,7 +28,7 @@ class Summary:
     enlarged: int = 0  # images that were smaller than --size and scaled up
     dropped: int = 0  # exact duplicates that were left out
     dropped_otherwise: int = 0  # of those: with another label than the one that was kept
-    workers: int = 0  # processes that converted images besides this one
+    workers: int = 0  # threads that converted images besides this one
     seconds: float = 0.0  # until the file was complete
     duplicates: list[str] | None = None  # the report's lines; None: not searched
     search_seconds: float = 0.0  # for them, afterwards
@@ -63,7 +63,7 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("source", meta.source),
         ("images", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
         ("time", f"{summary.seconds:.1f} s, {count / summary.seconds:,.0f} images/s{search}"),
-        ("workers", str(summary.workers) if summary.workers else "0, this process alone"),
+        ("workers", str(summary.workers) if summary.workers else "0, this thread alone"),
         ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
         ("mean, std", f"{_numbers(meta.mean)}, {_numbers(meta.std)}"),
         ("content", meta.content_hash[:16]),

@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from data.conversion import make_plan
-from data.conversion_processes import Conversion
+from data.conversion import converted, make_plan, thread_count
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
-from data.packing.parts import Fingerprint
 from data.sources.base import Problem
 from data.sources.download import CACHE, cache_folder
 from data.sources.tars import TarSource
@@ -79,23 +77,15 @@ def _make(path: Path, shards: Sequence[Path], known: list[dict[str, Any]]) -> No
     with source:
         _check(source)
         plan = make_plan(source, size=None, encoding="source", channels=None, resize="auto")
-        conversion, fingerprint, index = Conversion(source, plan, workers=None, stop=True), Fingerprint(), 0
-        with (
-            LMDBWriter(
-                path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True
-            ) as writer,
-            Bar(total=len(source), desc="indexing", unit="image") as bar,
-            contextlib.closing(iter(conversion)) as parts,
-        ):
-            for found in parts:
-                for record, digest in zip(found.records, found.digests, strict=True):
-                    writer.add_record(record, source.stored_name(index), source.place(index))
-                    fingerprint.add(record.label, digest)
-                    index += 1
-                for number, reason in found.problems:
-                    raise _refused(Problem(source.item_name(number), reason), 1)
-                bar.update(len(found.records))
-            writer.finish(str(fingerprint))
+        writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
+        images = converted(source, plan, thread_count(source, None))
+        with writer, contextlib.closing(images), Bar(total=len(source), desc="indexing", unit="image") as bar:
+            for image in images:
+                if image.record is None:
+                    raise _refused(Problem(source.item_name(image.row), image.problem), 1)
+                writer.add_record(image.record, source.stored_name(image.row), source.place(image.row))
+                bar.update()
+            writer.finish()
 
 
 def _check(source: TarSource) -> None:

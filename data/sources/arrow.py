@@ -9,7 +9,6 @@ Files are mapped, and every batch is checked whole before a cell of it is read: 
 Nothing but columns of bytes, numbers and text is looked at; what the metadata say of types is not used.
 """
 
-import functools
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ import numpy as np
 
 from data.errors import ImageError
 from data.images import SUFFIXES
-from data.sources.base import PerProcess
 from data.sources.listing import first_of
 from data.sources.splits import choose_shards
 from data.sources.tables import LOOKED_AT, TableSource, pyarrow, reason
@@ -77,8 +75,8 @@ class ArrowSource(TableSource):
             kind = file.schema.field(name).type
             return pyarrow().chunked_array(parts, kind)
 
-    def cells(self, column: str) -> PerProcess[Any]:
-        return PerProcess(functools.partial(CellReader, self.shards, column))
+    def cells(self, column: str) -> Any:
+        return CellReader(self.shards, column)
 
 
 class ArrowFile:

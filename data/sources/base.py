@@ -1,18 +1,15 @@
 """What a source of images is. A new kind of source is one new file and one line in data/sources/__init__.py."""
 
-import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from utils import door
 from utils.passport import Passport
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,13 +36,15 @@ class Problem:
 class Source(AbstractContextManager["Source"]):
     """Images by index, always in the same order.
 
-    A source can be pickled; what it has open is not: each process opens its files itself (`PerProcess`).
+    Several threads may read it at once, unless it is `in_order`.
 
     `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
     known too. `problems` were found while listing, for example an empty class folder; `ignored` names files that are no
     images by their name. `splits` names those that the source itself has; one of them is open. `remarks` are lines for
     people, for example a warning that something looks like labels but is not used.
     """
+
+    in_order: ClassVar[bool] = False  # one thread alone reads it, fastest in ascending order
 
     name: str  # for people and the metadata
     classes: list[str]  # names by label; empty: unlabelled
@@ -80,30 +79,6 @@ class Source(AbstractContextManager["Source"]):
 
     def __exit__(self, *error: object) -> None:
         """Leave the source; one that holds files open closes them."""
-
-
-class PerProcess(Generic[T]):
-    """What each process must open for itself: opened at the first use, anew after a fork, and never pickled."""
-
-    def __init__(self, opener: Callable[[], T]) -> None:  # a function that can be pickled
-        self._opener = opener
-        self._value: T | None = None
-        self._pid = 0
-
-    def get(self) -> T:
-        """The opened thing. Raises what `opener` raises."""
-        if self._value is None or self._pid != os.getpid():
-            self._value, self._pid = self._opener(), os.getpid()
-        return self._value
-
-    def release(self) -> T | None:
-        """Let it go: what this process has open, for closing, or None. The next `get` opens it again."""
-        value, mine = self._value, self._pid == os.getpid()
-        self._value = None
-        return value if mine else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_opener": self._opener, "_value": None, "_pid": 0}
 
 
 class ArraySource(Source):

@@ -1,6 +1,5 @@
 """Images in a folder or a zip file. Nothing is ever extracted to disk."""
 
-import functools
 import os
 import stat
 import zipfile
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import ImageError
-from data.sources.base import Item, PerProcess, Source
+from data.sources.base import Item, Source
 from data.sources.listing import Listing, arrange, kind_of
 from utils import door
 from utils.errors import UserError
@@ -104,7 +103,7 @@ class ZipSource(ListedSource):
     def __init__(self, path: Path, *, split: str | None, classes_from: str | None = None) -> None:
         self.path = path
         self._stored: dict[str, str] = {}  # the names in the archive of those that are written otherwise there
-        self._archive = PerProcess(functools.partial(_open_zip, path))
+        self._archive = _open_zip(path)
         try:
             super().__init__(path.name, self._list(split, classes_from))
         except BaseException:
@@ -113,7 +112,7 @@ class ZipSource(ListedSource):
 
     def _list(self, split: str | None, classes_from: str | None) -> Listing:
         # Tools for Windows write backslashes, where the format has "/" only.
-        members = [(member.filename.replace("\\", "/"), member.filename) for member in self._archive.get().infolist()]
+        members = [(member.filename.replace("\\", "/"), member.filename) for member in self._archive.infolist()]
         self._stored = {name: stored for name, stored in members if name != stored}
         files = [name for name, _ in members if not name.endswith("/")]
         folders = [name for name, _ in members if name.endswith("/")]
@@ -126,9 +125,8 @@ class ZipSource(ListedSource):
         return f"{self.path}:{self.names[index]}"
 
     def read(self, name: str) -> bytes:
-        archive = self._archive.get()
         try:
-            member = archive.getinfo(self._stored.get(name, name))
+            member = self._archive.getinfo(self._stored.get(name, name))
         except KeyError:
             raise ImageError("is no longer in the zip file") from None
         if reason := door.too_large(member.file_size, kind_of(name)):
@@ -140,7 +138,7 @@ class ZipSource(ListedSource):
         if member.flag_bits & 1:
             raise ImageError("is encrypted; make the zip file without a password")
         try:
-            with archive.open(member) as file:  # the checksum is compared at the end
+            with self._archive.open(member) as file:  # the checksum is compared at the end
                 content = file.read(member.file_size + 1)  # a member may hold more than it declares
         except UNPACKING_ERRORS as error:
             raise ImageError(f"cannot be unpacked ({error})") from None
@@ -149,9 +147,7 @@ class ZipSource(ListedSource):
         return content
 
     def __exit__(self, *error: object) -> None:
-        archive = self._archive.release()
-        if archive is not None:
-            archive.close()
+        self._archive.close()
 
 
 def _open_zip(path: Path) -> zipfile.ZipFile:

@@ -4,7 +4,6 @@ The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of ima
 is an image file, usually a JPEG. There may be every image at several resolutions; there are no labels and no checksums.
 """
 
-import functools
 import re
 from pathlib import Path
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from data.decode import stored_image
 from data.errors import DamageError, ImageError
-from data.lmdb.environment import acquire
+from data.lmdb.environment import Handle, acquire
 from data.lmdb.format import FORMAT_KEY
 from data.lmdb.reader import LMDBReader
-from data.sources.base import Item, PerProcess, Source
+from data.sources.base import Item, Source
 from utils.errors import UserError
 
 LENGTH_KEY = b"length"
@@ -104,8 +103,8 @@ class RosinalitySource(Source):
     def __init__(self, path: Path, *, size: int | None = None) -> None:
         super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
         self.path = path
-        self._handle = PerProcess(functools.partial(acquire, path))
-        environment = self._handle.get().environment
+        self._handle: Handle | None = acquire(path)
+        environment = self._handle.environment
         try:
             with environment.begin() as transaction:
                 found, length = resolutions(transaction), transaction.get(LENGTH_KEY)
@@ -119,7 +118,8 @@ class RosinalitySource(Source):
 
     def item(self, index: int) -> Item:
         try:
-            with self._handle.get().environment.begin() as transaction:
+            handle = self._handle or acquire(self.path)
+            with handle.environment.begin() as transaction:
                 content = transaction.get(self._key(index).encode())
         except lmdb.Error as error:
             raise ImageError(f"cannot be read ({error})") from None
@@ -134,7 +134,7 @@ class RosinalitySource(Source):
         return f"{self.resolution}-{index:05d}"
 
     def __exit__(self, *error: object) -> None:
-        self._handle.release()
+        self._handle = None
 
 
 def _count(path: Path, length: bytes | None, entries: int) -> int:

@@ -4,7 +4,6 @@ Columns are chosen as data/sources/tables.py says, shards as data/sources/splits
 labels at once; the number of images stands in the files' metadata.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 
 from data.errors import ImageError
 from data.images import SUFFIXES
-from data.sources.base import PerProcess
 from data.sources.parquet_pages import page_sizes
 from data.sources.splits import choose_shards
 from data.sources.tables import LOOKED_AT, TableSource, pyarrow, reason
@@ -67,8 +65,8 @@ class ParquetSource(TableSource):
             check_column(shard, file.metadata, name)
             return file.read(columns=[name], use_threads=False).column(0)
 
-    def cells(self, column: str) -> PerProcess[Any]:
-        return PerProcess(functools.partial(CellReader, self.shards, column))
+    def cells(self, column: str) -> Any:
+        return CellReader(self.shards, column)
 
 
 def open_parquet(path: Path, **options: Any) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from data.errors import ImageError
-from data.sources.base import PerProcess
 from data.sources.files import ListedSource
 from data.sources.listing import Listing, arrange, kind_of
 from utils import door
@@ -40,11 +39,11 @@ class RemoteSource(ListedSource):
             raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
         self.url = without_secrets(url).rstrip("/")
         self._sizes: dict[str, int] = {}
-        self._place = PerProcess(functools.partial(_connect, url))
+        self._place = _connect(url)
         super().__init__(self.url, self._list(split, classes_from))
 
     def _list(self, split: str | None, classes_from: str | None) -> Listing:
-        filesystem, root = self._place.get()
+        filesystem, root = self._place
         try:
             found = attempt(lambda: filesystem.find(root, withdirs=True, detail=True))
         except Exception as error:  # whatever the driver raises, see FINAL
@@ -85,7 +84,7 @@ class RemoteSource(ListedSource):
             raise ImageError(f"cannot be read ({_reason(error)})") from None
 
     def _fetch(self, name: str, size: int | None) -> bytes:
-        filesystem, root = self._place.get()
+        filesystem, root = self._place
         place = f"{root.rstrip('/')}/{name}" if root else name
         if "file" in filesystem.protocol:
             return door.read_file(place, kind_of(name))
@@ -98,9 +97,6 @@ class RemoteSource(ListedSource):
         if size is not None and len(content) != size:
             raise OSError(f"{len(content):,} of {size:,} bytes arrived")
         return content
-
-    def __exit__(self, *error: object) -> None:
-        self._place.release()
 
 
 def attempt(read: Callable[[], T]) -> T:

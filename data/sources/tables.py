@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import ImageError
-from data.sources.base import Item, PerProcess, Problem, Source
+from data.sources.base import Item, Problem, Source
 from data.sources.labels import choose_label, looks_like_labels, one_spelling, only_label
 from utils import door
 from utils.classes import listed
@@ -47,6 +47,7 @@ def reason(error: Exception) -> str:
 class TableSource(Source):
     """The images of some files of one kind. Raises UserError for what cannot be used, by name."""
 
+    in_order = True
     kind = "a table"  # what a file is
 
     def __init__(self, path: Path, shards: Sequence[Path], label_column: str | None) -> None:
@@ -97,7 +98,7 @@ class TableSource(Source):
         """All of a column of small values: a ChunkedArray."""
 
     @abstractmethod
-    def cells(self, column: str) -> PerProcess[Any]:
+    def cells(self, column: str) -> Any:
         """What reads a column: `cell(shard, row)` gives bytes, a dict with "bytes", or None; it raises ImageError."""
 
     # --- columns
@@ -195,7 +196,7 @@ class TableSource(Source):
 
     def item(self, index: int) -> Item:
         shard, row = self._place(int(self._rows[index]))
-        value = self._cells.get().cell(shard, row)
+        value = self._cells.cell(shard, row)
         content = value.get("bytes") if isinstance(value, dict) else value
         if content is None:
             raise ImageError(f"holds no bytes{INSTEAD}")
@@ -216,9 +217,6 @@ class TableSource(Source):
     def _row_name(self, row: int) -> str:
         shard, row = self._place(row)
         return f"{self.shards[shard]}: row {row}"
-
-    def __exit__(self, *error: object) -> None:
-        self._cells.release()
 
 
 def _check_some(where: Path, labels: np.ndarray, column: str) -> None:

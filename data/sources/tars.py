@@ -12,7 +12,6 @@ Nothing is extracted: the places of the images are noted once, and only regular 
 file is a problem. What is compressed (`.tar.gz`) cannot be read at a place, and is refused.
 """
 
-import functools
 import json
 import re
 import tarfile
@@ -25,7 +24,7 @@ import numpy as np
 
 from data.errors import ImageError
 from data.images import SUFFIXES
-from data.sources.base import Item, PerProcess, Problem, Source
+from data.sources.base import Item, Problem, Source
 from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
 from data.sources.listing import arrange, kind_of
 from data.sources.splits import choose_shards
@@ -79,7 +78,7 @@ class TarSource(Source):
             self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
             names, self.splits = choose_shards(path, names, split, anywhere=True)
         self.path, self.shards = path, names
-        self._files = PerProcess(functools.partial(TarFiles, self.shards))
+        self._files = TarFiles(self.shards)
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
@@ -91,7 +90,6 @@ class TarSource(Source):
             self._take_samples(list(self._samples(members, label_column)), label_column)
         else:
             self._arrange(members, None if self.splits else split, classes_from)
-        self._files.release()
 
     def _members(self, number: int) -> Iterator[Member]:
         """The regular files of a shard; other members become problems."""
@@ -157,7 +155,7 @@ class TarSource(Source):
         try:
             if member.size > TOLD_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
-            text = self._files.get().read(member).decode().strip()
+            text = self._files.read(member).decode().strip()
             if suffix.rpartition(".")[2] != "json":
                 sample.told[suffix] = text
                 return
@@ -210,7 +208,7 @@ class TarSource(Source):
             raise UserError(f"{self.path} holds {name} more than once: make the tar again, or give one tar alone")
 
         def read(name: str) -> bytes:
-            return self._files.get().read(by_name[name], kind_of(name))
+            return self._files.read(by_name[name], kind_of(name))
 
         listing = arrange(str(self.path), list(by_name), [], split, read, classes_from)
         self.classes = list(map(door.printable, listing.classes))
@@ -223,7 +221,7 @@ class TarSource(Source):
     # --- images
 
     def item(self, index: int) -> Item:
-        return Item(self.item_name(index), int(self._labels[index]), self._files.get().read(self._images[index]))
+        return Item(self.item_name(index), int(self._labels[index]), self._files.read(self._images[index]))
 
     def item_name(self, index: int) -> str:
         return self._shown(self._images[index])
@@ -241,9 +239,7 @@ class TarSource(Source):
         return f"{self.shards[member.shard]}:{member.name}"
 
     def __exit__(self, *error: object) -> None:
-        files = self._files.release()
-        if files is not None:
-            files.close()
+        self._files.close()
 
 
 def _suffix(name: str) -> str:

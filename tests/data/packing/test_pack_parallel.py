@@ -1,27 +1,22 @@
-"""Packing in several processes gives the same file as packing in one, and no fault of a process leaves anything."""
+"""Packing in several threads gives the same file as packing in one, and no fault leaves anything."""
 
 import contextlib
-import errno
 import hashlib
-import multiprocessing
-import multiprocessing.context
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from data import conversion_processes as packing_processes
-from data.conversion import Plan, content_digest, convert, pieces
-from data.conversion_processes import Conversion, convert_in_processes
+from data import conversion
+from data.conversion import Plan, content_digest, converted, thread_count
 from data.errors import ImageError
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
@@ -165,36 +160,10 @@ class Numbers(Source):
 PLAN = Plan(layout=Layout(channels=1, resolutions=(8,)), mode="exact")
 
 
-class Killed(Numbers):
-    def before(self, index: int) -> None:
-        if index == 20 and multiprocessing.parent_process():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KilledSending(Numbers):
-    """Its worker dies when half of a result is sent."""
-
-    def before(self, index: int) -> None:
-        if index == 20 and multiprocessing.parent_process():
-            send = connection.Connection._send  # type: ignore[attr-defined]
-
-            def send_half(pipe: connection.Connection, content: bytes) -> None:
-                send(pipe, content[: len(content) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            connection.Connection._send = send_half  # type: ignore[attr-defined]
-
-
 class Unreadable(Numbers):
     def before(self, index: int) -> None:
         if index == 20:
             raise ImageError("is torn")
-
-
-class Left(Numbers):
-    def before(self, index: int) -> None:
-        if index == 20 and multiprocessing.parent_process():
-            os._exit(3)
 
 
 class Faulty(Numbers):
@@ -212,71 +181,52 @@ class Refusing(Numbers):
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        (Killed, UserError, "killed by SIGKILL, as the system does when memory runs out: pass fewer --workers, or"),
-        (KilledSending, UserError, "killed by SIGKILL, as the system does when memory runs out: pass fewer"),
-        (Left, UserError, "a worker process of packing ended with exit code 3: .*--workers 0"),
         (Unreadable, UserError, "^record 20 is torn: fix it, or pass --on-error skip"),
-        (Faulty, RuntimeError, "(?s)Traceback.*ZeroDivisionError: a fault of ours"),
+        (Faulty, ZeroDivisionError, "^a fault of ours$"),
         (Refusing, UserError, "^the source is gone; look for it$"),
     ],
 )
 def test_fault_of_a_worker_ends_packing(
     tmp_path: Path, kind: type[Numbers], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message) as caught:
+    with pytest.raises(error, match=message):
         pack(kind(1000), tmp_path / "new" / "x.lmdb", size=8, channels=1, workers=2, duplicates=False)
-    assert multiprocessing.active_children() == [], caught  # while the traceback is held
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("stop", "expected"), [(True, 20), (False, 39)])
-def test_nothing_is_converted_in_vain(stop: bool, expected: int) -> None:
-    found = convert(Unreadable(40), range(40), PLAN, stop=stop)
-    assert len(found.records) == len(found.digests) == expected
-    assert found.problems == [(20, "is torn")]
-
-
-class Warns(Numbers):
-    def before(self, index: int) -> None:
-        if index % 5 == 0:
-            warnings.warn("odd but usable", UserWarning, stacklevel=1)
-            warnings.warn("not for users", DeprecationWarning, stacklevel=1)
-
-
-def test_warnings_of_workers_arrive_once(tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found = list(Conversion(Warns(60), PLAN, workers=2, stop=True))
-    assert sum(len(part.records) for part in found) == 60
-    assert [str(item.message) for item in caught] == ["odd but usable"]
-    assert caught[0].filename == __file__
-
-
 class SlowStart(Numbers):
+    taken = 0
+
     def before(self, index: int) -> None:
+        self.taken += 1
         if index == 0:
             time.sleep(0.3)
 
 
-def test_few_pieces_are_under_way() -> None:
+def test_few_pieces_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while all wait for an earlier one."""
-    taken = 0
-
-    def counted(rows: Iterator[range]) -> Iterator[range]:
-        nonlocal taken
-        for piece in rows:
-            taken += 1
-            yield piece
-
-    rows = counted(pieces(range(120), 2))
-    for done, part in enumerate(convert_in_processes(SlowStart(120), PLAN, 2, rows, stop=True)):
-        assert [record.payloads[0][0] for record in part.records] == [2 * done, 2 * done + 1]
-        assert taken - done <= packing_processes.WINDOW * 2
-    assert (done, taken) == (59, 60)
+    monkeypatch.setattr(conversion, "PIECE_IMAGES", 2)
+    source = SlowStart(120)
+    for done, image in enumerate(converted(source, PLAN, 2)):
+        assert image.record is not None
+        assert (image.row, image.record.payloads[0][0]) == (done, done)
+        assert source.taken - done <= 2 * conversion.WINDOW * 2
+    assert (done, source.taken) == (119, 120)
 
 
-def test_images_in_memory_travel_with_their_pieces(tmp_path: Path) -> None:
+class OneThread(Numbers):
+    in_order = True
+
+    def before(self, index: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+
+
+def test_what_is_read_in_order_is_read_by_one_thread() -> None:
+    rows = [image.row for image in converted(OneThread(300), PLAN, 3) if image.record is not None]
+    assert rows == list(range(300))
+
+
+def test_images_in_memory(tmp_path: Path) -> None:
     images = RNG.integers(0, 256, (200, 8, 8, 3), dtype=np.uint8)
     source = ArraySource("arrays", images, np.arange(200) % 3, ["a", "b", "c"])
     here = pack(source, tmp_path / "0.lmdb", size=16, workers=0, duplicates=False).meta
@@ -286,47 +236,24 @@ def test_images_in_memory_travel_with_their_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "worth", "expected"),
-    [(2, 0.0, 2), (2, 1e9, 0), (1, 0.0, 0), (64, 1e9, 0)],
+    ("source", "cores", "workers", "expected"),
+    [
+        (Numbers(9), 2, None, 2),
+        (Numbers(9), 1, None, 0),
+        (Numbers(9), 1000, None, conversion.MOST_WORKERS),
+        (Numbers(9), 1000, 40, 40),
+        (ArraySource("", np.zeros((9, 8, 8, 1), np.uint8), np.zeros(9), []), 4, None, 0),
+    ],
 )
-def test_workers_are_started_where_they_are_worth_it(
-    monkeypatch: pytest.MonkeyPatch, cores: int, worth: float, expected: int
+def test_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, source: Source, cores: int, workers: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(packing_processes, "MEASURED_SECONDS", 0.0)
-    monkeypatch.setattr(packing_processes, "WORTH_SECONDS", worth)
-    monkeypatch.setattr(packing_processes, "cores", lambda: cores)
-    conversion = Conversion(Numbers(100), PLAN, workers=None, stop=True)
-    found = [record.payloads[0][0] for part in conversion for record in part.records]
-    assert found == list(range(100))
-    assert conversion.workers == expected
+    monkeypatch.setattr(conversion, "cores", lambda: cores)
+    assert thread_count(source, workers) == expected
 
 
-def test_how_many_workers_are_started_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing_processes, "cores", lambda: 1000)
-    assert packing_processes.allowed_workers() == packing_processes.MOST_WORKERS
-    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    assert packing_processes.allowed_workers() == 0
-
-
-def test_processes_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[object] = []
-    start = multiprocessing.context.SpawnProcess.start
-
-    def fail_second(process: multiprocessing.context.SpawnProcess) -> None:
-        if started:
-            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-        started.append(process)
-        start(process)
-
-    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", fail_second)
-    with pytest.raises(UserError, match=r"cannot start 2 worker processes \(Resource .*\): pass --workers 0"):
-        pack(Numbers(40), tmp_path / "x.lmdb", size=8, channels=1, workers=2, duplicates=False)
-    assert multiprocessing.active_children() == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_workers_import_no_torch() -> None:
-    code = "import sys, data.pack, data.conversion_processes; sys.exit('torch' in sys.modules)"
+def test_packing_imports_no_torch() -> None:
+    code = "import sys, data.pack; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -397,26 +324,6 @@ def slow(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def children(pid: int) -> list[int]:
-    """The living children of a process, its workers and multiprocessing's tracker."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == pid and state not in "ZX":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def wait_for(condition: Callable[[], object]) -> None:
     end = time.monotonic() + 20
     while not condition():
@@ -424,14 +331,11 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_killed_parent_takes_its_workers_along_and_can_be_run_again(tmp_path: Path, slow: Start) -> None:
+def test_killed_packing_can_be_run_again(tmp_path: Path, slow: Start) -> None:
     process = slow(1000, 60.0)
     wait_for((tmp_path / "working").exists)
-    family = children(process.pid)
-    assert len(family) >= 2
     process.kill()
     process.wait()
-    wait_for(lambda: not any(map(alive, family)))
     assert sorted(item.name for item in tmp_path.iterdir()) == [".x.lmdb.partial", "slow.py", "working"]
     again = slow(4, 0.0)
     assert again.wait(20) == 0
@@ -439,22 +343,15 @@ def test_killed_parent_takes_its_workers_along_and_can_be_run_again(tmp_path: Pa
     assert not (tmp_path / ".x.lmdb.partial").exists()
 
 
-@pytest.mark.parametrize("moment", ["starting", "working"])
-def test_ctrl_c_is_quick_and_quiet(tmp_path: Path, slow: Start, moment: str) -> None:
+def test_ctrl_c_is_quick_and_quiet(tmp_path: Path, slow: Start) -> None:
     process = slow(1000, 60.0)
-    wait_for((tmp_path / "working").exists if moment == "working" else lambda: len(children(process.pid)) > 2)
-    family = children(process.pid)
-    for child in family:
-        os.kill(child, signal.SIGINT)
-    time.sleep(0.3)
-    assert all(map(alive, family))  # they leave it to their parent
+    wait_for((tmp_path / "working").exists)
     started = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, errors = process.communicate(timeout=20)
     assert time.monotonic() - started < 4
     assert process.returncode == 130
     assert errors == "stopped: interrupted from the keyboard\n"
-    wait_for(lambda: not any(map(alive, family)))
     assert {item.name for item in tmp_path.iterdir()} <= {"slow.py", "working"}
 
 

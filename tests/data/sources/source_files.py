@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ def content_of(shade: int) -> bytes:
 
 def contents(source: Source) -> list[Any]:
     return [source.item(index).content for index in range(len(source))]
-
-
-def pickled(source: Source) -> Source:
-    """A copy as a spawned worker gets it."""
-    source.item(0)  # something is open
-    return pickle.loads(pickle.dumps(source))
 
 
 def rosinality(path: Path, sides: tuple[int, ...] = (8, 16), count: int = 3, *, subdir: bool = True) -> Path:

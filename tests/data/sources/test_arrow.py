@@ -17,7 +17,7 @@ import pytest
 from data.errors import ImageError
 from data.pack import main, pack
 from data.sources import open_source
-from tests.data.sources.source_files import cells, content_of, contents, pickled
+from tests.data.sources.source_files import cells, content_of, contents
 from utils.errors import UserError, run_cli
 
 pa = pytest.importorskip("pyarrow")
@@ -59,7 +59,6 @@ def test_a_saved_data_set(tmp_path: Path) -> None:
         for index in (0, 6, 3, 5, 2, 0):
             assert source.item(index).content == content_of(index)
         assert source.item_name(5) == f"{folder}/data-00001-of-00002.arrow: row 0"
-        assert contents(pickled(source)) == contents(source)
         metas = [pack(source, tmp_path / f"{n}.lmdb", workers=n).meta for n in (0, 2)]
     assert metas[0].content_hash == metas[1].content_hash
     assert metas[0].histogram == [4, 3]

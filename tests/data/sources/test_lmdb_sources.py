@@ -14,7 +14,7 @@ from data.records import pack_arrays
 from data.sources import open_source
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
-from tests.data.sources.source_files import contents, pickled, rosinality
+from tests.data.sources.source_files import contents, rosinality
 from utils.errors import UserError
 
 
@@ -26,8 +26,6 @@ def test_rosinality(tmp_path: Path, subdir: bool) -> None:
         assert contents(source) == [b"1024 0", b"1024 1", b"1024 2"]
         assert source.labels().tolist() == [0, 0, 0]
         assert source.item_name(2).endswith(": record 1024-00002")
-        copy = pickled(source)
-    assert copy.item(1).content == b"1024 1"
     for size, side in ((128, 128), (64, 1024)):
         with open_source(str(path), size=size) as source:
             assert source.item(0).content == f"{side} 0".encode()
@@ -76,10 +74,10 @@ def test_packed_again(packed: Path, tmp_path: Path) -> None:
     with open_source(str(packed)) as source:
         assert (source.classes, source.shape, source.channels) == (CLASSES, (8, 8), 3)
         assert source.labels().tolist() == [index % 3 for index in range(20)]
-        copy = pickled(source)
+        images = contents(source)
         summary = pack(source, tmp_path / "new.lmdb", size=4)
     assert summary.meta.histogram == [7, 7, 6]
-    np.testing.assert_array_equal(np.stack(contents(copy)).transpose(0, 3, 1, 2), sample_images(20))
+    np.testing.assert_array_equal(np.stack(images).transpose(0, 3, 1, 2), sample_images(20))
     assert LMDBReader(tmp_path / "new.lmdb").resolution == 4
 
 
@@ -88,7 +86,7 @@ def test_packed_resolution_is_chosen_by_size(tmp_path: Path) -> None:
     for size, side in ((None, 16), (4, 4), (8, 8), (16, 16), (6, 16)):
         with open_source(str(tmp_path / "x.lmdb"), size=size) as source:
             assert source.shape == (side, side) == contents(source)[0].shape[:2]
-            assert contents(pickled(source))[2].shape == (side, side, 3)
+            assert contents(source)[2].shape == (side, side, 3)
 
 
 def test_damaged_packed_image_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from data.errors import ImageError
 from data.pack import pack
 from data.sources import open_source
-from tests.data.sources.source_files import contents, manifest, pickled
+from tests.data.sources.source_files import contents, manifest
 from utils.errors import UserError
 
 
@@ -23,7 +23,6 @@ def test_manifest(tmp_path: Path, delimiter: str, encoding: str) -> None:
         assert contents(source)[0] == (tmp_path / "deep" / "c.png").read_bytes()
         assert source.item_name(1) == str(tmp_path / "a.png")
         assert source.problems == []
-        assert contents(pickled(source)) == contents(source)
         (tmp_path / "b.png").unlink()
         with pytest.raises(ImageError, match="cannot be read"):
             source.item(2)

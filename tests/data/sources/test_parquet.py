@@ -12,7 +12,7 @@ from data.pack import pack
 from data.sources import open_source
 from data.sources import parquet as parquet_source
 from tests.data.conftest import flip, save
-from tests.data.sources.source_files import cells, content_of, contents, parquet, pickled
+from tests.data.sources.source_files import cells, content_of, contents, parquet
 from utils.errors import UserError
 
 
@@ -27,7 +27,6 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert source.item(index).content == content_of(index)
             assert source.item(index).label == (0 if index % 3 == 0 else 1)
         assert source.item_name(7) == f"{path}: row 7"
-        assert contents(pickled(source)) == contents(source)
     assert pack(source, tmp_path / "x.lmdb").meta.histogram == [3, 6]
 
 

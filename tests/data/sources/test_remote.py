@@ -11,7 +11,7 @@ from fsspec.registry import known_implementations, register_implementation
 
 from data.errors import ImageError
 from data.sources import open_source, remote
-from tests.data.sources.source_files import contents, pickled
+from tests.data.sources.source_files import contents
 from utils.door import Kind
 from utils.errors import UserError
 
@@ -36,7 +36,6 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         ]
         assert contents(source) == [b"cat/a.png", b"dog/deep/b.png"]
         assert source.item_name(1) == "memory://pets/dog/deep/b.png"
-        assert contents(pickled(source)) == contents(source)
         store.pipe("/pets/cat/a.png", b"shorter")
         with pytest.raises(ImageError, match=r"7 of 9 bytes arrived, after 3 attempts"):
             source.item(0)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 from data.errors import ImageError
 from data.sources import Source, open_source
-from data.sources.files import ZipSource
 from tests.data.conftest import save
 from utils.errors import UserError
 
@@ -279,27 +277,3 @@ def test_zip_symlink_is_not_followed(tmp_path: Path) -> None:
         archive.writestr(link, "../../secret.png")
     with open_source(str(tmp_path / "x.zip")) as source, pytest.raises(ImageError, match="is a symbolic link"):
         source.item(0)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["folder", "zip"])
-def test_pickled_and_used_after_a_fork(photos: Path, tmp_path: Path, kind: str) -> None:
-    where = photos if kind == "folder" else zipped(photos, tmp_path / "photos.zip")
-    with open_source(str(where)) as source:
-        copy = pickle.loads(pickle.dumps(source))
-    opened = [copy._archive.get()] if isinstance(copy, ZipSource) else []
-    assert copy.item(3).content == source.item(3).content == (photos / "dog" / "b.png").read_bytes()
-    assert entries(copy) == entries(source)
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        # Not the parent's file, whose position they would share.
-        own = not opened or copy._archive.get() is not opened[0]
-        os.write(write, bytes([own and copy.item(2).content == (photos / "dog" / "a.png").read_bytes()]))
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(read, 1) == b"\1"
-    assert copy.item(0).content == (photos / "cat" / "a.png").read_bytes()
-    for end in (read, write):
-        os.close(end)
-    copy.__exit__()
-    source.__exit__()

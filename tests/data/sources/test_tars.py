@@ -13,7 +13,7 @@ import pytest
 from data.errors import ImageError
 from data.pack import main, pack
 from data.sources import open_source, tars
-from tests.data.sources.source_files import content_of, contents, pickled
+from tests.data.sources.source_files import content_of, contents
 from utils import door
 from utils.errors import UserError, run_cli
 
@@ -49,7 +49,6 @@ def test_webdataset_shards_of_a_split(tmp_path: Path) -> None:
         assert contents(source) == [content_of(shade) for shade in range(5)]
         assert source.item_name(3) == f"{tmp_path}/set/birds-train-000001.tar:000003.jpg"
         assert source.stored_name(3) == "birds-train-000001.tar:000003.jpg"
-        assert contents(pickled(source)) == contents(source)
         parts = [pack(source, tmp_path / f"{n}.lmdb", workers=n).meta for n in (0, 2)]
     assert parts[0].content_hash == parts[1].content_hash
     assert parts[0].histogram == [2, 2, 1]
@@ -138,7 +137,7 @@ def test_a_tar_without_labels_is_arranged_as_a_folder(tmp_path: Path) -> None:
     path = str(tar(tmp_path / "x.tar", members))
     with open_source(path) as source:
         assert (source.classes, source.labels().tolist(), source.splits) == (["a", "b"], [0, 1], ("train", "val"))
-        assert contents(pickled(source)) == [content_of(1), content_of(0)]
+        assert contents(source) == [content_of(1), content_of(0)]
     assert open_source(path, split="val").item(0).content == content_of(2)
     flat = tar(tmp_path / "flat.tar", {f"cat.{n}.jpg": content_of(n) for n in range(3)})
     assert open_source(str(flat)).classes == []
