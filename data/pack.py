@@ -25,7 +25,6 @@ from data.lmdb.writer import LMDBWriter, check_target
 from data.packing.parts import Written, publish_both, write_parts
 from data.packing.split import check_splittable, to_share, val_path
 from data.packing.summary import Summary, list_skipped, summary_lines
-from data.reading.long_tail import thin
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from utils.classes import require_same_classes
 from utils.config.cli import Parser
@@ -125,8 +124,7 @@ def pack(
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         writers, whole = _open_writers(stack, source, plan, targets, overwrite)
-        images = converted(source, plan, workers)
-        written = _write(source, images, whole, skipped, drop_duplicates, share is not None)
+        written = _write(source, converted(source, plan, workers), whole, skipped, drop_duplicates, share is not None)
         skipped.check_packed(whole.histogram, whole.count, written.dropped)
         metas, report = [whole.finish()], None
         name = written.names(source)
@@ -186,7 +184,6 @@ def _open_writers(
                 resize_filter=plan.resize_filter,
                 source=source.name,
                 passport=source.passport,
-                long_tail=source.long_tail,
                 overwrite=replace,
             )
         )
@@ -273,9 +270,7 @@ def make_parser() -> Parser:
     add("--split", choices=tuple(SPLITS), help="of a source that has splits (default: train)")
     add("--val-share", metavar="X", help="hold this share out (0.1: a tenth), into DEST-val.lmdb")
     add("--val-dest", type=Path, metavar="FILE", help="for the held-out images, instead of DEST-val.lmdb")
-    add("--long-tail", type=float, metavar="R", help="keep R times fewer images of the last class than of the first")
-    add("--long-tail-max", type=int, metavar="N", help="images kept of the first; default: as many as R allows")
-    add("--seed", type=int, default=0, help="of the draw of held-out images and of a long tail (default: 0)")
+    add("--seed", type=int, default=0, help="of the draw of held-out images (default: 0)")
     add("--root", type=Path, metavar="DIR", help="folder of the fashion-mnist, cifar10 or idx files")
     add("--label-column", metavar="NAME", help="of a .csv, .parquet, .arrow or .tar file; none: without labels")
     add(
@@ -305,15 +300,15 @@ def main(argv: list[str]) -> None:
     check_target(args.dest, args.overwrite)
     keep_freed_memory(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
-    of_source, of_tail = ("split", "root", "label_column", "classes_from"), ("long_tail", "long_tail_max")
-    other = ("source", "debug", *of_source, *of_tail)
+    of_source = ("split", "root", "label_column", "classes_from")
+    other = ("source", "debug", *of_source)
     options = {name: value for name, value in vars(args).items() if name not in other}
     asked = {name: getattr(args, name) for name in of_source}
     with open_source(args.source, size=args.size, **asked) as source:
         _check_split(source, args.split, args.val_share)
         for remark in source.remarks:
             print(remark, file=sys.stderr)
-        summary = pack(_thinned(source, args), **options)
+        summary = pack(source, **options)
     print("\n".join(summary_lines(summary, args.dest)))
 
 
@@ -330,20 +325,6 @@ def _check_split(source: Source, split: str | None, val_share: str | None) -> No
     source.remarks.append(
         f"{source.name} has splits of its own ({splits}): --val-share holds out a part of its training images"
     )
-
-
-def _thinned(source: Source, args: argparse.Namespace) -> Source:
-    """The source, or what `--long-tail` leaves of it. Raises UserError where that could not be the profile's counts."""
-    if args.long_tail is None:
-        if args.long_tail_max is not None:
-            raise UserError("--long-tail-max is for --long-tail: add it or drop --long-tail-max")
-        return source
-    if args.split in ("test", "val"):
-        raise UserError(f"--long-tail is for training images, --split {args.split} stays balanced: drop one")
-    for chosen, option in ((args.on_error == "skip", "--on-error skip"), (args.drop_duplicates, "--drop-duplicates")):
-        if chosen:
-            raise UserError(f"--long-tail keeps an exact number of each class, {option} would leave some out: drop one")
-    return thin(source, args.long_tail, args.long_tail_max, args.seed)
 
 
 if __name__ == "__main__":

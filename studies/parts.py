@@ -12,7 +12,6 @@ from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from data.pack import pack
 from data.reading.dataset import Dataset
-from data.reading.long_tail import profile
 from data.records import add_image
 from data.sources import open_source
 from studies.config import StudyData
@@ -24,6 +23,7 @@ from utils.seeding import numpy_generator
 NAME = "parts"
 TRAIN, HELD_OUT, HELD_BACK, TEST = "train", "held_out", "held_back", "test"
 READ = 1000  # images copied at a time
+ROUNDING = 1e-6  # a power that is a whole number may come out a little below it
 EVEN_SOURCE = 10**6  # images of each class: those of a named source are even
 
 
@@ -126,6 +126,14 @@ def training_counts(available: Sequence[int], data: StudyData) -> list[int]:
     largest = min(largest, *available[:1])
     tail = profile(largest, data.long_tail, len(available)).tolist()
     return [min(count, max(1, wanted)) for count, wanted in zip(available, tail, strict=True)]
+
+
+def profile(largest: int, ratio: float, classes: int) -> np.ndarray:
+    """Images of each of K classes, int64 [K]: of class k largest * ratio ** (-k / (K - 1)), rounded down (Cui et al.
+    2019, "Class-Balanced Loss Based on Effective Number of Samples", section 5.1).
+    """
+    steps = np.arange(classes) / max(1, classes - 1)
+    return np.floor(largest * float(ratio) ** -steps + ROUNDING).astype(np.int64)
 
 
 def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:

@@ -64,12 +64,10 @@ SPLIT = {
     "whole": text,
     "images": whole(1),
 }
-LONG_TAIL = {"ratio": number(1), "largest": whole(1), "seed": whole(-(2**63)), "images": whole(1)}
 SHARD = {"path": text, "size": whole(), "changed": whole(-(2**63))}  # bytes, and ns since 1970
 OPTIONAL = {
     "split": maybe(record(SPLIT)),
     "passport": maybe(check_passport),
-    "long_tail": maybe(record(LONG_TAIL)),
     "shards": maybe(items(record(SHARD), 1)),
 }
 check_fields = record(FIELDS, OPTIONAL)
@@ -86,8 +84,7 @@ class Meta:
     payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
     own bytes and labels in order, whatever was made of them; empty if the source was not asked. `split` says how the
     file was drawn from a larger set (data/packing/parts.py); None: it was not. `passport` says which generator drew the
-    images (utils/passport.py); None: they are real. `long_tail` says how few images the classes were left with
-    (data/reading/long_tail.py): ratio, images of the largest class, seed, images before; None: all were kept.
+    images (utils/passport.py); None: they are real.
     `shards` are the tar files that hold the images' bytes, where the file is but an index of them
     (data/reading/tar_index.py); None: it holds them itself.
     """
@@ -108,7 +105,6 @@ class Meta:
     blocks: list[int]  # images per block, one number for each resolution
     split: dict[str, Any] | None = None
     passport: Passport | None = None
-    long_tail: dict[str, Any] | None = None
     shards: list[dict[str, Any]] | None = None
 
     def to_json(self) -> bytes:

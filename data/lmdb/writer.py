@@ -77,7 +77,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         resize_filter: str = "none",
         source: str = "",
         passport: Passport | None = None,  # of generated images
-        long_tail: dict[str, Any] | None = None,  # of a long-tailed part, see Meta
         shards: list[dict[str, Any]] | None = None,  # tar files that hold the images: the file becomes their index
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
@@ -88,7 +87,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source, self._passport = resize_filter, source, passport
-        self._long_tail, self._shards = long_tail, shards
+        self._shards = shards
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -242,7 +241,6 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             blocks=[level.block for level in self._levels],
             split=split,
             passport=self._passport,
-            long_tail=self._long_tail,
             shards=self._shards,
         )
         record = meta.to_json()

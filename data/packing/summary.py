@@ -69,9 +69,6 @@ def summary_lines(summary: Summary, dest: Path) -> list[str]:
         ("content", meta.content_hash[:16]),
         ("fingerprint", meta.fingerprint[:16]),
     ]
-    if tail := meta.long_tail:
-        kept = f"{count:,} of {tail['images']:,} images, {tail['largest']:,} of the first class"
-        rows.append(("long tail", f"ratio {tail['ratio']:g}: {kept}; seed {tail['seed']}"))
     rows += [("pyramid", f"also at {', '.join(map(str, reversed(sides[:-1])))} px")] if len(sides) > 1 else []
     rows += [("enlarged", f"{summary.enlarged:,} images were smaller than asked for")] if summary.enlarged else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []

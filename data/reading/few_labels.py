@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.reading.long_tail import drawn
 from utils.errors import UserError
+from utils.seeding import numpy_generator
 
 
 def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()) -> np.ndarray:
@@ -21,4 +21,8 @@ def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[st
         if count < per_class:
             name = names[label] if names else label
             raise UserError(f"{per_class} labels a class: class {name} has {count:,} images; give at most as many")
-    return drawn(labels, [per_class] * len(counts), seed, "labels")
+    rows = []
+    for label in range(len(counts)):
+        own = np.flatnonzero(labels == label)
+        rows.append(own[numpy_generator(seed, "labels", label).permutation(len(own))[:per_class]])
+    return np.sort(np.concatenate(rows))

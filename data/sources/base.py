@@ -4,7 +4,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -55,7 +55,6 @@ class Source(AbstractContextManager["Source"]):
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
     passport: Passport | None = None  # of generated images, which a packed file goes on telling
-    long_tail: dict[str, Any] | None = None  # of a long-tailed part (data/reading/long_tail.py), likewise
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:

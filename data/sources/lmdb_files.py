@@ -58,7 +58,7 @@ class PackedSource(Source):
         self._names: list[str] | None = None
         side = reader.resolution
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
-        self.passport, self.long_tail = reader.meta.passport, reader.meta.long_tail
+        self.passport = reader.meta.passport
 
     def item(self, index: int) -> Item:
         try:
