@@ -1,0 +1,128 @@
+"""A classifier's training step in float64: plain autograd on the task's own network, the whole batch at once.
+
+The draws of mixup and CutMix are inputs; what trains at which rate, the loss, the update and the average are written
+out here.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.augment.mixing import draw_mixing
+from tests.oracle.optimizer import Optimizer
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "finetune": {
+        **{"freeze": [], "unfreeze": {}, "freeze_at": {}, "unfreeze_by": "step", "freeze_bn": False, "stage_lr": {}},
+        **{"layer_decay": 1.0, "layer_decay_by": "block"},
+    },
+    "loss": {"kind": "cross-entropy", "label_smoothing": 0.1, "class_weights": None},
+    "ema": {"decay": 0.999},
+    "augment": {"mixup": 0.0, "cutmix": 0.0},
+}
+
+
+class ClassifierReference:
+    """The network of a task that has not trained yet, and all state of its training, apart from the task."""
+
+    def __init__(self, task: Any, tree: Mapping[str, Any]) -> None:
+        self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
+        self.batch, self.seed, self.augment = tree["batch_size"], tree["seed"], task.config.augment
+        self.synthetic_weight = tree["data"].get("synthetic", {}).get("weight", 1.0)
+        self.model, self.average = copy.deepcopy(task.model), copy.deepcopy(task.ema.model)
+        epoch = len(task.reader) / self.batch if self.tree["finetune"]["unfreeze_by"] == "epoch" else 1
+        self.names = dict(self.model.named_parameters())
+        given = self.tree["finetune"]
+        starts, ends = ({part: math.ceil(when * epoch) for part, when in given[key].items()}
+                        for key in ("unfreeze", "freeze_at"))  # fmt: skip
+        self.span = {
+            name: (
+                math.inf if self.last(dict.fromkeys(given["freeze"], True), name, False)
+                else self.last(starts, name, math.inf if starts else 0),
+                self.last(ends, name, math.inf),
+            )
+            for name in self.names
+        }  # fmt: skip
+        head = frozenset(name for name in self.names if self.model.stage_of(name) == "head")
+        self.optimizer = Optimizer(self.names, tree["optimizer"], tree["steps"], self.batch, self.factors(), head)
+        self.weights = self.class_weights(task.reader.classes, task.reader.meta.histogram)
+
+    def last(self, parts: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+        """The value of the last part (a stage, `backbone`, or a pattern) that holds a parameter."""
+        stage, plain = self.model.stage_of(name), name.removeprefix("network.")
+        for part, value in parts.items():
+            if part == stage or (part == "backbone" and stage != "head") or fnmatchcase(plain, part):
+                otherwise = value
+        return otherwise
+
+    def factors(self) -> dict[str, float]:
+        """Of the rate: a stage's own, and `layer_decay` for every layer further from the head."""
+        given, layer = self.tree["finetune"], self.model.block_of
+        if given["layer_decay_by"] == "stage":
+            layer = {name: self.model.stage_of(name) for name in layer}
+        depth = {each: number for number, each in enumerate(reversed(dict.fromkeys(layer.values())))}
+        return {n: self.last(given["stage_lr"], n, 1.0) * given["layer_decay"] ** depth[layer[n]] for n in self.names}
+
+    def class_weights(self, classes: list[str], counts: list[int]) -> Tensor:
+        """Of each class, with mean 1 over the images."""
+        given = self.tree["loss"]["class_weights"] or {}
+        weights = [1 / n for n in counts] if given == "balanced" else [given.get(name, 1.0) for name in classes]
+        found, images = torch.tensor(weights), torch.tensor(counts, dtype=torch.get_default_dtype())
+        return found / ((found * images).sum() / images.sum())
+
+    def state(self) -> dict[str, Tensor]:
+        """What a step changes, by name; see `test_classifier.state`."""
+        networks = {"model": self.model, "average": self.average}
+        return {f"{n}.{key}": value for n, network in networks.items() for key, value in network.state_dict().items()}
+
+    def step(self, batch: Any, step: int) -> None:
+        """One update, and the average's."""
+        trained = [name for name, (begin, end) in self.span.items() if begin <= step < end]
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, nn.BatchNorm2d):  # statistics of frozen ones stay
+                own = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+                frozen = self.tree["finetune"]["freeze_bn"] or not set(own) & set(trained)
+                module.train(not frozen)
+        total = self.loss(batch, step)
+        gradients = torch.autograd.grad(total, [self.names[name] for name in trained])
+        self.optimizer.update(step, dict(zip(trained, gradients, strict=True)))
+        decay = min(self.tree["ema"]["decay"], (1 + step) / (10 + step))
+        with torch.no_grad():
+            for mine, theirs in zip(self.average.state_dict().values(), self.model.state_dict().values(), strict=True):
+                mine.copy_(decay * mine + (1 - decay) * theirs if mine.is_floating_point() else theirs)
+
+    def loss(self, batch: Any, step: int) -> Tensor:
+        images, labels = batch.images.to(torch.get_default_dtype()) / 127.5 - 1, batch.labels
+        targets = F.one_hot(labels, self.model.classes).to(images)
+        counted = torch.ones(len(images))
+        if batch.synthetic is not None:
+            counted = torch.where(batch.synthetic, self.synthetic_weight, 1.0).to(images)
+        if self.tree["augment"]["mixup"] or self.tree["augment"]["cutmix"]:
+            size = tuple(images.shape[2:])
+            how: Any = {"seed": self.seed, "step": step, "start": 0, "count": len(images), "global_batch": self.batch}
+            drawn = draw_mixing(self.augment, size=size, device=images.device, **how)
+            pair = torch.arange(len(images)) ^ 1  # rows 2k and 2k + 1
+            share = drawn.own.to(images)
+            mixed = []
+            for row, (top, left, height, width) in enumerate(drawn.boxes.tolist()):
+                blend = float(drawn.blend[row])
+                image, box = blend * images[row] + (1 - blend) * images[pair[row]], torch.zeros(size, dtype=torch.bool)
+                box[top : top + height, left : left + width] = True
+                mixed.append(torch.where(box, images[pair[row]], image))
+            images = torch.stack(mixed)
+            targets = share[:, None] * targets + (1 - share[:, None]) * targets[pair]
+            counted = share * counted + (1 - share) * counted[pair]
+        smoothing = self.tree["loss"]["label_smoothing"]
+        smooth = (1 - smoothing) * targets + smoothing / self.model.classes
+        logits = self.model(images)
+        if self.tree["loss"]["kind"] == "squared-error":
+            losses = (targets @ self.weights) * ((logits - smooth) ** 2).mean(1)
+        else:
+            losses = -(self.weights * smooth * logits.log_softmax(1)).sum(1)
+        return (counted * losses).sum() / self.batch

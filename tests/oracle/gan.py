@@ -1,0 +1,264 @@
+"""A GAN's training step in float64, from the papers' formulas: the oracle of the task's joints.
+
+Plain autograd on the task's own networks, one process, the whole batch at once. The draws (docs/randomness.md) and what
+adaptive augmentation does to an image at a given strength are inputs; everything between them is written out here.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.classifier import fit_images
+from models.fir import upsample_fir
+from tests.oracle.optimizer import Optimizer, half_cosine
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "loss": {
+        **{"objective": "nonsaturating", "r1_gamma": 1.0, "r2_gamma": 0.0, "gamma_final": None, "r1_interval": 16},
+        **{"gradient_penalty_weight": 0.0, "style_mixing": 0.9, "mismatch_weight": 0.0, "path_length_weight": 0.0},
+        **{"path_length_interval": 4, "path_length_decay": 0.01, "classifier_weight": 1.0, "auxiliary_weight": 0.0},
+        **{"auxiliary_fakes": False, "feature_matching_weight": 0.0, "feature_matching_group": 8},
+    },
+    "ema": {"ema_kimg": None, "ema_kimg_start": None, "ema_rampup": 0.05},
+    "ada": {"mode": "off", "p": 0.0, "p_final": 0.0, "target": 0.6, "kimg": 500, "interval": 4},
+    "progressive": {"start": None, "fade_kimg": 600, "stable_kimg": 600, "batch_sizes": {}, "reset_optimizer": True},
+}
+LOSSES: dict[str, Any] = {  # objective -> (the generator's, the discriminator's) of samples' logits f and images' r
+    "nonsaturating": (lambda f, r: F.softplus(-f), lambda f, r: F.softplus(-r) + F.softplus(f)),  # 1406.2661
+    "relativistic": (lambda f, r: F.softplus(r - f), lambda f, r: F.softplus(f - r)),  # 1807.00734
+    "hinge": (lambda f, r: -f, lambda f, r: (1 - r).clamp(min=0) + (1 + f).clamp(min=0)),  # 1705.02894
+    "wasserstein": (lambda f, r: -f, lambda f, r: f - r),  # 1701.07875
+}
+FAKE: dict[str, Any] = {  # the discriminator's of samples alone
+    **{"nonsaturating": F.softplus, "hinge": lambda f: (1 + f).clamp(min=0), "wasserstein": lambda f: f},
+}
+
+
+class Stage(NamedTuple):
+    """What a step trains."""
+
+    side: int  # px
+    alpha: float
+    batch: int
+    seen: int  # images before the step
+    begins: bool  # the first step of a stage after the first
+
+
+class GanReference:
+    """The networks of a task that has not trained yet, and all state of its training, apart from the task."""
+
+    def __init__(self, task: Any, tree: Mapping[str, Any]) -> None:
+        self.tree = {name: given | tree.get(name, {}) for name, given in DEFAULTS.items()}
+        self.loss, self.seed, self.steps = self.tree["loss"], tree["seed"], tree["steps"]
+        self.batch, self.full = tree["batch_size"], task.shape["resolution"]
+        self.g, self.d = copy.deepcopy(task.generator), copy.deepcopy(task.discriminator)
+        self.average, self.teacher = copy.deepcopy(task.ema.model), copy.deepcopy(task.generator_step.teacher)
+        self.draws, self.ada = task.context.draws, copy.deepcopy(task.context.ada)
+        self.path_mean = torch.zeros([])
+        self.p, self.signs, self.counted = float(self.tree["ada"]["p"]), 0.0, 0
+        kimg = tree.get("schedule_kimg")
+        self.over = self.stage(self.steps).seen if kimg is None else kimg * 1000
+        length = self.steps if kimg is None else round(kimg * 1000 / self.batch)
+        self.g_optimizer, self.d_optimizer = (
+            Optimizer(dict(network.named_parameters()), tree[f"{name}_optimizer"], length, self.batch)
+            for name, network in (("generator", self.g), ("discriminator", self.d))
+        )
+
+    def stage(self, step: int) -> Stage:
+        """Stages one after the other: each takes whole batches until its images are seen; alpha rises over the fade."""
+        given = self.tree["progressive"]
+        first, seen, side = 0, 0, given["start"] or self.full
+        while True:
+            batch = given["batch_sizes"].get(side, self.batch)
+            fade = 0 if side == (given["start"] or self.full) else round(given["fade_kimg"] * 1000)
+            length = -(-(fade + round(given["stable_kimg"] * 1000)) // batch)
+            if side == self.full or step < first + length:
+                own = (step - first) * batch
+                alpha = 1.0 if own >= fade else own / fade
+                return Stage(side, alpha, batch, seen + own, first > 0 and step == first)
+            first, seen, side = first + length, seen + length * batch, side * 2
+
+    # --- what both players do
+
+    def sample(self, step: int, phase: str, count: int, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Samples, their labels, their ws and the first style's w (of a generator without styles: z)."""
+        stage, styled = self.stage(step), self.g.has_styles
+        layers = self.g.num_ws_at(stage.side) if styled else 0
+        mixing = self.loss["style_mixing"] if styled else 0.0
+        drawn = self.draws.latents(step, phase, count, self.g.z_dim, mixing=mixing, num_ws=layers)
+        noise = self.draws.noise(step, phase, count, self.g.noise_shapes(stage.side))
+        labels = drawn.labels if labels is None else labels
+        asked = labels if self.g.classes else None
+        grown = {"resolution": stage.side, "alpha": stage.alpha} if self.g.can_grow else {}
+        if not styled:
+            return self.g(drawn.z, asked, noise=noise, **grown), labels, drawn.z, drawn.z
+        w = self.g.mapping(drawn.z, asked)
+        ws = [w] * layers
+        if drawn.z_mixed is not None:  # from its crossover layer on a sample has the second style
+            other = self.g.mapping(drawn.z_mixed, asked)
+            ws = [torch.where((layer < drawn.crossover)[:, None], w, other) for layer in range(layers)]
+        stacked = torch.stack(ws, 1)
+        return self.g.synthesis(stacked, noise, **grown), labels, stacked, w
+
+    def hidden(self, images: Tensor, step: int, key: str) -> Tensor:
+        """The discriminator's last hidden activations of augmented images."""
+        stage = self.stage(step)
+        if self.tree["ada"]["mode"] != "off":
+            self.ada.p = torch.tensor(self.p)
+            images = self.ada.apply(images, self.ada.draw(step, key, stage.side, len(images)), slice(0, len(images)))
+        return self.d.hidden(images, alpha=stage.alpha) if self.g.can_grow else self.d.hidden(images)
+
+    def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return self.d.project(self.d.output(hidden), labels)
+
+    def reals(self, batch: Any, step: int) -> tuple[Tensor, Tensor]:
+        """Images in [-1, 1], blended with those of the stage before while a stage fades in (1710.10196, A.1)."""
+        images, alpha = batch.images.to(torch.get_default_dtype()) / 127.5 - 1, self.stage(step).alpha
+        if alpha < 1:
+            images = (1 - alpha) * upsample_fir(F.avg_pool2d(images, 2)) + alpha * images
+        return images, batch.labels
+
+    def state(self) -> dict[str, Tensor]:
+        """What a step changes, by name; see `test_gan.state`."""
+        networks = {"generator": self.g, "discriminator": self.d, "average": self.average}
+        named = {f"{n}.{key}": value for n, network in networks.items() for key, value in network.state_dict().items()}
+        return named | {"path_length": self.path_mean, "p": torch.tensor(self.p)}
+
+    # --- a step
+
+    def step(self, batches: Iterator[Any], step: int) -> None:
+        """The generator's update, its averages, the discriminator's update, and ADA's."""
+        loss, stage = self.loss, self.stage(step)
+        if stage.begins and self.tree["progressive"]["reset_optimizer"]:
+            self.g_optimizer.reset()
+            self.d_optimizer.reset()
+        reals = self.reals(next(batches), step)
+        paired = loss["objective"] == "relativistic"
+        fakes, labels, _, w = self.sample(step, "generator", stage.batch, reals[1] if paired else None)
+        total = self.generator_loss(step, fakes, labels, reals)
+        if loss["path_length_weight"] and step % loss["path_length_interval"] == 0:
+            total = total + loss["path_length_weight"] * loss["path_length_interval"] * self.path_penalty(step)
+        self.g_optimizer.update(step, self.gradients(total, self.g))
+        with torch.no_grad():
+            if self.g.has_styles:
+                self.g.w_avg.lerp_(w.mean(0), 1 - 0.995)
+            self.follow(step)
+        fakes = fakes.detach()
+        if paired:  # pairs of D's own, with the labels of their images
+            reals = self.reals(next(batches), step)
+            labels = reals[1]
+            fakes = self.sample(step, "discriminator", stage.batch, labels)[0].detach()
+        total, signs = self.discriminator_loss(step, fakes, labels, *reals)
+        self.d_optimizer.update(step, self.gradients(total, self.d))
+        self.d.after_update()
+        self.adapt(step, signs)
+
+    @staticmethod
+    def gradients(total: Tensor, network: torch.nn.Module) -> dict[str, Tensor | None]:
+        named = dict(network.named_parameters())
+        found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
+        return dict(zip(named, found, strict=True))
+
+    def generator_loss(self, step: int, fakes: Tensor, labels: Tensor, reals: tuple[Tensor, Tensor]) -> Tensor:
+        loss = self.loss
+        hidden = self.hidden(fakes, step, "generator")
+        with torch.no_grad():
+            real_hidden = self.hidden(reals[0], step, "generator/real")
+            partners = self.logits(real_hidden, reals[1])
+        total = LOSSES[loss["objective"]][0](self.logits(hidden, labels), partners).mean()
+        if self.teacher is not None:
+            seen = fit_images(fakes, self.teacher.resolution, self.teacher.channels)
+            total = total + loss["classifier_weight"] * F.cross_entropy(self.teacher(seen), labels)
+        if loss["auxiliary_weight"]:
+            total = total + loss["auxiliary_weight"] * F.cross_entropy(self.d.auxiliary(hidden), labels)
+        if loss["feature_matching_weight"]:  # |E f(G) - E f(x)|^2 without bias: pairs of different samples of a group
+            groups = (hidden - real_hidden).split(loss["feature_matching_group"])
+            products = [group @ group.T for group in groups]
+            means = [(p.sum() - p.diagonal().sum()) / (len(p) * (len(p) - 1)) for p in products]
+            total = total + loss["feature_matching_weight"] * torch.stack(means).mean()
+        return total
+
+    def path_penalty(self, step: int) -> Tensor:
+        """E (|J_w^T y| - a)^2 over half a batch (1912.04958, equation 4); a moves first, the batch's share is part of
+        the graph, as in the official code.
+        """
+        stage, half = self.stage(step), self.stage(step).batch // 2
+        images, _, ws, _ = self.sample(step, "path", half)
+        noise = self.draws.path_noise(step, half, images.shape[1:])
+        product = (images * noise / stage.side).sum()  # y = noise / sqrt(H W)
+        (gradient,) = torch.autograd.grad(product, ws, create_graph=True)
+        lengths = (gradient**2).sum(2).mean(1).sqrt()
+        mean = self.path_mean + self.loss["path_length_decay"] * (lengths.mean() - self.path_mean)
+        self.path_mean = mean.detach()
+        return ((lengths - mean) ** 2).mean()
+
+    def discriminator_loss(
+        self, step: int, fakes: Tensor, labels: Tensor, images: Tensor, real_labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        loss, stage = self.loss, self.stage(step)
+        fakes, images = fakes.clone().requires_grad_(), images.clone().requires_grad_()
+        real_hidden, hidden = self.hidden(images, step, "real"), self.hidden(fakes, step, "fake")
+        r, f = self.logits(real_hidden, real_labels), self.logits(hidden, labels)
+        total = LOSSES[loss["objective"]][1](f, r).mean()
+        if loss["mismatch_weight"]:  # 1605.05396: real images with wrong labels count as fakes
+            wrong = (real_labels + self.draws.label_offsets(step, stage.batch)) % self.d.classes
+            total = total + loss["mismatch_weight"] * FAKE[loss["objective"]](self.logits(real_hidden, wrong)).mean()
+        if loss["auxiliary_weight"]:
+            named = F.cross_entropy(self.d.auxiliary(real_hidden), real_labels)
+            if loss["auxiliary_fakes"]:
+                named = named + F.cross_entropy(self.d.auxiliary(hidden), labels)
+            total = total + loss["auxiliary_weight"] * named
+        if loss["r1_interval"] and step % loss["r1_interval"] == 0:  # lazily, with the gain of the interval
+            total = total + loss["r1_interval"] * self.penalties(step, (f, fakes), (r, images), real_labels)
+        return total, r.detach().sign().mean()
+
+    def penalties(self, step: int, fake: tuple[Tensor, Tensor], real: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        """gamma / 2 E |grad D|^2 at images (R1, 1801.04406) and samples (R2), of the images before augmentation; and
+        (|grad D| - 1)^2 between both (1704.00028).
+        """
+        loss, stage = self.loss, self.stage(step)
+        scale = 1.0
+        if loss["gamma_final"] is not None:
+            scale = half_cosine(1.0, loss["gamma_final"] / loss["r1_gamma"], stage.seen / self.over)
+        total = torch.zeros([])
+        for gamma, (logits, images) in ((loss["r1_gamma"], real), (loss["r2_gamma"], fake)):
+            if gamma:
+                (slope,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
+                total = total + scale * gamma / 2 * (slope**2).sum((1, 2, 3)).mean()
+        if loss["gradient_penalty_weight"]:
+            share = self.draws.shares(step, stage.batch)[:, None, None, None]
+            mixed = (share * real[1] + (1 - share) * fake[1]).detach().requires_grad_()
+            logits = self.logits(self.hidden(mixed, step, "between"), labels)
+            (slope,) = torch.autograd.grad(logits.sum(), mixed, create_graph=True)
+            total = total + loss["gradient_penalty_weight"] * ((slope.flatten(1).norm(dim=1) - 1) ** 2).mean()
+        return total
+
+    def follow(self, step: int) -> None:
+        """The average: beta = 0.5^(batch / half-life), which is at most `ema_rampup` of the images seen before."""
+        ema, stage = self.tree["ema"], self.stage(step)
+        images = 1000 * ema["ema_kimg"] if ema["ema_kimg"] is not None else 1000 * stage.batch * 10 / 32
+        if ema["ema_kimg_start"] is not None:
+            images = half_cosine(1000 * ema["ema_kimg_start"], images, stage.seen / self.over)
+        if ema["ema_rampup"] is not None:
+            images = min(images, ema["ema_rampup"] * stage.seen)
+        beta = 0.5 ** (stage.batch / images) if images else 0.0
+        for mine, theirs in zip(self.average.parameters(), self.g.parameters(), strict=True):
+            mine.copy_(beta * mine + (1 - beta) * theirs)
+        for mine, theirs in zip(self.average.buffers(), self.g.buffers(), strict=True):
+            mine.copy_(theirs)
+
+    def adapt(self, step: int, sign: Tensor) -> None:
+        """ADA (2006.06676, section 2.2): p moves by the images since the last time, towards E sign D(x) = target."""
+        ada, stage = self.tree["ada"], self.stage(step)
+        if ada["mode"] == "scheduled":
+            self.p = half_cosine(ada["p"], ada["p_final"], (stage.seen + stage.batch) / self.over)
+        if ada["mode"] == "adaptive":
+            self.signs, self.counted = self.signs + float(sign) * stage.batch, self.counted + stage.batch
+            if (step + 1) % ada["interval"] == 0:
+                up = 1 if self.signs / self.counted > ada["target"] else -1
+                self.p = min(1.0, max(0.0, self.p + up * self.counted / (1000 * ada["kimg"])))
+                self.signs, self.counted = 0.0, 0

@@ -1,0 +1,142 @@
+"""The classifier's task equals the reference: every key of loss, ema, finetune and the optimizer away from neutral."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.records import pack_arrays
+from tests.oracle.classifier import ClassifierReference
+from tests.oracle.ranks import of_two_ranks
+from training.base.data import make_loader, open_training
+from training.classifier.task import ClassifierTask
+from training.engine.tasks import build_run_config
+
+CPU, STEPS = torch.device("cpu"), 4
+State = dict[str, torch.Tensor]
+SGD = {
+    **{"name": "sgd", "lr": 0.05, "lr_batch_size": 16, "momentum": 0.7, "weight_decay": 0.02, "clip_norm": 0.5},
+    **{"warmup_steps": 1, "schedule": "cosine", "hold": 0.1, "final_lr": 0.2},
+}
+ADAMW = {
+    **{"name": "adamw", "lr": 0.01, "betas": [0.8, 0.95], "beta2_final": 0.9, "eps": 1e-3, "weight_decay": 0.1},
+    **{"clip_adaptive": 0.02, "schedule": "step", "step_every": 2, "gamma": 0.3},
+    "warmup_steps": 0,
+}
+CYCLE = {
+    **{"name": "adam", "lr": 0.02, "betas": [0.9, 0.99], "eps": 1e-3, "clip_value": 0.05, "weight_decay": 0.01},
+    **{"schedule": "one-cycle", "pct_start": 0.25, "cycle_start": 0.2, "final_lr": 0.1, "cycle_momentum": [0.9, 0.4]},
+    "warmup_steps": 2,
+}
+COMMON: dict[str, Any] = {
+    **{"task": "classifier", "batch_size": 8, "steps": 12, "seed": 5, "model": {"stem": "small-stride2"}},
+    **{"ema": {"decay": 0.15}, "optimizer": SGD, "loss": {"label_smoothing": 0.2, "class_weights": {"b": 3.0}}},
+}
+UNFREEZE = {
+    **{"freeze": ["layer1.*bn1*"], "unfreeze": {"head": 0, "backbone": 2, "layer4": 1}, "freeze_at": {"head": 3}},
+    **{"stage_lr": {"backbone": 0.3, "layer4": 0.5}, "layer_decay": 0.7},
+}
+CONVNEXT = {"name": "convnext_tiny", "input_size": 32}  # of more than one block a stage
+TREES: dict[str, dict[str, Any]] = {
+    "plain": COMMON,
+    "fine-tuning": COMMON | {"finetune": UNFREEZE, "optimizer": ADAMW},
+    "epochs": COMMON
+    | {"finetune": {"unfreeze": {"head": 0, "backbone": 1}, "unfreeze_by": "epoch", "layer_decay": 0.5}}
+    | {"optimizer": CYCLE, "batch_size": 32, "loss": {"class_weights": "balanced"}},
+    "still": COMMON | {"finetune": {"freeze": ["stem"], "freeze_bn": True}, "optimizer": CYCLE},
+    "blocks": COMMON | {"model": CONVNEXT, "finetune": {"layer_decay": 0.6, "layer_decay_by": "block"}},
+    "stages": COMMON | {"model": CONVNEXT, "finetune": {"layer_decay": 0.6, "layer_decay_by": "stage"}},
+    "squared-error": COMMON
+    | {"loss": {"kind": "squared-error", "label_smoothing": 0.1, "class_weights": {"a": 2.0}}, "optimizer": ADAMW},
+    "mixed": COMMON
+    | {"augment": {"mixup": 0.7, "cutmix": 1.0}}
+    | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
+    "weighed": COMMON | {"data": {"synthetic": {"path": "synthetic.lmdb", "share": 0.4, "weight": 0.3}}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Iterator[Any]:
+    """64 random grey images of 16 px in three classes of different sizes, and 32 others."""
+    path, rng = tmp_path_factory.mktemp("oracle"), np.random.default_rng(0)
+    for name, count in (("data", 64), ("synthetic", 32)):
+        images = rng.integers(0, 256, (count, 1, 16, 16), dtype=np.uint8)
+        labels = np.array([0, 0, 1, 2] * (count // 4))
+        pack_arrays(path / f"{name}.lmdb", images, labels=labels, classes=["a", "b", "c"])
+    torch.set_default_dtype(torch.float64)
+    yield path
+    torch.set_default_dtype(torch.float32)
+
+
+def made(folder: Any, tree: dict[str, Any]) -> tuple[ClassifierTask, Any, dict[str, Any]]:
+    """The task, its loader, and the tree with its files."""
+    data = dict(tree.get("data", {})) | {"path": str(folder / "data.lmdb")}
+    if "synthetic" in data:
+        data["synthetic"] = data["synthetic"] | {"path": str(folder / "synthetic.lmdb")}
+    tree = tree | {"data": data}
+    config: Any = build_run_config(tree, [], "test")
+    task = ClassifierTask(config, open_training(config.data), None, CPU)
+    return task, make_loader(config, task.reader, CPU), tree
+
+
+def state(task: ClassifierTask) -> State:
+    """A copy of what a step changes: weights, statistics, and the averages of both."""
+    networks = {"model": task.model, "average": task.ema.model}
+    return {f"{n}.{key}": value.clone() for n, part in networks.items() for key, value in part.state_dict().items()}
+
+
+def trained(folder: Any, tree: dict[str, Any]) -> list[State]:
+    """The task's state before its first step and after each."""
+    task, loader, _ = made(folder, tree)
+    states = [state(task)]
+    for step in range(STEPS):
+        task.step(loader, step)
+        states.append(state(task))
+    return states
+
+
+def assert_equal(folder: Any, tree: dict[str, Any], states: list[State]) -> None:
+    """The states are the reference's, to 1e-10; and something trains."""
+    task, batches, tree = made(folder, tree)
+    reference = ClassifierReference(task, tree)
+    for step in range(STEPS):
+        reference.step(next(batches), step)
+        for name, value in reference.state().items():
+            difference = float((states[step + 1][name] - value).abs().max())
+            assert difference < 1e-10 * max(1.0, float(value.abs().max())), f"step {step}: {name}, {difference}"
+    assert any(not torch.equal(value, states[0][name]) for name, value in reference.state().items())
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_step_is_plain_arithmetic(folder: Any, name: str) -> None:
+    assert_equal(folder, TREES[name], trained(folder, TREES[name]))
+
+
+@pytest.mark.parametrize("name", ["still", "blocks"])  # where no statistics are a micro-batch's own
+def test_micro_batches_are_the_whole_batch(folder: Any, name: str) -> None:
+    assert_equal(folder, TREES[name], trained(folder, TREES[name] | {"micro_batch": 4}))
+
+
+def test_two_ranks_are_one(folder: Any) -> None:
+    found = of_two_ranks(folder, "tests.oracle.test_classifier", list(TREES))
+    for name, states in found.items():
+        assert_equal(folder, TREES[name], states)
+
+
+def test_what_is_evaluated(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The average, on the held-out images."""
+    task, loader, _ = made(folder, TREES["plain"])
+    task.val_reader = held_out = open_training(task.config.data)
+    task.step(loader, 0)
+    asked: list[Any] = []
+
+    def evaluate(*arguments: Any, **how: Any) -> dict[str, Any]:
+        asked.extend([*arguments, how])
+        return {"accuracy": 0.5, "ece": 0.1}
+
+    monkeypatch.setattr("training.classifier.task.evaluate_classifier", evaluate)
+    assert task.evaluate() == {"accuracy": 0.5, "ece": 0.1}
+    assert asked[0] is task.ema.model
+    assert asked[1] is held_out

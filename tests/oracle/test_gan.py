@@ -1,0 +1,223 @@
+"""The GAN's task equals the reference: each key of loss, ema, ada, progressive and the optimizers away from neutral."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
+from models.sampling import generate
+from tests.distributed.test_oracle import CLASSES, untrained_classifier
+from tests.oracle.gan import GanReference
+from tests.oracle.ranks import of_two_ranks
+from training.base.data import make_loader
+from training.engine.tasks import build_run_config
+from training.gan.task import GanTask
+
+CPU = torch.device("cpu")
+State = dict[str, torch.Tensor]
+ADAM = {
+    **{"name": "adam", "lr": 0.01, "betas": [0.2, 0.9], "beta2_final": 0.99, "eps": 1e-3, "weight_decay": 0.02},
+    **{"clip_norm": 0.7, "warmup_steps": 2, "schedule": "cosine", "hold": 0.2, "final_lr": 0.3},
+}
+ADAMW = {
+    **{"name": "adamw", "lr": 0.02, "betas": [0.0, 0.95], "beta2_final": 0.9, "eps": 1e-4},
+    **{"weight_decay": 0.1, "clip_value": 0.05, "schedule": "linear", "final_lr": 0.5},
+}
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.6, "weight_decay": 0.01, "schedule": "step", "milestones": [1, 2]}
+CYCLE = {
+    **{"name": "adam", "lr": 0.03, "betas": [0.5, 0.9], "eps": 1e-3, "schedule": "one-cycle", "pct_start": 0.25},
+    **{"cycle_start": 0.2, "final_lr": 0.1, "cycle_momentum": [0.9, 0.4], "clip_adaptive": 0.05},
+}
+COMMON: dict[str, Any] = {
+    **{"task": "gan", "batch_size": 8, "steps": 10, "seed": 5},
+    "ema": {"ema_kimg": 0.02, "ema_kimg_start": 0.004, "ema_rampup": 0.9},
+    "generator_optimizer": ADAM,
+    "discriminator_optimizer": ADAMW,
+}
+STYLEGAN2: dict[str, Any] = COMMON | {
+    "generator": {"z_dim": 8, "w_dim": 8, "mapping_layers": 2, "channel_base": 64, "channel_max": 8},
+    "discriminator": {"channel_base": 64, "channel_max": 8, "minibatch_std_group": 2},
+}
+EVERYTHING: dict[str, Any] = {
+    **{"objective": "nonsaturating", "r1_gamma": 0.7, "r2_gamma": 0.3, "gamma_final": 0.2, "r1_interval": 2},
+    **{"gradient_penalty_weight": 0.4},
+    **{"style_mixing": 0.6, "mismatch_weight": 0.5, "path_length_weight": 1.5, "path_length_interval": 2},
+    **{"path_length_decay": 0.2, "classifier": "classifier", "classifier_weight": 0.4, "auxiliary_weight": 0.3},
+    **{"auxiliary_fakes": True, "feature_matching_weight": 0.6, "feature_matching_group": 2},
+}
+PAIRS = EVERYTHING | {"objective": "relativistic", "mismatch_weight": 0.0}
+ADAPTIVE = {"mode": "adaptive", "p": 0.4, "target": -0.2, "kimg": 0.1, "interval": 2}
+OPERATIONS = {"operations": {"blit": 0.9, "colour": 0.5, "noise": 0.3}}
+# one pass of D serves both players where nothing else needs it
+SHARED = {"r1_gamma": 0.7, "r1_interval": 2, "style_mixing": 0.6, "mismatch_weight": 0.5, "auxiliary_weight": 0.3}
+NO_STYLES = {"style_mixing": 0.0, "path_length_weight": 0.0}
+R3 = {"width": 8, "cardinality": 2, "blocks": 1}
+GROWTH = {"start": 8, "fade_kimg": 0.024, "stable_kimg": 0.016, "batch_sizes": {8: 16}}
+TREES: dict[str, dict[str, Any]] = {
+    "everything": STYLEGAN2 | {"loss": EVERYTHING},
+    "pairs": STYLEGAN2 | {"loss": PAIRS, "generator_optimizer": CYCLE, "discriminator_optimizer": SGD},
+    "hinge": STYLEGAN2 | {"loss": EVERYTHING | {"objective": "hinge"}, "generator_optimizer": SGD},
+    "wasserstein": STYLEGAN2 | {"loss": EVERYTHING | {"objective": "wasserstein"}, "discriminator_optimizer": CYCLE},
+    "shared": STYLEGAN2 | {"loss": SHARED, "ema": {}, "schedule_kimg": 0.05},
+    "shared-fakes": STYLEGAN2 | {"loss": SHARED | {"auxiliary_fakes": True}, "ema": {"ema_rampup": None}},
+    "apart": STYLEGAN2 | {"loss": EVERYTHING | {"gradients_every": 2}},
+    "ada": STYLEGAN2 | {"loss": EVERYTHING, "ada": ADAPTIVE | OPERATIONS},
+    "ada-fixed": STYLEGAN2 | {"loss": SHARED, "ada": {"mode": "fixed", "p": 0.6}},
+    "growing": STYLEGAN2 | {"loss": EVERYTHING, "progressive": GROWTH},
+    "growing-on": STYLEGAN2 | {"loss": SHARED, "progressive": GROWTH | {"reset_optimizer": False}, "ada": ADAPTIVE},
+    "r3gan": COMMON
+    | {"architecture": "r3gan", "generator": R3 | {"z_dim": 8}, "discriminator": R3, "loss": PAIRS | NO_STYLES}
+    | {"ada": {"mode": "scheduled", "p": 0.1, "p_final": 0.7}},
+    "r3gan-hinge": COMMON
+    | {"architecture": "r3gan", "generator": R3 | {"z_dim": 8}, "discriminator": R3, "ada": {"mode": "off"}}
+    | {"loss": EVERYTHING | NO_STYLES | {"objective": "hinge"}},
+    "dcgan": COMMON
+    | {"architecture": "dcgan", "generator": {"z_dim": 8, "width": 4}, "discriminator": {"width": 4}}
+    | {"loss": EVERYTHING | NO_STYLES},
+}
+# in micro-batches and over ranks: what is done once a pass, once a step, in pairs, with p, by stages, without styles
+SPLIT = ["everything", "pairs", "wasserstein", "shared-fakes", "apart", "ada", "growing", "r3gan", "dcgan"]
+
+
+def steps_of(tree: dict[str, Any]) -> int:
+    """Three, or until the last stage of growth has faded in."""
+    return 8 if "progressive" in tree else 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, slim_module: None) -> Iterator[Any]:
+    """64 random grey images of 16 px in three classes, as many of one as of the others, and a classifier's run."""
+    path = tmp_path_factory.mktemp("oracle")
+    images = np.random.default_rng(0).integers(0, 256, (64, 1, 16, 16), dtype=np.uint8)
+    labels = np.array([0, 0, 1, 2] * 16)
+    pack_arrays(path / "data.lmdb", images, labels=labels, classes=CLASSES, smallest=8)
+    pack_arrays(path / "held-out.lmdb", 255 - images[:32], labels=labels[:32], classes=CLASSES, smallest=8)
+    torch.set_default_dtype(torch.float64)
+    untrained_classifier(path / "classifier")
+    yield path
+    torch.set_default_dtype(torch.float32)
+
+
+def made(folder: Any, tree: dict[str, Any]) -> tuple[GanTask, Any]:
+    """The task and its loader."""
+    loss = tree.get("loss", {})
+    if loss.get("classifier"):
+        loss = loss | {"classifier": str(folder / "classifier")}
+    tree = {"loss": {}} | tree | {"loss": loss, "data": {"path": str(folder / "data.lmdb")}}
+    config: Any = build_run_config(tree, [], "test")
+    reader = Dataset(config.data.path)
+    return GanTask(config, reader, None, CPU), make_loader(config, reader, CPU)
+
+
+def state(task: GanTask) -> State:
+    """A copy of what a step changes: weights, averages, `w_avg`, the path-length mean and ADA's p."""
+    networks = {"generator": task.generator, "discriminator": task.discriminator, "average": task.ema.model}
+    named = {f"{n}.{key}": value for n, network in networks.items() for key, value in network.state_dict().items()}
+    named |= {"path_length": task.generator_step.path_length.mean, "p": task.context.ada.p}
+    return {name: value.clone() for name, value in named.items()}
+
+
+def trained(folder: Any, tree: dict[str, Any]) -> list[State]:
+    """The task's state before its first step and after each."""
+    task, loader = made(folder, tree)
+    states = [state(task)]
+    for step in range(steps_of(tree)):
+        task.step(loader, step)
+        states.append(state(task))
+    return states
+
+
+def assert_equal(folder: Any, tree: dict[str, Any], states: list[State]) -> None:
+    """The states are the reference's, to 1e-10; and training changes most of them."""
+    task, batches = made(folder, tree)
+    reference = GanReference(task, tree)
+    for step in range(steps_of(tree)):
+        reference.step(batches, step)
+        for name, value in reference.state().items():
+            difference = float((states[step + 1][name] - value).abs().max())
+            assert difference < 1e-10 * max(1.0, float(value.abs().max())), f"step {step}: {name}, {difference}"
+    changed = [name for name, value in reference.state().items() if not torch.equal(value, states[0][name])]
+    assert len(changed) > len(states[0]) / 2
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_step_is_the_papers(folder: Any, name: str) -> None:
+    assert_equal(folder, TREES[name], trained(folder, TREES[name]))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_micro_batches_are_the_whole_batch(folder: Any, name: str) -> None:
+    assert_equal(folder, TREES[name], trained(folder, TREES[name] | {"micro_batch": 4}))
+
+
+def test_two_ranks_are_one(folder: Any) -> None:
+    found = of_two_ranks(folder, "tests.oracle.test_gan", SPLIT)
+    for name in SPLIT:
+        assert_equal(folder, TREES[name], found[name])
+
+
+# --- what the task hands to its evaluation, and where a stage of growth begins
+
+
+@pytest.mark.parametrize(("name", "steps"), [("everything", 2), ("growing", 3)])
+def test_what_is_evaluated(folder: Any, name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The held-out images, the average as the stage shows it, the config's seed and n."""
+    tree = TREES[name] | {"evaluation": {"n": 24, "extractor": "pixels"}}
+    task, loader = made(folder, tree)
+    task.val_reader = Dataset(folder / "held-out.lmdb")
+    reference, batches = GanReference(task, tree), make_loader(task.config, task.reader, CPU)
+    for step in range(steps):
+        task.step(loader, step)
+        reference.step(batches, step)
+    asked: dict[str, Any] = {}
+
+    def evaluate(generator: Any, reader: Any, **how: Any) -> dict[str, Any]:
+        z, labels = torch.ones(2, 8), torch.tensor([0, 2])
+        noise = [torch.zeros(2, *shape) for shape in task.generator.noise_shapes(16)]
+        asked.update(how, reader=reader, images=generator(z, labels, noise=noise))
+        row = {"frechet": 1.0, "kernel": 2.0, "diversity_ratio": 3.0}
+        return {"n": 24, "distances": [row], "memorisation": None}
+
+    monkeypatch.setattr("training.gan.task.evaluate_generator", evaluate)
+    figures = task.evaluate()
+    stage = reference.stage(steps - 1)
+    noise = [torch.zeros(2, *shape) for shape in reference.g.noise_shapes(stage.side)]
+    grown = {"resolution": stage.side, "alpha": stage.alpha}
+    z, labels = torch.ones(2, 8), torch.tensor([0, 2])
+    ws = reference.average.mapping(z, labels)[:, None].expand(-1, reference.g.num_ws_at(stage.side), -1)
+    expected = reference.average.synthesis(ws, noise, **grown)
+    scale = 16 // stage.side
+    torch.testing.assert_close(asked["images"][..., ::scale, ::scale], expected, rtol=1e-9, atol=1e-9)
+    assert (asked["reader"], asked["train_reader"]) == (task.val_reader, task.reader)
+    assert (asked["seed"], asked["n"]) == (tree["seed"], 24)
+    assert [extractor.name for extractor in asked["extractors"]] == ["pixels"]
+    assert figures["frechet/pixels"] == 1.0
+    if stage.side < 16 or stage.alpha < 1:
+        assert "logits/held_out" not in figures
+        return
+    drawn = generate(reference.average, labels=torch.tensor(task.reader.labels()[:32]), indices=range(32), seed=5)
+    sets = {"held_out": task.val_reader, "real": task.reader}
+    given = {key: [torch.tensor(part) for part in reader.read(range(32))] for key, reader in sets.items()}
+    for key, (images, own) in (given | {"fake": (drawn, given["real"][1])}).items():
+        logits = reference.d(images.to(torch.get_default_dtype()) / 127.5 - 1, own)
+        assert figures[f"logits/{key}"] == pytest.approx(float(logits.detach().mean()), rel=1e-6), key
+
+
+def test_a_stage_begins_with_its_images_batch_and_moments(folder: Any) -> None:
+    """The first step of 16 px equals the stage before, scaled up, and Adam's moments are those of one update."""
+    task, loader = made(folder, TREES["growing"])
+    task.step(loader, 0)
+    batch = next(loader)
+    assert batch.images.shape == (8, 1, 16, 16)
+    assert task.images_at(1) == 16
+    loader = make_loader(task.config, task.reader, CPU)
+    task, _ = made(folder, TREES["growing"])
+    for step, count in ((0, 1), (1, 1), (2, 2)):
+        task.step(loader, step)
+        for updater in (task.generator_step.updater, task.discriminator_step.updater):
+            counts = {int(kept["step"]) for kept in updater.optimizer.state.values()}
+            assert counts == {count}, (step, counts)
