@@ -39,8 +39,8 @@ def test_an_old_run_goes_on_as_the_old_version_did(old, run):
     for network, tensors in after["state"].items():
         assert state[network].keys() == tensors.keys()
         for name, tensor in tensors.items():
-            tolerance = {"rtol": 0.0, "atol": 0.0} if same else {"rtol": 1e-3, "atol": 1e-4}
-            torch.testing.assert_close(state[network][name], tensor, **tolerance, msg=f"{network}.{name}")
+            rtol, atol = (0.0, 0.0) if same else (1e-3, 1e-4)
+            torch.testing.assert_close(state[network][name], tensor, rtol=rtol, atol=atol, msg=f"{network}.{name}")
     later = [row for row in rows(old / run) if row["step"] > STOPPED]
     assert len(later) == len(after["rows"])
     for found, expected in zip(later, after["rows"], strict=True):
