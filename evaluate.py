@@ -11,8 +11,9 @@ from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
 from utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from utils.distributed.launch import add_options, start_processes, wanted_device
-from utils.errors import UserError, exit_cli
+from utils.errors import UserError
 from utils.files import check_writable, write_atomic
+from utils.script import exit_cli
 
 COMPARE = ("compare", "out", "json", "debug")  # options that go together
 

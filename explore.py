@@ -10,11 +10,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from utils import door
+from utils import bounded
 from utils.config.cli import Parser
 from utils.config.yaml_files import near_file
-from utils.errors import EXIT_OK, UserError, exit_cli
+from utils.errors import EXIT_OK, UserError
 from utils.processes import leave_threads
+from utils.script import exit_cli
 
 PORT = 7870
 CONNECTIONS = 50
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
         token = None if own.is_loopback else secrets.token_urlsafe(16)
         app, worker = build(options, token)
         how: dict[str, Any] = {"sockets": [listener], "threads": THREADS, "connection_limit": CONNECTIONS}
-        server = create_server(app, max_request_body_size=door.UPLOAD.limit + 1, ident=None, **how)
+        server = create_server(app, max_request_body_size=bounded.UPLOAD.limit + 1, ident=None, **how)
 
         logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # it warns of threads that are on their way
 

@@ -9,7 +9,7 @@ from typing import Any
 from inference.settings import FORMATS, ExportConfig
 from utils.checkpoint import resolve_for_people
 from utils.config.cli import Parser, positive
-from utils.errors import run_cli
+from utils.script import run_cli
 
 FORMAT_HELP = (
     "safetensors: weights for hubconf.py; onnx and torch-export: a program; int8: a classifier's ONNX program in 8-bit "

@@ -23,8 +23,9 @@ from inference.settings import (
 )
 from utils.checkpoint import load, resolve_for_people
 from utils.config.cli import Parser, add_model_options, positive
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.files import check_writable
+from utils.script import run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from inference.samples import Sampler

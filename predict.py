@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from inference.settings import ProjectionConfig
 from utils.checkpoint import load, resolve_for_people
 from utils.config.cli import Parser, add_model_options, add_speed_options, did_you_mean, positive
-from utils.door import printable
-from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
+from utils.errors import EXIT_OK, EXIT_USER, UserError
+from utils.script import run_cli
+from utils.text import printable
 
 if TYPE_CHECKING:
     from inference.edit.command import Counterfactuals

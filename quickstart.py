@@ -25,9 +25,10 @@ from planning.choice import replanned
 from planning.plan import Plan, Training, from_tree
 from utils.config.cli import Parser
 from utils.distributed.launch import handling, obeyed_signals
-from utils.errors import EXIT_SIGNAL, UserError, run_cli
+from utils.errors import EXIT_SIGNAL, UserError
 from utils.files import check_writable, write_atomic
 from utils.processes import die_with_parent
+from utils.script import run_cli
 from utils.text import duration
 
 ROOT = Path(__file__).resolve().parent

@@ -13,7 +13,8 @@ from studies.subjects import SUBJECTS, load_subject
 from utils.config.build import UnknownKey, build, to_tree
 from utils.config.cli import Parser, did_you_mean, positive
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, exit_cli
+from utils.errors import UserError
+from utils.script import exit_cli
 
 
 def parser() -> Parser:

@@ -10,7 +10,8 @@ from utils.config.cli import Parser, did_you_mean, positive
 from utils.config.recipes import listing, recipes
 from utils.config.yaml_files import read_yaml
 from utils.distributed.launch import add_options, leaving_on_signals, start_processes, under_launcher, wanted_device
-from utils.errors import UserError, exit_cli
+from utils.errors import UserError
+from utils.script import exit_cli
 
 RESUME = ("--resume", "--resume_from", "--continue")  # what people look for
 

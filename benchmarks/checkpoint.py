@@ -28,9 +28,10 @@ from training.engine.tasks import build_run_config
 from utils import checkpoint as checkpoints
 from utils.config.cli import Parser
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
-from utils.heap import keep_freed_memory
-from utils.run_folder import RunFolder
+from utils.errors import UserError
+from utils.memory import tune_malloc
+from utils.runlog.run_folder import RunFolder
+from utils.script import run_cli
 
 SIZE = 32  # px of the quickstart's images
 MODES = ("plain", "asynchronous", "synchronous")
@@ -135,7 +136,7 @@ def main(argv: list[str]) -> None:
         raise UserError("--every, --repeats and --steps must be 1 or more")
     device = torch.device(options.device)
     if device.type == "cpu":
-        keep_freed_memory()  # as training does
+        tune_malloc()  # as training does
     load = os.getloadavg()[0]  # before: the training itself is no load beside it
     Path(options.folder).mkdir(parents=True, exist_ok=True)
     counts = {"every": options.every, "repeats": options.repeats, "steps": options.steps}

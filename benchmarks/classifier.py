@@ -42,8 +42,9 @@ from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from utils.config.cli import Parser, positive
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.memory import cores
+from utils.script import run_cli
 
 Result = dict[str, float | int | str | bool]
 Contender = Ours | Timm

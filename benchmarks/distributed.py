@@ -44,9 +44,9 @@ from training.optim import updater
 from utils.config.cli import Parser, positive
 from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives
-from utils.errors import UserError, run_cli
-from utils.heap import keep_freed_memory
-from utils.memory import cores
+from utils.errors import UserError
+from utils.memory import cores, tune_malloc
+from utils.script import run_cli
 
 Result = dict[str, float | int | str]
 
@@ -107,7 +107,7 @@ class Trainer:
     """One process's task and loader."""
 
     def __init__(self, recipe: str, packed: Path, *, by_hand: bool) -> None:
-        keep_freed_memory()  # as training does
+        tune_malloc()  # as training does
         config = build_run_config(read_yaml(recipe), [], recipe)
         task = TASKS[config.task].task
         if by_hand:

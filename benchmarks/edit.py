@@ -30,7 +30,8 @@ from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import load, resolve
 from utils.config.cli import Parser, add_model_options, positive
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 METHODS: dict[str, dict[str, Any]] = {
     "w": {"space": "w"},

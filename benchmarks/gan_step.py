@@ -35,8 +35,9 @@ from training.gan.task import GanTask
 from training.profile.ranges import OTHER, PhaseClock, listening, phase
 from utils.config.cli import Parser
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
-from utils.heap import keep_freed_memory
+from utils.errors import UserError
+from utils.memory import tune_malloc
+from utils.script import run_cli
 
 Result = dict[str, float | int | str]
 MEMORY_STEPS = 2  # the first one takes every penalty
@@ -141,7 +142,7 @@ def peak_memory(config: GanConfig, size: int, channels: int, classes: int, devic
 def _peak_memory(config: GanConfig, size: int, channels: int, classes: int, name: str) -> tuple[float, float]:
     device = torch.device(name)
     if device.type == "cpu":
-        keep_freed_memory()
+        tune_malloc()
     with random_images(size, channels, classes) as reader:
         timed = Timed(config, reader, device)
         if device.type != "cpu":
@@ -204,7 +205,7 @@ def main(argv: list[str]) -> None:
     device = torch.device(options.device)
     images = (options.size, options.channels, options.classes)
     if device.type == "cpu":
-        keep_freed_memory()  # as training does
+        tune_malloc()  # as training does
     with random_images(*images) as reader:
         result = measure(config, reader, device, options.repeats, options.steps)
     for name, each in settings(config).items():

@@ -37,8 +37,9 @@ from data.records import pack_arrays
 from data.sources import open_source
 from data.sources.download import CACHE
 from utils.config.cli import Parser
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.memory import cores
+from utils.script import run_cli
 
 Result = dict[str, float | int]
 

@@ -41,7 +41,8 @@ from training.optim.updater import Updater
 from utils.config.cli import Parser
 from utils.config.yaml_files import read_yaml
 from utils.distributed.gradients import buckets_of
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 PEAK = 790.0  # TFLOP/s of an H200 in dense bf16 matrix products

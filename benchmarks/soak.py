@@ -34,8 +34,9 @@ from benchmarks.soaking.verdict import MEASURES, other_rows, trends, unequal
 from utils.checkpoint import load
 from utils.config.cli import Parser
 from utils.config.yaml_files import save_yaml
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.processes import die_with_parent, process_state
+from utils.script import run_cli
 
 ROOT = Path(__file__).resolve().parents[1]
 INSIDE = "DUET_SOAK_DISK"  # set in the process that has the disk of its own: its folder

@@ -34,8 +34,9 @@ from utils.checkpoint import Checkpoint, load, newest_first, step_of
 from utils.config.cli import Parser, positive
 from utils.config.yaml_files import near_file
 from utils.distributed.collectives import choose_device
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.memory import cores
+from utils.script import run_cli
 
 MULTIPLES = (8.0, 4.0, 2.8)
 FRECHET = "val/frechet/"  # before the extractor's name, in metrics.jsonl

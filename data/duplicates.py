@@ -18,9 +18,10 @@ from data.images import thumbnail
 from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, confirm, near
 from utils.config.cli import Parser
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.files import building, write_atomic
-from utils.fonts import legible
+from utils.images import legible
+from utils.script import run_cli
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there

@@ -19,9 +19,10 @@ from data.lmdb.format import Meta
 from data.lmdb.reader import LMDBReader
 from data.reading.verify import Damage, verify
 from utils.config.cli import Parser
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.files import building
-from utils.fonts import legible
+from utils.images import legible
+from utils.script import run_cli
 from utils.text import columns
 
 COLUMNS = 10

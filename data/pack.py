@@ -28,9 +28,10 @@ from data.packing.summary import Summary, list_skipped, summary_lines
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from utils.classes import require_same_classes
 from utils.config.cli import Parser
-from utils.errors import UserError, run_cli
-from utils.heap import keep_freed_memory
-from utils.progress import Bar
+from utils.errors import UserError
+from utils.memory import tune_malloc
+from utils.runlog.progress import Bar
+from utils.script import run_cli
 
 KEPT_BYTES = 128 << 20  # of freed memory
 SKIPPED_IMAGES, SKIPPED_SHARE = 100, 0.01  # what --on-error skip leaves out at most, whichever is more
@@ -298,7 +299,7 @@ def main(argv: list[str]) -> None:
     if args.max_skipped is not None and args.max_skipped < 0:
         raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
     check_target(args.dest, args.overwrite)
-    keep_freed_memory(KEPT_BYTES)
+    tune_malloc(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
     of_source = ("split", "root", "label_column", "classes_from")
     other = ("source", "debug", *of_source)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data.errors import ImageError
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 NAME_BYTES = 1 << 20  # of a name: tarfile reads it at once
@@ -36,7 +36,7 @@ class _Open:
     descriptor = -1
 
     def __init__(self, path: Path) -> None:
-        with door.open_file(path, door.ARCHIVE) as file:
+        with bounded.open_file(path, bounded.ARCHIVE) as file:
             self.descriptor = os.dup(file.fileno())
 
     def __del__(self) -> None:
@@ -55,9 +55,9 @@ class TarFiles:
         self._open: dict[int, _Open] = {}  # by number, the one opened last at the end
         self._lock = threading.Lock()
 
-    def read(self, member: Member, kind: door.Kind = door.IMAGE) -> bytes:
+    def read(self, member: Member, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
         """A member's bytes. Raises ImageError, and UserError for a tar that has changed."""
-        if reason := door.too_large(member.size, kind):
+        if reason := bounded.too_large(member.size, kind):
             raise ImageError(reason)
         try:
             file = self._file(member.shard)
@@ -96,7 +96,7 @@ class _Bounded:
 
     def read(self, size: int) -> bytes:
         if size > NAME_BYTES:
-            raise door.Refused(f"a name of {size:,} bytes")
+            raise bounded.Refused(f"a name of {size:,} bytes")
         content: bytes = self._file.read(size)
         return content
 
@@ -105,7 +105,7 @@ def read_members(path: Path) -> Iterator[tarfile.TarInfo]:
     """All members of a tar that is not compressed. Raises OSError, tarfile's errors and ValueError, also at its end
     for what tarfile ends at silently: a damaged head, no mark of the end, and members behind it.
     """
-    with door.open_file(path, door.ARCHIVE) as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:  # type: ignore[call-overload]
+    with bounded.open_file(path, bounded.ARCHIVE) as file, tarfile.open(fileobj=_Bounded(file), mode="r:") as archive:  # type: ignore[call-overload]
         last = -1
         while (member := archive.next()) is not None:
             archive.members.clear()  # tarfile keeps all of them

@@ -27,9 +27,10 @@ from explorer.worker import Unavailable, Worker
 from inference.samples import parse_layers
 from reporting.charts import number
 from reporting.pictures import picture
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
+from utils.text import printable
 
 HERE = Path(__file__).parent
 STATIC = {  # all the files that are served, read at the start
@@ -114,8 +115,8 @@ class Asked:
         if not self._request.content_length:
             raise UserError("no image was sent; choose a file")
         try:
-            return door.read_stream(self._request.stream, door.UPLOAD)
-        except door.Refused as error:
+            return bounded.read_stream(self._request.stream, bounded.UPLOAD)
+        except bounded.Refused as error:
             raise UserError(f"the image {error}") from None
 
 
@@ -127,9 +128,9 @@ class App:
     ) -> None:
         self.runs, self.worker, self.token = runs, worker, token
         self._editors, self._witnesses = Editors(), naming.Witnesses(data)
-        self._static = {path: (door.read_file(file, door.CONFIG), kind) for path, (file, kind) in STATIC.items()}
+        self._static = {path: (bounded.read_file(file, bounded.CONFIG), kind) for path, (file, kind) in STATIC.items()}
         self._asks: dict[str, Callable[[Asked], Answer]] = {
-            "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": door.UPLOAD.limit},
+            "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": bounded.UPLOAD.limit},
             "/api/draw": self._draw,
             "/api/mix": self._mix,
             "/api/walk": self._walk,
@@ -245,7 +246,7 @@ class App:
 
 
 def _line(text: str, status: int) -> Response:
-    return Response(door.printable(" ".join(text.split())), status, content_type="text/plain; charset=utf-8")
+    return Response(printable(" ".join(text.split())), status, content_type="text/plain; charset=utf-8")
 
 
 def _require(request: Request, method: str) -> None:

@@ -14,7 +14,7 @@ from inference.settings import DATASET, check_suffix
 from metrics.lineage import passport_of
 from utils.checkpoint import file_sha256
 from utils.errors import UserError
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 
 def write_dataset(

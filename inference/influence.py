@@ -14,8 +14,9 @@ from inference.settings import check_suffix
 from utils.checkpoint import load, newest_first, resolve
 from utils.classes import require_same_classes
 from utils.config.cli import Parser, did_you_mean, positive
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.files import check_writable
+from utils.script import run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     from torch import Tensor, device
@@ -110,7 +111,7 @@ def _explain(
     from data.errors import ImageError
     from inference.influence_scores import influence, most
     from inference.predictions import judge_images, read_image
-    from utils.image_tables import save_captioned
+    from utils.images import save_captioned
 
     classes, model = reader.classes, snapshots[-1].load()
     try:
@@ -154,7 +155,7 @@ def _mislabelled(
     options: Namespace, snapshots: "list[Snapshot]", reader: "Dataset", _checkpoint: dict[str, Any]
 ) -> dict[str, Any]:
     from inference.influence_scores import suspicion
-    from utils.image_tables import save_captioned
+    from utils.images import save_captioned
 
     found = suspicion(snapshots, reader, batch_size=options.batch_size)
     measure = options.by or "probability"

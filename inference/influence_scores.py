@@ -20,7 +20,7 @@ from metrics.extractors import classifier_input
 from metrics.precision import device_of, exact_float32
 from models.classifier import Classifier
 from utils.errors import UserError
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 MOST_ELEMENTS = 1 << 26  # of gradients held at once: 256 MiB of float32
 

@@ -20,7 +20,7 @@ from models.gan import NoiseMode, one_hot
 from models.sampling import to_uint8
 from utils.errors import UserError
 from utils.files import building
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 
 def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:

@@ -22,10 +22,10 @@ from metrics.extractors import classifier_input
 from metrics.precision import device_of, evaluating, exact_float32
 from models.classifier import Classifier
 from models.hooks import find_layer, output_gradient
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 from utils.files import check_writable
-from utils.image_tables import save_captioned
+from utils.images import save_captioned
 from utils.memory import cores
 
 SIDE = 224  # px that smaller images are enlarged to, so that the heat on them is smooth
@@ -41,8 +41,8 @@ def read_image(path: str | Path, checkpoint: Mapping[str, Any], *, resize: str |
     Args: `resize` crop or pad instead. Raises ImageError if it cannot be read.
     """
     try:
-        content = door.read_file(path, door.IMAGE)
-    except door.Refused as error:
+        content = bounded.read_file(path, bounded.IMAGE)
+    except bounded.Refused as error:
         raise ImageError(str(error)) from error
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         raise ImageError(f"cannot be read: {getattr(error, 'strerror', error)}") from error

@@ -25,8 +25,8 @@ from models.gan import StyledGenerator
 from models.sampling import to_uint8
 from utils.errors import UserError
 from utils.files import write_atomic
-from utils.image_tables import save_table
-from utils.progress import Bar
+from utils.images import save_table
+from utils.runlog.progress import Bar
 from utils.seeding import generator as keyed_generator
 
 MEAN_SAMPLES = 1000  # z whose w give the mean of a class and the spread around it

@@ -15,7 +15,8 @@ from inference.settings import check_suffix
 from utils.checkpoint import file_sha256, load, resolve_for_people
 from utils.classes import require_same_classes
 from utils.config.cli import Parser, add_model_options
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 if TYPE_CHECKING:  # what needs torch is imported when the options are known to be right
     import numpy as np
@@ -84,7 +85,7 @@ def guesses(classifier: "Classifier", reader: "Dataset", *, batch_size: int) -> 
 
     from data.reading.loader import read_batch
     from metrics.evaluate_gan import judge_images
-    from utils.progress import Bar
+    from utils.runlog.progress import Bar
 
     labels, sure = [], []
     with Bar(total=len(reader), desc="labelling", unit="image") as bar:

@@ -18,7 +18,7 @@ from models.sampling import draw, generate, to_uint8
 from utils.checkpoint import Checkpoint
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
-from utils.image_tables import PADDING, save_rows, save_table
+from utils.images import PADDING, save_rows, save_table
 
 
 @dataclass(frozen=True, kw_only=True)

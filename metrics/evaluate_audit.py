@@ -32,7 +32,7 @@ from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.image_tables import save_captioned
+from utils.images import save_captioned
 from utils.passport import recorded
 from utils.seeding import generator as keyed_generator
 from utils.seeding import numpy_generator

@@ -18,7 +18,7 @@ from metrics.shards import shared_pass
 from models.classifier import Classifier
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 TOP = 5  # labels among so many largest logits are counted
 BINS = 15  # of the calibration error, as in Guo et al. 2017 (1706.04599)

@@ -32,7 +32,7 @@ from utils.checkpoint import Checkpoint, load, resolve
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.image_tables import save_captioned, save_rows
+from utils.images import save_captioned, save_rows
 from utils.text import columns, decimal
 
 CLASSIFIER_ONLY = ("robustness", "ood")

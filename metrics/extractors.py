@@ -18,7 +18,7 @@ from models.backbones.base import normalize
 from models.backbones.resnet import RESNET
 from models.classifier import Classifier, fit_images
 from models.weights import fitted, read_state_dict
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
@@ -127,7 +127,7 @@ class ResNet50Features:
     def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
         path = needed_weights(weights, "extractor resnet50 needs a weights file")
         self.device = torch.device(device)
-        self.source = f"{path.name} sha256:{hashlib.sha256(door.read_file(path, door.WEIGHTS)).hexdigest()[:12]}"
+        self.source = f"{path.name} sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
         self._network = load_resnet50(path).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def __call__(self, images: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from metrics.extractors import Extractor, extract
 from metrics.frechet import Moments
 from metrics.shards import shared_pass
 from utils.distributed.collectives import is_main
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 from utils.seeding import numpy_generator
 
 Source = Callable[[range], tuple[Tensor, Any]]

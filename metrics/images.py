@@ -14,8 +14,7 @@ from torch import Tensor
 from data.reading.dataset import Dataset
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from utils.files import write_atomic
-from utils.fonts import drawable, families
-from utils.image_tables import save_captioned, save_rows, save_table
+from utils.images import drawable, families, save_captioned, save_rows, save_table
 
 MANY_CLASSES = 30  # beyond that, names and numbers in a confusion matrix could not be read
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils.config.cli import Parser
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 if TYPE_CHECKING:
     from models.official.names import Converted
@@ -89,8 +90,8 @@ def checkpoint_of(converted: "Converted", names: list[str], file: str) -> dict[s
 
     from models.registry import architecture_of
     from utils.checkpoint import SCHEMA
+    from utils.checkpoint.state_schema import check_tensors
     from utils.config.build import build
-    from utils.state_schema import check_tensors
 
     architecture = architecture_of(converted.architecture)
     parts = {

@@ -8,10 +8,10 @@ from models.classifier import Classifier, ModelConfig
 from models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
 from models.registry import DEFAULT, architecture_of
 from utils.checkpoint import SHAPE
+from utils.checkpoint.state_schema import FAULTS, loaded
 from utils.config.build import build
 from utils.errors import UserError
 from utils.passport import recorded
-from utils.state_schema import FAULTS, loaded
 
 
 def _file(checkpoint: dict[str, Any]) -> str:

@@ -17,15 +17,15 @@ from torch import Tensor
 from models.backbones.base import Backbone
 from models.backbones.registry import BACKBONES, backbone_of
 from models.classifier import Classifier, ModelConfig
+from utils import bounded
 from utils import checkpoint as checkpoints
-from utils import door
+from utils.checkpoint.state_schema import check_tensors
 from utils.config.build import build
 from utils.config.cli import did_you_mean
 from utils.config.yaml_files import near_file
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.passport import Lineage, check_lineage, nothing, recorded
-from utils.state_schema import check_tensors
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
@@ -51,7 +51,7 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     if not path.is_file():
         raise UserError(f"{option} {path}: no such file{near_file(path)}")
     try:
-        door.check(path, door.WEIGHTS)
+        bounded.check(path, bounded.WEIGHTS)
     except OSError as error:
         raise UserError(f"{option} {path} {error}; {remedy}") from error
     if path.suffix == ".safetensors":

@@ -19,9 +19,10 @@ from planning.choice import choose
 from planning.plan import Plan, Speed
 from planning.survey import survey
 from utils.config.cli import Parser
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.files import write_atomic
 from utils.memory import cores
+from utils.script import run_cli
 from utils.text import columns, duration
 
 BUSY = 1.5  # processes that want a core, for each core, before anything is measured

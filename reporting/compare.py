@@ -15,9 +15,9 @@ from reporting.pictures import CAPTIONS, picture
 from reporting.report import SHOWN_AT_ONCE, chart_of, render
 from reporting.run_files import Run, read_run
 from utils.config.cli import Parser
-from utils.errors import exit_cli
 from utils.files import check_writable, write_atomic
 from utils.provenance import environment
+from utils.script import exit_cli
 
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]

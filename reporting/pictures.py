@@ -8,7 +8,7 @@ from PIL import Image
 
 from reporting.charts import number
 from reporting.run_files import Run
-from utils import door
+from utils import bounded
 
 MOST_SAMPLES = 12  # grids shown of the samples over time
 MOST_OUTPUTS = 12  # images shown of what other commands have written
@@ -77,7 +77,7 @@ def picture(path: Path, caption: str) -> Picture:
 
 def _data_address(path: Path) -> str:
     """The `data:` address of a checked image; a large one is shrunk and stored as JPEG. Raises UNREADABLE."""
-    content = door.read_file(path, door.IMAGE)
+    content = bounded.read_file(path, bounded.IMAGE)
     with Image.open(io.BytesIO(content)) as image:
         image.load()
         kind = "png" if image.format == "PNG" else "jpeg"

@@ -15,7 +15,7 @@ from reporting import figures, pictures
 from reporting.charts import Chart, line_chart
 from reporting.figures import Figure, headline
 from reporting.run_files import Run, of_run, read_run
-from utils import door
+from utils import bounded
 from utils.files import write_atomic
 from utils.provenance import environment
 
@@ -73,7 +73,7 @@ def _commands(run: Run) -> list[str]:
     train = ["python", "train.py", "--config", str(config), "--run-dir", f"{run.folder}-again"]
     commands = [shlex.join(train)] if config.is_file() else []
     if evaluation.is_file():
-        commands += door.read_file(evaluation, door.TABLE).decode(errors="replace").strip().splitlines()
+        commands += bounded.read_file(evaluation, bounded.TABLE).decode(errors="replace").strip().splitlines()
     return commands
 
 

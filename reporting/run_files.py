@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from utils import door
+from utils import bounded
 from utils.config import yaml_files
 
 FAR = 1e100  # no figure of a training; a chart's ticks would overflow
@@ -96,7 +96,7 @@ def _read_text(path: Path, notes: list[str]) -> str:
     if not path.exists():
         return ""
     try:
-        return door.read_file(path, door.TABLE).decode(errors="replace")
+        return bounded.read_file(path, bounded.TABLE).decode(errors="replace")
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return ""
@@ -111,7 +111,7 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(door.read_file(path, door.TABLE), parse_int=_integer)
+        value = json.loads(bounded.read_file(path, bounded.TABLE), parse_int=_integer)
     except (OSError, ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}

@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from utils.errors import UserError
-from utils.logging import Events
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import Events
 
 
 def show_images(run: Path, step: int, files: Iterable[Path]) -> None:

@@ -31,7 +31,7 @@ from models.sampling import draw, generate
 from utils.checkpoint import load
 from utils.config.ranges import Checked, PositiveFloat, PositiveInt
 from utils.errors import UserError
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
 LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep

@@ -23,7 +23,7 @@ from studies.document import document
 from utils.distributed.launch import handling
 from utils.errors import StoppedBySignal, UserError
 from utils.files import check_writable, write_atomic
-from utils.logging import say
+from utils.runlog.run_log import say
 from utils.text import duration
 
 DISCARDED = "checkpoints"  # folders of a run that go once it is judged

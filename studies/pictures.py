@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from data.reading.dataset import Dataset
-from utils.image_tables import save_rows
+from utils.images import save_rows
 
 COLUMNS = 12
 

@@ -28,7 +28,7 @@ from utils.checkpoint import Checkpoint, load, resolve
 from utils.config.ranges import InnerShare, PositiveFloat, PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
-from utils.image_tables import save_rows
+from utils.images import save_rows
 from utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"

@@ -16,7 +16,8 @@ from training.base.data import make_loader
 from training.engine.tasks import TASKS
 from utils.config.recipes import recipes
 from utils.distributed import collectives, gradients
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 DOCS = (REPOSITORY / "docs" / "scaling.md").read_text()
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY

@@ -11,7 +11,8 @@ import evaluate
 from benchmarks import time_to_quality as benchmark
 from tests.metrics.conftest import gan_run, pack, read_json
 from utils.checkpoint import load, save
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 STEPS = (10, 20, 30)
 N = 40

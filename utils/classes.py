@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from utils.errors import UserError
-
-LISTED = 10  # names in the message
+from utils.text import listed
 
 
 def require_same_classes(
@@ -21,9 +20,3 @@ def require_same_classes(
         place = next(i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs)
         found = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
     raise UserError(f"{who}: its classes are not those of {other}: {'; '.join(found)}; {remedy}")
-
-
-def listed(names: Sequence[str], most: int = LISTED) -> str:
-    """The first names."""
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

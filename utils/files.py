@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 
@@ -17,7 +17,7 @@ def replaceable(path: Path) -> Path:
     """
     target = Path(os.path.realpath(path)) if path.is_symlink() else path
     if target.exists():
-        door.check(target, door.ARCHIVE)
+        bounded.check(target, bounded.ARCHIVE)
     return target
 
 

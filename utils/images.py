@@ -1,16 +1,52 @@
-"""Image grids and atomic PNG files, for samples during training and for evaluation."""
+"""Images for people: grids and tables with words beside them, as PNG files, written atomically.
+
+Letters are those of matplotlib's DejaVu Sans, so that images look alike everywhere; for scripts that it lacks, those of
+a font that is installed on this machine: one with the letters of China, Japan and Korea takes 5 to 20 MB, so none comes
+along. What none of them has is written as its number (`\\u732b`), never as a box.
+"""
 
 import io
 import math
+from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
 
 from utils.files import write_atomic
+from utils.text import printable, shorten
 
 ImageArray = torch.Tensor | np.ndarray
+
+TEXT, LINE = 11, 14  # px: height of letters, and from one line to the next
+WIDEST_NAME = 150  # px beside a row
+CELL = 96  # px that a table's smaller images are enlarged to
+PADDING = 4  # px between a table's images
+CAPTION = 112  # px that a caption may be wide at least
+
+Word = tuple[float, float, str, str]  # x, y, text, and what of it lies there: Pillow's anchor
+Place = tuple[int, int, Tensor | None]  # x, y of an image's corner; None leaves the place white
+OWN = "DejaVu Sans"
+OTHERS = (  # the most common ones with many scripts, in order
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans SC",
+    "Noto Sans JP",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "WenQuanYi Zen Hei",
+    "Droid Sans Fallback",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Arial Unicode MS",
+    "Microsoft YaHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "Unifont",
+)
 
 
 def to_numpy(images: ImageArray) -> np.ndarray:
@@ -54,3 +90,141 @@ def save_png(image: np.ndarray, path: str | Path) -> None:
     buffer = io.BytesIO()
     Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(buffer, format="PNG")
     write_atomic(path, buffer.getvalue())
+
+
+def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
+    """Draw images uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
+
+    A line that is wider than its image's cell loses its middle.
+    """
+    height, width = images[0].shape[-2:]
+    scale = max(1, round(CAPTION / height))
+    cell = max(width * scale, CAPTION)
+    down, right = height * scale + 2 * LINE + 14, cell + 12  # from one image to the next
+    places = [(i % columns * right + 6, i // columns * down + 6, image) for i, image in enumerate(images)]
+    words = [
+        (x, y + height * scale + 2 + number * LINE, _fitting(line, cell), "la")
+        for (x, y, _), caption in zip(places, captions, strict=True)
+        for number, line in enumerate(caption.splitlines()[:2])
+    ]
+    _save(path, (min(columns, len(images)) * right, math.ceil(len(images) / columns) * down), places, words, scale)
+
+
+def save_rows(
+    rows: Sequence[Sequence[Tensor]],
+    path: str | Path,
+    *,
+    columns: int,
+    most_rows: int = 50,
+    captions: Sequence[str] = (),  # a row's name, written to the left of it; none: no room is left for them
+) -> None:
+    """Write images uint8 [C, H, W] as a grid with a row for each class; a single row is broken into several.
+
+    A class with fewer than `columns` images leaves white places; of too many classes the first are shown. A single
+    row gets no caption: there is nothing to tell apart.
+    """
+    if len(rows) == 1:
+        (images,), captions = rows, ()
+        rows = [images[start : start + columns] for start in range(0, len(images), columns)]
+        most_rows = len(rows)
+    shown = [row[:columns] for row in rows[:most_rows]]
+    save_table(shown, path, row_heads=captions[:most_rows], cell=64, gap=0)
+
+
+def save_table(
+    rows: Sequence[Sequence[Tensor | None]],  # uint8 [C, H, H] each; None, or a shorter row, leaves the place white
+    path: str | Path,
+    *,
+    row_heads: Sequence[str] = (),  # of one line, to the left; none: no room is left for them
+    column_heads: Sequence[str] = (),  # of one or more lines, above
+    cell: int = CELL,  # px that smaller images are enlarged to
+    gap: int = PADDING,  # px between images
+    margin: int | None = None,  # px after the first row and after the first column, if not `gap`
+) -> None:
+    """Write images as a table with a head beside each row and above each column; one too wide loses its middle."""
+    side = next(image.shape[-1] for row in rows for image in row if image is not None)
+    scale = max(1, cell // side)
+    step = side * scale + gap
+    beside = [_fitting(head, WIDEST_NAME) for head in row_heads]
+    above = [[_fitting(line, side * scale) for line in head.split("\n")] for head in column_heads]
+    left = math.ceil(max(legible(head, TEXT)[1].getlength(head) for head in beside)) + 2 * PADDING if beside else 0
+    top = LINE * max(map(len, above)) + PADDING if above else 0
+    extra = 0 if margin is None else margin - gap
+    xs = [left + i * step + extra * (i > 0) for i in range(max(map(len, rows)))]
+    ys = [top + i * step + extra * (i > 0) for i in range(len(rows))]
+    words: list[Word] = [(left - PADDING, y + side * scale / 2, h, "rm") for y, h in zip(ys, beside, strict=False)]
+    for x, lines in zip(xs, above, strict=False):
+        words += [(x, top - PADDING - n * LINE, line, "ld") for n, line in enumerate(reversed(lines))]
+    places = [(x, y, image) for y, row in zip(ys, rows, strict=True) for x, image in zip(xs, row, strict=False)]
+    _save(path, (xs[-1] + step, ys[-1] + step), places, words, scale)
+
+
+def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int) -> None:
+    """Write a white PNG of `size` (width, height) with images, of which each pixel becomes scale x scale, and words."""
+    shown = [(x, y, image.numpy().transpose(1, 2, 0)) for x, y, image in places if image is not None]
+    canvas = np.full((size[1], size[0], max(pixels.shape[2] for _, _, pixels in shown)), 255, dtype=np.uint8)
+    for x, y, pixels in shown:
+        height, width = (side * scale for side in pixels.shape[:2])
+        canvas[y : y + height, x : x + width] = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
+    drawn = Image.fromarray(canvas if canvas.shape[2] == 3 else canvas[:, :, 0])
+    draw = ImageDraw.Draw(drawn)
+    for left, top, text, anchor in words:
+        drawable, font = legible(text, TEXT)
+        draw.text((left, top), drawable, fill=0, font=font, anchor=anchor)
+    save_png(np.atleast_3d(np.asarray(drawn)), path)
+
+
+def _fitting(text: str, width: float) -> str:
+    """One line of at most so many px; what cannot be drawn, such as a line's end inside a class name, is a space."""
+    drawable, font = legible("".join(c if c.isprintable() else " " for c in text), TEXT)
+    return shorten(drawable, width, font.getlength)
+
+
+@cache
+def _paths() -> dict[str, str]:
+    """The fonts that there are, by name, in order."""
+    from matplotlib.font_manager import fontManager  # slow to import
+
+    found = {entry.name: entry.fname for entry in reversed(fontManager.ttflist)}
+    return {OWN: str(fontManager.findfont(OWN))} | {name: found[name] for name in OTHERS if name in found}
+
+
+@cache
+def _letters(name: str) -> frozenset[int]:
+    """The characters that a font has."""
+    from matplotlib.ft2font import FT2Font
+
+    return frozenset(FT2Font(_paths()[name]).get_charmap())
+
+
+def families() -> list[str]:
+    """Names for matplotlib, which takes each letter from the first that has it."""
+    return list(_paths())
+
+
+def drawable(text: str) -> str:
+    """A line of text, `printable`, with what no font has written as its number."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_shown, printable(text)))
+
+
+def _shown(character: str) -> str:
+    if any(ord(character) in _letters(name) for name in families()):
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def legible(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
+    """A line of text as it can be drawn by one font, and that font, of `size` px: the first that has all letters."""
+    text = drawable(text)
+    wanted = {ord(character) for character in text}
+    name = next((name for name in families() if wanted <= _letters(name)), OWN)
+    if not wanted <= _letters(name):  # no single one has all of them
+        text = "".join(c if ord(c) in _letters(OWN) else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text, _font(name, size)
+
+
+@cache
+def _font(name: str, size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.truetype(_paths()[name], size)

@@ -1,6 +1,7 @@
 """Randomness is derived, not carried: a key gives a seed, a seed a generator. docs/randomness.md lists every draw."""
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 Key = int | str
+NO_KERNEL = "does not have a deterministic implementation"
 
 
 def seed_of(*key: Key) -> int:
@@ -37,3 +39,27 @@ def forked(*key: Key) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(*key))
         yield
+
+
+def use_deterministic_kernels() -> None:
+    """`deterministic: true`: the same numbers on the same machine, run after run, also on accelerators, whose kernels
+    else choose among algorithms by speed or add up in the order in which threads happen to finish.
+
+    To be called before the first step; an operation that has no such kernel raises.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS looks here when it starts, and only then
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def use_fastest_kernels() -> None:
+    """Let accelerators choose each convolution's algorithm by speed: shapes are the same step after step."""
+    torch.backends.cudnn.benchmark = True
+
+
+def without_kernel(error: BaseException) -> str | None:
+    """The operation that has no deterministic kernel, if that is what `error` says."""
+    text = str(error)
+    return text.split(NO_KERNEL)[0].strip() if isinstance(error, RuntimeError) and NO_KERNEL in text else None

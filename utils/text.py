@@ -1,8 +1,9 @@
-"""Text for people: aligned columns, figures, and lines that are cut to fit."""
+"""Text for people: aligned columns, figures, lists and lines that are cut to fit, names that any terminal can show."""
 
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 
-from utils.door import printable
+BIDIRECTIONAL = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # controls
 
 
 def columns(rows: Iterable[Sequence[str]], align: str = "<>") -> str:
@@ -41,3 +42,27 @@ def shorten(text: str, most: float, length: Callable[[str], float] = len) -> str
         keep -= 1
         short = f"{text[: (keep + 1) // 2]}…{text[len(text) - keep // 2 :]}"
     return short
+
+
+def printable(text: str) -> str:
+    r"""A name as it can be shown anywhere: control characters, separators of lines, controls of the writing direction
+    and bytes that are no UTF-8 become \n, \x1b, \u2028, \xff.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a name that is no UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDIRECTIONAL:
+        return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return character
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The first names: `a, b, c and 17 more`."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -22,7 +22,7 @@ from training.classifier.task import ClassifierTask
 from training.engine.window import MetricWindow
 from training.profile.ranges import PhaseClock, listening, phase
 from utils.errors import UserError
-from utils.heap import keep_freed_memory
+from utils.memory import tune_malloc
 
 LOG_EVERY = 50  # steps; what both log by default
 DATA_PHASES = ("data", "augment")
@@ -40,7 +40,7 @@ class Ours:
     """ClassifierTask with its loader, and what the loop does in each step: the metrics' window."""
 
     def __init__(self, config: ClassifierConfig, precision: PrecisionName, packed: Path) -> None:
-        keep_freed_memory()  # as training does
+        tune_malloc()  # as training does
         self.config = dataclasses.replace(config, precision=precision, channels_last=True)
         self.reader = Dataset(packed)
         device = torch.device("cpu")

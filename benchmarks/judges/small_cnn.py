@@ -24,7 +24,7 @@ from models.restore import generator_from
 from models.sampling import generate
 from utils.checkpoint import load, resolve
 from utils.config.cli import Parser
-from utils.errors import run_cli
+from utils.script import run_cli
 from utils.seeding import forked, numpy_generator
 
 PER_CLASS = 200  # images of a class for the diversity

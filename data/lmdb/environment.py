@@ -19,7 +19,7 @@ import numpy as np
 from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Meta
 from data.lmdb.tree import check_tree
 from data.tar_files import TarFiles
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.schema import record, whole
@@ -117,7 +117,7 @@ def _status(path: Path) -> os.stat_result:
     if path.is_dir():
         raise UserError(f"{path} is a folder, not a packed file: pack it with `python -m data.pack {path} DEST.lmdb`")
     try:
-        return door.check(path, door.ARCHIVE)
+        return bounded.check(path, bounded.ARCHIVE)
     except FileNotFoundError:
         if partial_path(path).exists():
             raise UserError(f"{path} was not finished: run data.pack again") from None
@@ -136,7 +136,7 @@ def partial_path(path: Path) -> Path:
 def is_lmdb(path: Path) -> bool:
     """Whether a file begins as LMDB's do. Raises UserError if it cannot be read."""
     try:
-        with door.open_file(path, door.ARCHIVE) as file:
+        with bounded.open_file(path, bounded.ARCHIVE) as file:
             return file.read(20)[16:] == MAGIC
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
@@ -161,7 +161,7 @@ def _open(path: Path, size: int) -> lmdb.Environment:
         environment.close()
         raise UserError(f"{path} is truncated: {size:,} of {needed:,} bytes; copy or pack it again")
     try:
-        with door.open_file(path, door.ARCHIVE) as file:
+        with bounded.open_file(path, bounded.ARCHIVE) as file:
             check_tree(file.fileno(), environment.stat()["psize"], size)
     except (OSError, ValueError) as error:
         environment.close()

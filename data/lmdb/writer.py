@@ -33,7 +33,7 @@ from data.lmdb.format import (
     signature_key,
 )
 from data.lmdb.record import Layout, Record, mean_and_std
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 from utils.files import replaceable, sync_folder
 from utils.passport import Passport, check_passport
@@ -298,7 +298,7 @@ def check_target(path: Path, overwrite: bool) -> None:
         raise UserError(f"{path} is a folder: DEST is one file, for example {path / 'data.lmdb'}")
     try:
         replaceable(path)
-    except door.Refused as error:
+    except bounded.Refused as error:
         raise UserError(f"{path} {error}: choose another name") from None
     if path.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another name or add --overwrite")

@@ -12,7 +12,7 @@ from data.lmdb.record import Record
 from data.lmdb.writer import LMDBWriter
 from data.packing.split import check_drawn, draw, look_alikes
 from data.sources import Source
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 PARTS = ("train", "val")
 

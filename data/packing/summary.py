@@ -8,9 +8,8 @@ from pathlib import Path
 from data.duplicates import write_lines
 from data.lmdb.format import Meta
 from data.sources import Problem
-from utils.classes import listed
 from utils.errors import UserError
-from utils.text import columns
+from utils.text import columns, listed
 
 LISTED = 10  # names in the summary
 

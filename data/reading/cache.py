@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from data.decode import Box, crop_into
-from utils.logging import say
 from utils.memory import available_bytes, local_processes
+from utils.runlog.run_log import say
 
 SHARE = 0.6  # of the memory that is available at the start, for all processes of this machine together
 _promised: "weakref.WeakKeyDictionary[ImageCache, int]" = weakref.WeakKeyDictionary()  # bytes, for this process

@@ -17,8 +17,8 @@ from data.reading.cache import ImageCache
 from data.reading.sampler import SampleKeys
 from data.reading.several_files import combined_meta, open_files
 from utils.errors import UserError
-from utils.logging import say
 from utils.memory import cores
+from utils.runlog.run_log import say
 from utils.seeding import numpy_generator
 
 DAMAGED_SHARE = 0.01  # of the records, replaced at most before reading stops; ten are always allowed

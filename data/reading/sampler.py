@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.seeding import numpy_generator
@@ -346,7 +346,7 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
 
 def _array_weights(path: Path) -> np.ndarray:
     try:
-        door.check(path, door.TABLE)
+        bounded.check(path, bounded.TABLE)
         array = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and sizes that the file does not have
     except (ValueError, SyntaxError, TokenError) as error:  # its header is Python's notation
         raise UserError(f"{path} is not a NumPy file of numbers ({error}); save it with numpy.save") from None
@@ -358,7 +358,7 @@ def _array_weights(path: Path) -> np.ndarray:
 def _text_weights(path: Path) -> np.ndarray:
     weights = []
     # What is not text is not a number either.
-    with io.TextIOWrapper(door.open_file(path, door.TABLE), encoding="utf-8-sig", errors="replace") as file:
+    with io.TextIOWrapper(bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
                 weights.append(float(line))

@@ -23,10 +23,10 @@ from data.sources.base import Problem
 from data.sources.download import CACHE, cache_folder
 from data.sources.tars import TarSource
 from data.tar_files import state_of
-from utils import door
+from utils import bounded
 from utils.errors import UserError
-from utils.logging import say
-from utils.progress import Bar
+from utils.runlog.progress import Bar
+from utils.runlog.run_log import say
 
 
 def index_of(shards: Sequence[Path]) -> Path:
@@ -54,7 +54,7 @@ def index_of(shards: Sequence[Path]) -> Path:
 
 def _state(shard: Path) -> dict[str, Any]:
     try:
-        size, changed = state_of(door.check(shard, door.ARCHIVE))
+        size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
     except FileNotFoundError:
         raise UserError(f"{shard}: no such file; check the path") from None
     except OSError as error:

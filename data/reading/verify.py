@@ -13,7 +13,7 @@ from data.errors import DamageError, ImageError
 from data.lmdb.format import content_hash
 from data.lmdb.reader import LMDBReader
 from utils.memory import cores
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 
 @dataclass

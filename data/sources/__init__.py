@@ -18,7 +18,7 @@ from data.sources.parquet import ParquetSource, is_parquet_folder
 from data.sources.remote import RemoteSource
 from data.sources.tables import TableSource
 from data.sources.tars import TarSource, is_tar_folder
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
@@ -106,7 +106,7 @@ def _open(spec: str, place: Path | None, asked: Asked) -> Source:
         return _open_file(path, asked)
     if path.exists():
         try:
-            door.check(path, door.ARCHIVE)
+            bounded.check(path, bounded.ARCHIVE)
         except OSError as error:
             raise UserError(f"{spec} {error}; give {KINDS}") from None
     near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
@@ -136,7 +136,7 @@ def _open_tar(path: Path, asked: Asked) -> Source:
 
 
 def _is_zip(path: Path) -> bool:
-    with door.open_file(path, door.ARCHIVE) as file:
+    with bounded.open_file(path, bounded.ARCHIVE) as file:
         return zipfile.is_zipfile(file)
 
 

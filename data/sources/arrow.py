@@ -22,7 +22,7 @@ from data.images import SUFFIXES
 from data.sources.listing import first_of
 from data.sources.splits import choose_shards
 from data.sources.tables import LOOKED_AT, TableSource, pyarrow, reason
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 SUFFIX = ".arrow"
@@ -70,8 +70,8 @@ class ArrowSource(TableSource):
         with ArrowFile(shard) as file:
             parts = [checked(batch.select([name])).column(0) for batch in file.batches()]
             size = sum(part.nbytes for part in parts)
-            if found := door.too_large(size, door.TABLE):
-                raise door.Refused(f"its column {name} {found}")
+            if found := bounded.too_large(size, bounded.TABLE):
+                raise bounded.Refused(f"its column {name} {found}")
             kind = file.schema.field(name).type
             return pyarrow().chunked_array(parts, kind)
 
@@ -84,7 +84,7 @@ class ArrowFile:
 
     def __init__(self, path: Path) -> None:
         arrow, ipc = pyarrow(), pyarrow("ipc")
-        door.check(path, door.ARCHIVE)
+        bounded.check(path, bounded.ARCHIVE)
         self._file = arrow.memory_map(str(path))
         if self._file.read(len(FILE_MAGIC)) != FILE_MAGIC:
             self._file.seek(0)
@@ -106,9 +106,9 @@ class ArrowFile:
         if message is None and kind != "schema":
             return None
         if message is None or message.type != kind:
-            raise door.Refused(f"holds a {message.type if message else 'stream without a schema'}, not a {kind}")
+            raise bounded.Refused(f"holds a {message.type if message else 'stream without a schema'}, not a {kind}")
         if kind == "record batch" and _is_compressed(message.metadata.to_pybytes()):
-            raise door.Refused("is compressed; write it without compression")
+            raise bounded.Refused("is compressed; write it without compression")
         return message
 
     def __enter__(self) -> "ArrowFile":
@@ -177,7 +177,7 @@ class CellReader:
                 column = column.field("bytes")  # of a struct only its bytes
             value = column[row - int(self._ends[number]) + batch.num_rows]
             size = value.as_buffer().size if value.is_valid else 0
-            if found := door.too_large(size, door.IMAGE):
+            if found := bounded.too_large(size, bounded.IMAGE):
                 raise ImageError(found)
             content: bytes | None = value.as_py()
             return content
@@ -230,7 +230,7 @@ def _shards(folder: Path) -> list[Path]:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(door.read_file(path, door.TABLE))
+        content = json.loads(bounded.read_file(path, bounded.TABLE))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({reason(error)}); save it again") from None
     if not isinstance(content, dict):

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from utils import door
 from utils.passport import Passport
+from utils.text import printable
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Problem:
     reason: str
 
     def __str__(self) -> str:
-        return door.printable(f"{self.name} {self.reason}")
+        return printable(f"{self.name} {self.reason}")
 
 
 @dataclass

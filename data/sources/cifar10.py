@@ -20,7 +20,7 @@ from PIL import Image
 
 from data.sources.base import ArraySource
 from data.sources.download import cache_folder, downloading
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -71,13 +71,13 @@ def _read_npm(paths: list[Path], split: str) -> Arrays:
     parts = []
     for path in paths:
         try:
-            with Image.open(io.BytesIO(door.read_file(path, door.ARRAY)), formats=["PNG"]) as image:
+            with Image.open(io.BytesIO(bounded.read_file(path, bounded.ARRAY)), formats=["PNG"]) as image:
                 parts.append(np.asarray(image.convert("RGB")))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise UserError(f"{path} cannot be read ({error}); get it again") from None
     path = paths[0].with_name(f"{split}_lables.json")
     try:
-        labels = np.array(json.loads(door.read_file(path, door.TABLE)), dtype=np.int64)
+        labels = np.array(json.loads(bounded.read_file(path, bounded.TABLE)), dtype=np.int64)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); get it again") from None
     return _checked(path, np.concatenate([part.reshape(-1) for part in parts]), labels, (32, 32, 3))
@@ -85,7 +85,7 @@ def _read_npm(paths: list[Path], split: str) -> Arrays:
 
 def _read_binary(paths: list[Path], _split: str) -> Arrays:
     try:
-        content = np.concatenate([np.frombuffer(door.read_file(path, door.ARRAY), np.uint8) for path in paths])
+        content = np.concatenate([np.frombuffer(bounded.read_file(path, bounded.ARRAY), np.uint8) for path in paths])
     except OSError as error:
         raise UserError(f"{paths[0].parent}: the .bin files cannot be read ({error}); get them again") from None
     if content.size % 3073:
@@ -98,7 +98,7 @@ def _read_python(paths: list[Path], _split: str) -> Arrays:
     values, labels = [], []
     for path in paths:
         try:
-            content = _NumpyUnpickler(io.BytesIO(door.read_file(path, door.ARRAY)), encoding="bytes").load()
+            content = _NumpyUnpickler(io.BytesIO(bounded.read_file(path, bounded.ARRAY)), encoding="bytes").load()
             values.append(np.asarray(content[b"data"], np.uint8).reshape(-1))
             labels.append(np.asarray(content[b"labels"], np.int64))
         except (OSError, pickle.UnpicklingError, EOFError, KeyError, ValueError, TypeError, AttributeError) as error:

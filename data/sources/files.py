@@ -13,8 +13,9 @@ import numpy as np
 from data.errors import ImageError
 from data.sources.base import Item, Source
 from data.sources.listing import Listing, arrange, kind_of
-from utils import door
+from utils import bounded
 from utils.errors import UserError
+from utils.text import printable
 
 # A member may hold far more than it declares. zipfile keeps to the bytes asked for with these methods only; bzip2 and
 # LZMA would fill the memory.
@@ -27,7 +28,7 @@ class ListedSource(Source):
 
     def __init__(self, name: str, listing: Listing) -> None:
         more = {key: getattr(listing, key) for key in ("problems", "ignored", "splits", "remarks")}
-        super().__init__(door.printable(name), [door.printable(name) for name in listing.classes], **more)
+        super().__init__(printable(name), [printable(name) for name in listing.classes], **more)
         self.names, self._labels = listing.names, np.array(listing.labels, np.int64)
 
     def item(self, index: int) -> Item:
@@ -58,11 +59,11 @@ class LocalSource(ListedSource):
         return read_file(self.folder / name, kind_of(name))
 
 
-def read_file(path: Path, kind: door.Kind = door.IMAGE) -> bytes:
+def read_file(path: Path, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
     """An image file's bytes. Raises ImageError."""
     try:
-        return door.read_file(path, kind)
-    except door.Refused as error:
+        return bounded.read_file(path, kind)
+    except bounded.Refused as error:
         raise ImageError(str(error)) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         raise ImageError(f"cannot be read ({getattr(error, 'strerror', error)})") from None
@@ -129,7 +130,7 @@ class ZipSource(ListedSource):
             member = self._archive.getinfo(self._stored.get(name, name))
         except KeyError:
             raise ImageError("is no longer in the zip file") from None
-        if reason := door.too_large(member.file_size, kind_of(name)):
+        if reason := bounded.too_large(member.file_size, kind_of(name)):
             raise ImageError(reason)
         if stat.S_ISLNK(member.external_attr >> 16):
             raise ImageError("is a symbolic link; put the file itself into the zip file")
@@ -152,7 +153,7 @@ class ZipSource(ListedSource):
 
 def _open_zip(path: Path) -> zipfile.ZipFile:
     try:
-        door.check(path, door.ARCHIVE)
+        bounded.check(path, bounded.ARCHIVE)
         return zipfile.ZipFile(path)
     except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read as a zip file ({error}); copy or make it again") from None

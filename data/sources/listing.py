@@ -27,9 +27,9 @@ from data.errors import ImageError
 from data.images import SUFFIXES
 from data.sources.base import Problem
 from data.sources.labels import class_of_name, names_look_like_labels, one_spelling
-from utils import door
-from utils.classes import listed
+from utils import bounded
 from utils.errors import UserError
+from utils.text import listed
 
 MANIFEST = "dataset.json"
 TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
@@ -65,9 +65,9 @@ def first_of(split: str, names: Iterable[str]) -> str | None:
     return min(sorted(ranks), key=lambda name: ranks[name], default=None)
 
 
-def kind_of(name: str) -> door.Kind:
+def kind_of(name: str) -> bounded.FileLimit:
     """What a file of a source is read as."""
-    return door.TABLE if name == MANIFEST else door.IMAGE
+    return bounded.TABLE if name == MANIFEST else bounded.IMAGE
 
 
 def arrange(

@@ -25,7 +25,7 @@ from data.sources.base import Problem
 from data.sources.files import LocalSource
 from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels, one_spelling
 from data.sources.listing import SPLIT_NAMES, Listing, first_of, split_name
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
@@ -106,7 +106,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number of each row's first line and its fields; empty lines are left out."""
     line = 1
     try:
-        content = door.open_file(path, door.TABLE)
+        content = bounded.open_file(path, bounded.TABLE)
         with io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as file:
             delimiter = _delimiter(file.readline())
             file.seek(0)

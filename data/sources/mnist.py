@@ -12,7 +12,7 @@ import numpy as np
 
 from data.sources.base import ArraySource
 from data.sources.download import cache_folder, downloading
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 PREFIX = {"train": "train", "test": "t10k"}
@@ -24,7 +24,7 @@ SAMPLE = Path(__file__).parents[1] / "sample"
 def read_idx(path: Path) -> np.ndarray:
     """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a damaged one."""
     try:
-        content = (door.read_gzip if path.suffix == ".gz" else door.read_file)(path, door.ARRAY)
+        content = (bounded.read_gzip if path.suffix == ".gz" else bounded.read_file)(path, bounded.ARRAY)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error}); get it again") from None
     if len(content) < 4 or content[:3] != b"\0\0\x08":

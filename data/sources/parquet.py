@@ -15,7 +15,7 @@ from data.images import SUFFIXES
 from data.sources.parquet_pages import page_sizes
 from data.sources.splits import choose_shards
 from data.sources.tables import LOOKED_AT, TableSource, pyarrow, reason
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 SUFFIX = ".parquet"
@@ -71,49 +71,49 @@ class ParquetSource(TableSource):
 
 def open_parquet(path: Path, **options: Any) -> Any:
     """A `pyarrow.parquet.ParquetFile`. Raises OSError and what pyarrow raises."""
-    door.check(path, door.ARCHIVE)
+    bounded.check(path, bounded.ARCHIVE)
     return pyarrow("parquet").ParquetFile(path, **options)
 
 
 def check_group(path: Path, metadata: Any, group: int, column: str) -> int:
-    """The largest number of bytes that a cell of the row group may have. Raises door.Refused for a row group whose
+    """The largest number of bytes that a cell of the row group may have. Raises bounded.Refused for a row group whose
     images are too large: a cell or a page that was packed small may fill the memory. Images are compressed already;
     what shrinks to a part of PACKED is none.
     """
     largest = 0
     for chunk in _chunks(metadata, group, column):
         size, packed = chunk.total_uncompressed_size, chunk.total_compressed_size
-        found = door.too_large(size // max(1, metadata.row_group(group).num_rows), door.IMAGE) or (
-            door.too_large(size, door.IMAGE) if size > PACKED * packed else None
+        found = bounded.too_large(size // max(1, metadata.row_group(group).num_rows), bounded.IMAGE) or (
+            bounded.too_large(size, bounded.IMAGE) if size > PACKED * packed else None
         )
         if found:
-            raise door.Refused(f"lies in a row group that {found}")
+            raise bounded.Refused(f"lies in a row group that {found}")
         _check_pages(path, chunk)
         largest = max(largest, size)
     return largest
 
 
 def check_column(path: Path, metadata: Any, column: str) -> None:
-    """Raise door.Refused for a column that is too large to be read at once."""
+    """Raise bounded.Refused for a column that is too large to be read at once."""
     chunks = [chunk for group in range(metadata.num_row_groups) for chunk in _chunks(metadata, group, column)]
-    if found := door.too_large(sum(chunk.total_uncompressed_size for chunk in chunks), door.TABLE):
-        raise door.Refused(f"its column {column} {found}")
+    if found := bounded.too_large(sum(chunk.total_uncompressed_size for chunk in chunks), bounded.TABLE):
+        raise bounded.Refused(f"its column {column} {found}")
     for chunk in chunks:
         _check_pages(path, chunk)
 
 
 def _check_pages(path: Path, chunk: Any) -> None:
-    """Raise door.Refused if the pages of a part of a column say that they hold more than the file's end says of them:
+    """Raise bounded.Refused if the pages of a part of a column say that they hold more than the file's end says:
     pyarrow makes room for what each page says.
     """
     start: int = chunk.data_page_offset
     if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
         start = chunk.dictionary_page_offset
-    with door.open_file(path, door.ARCHIVE) as file:
+    with bounded.open_file(path, bounded.ARCHIVE) as file:
         found = sum(page_sizes(file.fileno(), start, chunk.total_compressed_size))
     if found > chunk.total_uncompressed_size:
         told = f"{found:,} bytes where the file's end says {chunk.total_uncompressed_size:,}"
-        raise door.Refused(f"lies in pages of {told}; get it again")
+        raise bounded.Refused(f"lies in pages of {told}; get it again")
 
 
 def _chunks(metadata: Any, group: int, column: str) -> Iterator[Any]:
@@ -156,7 +156,7 @@ class CellReader:
             if group != self._group or offset < self._piece_start:
                 largest = check_group(self._paths[shard], self._file.metadata, group, self._column)
                 # A value that stands in the file once may be that of every row.
-                rows = max(1, min(PIECE_ROWS, door.IMAGE.limit // max(1, largest)))
+                rows = max(1, min(PIECE_ROWS, bounded.IMAGE.limit // max(1, largest)))
                 struct = pyarrow("types").is_struct(self._file.schema_arrow.field(self._column).type)
                 columns = [f"{self._column}.bytes" if struct else self._column]  # of a struct only its bytes
                 self._pieces = self._file.iter_batches(rows, [group], columns=columns, use_threads=False)
@@ -168,7 +168,7 @@ class CellReader:
         except (OSError, MemoryError, IndexError, StopIteration, pyarrow().ArrowException) as error:
             self._group = -1
             raise ImageError(
-                str(error) if isinstance(error, door.Refused) else f"cannot be read ({reason(error)})"
+                str(error) if isinstance(error, bounded.Refused) else f"cannot be read ({reason(error)})"
             ) from None
 
     def _open(self, shard: int) -> None:

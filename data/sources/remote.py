@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from data.errors import ImageError
 from data.sources.files import ListedSource
 from data.sources.listing import Listing, arrange, kind_of
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 T = TypeVar("T")
@@ -21,7 +21,7 @@ T = TypeVar("T")
 PAUSES = (0.5, 2.0)  # seconds before the second and the third attempt
 # Another attempt would end the same way. All else is tried again: drivers raise their libraries' own exceptions.
 FINAL = (
-    door.Refused,
+    bounded.Refused,
     FileNotFoundError,
     IsADirectoryError,
     NotADirectoryError,
@@ -72,13 +72,13 @@ class RemoteSource(ListedSource):
 
     def read(self, name: str) -> bytes:
         size = self._sizes.get(name)
-        if size is not None and (reason := door.too_large(size, kind_of(name))):
+        if size is not None and (reason := bounded.too_large(size, kind_of(name))):
             raise ImageError(reason)
         try:
             return attempt(functools.partial(self._fetch, name, size))
         except UserError:
             raise
-        except door.Refused as error:
+        except bounded.Refused as error:
             raise ImageError(str(error)) from None
         except Exception as error:  # whatever the driver raises, see FINAL
             raise ImageError(f"cannot be read ({_reason(error)})") from None
@@ -87,12 +87,12 @@ class RemoteSource(ListedSource):
         filesystem, root = self._place
         place = f"{root.rstrip('/')}/{name}" if root else name
         if "file" in filesystem.protocol:
-            return door.read_file(place, kind_of(name))
+            return bounded.read_file(place, kind_of(name))
         if size is None:  # a web server: what it sends is read as it comes, up to the limit
             # Of a web server without a cache, which would ask for the size and for parts.
             options = {"block_size": 0} if "http" in filesystem.protocol else {}
             with filesystem.open(place, "rb", **options) as file:
-                return door.read_stream(file, kind_of(name))
+                return bounded.read_stream(file, kind_of(name))
         content: bytes = filesystem.cat_file(place)
         if size is not None and len(content) != size:
             raise OSError(f"{len(content):,} of {size:,} bytes arrived")

@@ -23,9 +23,8 @@ import numpy as np
 from data.errors import ImageError
 from data.sources.base import Item, Problem, Source
 from data.sources.labels import choose_label, looks_like_labels, one_spelling, only_label
-from utils import door
-from utils.classes import listed
 from utils.errors import UserError
+from utils.text import listed, printable
 
 LOOKED_AT = 10_000  # rows of a column that may be labels
 INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
@@ -75,7 +74,7 @@ class TableSource(Source):
         labels = np.zeros(self._starts[-1], np.int64)
         if label:
             labels, classes = self._read_labels(path, schemas, label)
-            self.classes = list(map(door.printable, classes))
+            self.classes = list(map(printable, classes))
             if class_names(self.shards[0], schemas[0], label):
                 labels = self._without_unused(labels)
         self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other

@@ -29,9 +29,9 @@ from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, 
 from data.sources.listing import arrange, kind_of
 from data.sources.splits import choose_shards
 from data.tar_files import Member, TarFiles, read_members
-from utils import door
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
+from utils.text import printable
 
 SUFFIX = ".tar"
 TOLD = ("cls", "json", "txt")  # suffixes of what is said of an image
@@ -70,7 +70,7 @@ class TarSource(Source):
         classes_from: str | None = None,
         shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
-        super().__init__(door.printable(path.name), [])
+        super().__init__(printable(path.name), [])
         names = [path] if shards is None else list(shards)
         if path.is_dir() and shards is None:
             visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
@@ -123,7 +123,7 @@ class TarSource(Source):
             ]
             samples = [sample for sample, text in zip(samples, texts, strict=True) if text]
             self.classes, labels, told = classes_of(str(self.path), list(filter(None, texts)))
-            self.classes = list(map(door.printable, self.classes))
+            self.classes = list(map(printable, self.classes))
             self.remarks += told
         else:
             labels = [0] * len(samples)
@@ -211,7 +211,7 @@ class TarSource(Source):
             return self._files.read(by_name[name], kind_of(name))
 
         listing = arrange(str(self.path), list(by_name), [], split, read, classes_from)
-        self.classes = list(map(door.printable, listing.classes))
+        self.classes = list(map(printable, listing.classes))
         self.problems += listing.problems
         self.ignored += listing.ignored
         self.splits = self.splits or listing.splits

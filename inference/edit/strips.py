@@ -15,8 +15,8 @@ from inference.samples import Sampler, with_styles
 from inference.settings import ProjectionConfig
 from metrics.precision import exact_float32
 from models.classifier import Classifier
-from utils.image_tables import save_captioned
-from utils.progress import Bar
+from utils.images import save_captioned
+from utils.runlog.progress import Bar
 
 BEYOND = 1.25  # of the step at which an image arrives: where its strip ends
 

@@ -13,9 +13,10 @@ from inference.export.weights_file import contents, interface
 from metrics.judge import run_folder
 from models.classifier import ModelConfig
 from models.registry import DEFAULT
-from utils import door
+from utils import bounded
 from utils.config.build import build
 from utils.passport import recorded
+from utils.text import printable
 
 CLASSIFIER = ("accuracy", "balanced_accuracy", "top5_accuracy", "ece", "nll", "auroc", "average_precision")
 DISTANCES = ("frechet", "kernel", "clipped_density", "clipped_coverage", "precision", "recall", "diversity_ratio")
@@ -32,7 +33,7 @@ def evaluated(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What evaluate.py wrote into the checkpoint's run, if it evaluated this very step; else an empty dict."""
     path = run_folder(Path(checkpoint["file"])) / "eval" / "metrics.json"
     try:
-        document = json.loads(door.read_file(path, door.TABLE))
+        document = json.loads(bounded.read_file(path, bounded.TABLE))
     except (OSError, ValueError, RecursionError):
         return {}
     same = isinstance(document, dict) and all(document.get(key) == checkpoint[key] for key in ("task", "step"))
@@ -183,9 +184,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _plain(text: str) -> str:
     """A text of someone's that Markdown takes for no more than text."""
-    shown = door.printable(text)
+    shown = printable(text)
     return "".join(f"\\{character}" if character in "\\`*_[]<>#|!" else character for character in shown)
 
 
 def _code(text: str) -> str:
-    return f"`{door.printable(text).replace('`', chr(39))}`"
+    return f"`{printable(text).replace('`', chr(39))}`"

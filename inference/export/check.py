@@ -21,7 +21,7 @@ from inference.export.subject import Inputs, Subject, classifier_subject, genera
 from inference.settings import ExportConfig
 from utils.errors import TrainingHalted, UserError
 from utils.files import check_writable, replace_file
-from utils.logging import say
+from utils.runlog.run_log import say
 from utils.text import columns
 
 ACCURACY_LOSS = 0.01  # of int8, at most: one point

@@ -13,7 +13,7 @@ from inference.export.programs import noise_names, programs
 from inference.export.subject import Drawing, Runner, Subject
 from inference.export.weights_file import write_weights
 from inference.samples import Sampler, draw_grid
-from utils.logging import say
+from utils.runlog.run_log import say
 
 PAGE = "duet_model.py"
 GRID = 64  # samples; a quarter above 64 px

@@ -22,7 +22,7 @@ from inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject
 from inference.export.weights_file import ENTRY, contents, interface, read_weights, write_weights
 from models.restore import classifier_from, generator_from
 from utils.errors import UserError
-from utils.logging import say
+from utils.runlog.run_log import say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from models.restore import generator_from
 from models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
 from utils.config.build import build
 from utils.errors import UserError
-from utils.logging import say
+from utils.runlog.run_log import say
 
 WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halved with each resolution
 

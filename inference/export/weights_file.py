@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from utils import door
+from utils import bounded
 from utils.checkpoint import checked, load, resolve
 from utils.errors import UserError
 
@@ -78,7 +78,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
-        door.check(path, door.WEIGHTS)
+        bounded.check(path, bounded.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
             told = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         tensors = load_file(str(path))

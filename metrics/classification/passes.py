@@ -18,7 +18,7 @@ from metrics.shards import chunk_size, shared_pass
 from models.classifier import Classifier
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.progress import Bar
+from utils.runlog.progress import Bar
 
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from metrics.comparison.paired import (
     paired_shares,
 )
 from metrics.comparison.predictions import Predictions, load_predictions
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 from utils.schema import anything, items, mapping, maybe, number, record, text, whole
 from utils.text import columns, decimal
@@ -105,7 +105,7 @@ def load_evaluated(run: str) -> Evaluated:
     path = folder / "metrics.json"
     remedy = f"evaluate it with evaluate.py --checkpoint {run}"
     try:
-        document = json.loads(door.read_file(path, door.TABLE))
+        document = json.loads(bounded.read_file(path, bounded.TABLE))
         DOCUMENT("", document)
     except FileNotFoundError:
         raise UserError(f"{run}: {path} is not there; {remedy}") from None

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from data.reading.dataset import Dataset
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 from utils.files import write_atomic
 from utils.schema import items, maybe, record, text, whole
@@ -94,7 +94,7 @@ def load_predictions(folder: Path, sha256: str) -> Predictions:
     path = folder / FILE
     remedy = "evaluate that run once more with evaluate.py --checkpoint"
     try:
-        content = door.read_file(path, door.TABLE)
+        content = bounded.read_file(path, bounded.TABLE)
     except FileNotFoundError:
         raise UserError(f"{folder} has no {FILE}; {remedy}") from None
     except OSError as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.official.names import Converted, Place, Source, Table, by_their_names, number, sizes
 from models.official.unpickle import Inert, Refused, module_state
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 FILTER = [1, 3, 3, 1]
@@ -94,7 +94,7 @@ def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[s
 def from_file(path: Path) -> Converted:
     """The networks of a .safetensors file of `theirs`. Raises UserError if it is missing, too large or damaged."""
     try:
-        door.check(path, door.WEIGHTS)
+        bounded.check(path, bounded.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
             told, names = json.loads((file.metadata() or {}).get(ENTRY, "null")), list(file.keys())
             states: dict[str, dict[str, Tensor]] = {}

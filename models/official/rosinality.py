@@ -12,10 +12,10 @@ from torch import Tensor
 from models.official.names import Converted, Place, Source, Table, by_their_names, sizes
 from models.official.unpickle import Refused
 from models.stylegan2 import Generator, GeneratorConfig
-from utils import door
+from utils import bounded
+from utils.checkpoint.state_schema import check_tensors
 from utils.errors import UserError
 from utils.seeding import generator as keyed
-from utils.state_schema import check_tensors
 
 DRAWS = 4096  # of z, for the mean w that training files lack
 NAMES = ("g_ema", "g", "d")
@@ -59,7 +59,7 @@ def read(path: Path) -> Any:
     Raises UserError for a file that is missing, too large, damaged, or holds more than that; nothing in it is run.
     """
     try:
-        door.check(path, door.WEIGHTS)
+        bounded.check(path, bounded.WEIGHTS)
         with torch.serialization.safe_globals([Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:

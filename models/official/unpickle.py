@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from utils import door
+from utils import bounded
 from utils.errors import UserError
 
 DEPTH = 32  # of modules in modules
@@ -201,7 +201,7 @@ def read_pickle(path: Path) -> Any:
     Raises UserError for a file that is missing, too large, damaged or asks for anything else; nothing in it is run.
     """
     try:
-        with door.open_file(path, door.WEIGHTS) as file:
+        with bounded.open_file(path, bounded.WEIGHTS) as file:
             _scan(file)
             file.seek(0)
             return _Unpickler(file, encoding="latin1").load()

@@ -21,7 +21,8 @@ from data.lmdb.writer import LMDBWriter
 from data.near_duplicates import DISTANCE, Candidates, confirm, near
 from data.records import add_image, pack_arrays, signature
 from tests.data.conftest import CLASSES
-from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
+from utils.errors import EXIT_OK, EXIT_USER, UserError
+from utils.script import run_cli
 from utils.seeding import numpy_generator
 
 

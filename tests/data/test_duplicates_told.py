@@ -18,7 +18,8 @@ from data.sources import open_source
 from tests.data.conftest import change, images
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
-from utils.errors import EXIT_OK, UserError, run_cli
+from utils.errors import EXIT_OK, UserError
+from utils.script import run_cli
 
 
 def heart(colour: str, side: int = 64) -> Image.Image:

@@ -21,7 +21,8 @@ from data.reading.verify import Damage, check_block, verify
 from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
-from utils.errors import EXIT_USER, UserError, run_cli
+from utils.errors import EXIT_USER, UserError
+from utils.script import run_cli
 
 
 def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

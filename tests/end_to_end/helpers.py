@@ -13,7 +13,7 @@ import torch
 
 import train
 from tests.conftest import REPOSITORY
-from utils.errors import run_cli
+from utils.script import run_cli
 
 GAN = """
 task: gan

@@ -91,7 +91,7 @@ def train(notes: str, argv: list[str], kill_at: int | None, float64: bool, saved
     import train as script
     from data.reading.loader import Batch, InfiniteLoader
     from tests.slim import slim_down
-    from utils.errors import run_cli
+    from utils.script import run_cli
 
     slim_down()
     if float64:

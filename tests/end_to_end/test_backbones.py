@@ -15,7 +15,7 @@ from models.restore import classifier_from
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from tests.slim import SLIM
 from utils.checkpoint import load, resolve
-from utils.errors import run_cli
+from utils.script import run_cli
 
 MODELS = {
     "resnet18": ["--model.stem", "small-stride2"],

@@ -14,7 +14,7 @@ from data import pack
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
 from tests.end_to_end.helpers import write_config
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 def refused(capsys: pytest.CaptureFixture[str], main, *arguments: str | Path) -> str:

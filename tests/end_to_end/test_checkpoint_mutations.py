@@ -28,8 +28,9 @@ from training.gan.config import config_of
 from utils.checkpoint import file_name, load
 from utils.config.build import build
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
-from utils.run_folder import RunFolder
+from utils.errors import UserError
+from utils.runlog.run_folder import RunFolder
+from utils.script import run_cli
 
 Content = dict[str, Any]
 JUNK: list[Any] = [None, 3, -1, "x", [], {}, 2.5, float("nan"), 10**30, True, torch.zeros(2), [[]], {"a": {}}, {1: 2}]

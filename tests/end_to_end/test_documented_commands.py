@@ -21,7 +21,7 @@ from duet.__main__ import recipe
 from tests.conftest import REPOSITORY
 from tests.test_docs import PAGES, SHORTENED, commands, fenced, tokens
 from utils.config.yaml_files import read_yaml
-from utils.errors import run_cli
+from utils.script import run_cli
 
 # what makes a training last seconds: two steps of small networks
 SMALL = {

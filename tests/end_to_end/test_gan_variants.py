@@ -9,7 +9,7 @@ import pytest
 import generate
 import train
 from tests.end_to_end.helpers import differing, graph_scopes, state_of
-from utils.errors import run_cli
+from utils.script import run_cli
 
 NETS = """
 generator: {z_dim: 8, w_dim: 8, mapping_layers: 2, channel_base: 128, channel_max: 8}

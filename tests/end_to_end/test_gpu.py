@@ -7,7 +7,7 @@ import torch
 
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
-from utils.errors import run_cli
+from utils.script import run_cli
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ from data.records import pack_arrays
 from tests.data.test_passport import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
 from utils.checkpoint import load, resolve
-from utils.errors import run_cli
 from utils.passport import Lineage
+from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim_module")
 AS_IT_WAS = ["--model.normalise", "symmetric"]  # which fine-tuning would not choose

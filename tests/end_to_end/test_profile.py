@@ -11,7 +11,7 @@ from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
 from tests.training.profile.test_profile import phases_of
 from training.profile.measure import WARM_UP
-from utils.errors import run_cli
+from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim_module")
 

@@ -15,7 +15,7 @@ import quickstart
 import train
 from data import pack
 from planning import here
-from utils.errors import run_cli
+from utils.script import run_cli
 
 SCRIPTS: dict[str, Callable[[list[str]], int | None]] = {
     "data.pack": pack.main,

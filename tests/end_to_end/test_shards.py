@@ -16,7 +16,7 @@ from tests.end_to_end.ranks import Notes, printed, run
 from tests.end_to_end.recipes import image_folders, write_recipe
 from tests.end_to_end.test_exact_resume import INTERRUPTED, RESTORED, FineTuning, differences
 from tests.slim import SlimResNet
-from utils.errors import run_cli
+from utils.script import run_cli
 
 ELASTIC_STEPS = 6
 

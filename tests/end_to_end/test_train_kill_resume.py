@@ -16,7 +16,7 @@ from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import events_of, graph_scopes, start, train_in_process, write_config
 from tests.end_to_end.helpers import kill_at_checkpoint as kill_at_checkpoint  # others import them from here
 from tests.end_to_end.helpers import rows as rows
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path, packed: Path) -> None:

@@ -15,7 +15,7 @@ import predict
 from tests import slim
 from tests.end_to_end.helpers import rows, state_of, train_in_process
 from tests.fixtures.before import ARCHIVE, RECIPES, STEPS, STOPPED, machine
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import torch
 from explore import listen, main
 from explorer.runs import _told_apart, open_runs
 from tests.conftest import REPOSITORY
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 
 def start(*options):

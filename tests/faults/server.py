@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 
-from utils.errors import run_cli
+from utils.script import run_cli
 
 MODULES = {
     "train.py": "train",

@@ -22,7 +22,7 @@ from tests.data.reading.test_dataset_damage import payload
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import write_config
 from tests.faults.conftest import ENVIRONMENT, Command, own_process
-from utils.errors import run_cli
+from utils.script import run_cli
 
 DRAWN = int(GlobalSampler(200, batch_size=20, seed=0).order(0)[25])  # a record of the second step's batch
 

@@ -22,7 +22,7 @@ from tests.data.conftest import images as sample_images
 from tests.data.conftest import save
 from tests.end_to_end.ranks import start, wait
 from tests.faults.conftest import Command, own_process, with_mounts
-from utils.errors import run_cli
+from utils.script import run_cli
 
 SHARDS = 40
 ONE_STEP = ["--max-steps", "1", "--evaluation.every", "0", "--log.samples-every", "0"]

@@ -15,7 +15,7 @@ from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.test_torchrun_faults import rows
 from tests.faults.torchrun import PATIENCE
 from tests.faults.two_nodes import Node, two_nodes
-from utils.errors import run_cli
+from utils.script import run_cli
 
 STEPS, LOST_AT = 14, 7
 LONG = ["--steps", str(STEPS), "--data.workers", "0", "--evaluation.every", "0", "--log.every", "2"]

@@ -53,7 +53,7 @@ SMALL_MAP = """
 import sys
 from data import pack
 from data.lmdb import writer
-from utils.errors import run_cli
+from utils.script import run_cli
 writer.LMDBWriter.__init__.__kwdefaults__["first_map"] = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
 sys.exit(run_cli(pack.main))
 """
@@ -92,7 +92,7 @@ KILLED = """
 import os, sys
 from data import pack
 from data.lmdb import writer
-from utils.errors import run_cli
+from utils.script import run_cli
 name, calls, real = sys.argv[1], int(sys.argv[2]), None
 def killing(*arguments, **options):
     global calls

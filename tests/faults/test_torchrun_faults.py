@@ -10,7 +10,7 @@ import pytest
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.torchrun import PATIENCE, ended, torchrun
-from utils.errors import run_cli
+from utils.script import run_cli
 
 LAST = 8  # step of the recipes' end; they save every second one
 ONE_NODE = ("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2")

@@ -14,9 +14,10 @@ from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
 from training.engine import health
 from training.optim.updater import OptimizerConfig, Precision, Updater
-from utils import determinism, inject
+from utils import inject, seeding
 from utils.distributed import collectives
-from utils.errors import TrainingHalted, run_cli
+from utils.errors import TrainingHalted
+from utils.script import run_cli
 
 SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "1"]
 
@@ -207,7 +208,7 @@ def test_an_operation_without_a_deterministic_form_is_explained(packed: Path) ->
     told = health.explain(error, config, 3, 16)
     assert told is not None
     assert "grid_sampler_2d_backward_cuda has no deterministic form" in told
-    assert determinism.refused(RuntimeError("something else")) is None
+    assert seeding.without_kernel(RuntimeError("something else")) is None
     assert health.explain(RuntimeError("something else"), config, 3, 16) is None
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from utils.errors import run_cli
+from utils.script import run_cli
 
 CODES = (0, 2, 4)
 LINES = 3  # on stderr

@@ -22,7 +22,8 @@ from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without
 from tests.inference.test_edit import linear_editor
 from tests.metrics.conftest import CLASSES, SIDE, make_run
 from utils.checkpoint import load, resolve
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 from utils.seeding import forked
 
 

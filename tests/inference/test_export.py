@@ -12,7 +12,8 @@ from inference.export import check
 from inference.export.check import CheckFailed, Row, compare, judge, measure_speed, table
 from inference.export.formats import FORMATS, Format
 from tests.metrics.conftest import CLASSES, classifier_run, pack
-from utils.errors import EXIT_HALTED, EXIT_USER, UserError, run_cli
+from utils.errors import EXIT_HALTED, EXIT_USER, UserError
+from utils.script import run_cli
 
 NEAR, INT8 = FORMATS["onnx"], FORMATS["int8"]
 

@@ -15,7 +15,7 @@ from inference.projection import Projector
 from tests.inference.conftest import sampler_of
 from tests.inference.test_video import mp4_frames
 from tests.metrics.conftest import gan_run as coarse_run
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 def call(*argv):

@@ -14,7 +14,8 @@ from inference import predictions
 from inference.predictions import grad_cam, image_heat, output_files, overlay
 from models.classifier import Classifier, ModelConfig
 from tests.metrics.conftest import CLASSES, classifier_run
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 from utils.seeding import forked, generator
 
 

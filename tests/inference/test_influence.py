@@ -29,7 +29,8 @@ from tests.conftest import sample_images
 from tests.end_to_end.test_train_kill_resume import train_in_process
 from tests.metrics.conftest import gan_run
 from utils.checkpoint import load, newest_first
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 from utils.seeding import forked, generator, numpy_generator
 
 pytestmark = pytest.mark.usefixtures("slim_module")

@@ -13,7 +13,7 @@ from metrics.evaluate_gan import judge_images
 from models.restore import classifier_from
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, pack
 from utils.checkpoint import load, resolve
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 @pytest.fixture(scope="module")

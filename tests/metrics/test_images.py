@@ -18,7 +18,7 @@ from metrics.images import (
 )
 from metrics.tables import classifier_table
 from tests.metrics.conftest import SIDE
-from utils.image_tables import PADDING
+from utils.images import PADDING
 
 
 def shades(*values, side=8):

@@ -22,7 +22,7 @@ from metrics.extractors import fingerprint
 from models.restore import classifier_from
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 from utils.checkpoint import load, resolve
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 def call(script, *argv):

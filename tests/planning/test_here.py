@@ -12,7 +12,8 @@ from planning.choice import GAN, choose
 from planning.here import Here, Unmeasured, make_plan, plan_lines, weights_at_hand
 from planning.plan import Speed
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 
 @pytest.fixture

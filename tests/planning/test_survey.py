@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from planning.survey import FEWEST, survey
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 
 def draw(file: Path, side: int = 20, mode: str = "RGB", seed: int = 0) -> Path:

@@ -10,7 +10,7 @@ from PIL import Image
 from metrics.comparison.compare import compare
 from reporting.compare import main
 from tests.metrics.comparison.test_compare import classified
-from utils.errors import run_cli
+from utils.script import run_cli
 
 
 @pytest.fixture

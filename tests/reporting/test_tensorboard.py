@@ -5,8 +5,8 @@ from PIL import Image
 
 from reporting.tensorboard import show_images
 from tests.end_to_end.helpers import events_of
-from utils.logging import Events
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import Events
 
 
 def test_images_are_added_at_the_checkpoints_step_unless_the_run_trains(tmp_path):

@@ -23,7 +23,8 @@ from tests.reporting.test_report import page
 from training.engine.tasks import build_run_config
 from utils.config.build import build
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 RECIPES = sorted((REPOSITORY / "configs").glob("study_*.yaml"))
 

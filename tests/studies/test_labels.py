@@ -20,7 +20,7 @@ from tests.studies.test_augment import write_recipe
 from utils.checkpoint import load, resolve
 from utils.config.build import build
 from utils.config.yaml_files import read_yaml
-from utils.errors import run_cli
+from utils.script import run_cli
 
 RECIPE = REPOSITORY / "configs/study_labels.yaml"
 

@@ -29,7 +29,8 @@ from training.engine.tasks import build_run_config
 from utils.checkpoint import load, resolve
 from utils.config.build import build
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 RECIPE = REPOSITORY / "configs/study_teach.yaml"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.utils.checkpoint_files import content, names
-from utils import checkpoint_writer
 from utils.checkpoint import load, save
-from utils.checkpoint_writer import Background, HashingFile, Snapshot
+from utils.checkpoint import writer as checkpoint_writer
+from utils.checkpoint.writer import Background, HashingFile, Snapshot
 
 
 def everything():

@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from utils.errors import StoppedBySignal, TrainingHalted, UserError, run_cli
+from utils.errors import StoppedBySignal, TrainingHalted, UserError
+from utils.script import run_cli
 
 
 def raising(error):
@@ -88,7 +89,7 @@ def test_a_user_error_is_a_value_error():
 
 
 def test_a_reader_that_has_seen_enough_is_no_fault():
-    code = "import sys; from utils.errors import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
+    code = "import sys; from utils.script import run_cli; sys.exit(run_cli(lambda _: print('x' * 1_000_000)))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -13,7 +13,7 @@ from data.lmdb.reader import LMDBReader
 from data.records import pack_arrays
 from metrics.images import save_confusion
 from tests.data.conftest import images as sample_images
-from utils import fonts
+from utils import images as fonts
 
 CAT = "\u732b"
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from utils.image_tables import PADDING, save_captioned, save_rows, save_table
+from utils.images import PADDING, save_captioned, save_rows, save_table
 
 
 def shades(*values, side=8):

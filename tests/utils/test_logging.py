@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.end_to_end.helpers import graph_scopes
-from utils.logging import Events, RunLog, cut_back, say
+from utils.runlog.run_log import Events, RunLog, cut_back, say
 
 
 def rows(folder):
@@ -172,7 +172,7 @@ def test_one_graph_shows_all_networks_and_leaves_their_modes(tmp_path):
 
 def test_other_threads_still_tell_what_ended_them(tmp_path, monkeypatch):
     seen: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr("utils.logging._usual_excepthook", None)
+    monkeypatch.setattr("utils.runlog.run_log._usual_excepthook", None)
     monkeypatch.setattr(threading, "excepthook", seen.append)
     Events(tmp_path).close()
 

@@ -14,7 +14,8 @@ SCRIPT = """
 import sys, threading
 import torch
 from utils import processes
-from utils.errors import UserError, exit_cli
+from utils.errors import UserError
+from utils.script import exit_cli
 
 def work():
     a = torch.ones(64, 64)

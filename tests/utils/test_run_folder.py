@@ -12,12 +12,12 @@ from training.gan.config import GanConfig
 from utils.config.build import to_tree
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """
 import sys
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 folder.open()
 print("locked", flush=True)
@@ -205,7 +205,7 @@ def test_status(tmp_path):
 def test_the_time_of_all_processes_of_a_run_is_counted(tmp_path, monkeypatch):
     """U9: the report says how long a run took; a resume goes on counting."""
     now = 100.0
-    monkeypatch.setattr("utils.run_folder.time.monotonic", lambda: now)
+    monkeypatch.setattr("utils.runlog.run_folder.time.monotonic", lambda: now)
     for expected in (7.5, 15.0):
         folder = RunFolder(tmp_path)
         folder.open()

@@ -1,4 +1,4 @@
-"""`log.tracker` and `python -m utils.track`: the rows of metrics.jsonl, each once, whatever happens to the run."""
+"""Trackers, during a run and after it: the rows of metrics.jsonl, each once, whatever happens to the run."""
 
 import importlib.util
 import json
@@ -11,8 +11,8 @@ import pytest
 
 from tests.end_to_end.helpers import write_config
 from train import main as train
-from utils import track
-from utils.errors import run_cli
+from utils.runlog import trackers as track
+from utils.script import run_cli
 
 ROWS: list[dict[str, Any]] = [
     {"step": 2, "loss/x": 1.5, "n": 3},
@@ -139,7 +139,7 @@ def test_a_tracker_that_fails_costs_its_rows_only(
     options = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--log.tracker", "wandb"]
     assert run_cli(train, options) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: wandb")]
-    assert warning.startswith("warning: wandb: no network; training continues without it; `python -m utils.track ")
+    assert warning.startswith("warning: wandb: no network; training continues without it; `python -m utils.runlog.tr")
     kept.down = False
     assert run_cli(track.main, [str(run), "--to", "wandb"]) == 0
     assert [step for step, _ in kept.runs["id0"]] == [

@@ -22,8 +22,8 @@ from training.base.synthetic import check_synthetic, class_shares, make_sampler,
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.logging import say
 from utils.passport import Lineage
+from utils.runlog.run_log import say
 
 OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs
 

@@ -38,9 +38,9 @@ from utils import inject
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
-from utils.logging import say_main
 from utils.memory import ran_out
 from utils.passport import Lineage
+from utils.runlog.run_log import say_main
 from utils.seeding import forked
 from utils.tensors import by_device
 

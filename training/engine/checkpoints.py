@@ -7,15 +7,15 @@ from typing import Any
 from data.reading.loader import InfiniteLoader
 from training.base.config import RunConfig
 from utils import checkpoint as checkpoints
-from utils.checkpoint_writer import Background, Snapshot
+from utils.checkpoint.state_schema import FAULTS, check_part
+from utils.checkpoint.writer import Background, Snapshot
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.logging import say
 from utils.passport import join, nothing, recorded
 from utils.provenance import versions
-from utils.run_folder import RunFolder
-from utils.state_schema import FAULTS, check_part
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import say
 
 Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.base.config import RunConfig
 from training.optim.ema import EMA
-from utils import determinism, inject
+from utils import inject, seeding
 from utils.distributed import collectives
 from utils.distributed.heartbeat import silent_ranks
 from utils.distributed.launch import LAUNCHED, REMEDY
@@ -74,7 +74,7 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
             f"at most {config.micro(world)} samples of {resolution} px a forward pass, {config.precision}. What helps: "
             f"{', '.join(_savers(config, world))}; then {REMEDY}"
         )
-    operation = determinism.refused(error)
+    operation = seeding.without_kernel(error)
     if operation is not None:
         return (
             f"deterministic true: {operation} has no deterministic form on this device; switch off what needs it "

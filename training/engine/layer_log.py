@@ -14,7 +14,7 @@ from training.base.config import LogConfig
 from training.optim.updater import Precision
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.logging import Events
+from utils.runlog.run_log import Events
 
 FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its own
 

@@ -26,9 +26,9 @@ from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.images import save_png
-from utils.logging import Metrics, RunLog, say, say_main
 from utils.memory import peak_bytes
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import Metrics, RunLog, say, say_main
 
 
 class Loop:

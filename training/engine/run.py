@@ -21,7 +21,7 @@ from training.engine import health, lr_find, preflight, speed, transfer
 from training.engine.loop import Loop
 from training.engine.tasks import TASKS, build_run_config
 from training.profile import measure as profiling
-from utils import determinism, inject
+from utils import inject, seeding
 from utils.checkpoint import newest_first
 from utils.config.build import of_today, to_tree
 from utils.config.yaml_files import read_yaml
@@ -29,10 +29,10 @@ from utils.distributed import collectives, heartbeat
 from utils.distributed.heartbeat import Heartbeat, silent_ranks
 from utils.distributed.launch import under_launcher
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
-from utils.heap import keep_freed_memory
-from utils.logging import say, say_main, say_refused
+from utils.memory import tune_malloc
 from utils.passport import join, nothing
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import say, say_main, say_refused
 
 
 def train(
@@ -85,11 +85,11 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     """Settings of this process, and its place in the group; returns its device."""
     device = collectives.choose_device(requested, several=config.several_devices)
     if device.type == "cpu":
-        keep_freed_memory()
+        tune_malloc()
     if config.deterministic:
-        determinism.switch_on()
+        seeding.use_deterministic_kernels()
     elif device.type != "cpu":
-        determinism.switch_off()
+        seeding.use_fastest_kernels()
     inject.check()
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device

@@ -18,13 +18,13 @@ from training.base.config import RunConfig
 from training.optim.ema import EMA
 from training.optim.updater import Updater
 from utils import checkpoint as checkpoints
+from utils.checkpoint.state_schema import check_tensors
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.logging import say
 from utils.passport import Lineage, nothing, recorded
-from utils.run_folder import RunFolder
-from utils.state_schema import check_tensors
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import say
 
 LINES = 4  # of what does not fit, or is new, that are listed for a network; the others are counted
 

@@ -36,7 +36,7 @@ from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
-from utils.logging import say
+from utils.runlog.run_log import say
 from utils.seeding import forked
 
 JUDGED = 512  # images of which the discriminator's mean logit is taken at an evaluation

@@ -12,10 +12,10 @@ from training.optim.config import OptimizerConfig
 from training.optim.muon import Muon
 from training.optim.schedule_free import ScheduleFree
 from utils import inject
+from utils.checkpoint.state_schema import check_moments
 from utils.distributed import collectives
 from utils.distributed.gradients import Compression, GradientExchange
 from utils.errors import UserError
-from utils.state_schema import check_moments
 from utils.tensors import by_device, laid_like
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

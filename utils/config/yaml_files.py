@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.files import replace_file
@@ -115,7 +115,7 @@ def read_yaml(path: str | Path) -> Tree:
         listed = "; `python train.py --list` prints the recipes" if path.parent.name == "configs" else ""
         raise UserError(f"{path}: no such configuration file{near_file(path, '*.yaml')}{listed}")
     try:
-        with io.TextIOWrapper(door.open_file(path, door.CONFIG), encoding="utf-8") as file:
+        with io.TextIOWrapper(bounded.open_file(path, bounded.CONFIG), encoding="utf-8") as file:
             tree = load(file.read(LONGEST + 1))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -19,7 +19,8 @@ from data.reading.dataset import Dataset
 from data.records import add_image
 from data.sources import open_source
 from tests.data.conftest import save
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 
 def packed(path: Path, *options: str) -> Dataset:

@@ -14,8 +14,9 @@ from data.inspect import main as inspect
 from data.lmdb.reader import LMDBReader
 from data.pack import main as pack
 from data.sources import open_source
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
 from utils.files import replace_file
+from utils.script import run_cli
 
 ROOT = Path(__file__).parents[3]
 

@@ -273,7 +273,7 @@ import pathlib, sys, time
 import numpy as np
 from data.pack import pack
 from data.sources.base import Item, Source
-from utils.errors import run_cli
+from utils.script import run_cli
 
 class Slow(Source):
     def __init__(self, count):

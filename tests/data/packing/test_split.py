@@ -23,7 +23,8 @@ from tests.data.conftest import images
 from tests.data.packing.test_pack import run
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
-from utils.errors import EXIT_OK, EXIT_USER, UserError, run_cli
+from utils.errors import EXIT_OK, EXIT_USER, UserError
+from utils.script import run_cli
 from utils.seeding import seed_of
 
 TENTH = Fraction(1, 10)

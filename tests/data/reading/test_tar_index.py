@@ -25,7 +25,8 @@ from tests.data.conftest import images as sample_images
 from tests.data.sources.source_files import content_of
 from tests.data.sources.test_tars import samples, tar
 from tests.end_to_end.recipes import image_folders, write_recipe
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 COUNT = 20
 

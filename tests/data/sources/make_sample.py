@@ -15,7 +15,7 @@ import numpy as np
 from data.sources.base import ArraySource
 from data.sources.mnist import PREFIX, SAMPLE, open_fashion_mnist
 from utils.config.cli import Parser
-from utils.errors import run_cli
+from utils.script import run_cli
 
 PER_CLASS = {"train": 1000, "test": 200}
 

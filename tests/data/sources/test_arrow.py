@@ -18,7 +18,8 @@ from data.errors import ImageError
 from data.pack import main, pack
 from data.sources import open_source
 from tests.data.sources.source_files import cells, content_of, contents
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 pa = pytest.importorskip("pyarrow")
 REPOSITORY = Path(__file__).parents[3]

@@ -13,7 +13,8 @@ from data.sources.listing import first_of, split_name
 from tests.data.conftest import save
 from tests.data.sources.source_files import cells, manifest, parquet
 from tests.data.sources.test_sources import zipped
-from utils.errors import EXIT_OK, UserError, run_cli
+from utils.errors import EXIT_OK, UserError
+from utils.script import run_cli
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from fsspec.registry import known_implementations, register_implementation
 from data.errors import ImageError
 from data.sources import open_source, remote
 from tests.data.sources.source_files import contents
-from utils.door import Kind
+from utils.bounded import FileLimit
 from utils.errors import UserError
 
 
@@ -40,7 +40,7 @@ def test_url(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ImageError, match=r"7 of 9 bytes arrived, after 3 attempts"):
             source.item(0)
         with monkeypatch.context() as small:
-            small.setattr("utils.door.IMAGE", Kind("an image file", 1))
+            small.setattr("utils.bounded.IMAGE", FileLimit("an image file", 1))
             assert isinstance(source, remote.RemoteSource)
             source._sizes["cat/a.png"] = 1 + (1 << 20)
             with pytest.raises(ImageError, match="has 1,048,577 bytes, more than the 1 MiB for an image file"):

@@ -14,8 +14,9 @@ from data.errors import ImageError
 from data.pack import main, pack
 from data.sources import open_source, tars
 from tests.data.sources.source_files import content_of, contents
-from utils import door
-from utils.errors import UserError, run_cli
+from utils import bounded
+from utils.errors import UserError
+from utils.script import run_cli
 
 
 def tar(path: Path, members: Mapping[str, bytes | str], mode: str = "w") -> Path:
@@ -221,4 +222,4 @@ def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.tar.gz").write_bytes(b"\x1f\x8b")
     with pytest.raises(UserError, match=r"x\.tar\.gz: its images cannot be found without unpacking all of it"):
         open_source(str(tmp_path / "x.tar.gz"))
-    assert door.IMAGE.limit == 1 << 20
+    assert bounded.IMAGE.limit == 1 << 20

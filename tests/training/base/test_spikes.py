@@ -13,7 +13,8 @@ from tests.end_to_end.helpers import differing, state_of, write_config
 from training.base.spikes import LEAST, SpikeDetector, SpikesConfig
 from utils import checkpoint as checkpoints
 from utils import inject
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim")  # these tests save often
 

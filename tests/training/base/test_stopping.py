@@ -13,7 +13,7 @@ from training.classifier.task import ClassifierTask
 from training.engine.loop import Loop
 from training.engine.tasks import build_run_config
 from utils.errors import UserError
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
 
 
 def watch(figures, *, lower=False, **config):

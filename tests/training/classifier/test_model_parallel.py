@@ -27,8 +27,9 @@ from training.optim.updater import OptimizerConfig, Precision, Updater, restore_
 from utils.checkpoint import load
 from utils.distributed import collectives, gradients
 from utils.distributed.launch import launch
-from utils.errors import UserError, run_cli
-from utils.run_folder import RunFolder
+from utils.errors import UserError
+from utils.runlog.run_folder import RunFolder
+from utils.script import run_cli
 from utils.seeding import forked
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from utils.checkpoint import load
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from utils import checkpoint as checkpoints
 from utils import provenance
 from utils.checkpoint import load, newest_first
 from utils.errors import UserError
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
 
 META = SimpleNamespace(classes=["a"], content_hash="1234", count=3, resize_filter="area")
 ABOUT = {"shape": {"channels": 1, "classes": 1, "resolution": 8}, "origin": None}

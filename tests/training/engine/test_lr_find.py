@@ -22,8 +22,9 @@ from training.engine.window import MetricWindow
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Precision, Updater
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, run_cli
-from utils.run_folder import RunFolder
+from utils.errors import UserError
+from utils.runlog.run_folder import RunFolder
+from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim")
 CPU = torch.device("cpu")

@@ -34,7 +34,7 @@ from training.engine.tasks import TASKS, build_run_config
 from training.gan.task import GanTask
 from training.optim.updater import OptimizerConfig
 from utils.config.yaml_files import read_yaml
-from utils.errors import run_cli
+from utils.script import run_cli
 from utils.seeding import forked
 
 CPU = torch.device("cpu")

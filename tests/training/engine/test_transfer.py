@@ -17,7 +17,7 @@ from utils import checkpoint as checkpoints
 from utils.config.build import to_tree
 from utils.config.yaml_files import save_yaml
 from utils.errors import UserError
-from utils.run_folder import RunFolder
+from utils.runlog.run_folder import RunFolder
 
 # the same width at every resolution, so that shapes cannot tell resolutions apart
 FLAT: dict[str, Any] = {"channel_base": 1024, "channel_max": 8}

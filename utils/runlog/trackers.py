@@ -1,5 +1,5 @@
-"""A run's rows for Weights & Biases, trackio or MLflow: `python -m utils.track RUN --to wandb` for a run that is over,
-`log.tracker: wandb` for one that trains.
+"""A run's rows for Weights & Biases, trackio or MLflow: `log.tracker: wandb` for a run that trains,
+`python -m utils.runlog.trackers RUN --to wandb` for one that is over.
 
 Both send the rows of metrics.jsonl up to the last checkpoint: a resume cuts none of them back. RUN/tracker.json says
 how far each tracker has them, so that none is sent twice, unless a kill or an error comes while they are sent. Nothing
@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from utils import door
+from utils import bounded
 from utils.config.cli import Parser
 from utils.config.yaml_files import read_yaml
-from utils.errors import UserError, exit_cli
+from utils.errors import UserError
 from utils.files import replace_file
 from utils.schema import mapping, record, text, whole
+from utils.script import exit_cli
 
 Values = Mapping[str, float]
 check_state = mapping(record({"id": text, "step": whole()}))
@@ -163,7 +164,7 @@ class Tracker:
     def _known(self) -> dict[str, dict[str, Any]]:
         """RUN/tracker.json: by tracker the run's `id` there, and the `step` up to which it has the rows."""
         try:
-            found = json.loads(door.read_file(self._state, door.TABLE))
+            found = json.loads(bounded.read_file(self._state, bounded.TABLE))
             check_state("tracker.json", found)
         except (OSError, ValueError):
             return {}
@@ -172,7 +173,7 @@ class Tracker:
     def _rows(self, last: int) -> list[dict[str, Any]]:
         """The next rows of steps up to `last`, whole ones only."""
         rows = []
-        with door.open_file(self._run / "metrics.jsonl", door.TABLE) as file:
+        with bounded.open_file(self._run / "metrics.jsonl", bounded.TABLE) as file:
             file.seek(self._place)
             for line in file:
                 try:
@@ -189,7 +190,7 @@ class Tracker:
 
 
 def main(argv: list[str]) -> None:
-    parser = Parser(prog="python -m utils.track", description="Send the rows of a run to a tracker.")
+    parser = Parser(prog="python -m utils.runlog.trackers", description="Send the rows of a run to a tracker.")
     parser.add_argument("run", metavar="RUN", type=Path, help="run folder")
     parser.add_argument("--to", required=True, choices=TRACKERS, help="the tracker")
     options: argparse.Namespace = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The door that every file of the user's comes in through: regular files, bounded, names that can be shown."""
+"""Every file of the user's is opened within bounds: regular files, no more than a limit, names that can be shown."""
 
 import ast
 import contextlib
@@ -23,47 +23,49 @@ from data.sources import open_source
 from data.sources.remote import RemoteSource
 from inference.predictions import read_image
 from models.weights import read_state_dict
-from utils import door
+from utils import bounded
 from utils.config.cli import did_you_mean
-from utils.errors import UserError, run_cli
+from utils.errors import UserError
+from utils.script import run_cli
+from utils.text import printable
 
 ROOT = Path(__file__).parents[2]
-OWN = {  # what opens files without the door, and why
-    "data/lmdb/environment.py": "LMDB opens by path, after the door's check",
+OWN = {  # what opens files otherwise, and why
+    "data/lmdb/environment.py": "LMDB opens by path, after its check",
     "data/lmdb/writer.py": "writes our own file",
     "data/images.py": "bytes in memory",
-    "data/reading/sampler.py": "NumPy maps the file, after the door's check",
+    "data/records.py": "bytes in memory",
+    "data/reading/sampler.py": "NumPy maps the file, after its check",
     "data/sources/cifar10.py": "bytes in memory",
-    "data/sources/files.py": "zipfile opens by path, after the door's check",
+    "data/sources/files.py": "zipfile opens by path, after its check",
     "data/reading/tar_index.py": "its own lock",
-    "data/tar_files.py": "tarfile is given what the door has opened",
-    "data/sources/remote.py": "fsspec's files, read by door.read_stream",
+    "data/tar_files.py": "tarfile is given an opened file",
+    "data/sources/remote.py": "fsspec's files, read by bounded.read_stream",
     "inference/export/check.py": "reads what was just written",
     "inference/export/formats.py": "reads what was just written",
     "inference/export/pages/classifier.py": "runs elsewhere, in the folder that it came with",
     "inference/export/pages/generator.py": "runs elsewhere, in the folder that it came with",
-    "inference/export/weights_file.py": "safetensors opens by path, after the door's check",
+    "inference/export/weights_file.py": "safetensors opens by path, after its check",
     "inference/interpolate.py": "writes a film",
-    "models/official/nvidia.py": "safetensors opens by path, after the door's check",
-    "models/weights.py": "torch and safetensors open by path, after the door's check",
+    "models/official/nvidia.py": "safetensors opens by path, after its check",
+    "models/weights.py": "torch and safetensors open by path, after its check",
     "quickstart.py": "its own runs",
     "reporting/pictures.py": "bytes in memory",
     "reporting/tensorboard.py": "images that the evaluation has just written",
     "training/engine/loop.py": "its own log",
     "training/engine/run.py": "its own run's profile",
-    "utils/checkpoint.py": "torch and zipfile open by path, after the door's check",
-    "utils/checkpoint_writer.py": "writes our own file",
+    "utils/checkpoint/__init__.py": "torch and zipfile open by path, after its check",
+    "utils/checkpoint/writer.py": "writes our own file",
     "utils/distributed/heartbeat.py": "its own signs of life",
-    "utils/door.py": "the door",
-    "utils/errors.py": "the null device",
+    "utils/bounded.py": "the place itself",
     "utils/files.py": "writes our own files",
-    "utils/logging.py": "its own rows",
+    "utils/runlog/run_log.py": "its own rows",
     "utils/memory.py": "the kernel's figures",
     "utils/processes.py": "the kernel's figures",
     "utils/provenance.py": "the kernel's figures",
     "utils/config/recipes.py": "our own recipes",
-    "utils/run_folder.py": "its own lock",
-    "utils/streams.py": "the null device",
+    "utils/runlog/run_folder.py": "its own lock",
+    "utils/script.py": "the null device",
 }
 OPENERS = {
     *("open", "fdopen", "read_bytes", "read_text", "fromfile", "load_file", "safe_open", "open_memmap", "imread"),
@@ -80,12 +82,12 @@ def _openers(path: Path) -> set[str]:
 
 
 def test_nothing_else_opens_what_the_user_names() -> None:
-    """Whoever needs a file of the user's takes it from utils/door.py; who does not has a reason in OWN."""
+    """Whoever needs a file of the user's takes it from utils/bounded.py; who does not has a reason in OWN."""
     folders = ("data", "inference", "metrics", "models", "reporting", "training", "utils")
     modules = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
     found = {path.relative_to(ROOT).as_posix() for path in modules if _openers(path)}
     others = {name for name in found if name not in OWN}
-    behind = {"parquet": ".ParquetFile(", "arrow": ".memory_map("}  # once each, behind the door's check
+    behind = {"parquet": ".ParquetFile(", "arrow": ".memory_map("}  # once each, behind its check
     assert others == {f"data/sources/{name}.py" for name in behind}
     for name, opener in behind.items():
         assert (ROOT / f"data/sources/{name}.py").read_text().count(opener) == 1
@@ -130,11 +132,11 @@ def test_h8_every_other_kind(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         for path, what in ((tmp_path / "s", "a socket"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
-            for reader in (door.read_file, door.read_gzip, door.open_file, door.check):
-                with pytest.raises(door.Refused, match=f"^is {what}, not a regular file$"):
-                    reader(path, door.IMAGE)
+            for reader in (bounded.read_file, bounded.read_gzip, bounded.open_file, bounded.check):
+                with pytest.raises(bounded.Refused, match=f"^is {what}, not a regular file$"):
+                    reader(path, bounded.IMAGE)
     with pytest.raises(FileNotFoundError):
-        door.read_file(tmp_path / "none", door.IMAGE)
+        bounded.read_file(tmp_path / "none", bounded.IMAGE)
 
 
 def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
@@ -153,17 +155,17 @@ def test_h9_links_to_devices_and_sparse_files(tmp_path: Path) -> None:
 
 def test_limit_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_bytes(bytes((1 << 20) + 1))
-    assert len(door.read_file(tmp_path / "x", door.IMAGE)) == (1 << 20) + 1
+    assert len(bounded.read_file(tmp_path / "x", bounded.IMAGE)) == (1 << 20) + 1
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
-    with pytest.raises(door.Refused, match="1,048,577 bytes, more than the 1 MiB"):
-        door.read_file(tmp_path / "x", door.IMAGE)
+    with pytest.raises(bounded.Refused, match="1,048,577 bytes, more than the 1 MiB"):
+        bounded.read_file(tmp_path / "x", bounded.IMAGE)
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "none")  # no number: the limit stays
-    assert door.IMAGE.limit == 256 << 20
+    assert bounded.IMAGE.limit == 256 << 20
 
 
 def test_what_does_not_tell_its_size() -> None:
     """The kernel's files are regular, of 0 bytes, and hold text."""
-    assert door.read_file("/proc/self/status", door.TABLE).startswith(b"Name:")
+    assert bounded.read_file("/proc/self/status", bounded.TABLE).startswith(b"Name:")
 
 
 class Endless:
@@ -178,10 +180,10 @@ class Endless:
 
 def test_h10_streams_stop_at_the_limit() -> None:
     stream = Endless()
-    with pytest.raises(door.Refused, match="has more than the 4 MiB for a configuration"):
-        door.read_stream(stream, door.CONFIG)
+    with pytest.raises(bounded.Refused, match="has more than the 4 MiB for a configuration"):
+        bounded.read_stream(stream, bounded.CONFIG)
     assert stream.given == (4 << 20) + 1
-    assert door.read_stream(io.BytesIO(b"abc"), door.CONFIG) == b"abc"
+    assert bounded.read_stream(io.BytesIO(b"abc"), bounded.CONFIG) == b"abc"
 
 
 def test_h10_url_without_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,15 +313,15 @@ def test_h1_backslashes_in_zips(tmp_path: Path) -> None:
     ],
 )
 def test_printable(name: str, shown: str) -> None:
-    assert door.printable(name) == shown
+    assert printable(name) == shown
     shown.encode()
-    assert door.printable(shown) == shown
+    assert printable(shown) == shown
 
 
 def test_a_name_with_a_nul_character_is_refused(tmp_path: Path) -> None:
     """From a JSON or CSV file; os.stat raises a ValueError."""
-    with pytest.raises(door.Refused, match="holds a NUL character"):
-        door.check(tmp_path / "a\0b.png", door.ARCHIVE)
+    with pytest.raises(bounded.Refused, match="holds a NUL character"):
+        bounded.check(tmp_path / "a\0b.png", bounded.ARCHIVE)
 
 
 def test_h14_names_that_are_no_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,18 +1,84 @@
-"""The standard streams of a script: closed, full, or a terminal that is gone; and Ctrl-C before a script has begun."""
+"""How a script runs: its errors as one line and an exit code, its streams that may be closed, full or gone, Ctrl-C."""
 
 import errno
 import io
 import os
 import signal
 import sys
+import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from utils.processes import leave_imports
+from utils.errors import EXIT_OK, EXIT_USER, Expected, StoppedBySignal
+from utils.processes import leave, leave_imports, threads_left
+from utils.text import printable, shorten
 
 INTERRUPTED = "stopped: interrupted from the keyboard"
 GONE = (errno.EIO, errno.ENXIO)  # of a terminal that was closed: nobody is left to be told
+
+
+def _code_of(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    try:
+        return main(argv) or EXIT_OK
+    except SystemExit as end:  # of --help
+        if isinstance(end.code, str):
+            raise
+        return int(end.code or EXIT_OK)
+
+
+def exit_cli(main: Callable[[list[str]], int | None]) -> NoReturn:
+    """`run_cli`, and the end of this process."""
+    try:
+        code = run_cli(main)
+    except Exception:  # a fault of ours
+        if not threads_left():
+            raise
+        traceback.print_exc()
+        code = 1
+    leave(code)
+
+
+def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = None) -> int:
+    """Call `main(argv)`; what it raises becomes a line on stderr (`--debug`: a traceback too) and an exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv
+    guard()
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks must not end the work
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = _code_of(main, argv)
+        sys.stdout.flush()  # here, where a closed pipe can be told from a fault
+        if why := lost():
+            print(f"error: standard output: {why}; what was to be printed is lost", file=sys.stderr, flush=True)
+            return code or EXIT_USER
+        return code
+    except BrokenPipeError:  # the reader of our output has seen enough: `| head`
+        silence_stdout()
+        return 128 + signal.SIGPIPE
+    except Expected as error:
+        if debug:
+            traceback.print_exc()
+        rank = os.environ.get("RANK", "0")
+        told = rank == "0" or (error.of_rank is None and error.rank_specific)
+        rank = rank if error.of_rank is None else str(error.of_rank)
+        if told and not error.quiet:
+            label = "stopped" if isinstance(error, StoppedBySignal) else "error"
+            where = f" on rank {rank}" if rank != "0" else ""
+            print(f"{label}{where}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except OSError as error:  # a path that no file can have may fail wherever it is first looked at
+        if error.errno not in (errno.ENAMETOOLONG, errno.ELOOP) or debug:
+            raise
+        name = shorten(printable(str(error.filename)), 80)
+        print(f"error: {name}: {error.strerror}; give another path", file=sys.stderr)
+        return EXIT_USER
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(INTERRUPTED, file=sys.stderr, flush=True)
+        return 130
 
 
 class _Tolerant(io.FileIO):

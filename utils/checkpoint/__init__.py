@@ -15,7 +15,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils import door, inject
+from utils import bounded, inject
 from utils.config.build import of_today
 from utils.config.yaml_files import near_file
 from utils.errors import UserError
@@ -24,14 +24,14 @@ from utils.passport import check_lineage
 from utils.schema import anything, items, mapping, maybe, number, record, text, whole
 
 if TYPE_CHECKING:
-    from utils.checkpoint_writer import Snapshot
+    from utils.checkpoint.writer import Snapshot
 
 SCHEMA = 1
 MOST_SIDE = 2**16  # px
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
-# What a checkpoint says beside its state, which is compared with the networks (`utils.state_schema`).
+# What a checkpoint says beside its state, which is compared with the networks (`utils.checkpoint.state_schema`).
 CONFIG = {  # of its config: what is read without its dataclass
     "architecture": text,
     "data": maybe(record({}, {"path": maybe(text), "val_path": maybe(text), "resolution": maybe(whole(1, MOST_SIDE))})),
@@ -86,7 +86,7 @@ class CorruptCheckpoint(UserError):
 
 def file_sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file."""
-    with door.open_file(path, door.WEIGHTS) as file:
+    with bounded.open_file(path, bounded.WEIGHTS) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -96,8 +96,8 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     A file under its final name is complete, with or without its checksum yet. Raises OSError when the disk refuses
     (full, read-only); what was there before stays. Raises TypeError for content that could not be loaded again.
     """
-    from utils import checkpoint_writer
-    from utils.checkpoint_writer import Snapshot
+    from utils.checkpoint import writer as checkpoint_writer
+    from utils.checkpoint.writer import Snapshot
     from utils.distributed import collectives
 
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
@@ -139,7 +139,7 @@ def pointer(folder: Path, which: str) -> dict[str, Any] | None:
     Raises UserError where it names a file of the folder that `file_name` would call otherwise: such a run is not empty.
     """
     try:
-        entry = json.loads(door.read_file(folder / f"{which}.json", door.CONFIG))
+        entry = json.loads(bounded.read_file(folder / f"{which}.json", bounded.CONFIG))
     except (OSError, ValueError, RecursionError):
         return None
     name = str(entry.get("file")) if isinstance(entry, dict) else ""
@@ -213,7 +213,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
     if not path.is_file():
         raise UserError(f"{path}: no such checkpoint")
     try:
-        door.check(path, door.WEIGHTS)
+        bounded.check(path, bounded.WEIGHTS)
         if verify:
             _verify(path)
         import torch  # not for who only looks for a file
@@ -259,7 +259,7 @@ def _verify(path: Path) -> None:
     """
     checksum = _checksum_file(path)
     if checksum.is_file():
-        if (door.read_file(checksum, door.CONFIG).split() or [b""])[0] != file_sha256(path).encode():
+        if (bounded.read_file(checksum, bounded.CONFIG).split() or [b""])[0] != file_sha256(path).encode():
             raise CorruptCheckpoint(
                 f"{path}: damaged (its SHA-256 is not the one in {checksum.name}); use an earlier one"
             )

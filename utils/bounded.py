@@ -1,11 +1,10 @@
-"""One door for the user's files: every byte of theirs comes in through it.
+"""The user's files, opened and read within bounds: every byte of theirs comes in through here.
 
 - Regular files only, by `stat` before `open`: a named pipe never hangs, a device is never read.
 - No more of a file than the limit of its kind, whatever it claims to hold: sizes are checked before anything is read,
   and what is compressed is unpacked no further than the limit.
-- Names are shown with what would disturb a terminal, or has no character, escaped (`printable`).
 
-tests/test_door.py keeps other ways of opening a file out of the program.
+tests/utils/test_bounded.py keeps other ways of opening a file out of the program.
 """
 
 import errno
@@ -13,7 +12,6 @@ import gzip
 import io
 import os
 import stat
-import unicodedata
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +25,10 @@ OTHERS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
-BIDIRECTIONAL = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # controls
 
 
 @dataclass(frozen=True)
-class Kind:
+class FileLimit:
     """A kind of file and how large one may be."""
 
     name: str
@@ -46,13 +43,13 @@ class Kind:
         return mib << 20 if mib else 1 << 63
 
 
-IMAGE = Kind("an image file", 256, "DUET_MAX_IMAGE_MIB")  # Pillow's limit of pixels in 24 bits, uncompressed
-UPLOAD = Kind("an image sent by a browser", 32, "DUET_MAX_UPLOAD_MIB")
-ARRAY = Kind("a file of many images", 2048, "DUET_MAX_ARRAY_MIB")  # idx and CIFAR-10: they are held whole
-TABLE = Kind("a list", 512, "DUET_MAX_TABLE_MIB")  # CSV, JSON, weights of images; a million names are 50 MiB
-CONFIG = Kind("a configuration", 4, "DUET_MAX_CONFIG_MIB")
-WEIGHTS = Kind("a file of weights", 64 << 10, "DUET_MAX_WEIGHTS_MIB")
-ARCHIVE = Kind("an archive", 0)  # zip, Parquet, LMDB: their parts have limits
+IMAGE = FileLimit("an image file", 256, "DUET_MAX_IMAGE_MIB")  # Pillow's limit of pixels in 24 bits, uncompressed
+UPLOAD = FileLimit("an image sent by a browser", 32, "DUET_MAX_UPLOAD_MIB")
+ARRAY = FileLimit("a file of many images", 2048, "DUET_MAX_ARRAY_MIB")  # idx and CIFAR-10: they are held whole
+TABLE = FileLimit("a list", 512, "DUET_MAX_TABLE_MIB")  # CSV, JSON, weights of images; a million names are 50 MiB
+CONFIG = FileLimit("a configuration", 4, "DUET_MAX_CONFIG_MIB")
+WEIGHTS = FileLimit("a file of weights", 64 << 10, "DUET_MAX_WEIGHTS_MIB")
+ARCHIVE = FileLimit("an archive", 0)  # zip, Parquet, LMDB: their parts have limits
 
 
 class Refused(OSError):
@@ -72,7 +69,7 @@ class Readable(Protocol):
         """Up to `size` bytes, b"" at the end."""
 
 
-def too_large(size: int, kind: Kind) -> str | None:
+def too_large(size: int, kind: FileLimit) -> str | None:
     """Why a file of so many bytes does not come in, or None."""
     if size <= kind.limit:
         return None
@@ -80,7 +77,7 @@ def too_large(size: int, kind: Kind) -> str | None:
     return f"{told}: make it smaller or set {kind.variable}"
 
 
-def check(path: str | Path, kind: Kind) -> os.stat_result:
+def check(path: str | Path, kind: FileLimit) -> os.stat_result:
     """The status of a regular file that is not too large; what a link points to counts. Raises OSError."""
     if "\0" in os.fspath(path):
         raise Refused("is no file name: it holds a NUL character", path)
@@ -93,14 +90,14 @@ def check(path: str | Path, kind: Kind) -> os.stat_result:
     return status
 
 
-def open_file(path: str | Path, kind: Kind) -> io.BufferedReader:
+def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
     """A file that `check` accepts, for reading. Raises OSError."""
     check(path, kind)
     # Not blocking: where a pipe has taken the file's place since, there is an error or no content, and never a wait.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
 
 
-def read_file(path: str | Path, kind: Kind) -> bytes:
+def read_file(path: str | Path, kind: FileLimit) -> bytes:
     """The bytes of a file that `check` accepts. Raises OSError."""
     size = check(path, kind).st_size
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -114,7 +111,7 @@ def read_file(path: str | Path, kind: Kind) -> bytes:
         os.close(descriptor)
 
 
-def read_stream(stream: Readable, kind: Kind, already: int = 0) -> bytes:
+def read_stream(stream: Readable, kind: FileLimit, already: int = 0) -> bytes:
     """All that is left in a stream, of which `already` bytes were read. Raises OSError, at the kind's limit Refused."""
     parts, size, limit = [], already, kind.limit
     while part := stream.read(min(STEP, limit + 1 - size)):
@@ -126,28 +123,10 @@ def read_stream(stream: Readable, kind: Kind, already: int = 0) -> bytes:
     return b"".join(parts)
 
 
-def read_gzip(path: str | Path, kind: Kind) -> bytes:
+def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
     """The unpacked bytes of a gzip file. Raises OSError, also for what is damaged; at the kind's limit Refused."""
     try:
         with open_file(path, kind) as file, gzip.GzipFile(fileobj=file) as unpacked:
             return read_stream(unpacked, kind)
     except (EOFError, zlib.error) as error:
         raise Refused(str(error), path) from None
-
-
-def printable(text: str) -> str:
-    r"""A name as it can be shown anywhere: control characters, separators of lines, controls of the writing direction
-    and bytes that are no UTF-8 become \n, \x1b, \u2028, \xff.
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    if 0xDC80 <= code <= 0xDCFF:  # how Python holds a byte of a name that is no UTF-8
-        return f"\\x{code - 0xDC00:02x}"
-    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in BIDIRECTIONAL:
-        return character.encode("unicode_escape", "surrogatepass").decode("ascii")
-    return character

@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from utils.distributed import collectives
 from utils.files import replace_file
-from utils.progress import Bar
-from utils.track import Tracker
+from utils.runlog.progress import Bar
+from utils.runlog.trackers import Tracker
 
 Metrics = dict[str, float | int]
 
@@ -201,7 +201,7 @@ class RunLog:
             if close:
                 self._tracker.close()
         except Exception as error:
-            later = f"`python -m utils.track {self._folder} --to {self._tracker.name}` sends the rows later"
+            later = f"`python -m utils.runlog.trackers {self._folder} --to {self._tracker.name}` sends the rows later"
             say(f"warning: {self._tracker.name}: {error}; training continues without it; {later}")
             self._tracker = None
 
