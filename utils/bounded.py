@@ -13,9 +13,13 @@ import io
 import os
 import stat
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from utils.errors import UserError
 
 STEP = 1 << 20  # bytes read at a time from what does not say how long it is
 OTHERS = (
@@ -130,3 +134,15 @@ def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
             return read_stream(unpacked, kind)
     except (EOFError, zlib.error) as error:
         raise Refused(str(error), path) from None
+
+
+@contextmanager
+def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[None]:
+    """An OSError or one of `faults` that is raised inside becomes `PATH cannot be read (WHY); REMEDY`, a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, *faults) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise UserError(f"{path} cannot be read ({' '.join(why.split())[:200]}); {remedy}") from error

@@ -78,7 +78,7 @@ def _openers(path: Path) -> set[str]:
     """Names of functions that open files, as a module calls them."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     names = {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
-    return names & OPENERS
+    return names & OPENERS | {text for call in calls if (text := ast.unparse(call)) == "np.load"}
 
 
 def test_nothing_else_opens_what_the_user_names() -> None:
@@ -361,3 +361,22 @@ def test_h23_a_name_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert error.count("\n") == 1
     assert "File name too long" in error
     assert did_you_mean("x" * 300, ["y"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (FileNotFoundError(2, "No such file", "x"), "x cannot be read (No such file); copy it"),
+        (KeyError("label"), "x cannot be read ('label'); copy it"),
+        (UserError("y is damaged; get it again"), "y is damaged; get it again"),
+    ],
+)
+def test_reading_names_the_file_and_the_remedy(error: Exception, told: str) -> None:
+    with pytest.raises(UserError) as refused, bounded.reading("x", "copy it", LookupError, ValueError):
+        raise error
+    assert str(refused.value) == told
+
+
+def test_reading_lets_other_faults_pass() -> None:
+    with pytest.raises(ZeroDivisionError), bounded.reading("x", "copy it", LookupError):
+        raise ZeroDivisionError
