@@ -139,10 +139,11 @@ def read_gzip(path: str | Path, kind: FileLimit) -> bytes:
 @contextmanager
 def reading(path: object, remedy: str, *faults: type[Exception]) -> Iterator[None]:
     """An OSError or one of `faults` that is raised inside becomes `PATH cannot be read (WHY); REMEDY`, a UserError."""
+    expected: tuple[type[Exception], ...] = (OSError, *faults)
     try:
         yield
     except UserError:
         raise
-    except (OSError, *faults) as error:
+    except expected as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise UserError(f"{path} cannot be read ({' '.join(why.split())[:200]}); {remedy}") from error

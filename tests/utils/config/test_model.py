@@ -57,6 +57,7 @@ def test_a_document_may_hold_more_than_is_read() -> None:
     document = Document.read({**RIGHT, "mean": [1], "later": object(), "shards": [{"path": "a", "size": 3, "x": 1}]})
     assert (document.count, document.mean, document.seed) == (3, [1.0], 0)
     assert document.shards == [Shard(path="a", size=3)]
+    nothing: object
     for nothing in (None, [], 3, "text"):
         with pytest.raises(Unfit, match=r"^header is .*, but must be a mapping of names$"):
             Document.read(nothing, "header")
