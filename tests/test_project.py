@@ -280,32 +280,40 @@ def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, show
     assert shown in done.stdout + done.stderr
 
 
-# engine -> gan, classifier -> optim -> profile -> base: what each part of training/ may import of the others
-TRAINING = {
-    "base": {"base"},
-    "profile": {"profile", "base"},
-    "optim": {"optim", "profile", "base"},
-    "gan": {"gan", "optim", "profile", "base"},
-    "classifier": {"classifier", "optim", "profile", "base"},
-    "engine": {"engine", "gan", "classifier", "optim", "profile", "base"},
+# wing -> room -> the rooms of the same wing whose modules it may import; "" is the wing's own files
+ROOMS = {
+    # engine -> gan, classifier -> optim -> profile -> base: the engine knows no model, optimizer and EMA import none
+    "training": {
+        "base": {"base"},
+        "profile": {"profile", "base"},
+        "optim": {"optim", "profile", "base"},
+        "gan": {"gan", "optim", "profile", "base"},
+        "classifier": {"classifier", "optim", "profile", "base"},
+        "engine": {"engine", "gan", "classifier", "optim", "profile", "base"},
+    },
 }
 
 
-@pytest.mark.parametrize("part", TRAINING)
-def test_imports_within_training_point_one_way(part):
-    """A3: the engine knows no model, optimizer and EMA import none."""
-    assert {path.name for path in (ROOT / "training").iterdir() if (path / "__init__.py").exists()} == set(TRAINING)
+@pytest.mark.parametrize(("wing", "room"), [(wing, room) for wing, rooms in ROOMS.items() for room in rooms])
+def test_imports_within_a_wing_point_one_way(wing, room):
+    rooms = ROOMS[wing]
+    inside = {path.name for path in (ROOT / wing).iterdir() if (path / "__init__.py").exists()}
+    assert inside == set(rooms) - {""}
+    files = sorted((ROOT / wing / room).rglob("*.py")) if room else sorted((ROOT / wing).glob("*.py"))
+    allowed = {name for name in rooms[room] if name}
+    if "" in rooms[room]:
+        allowed |= {path.stem for path in (ROOT / wing).glob("*.py")}
     wrong = {
         str(path.relative_to(ROOT)): forbidden
-        for path in sorted((ROOT / "training" / part).rglob("*.py"))
-        if (forbidden := imported(path.read_text(), "training.") - TRAINING[part])
+        for path in files
+        if (forbidden := imported(path.read_text(), f"{wing}.") - allowed)
     }
     assert wrong == {}
 
 
 def product_files() -> list[Path]:
-    """The program's own Python files: neither tests nor benchmarks."""
-    outside = {"tests", "benchmarks"}
+    """The program's own Python files: neither tests nor benchmarks nor examples."""
+    outside = {"tests", "benchmarks", "examples"}
     return [p for p in project_files() if p.suffix == ".py" and p.relative_to(ROOT).parts[0] not in outside]
 
 
