@@ -73,7 +73,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from metrics.judge import run_folder
     from utils.distributed import collectives
 
-    path = collectives.on_main(lambda: resolve_for_people(options.checkpoint, options.which))
+    path = collectives.from_main_process(lambda: resolve_for_people(options.checkpoint, options.which))
     with collectives.raising_together():
         checkpoint = load(path)
         data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
@@ -85,7 +85,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     evaluate, table = AUDIT if options.audit else TASKS[checkpoint["task"]]
     name = "audit.json" if options.audit else "metrics.json"
     out = Path(options.out) if options.out else run_folder(path) / "eval"
-    collectives.on_main(lambda: check_writable(out))
+    collectives.from_main_process(lambda: check_writable(out))
     with reader:
         figures = evaluate(checkpoint, reader, out, options)
     head = {"checkpoint": str(path), "step": checkpoint["step"], "task": checkpoint["task"], "data": str(data)}
@@ -96,7 +96,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         device = collectives.choose_device(options.device)
         document["images"] += draw_style_tables(checkpoint, out, seed=options.seed, device=device)
     command = None if options.audit else shlex.join(["python", "evaluate.py", *argv])
-    collectives.on_main(lambda: write(document, out / name, command))
+    collectives.from_main_process(lambda: write(document, out / name, command))
     if collectives.is_main():
         print(json.dumps(document, indent=1, allow_nan=False) if options.json else table(document))
         print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)

@@ -82,7 +82,7 @@ class ByHand:
         pending += [self._reduce(bucket)] if bucket else []
         for work, flat, gradients in pending:
             work.wait()
-            collectives.put_back(flat, gradients)
+            collectives.unflatten_into(flat, gradients)
 
     @staticmethod
     def _reduce(tensors: list[Tensor]) -> tuple[Any, Tensor, list[Tensor]]:

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, vmap
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, evaluation_batches
 from metrics.extractors import classifier_input
-from metrics.precision import device_of, exact_float32
+from metrics.precision import device_of, full_float32
 from models.classifier import Classifier
 from utils.errors import UserError
 from utils.runlog.progress import Bar
@@ -135,7 +135,7 @@ def weights_of(snapshots: Sequence[Snapshot]) -> list[float]:
 def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gradients, Tensor]:
     """`head_gradients` of uint8 images [n, C, H, W] with labels [n]."""
     device = device_of(model)
-    with exact_float32(device):
+    with full_float32(device):
         return head_gradients(model, classifier_input(model, images), labels.to(device))
 
 

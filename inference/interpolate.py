@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference.samples import Sampler, default_count, with_styles
 from inference.settings import FilmConfig, check_film
-from metrics.precision import exact_float32
+from metrics.precision import full_float32
 from models.gan import NoiseMode, one_hot
 from models.sampling import to_uint8
 from utils.errors import UserError
@@ -58,7 +58,7 @@ class Journey:
         noise = self.sampler.latents([0])[2]
         for start in range(0, len(self), self.sampler.batch_size):
             places = range(start, min(start + self.sampler.batch_size, len(self)))
-            with torch.no_grad(), exact_float32(self.sampler.device):
+            with torch.no_grad(), full_float32(self.sampler.device):
                 images = to_uint8(self._images(places, noise)).cpu()
             yield from (image.numpy().transpose(1, 2, 0) for image in images)
 

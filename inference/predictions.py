@@ -19,7 +19,7 @@ from data.errors import ImageError
 from data.images import decode_file, fit, pillow_filters, trained_mode
 from metrics.evaluate_gan import judge_images
 from metrics.extractors import classifier_input
-from metrics.precision import device_of, evaluating, exact_float32
+from metrics.precision import device_of, evaluating, full_float32
 from models.classifier import Classifier
 from models.hooks import find_layer, output_gradient
 from utils import bounded
@@ -205,7 +205,7 @@ def image_heat(classifier: Classifier, images: Tensor, targets: Tensor, layer: s
     """
     device = device_of(classifier)
     classifier.eval()
-    with exact_float32(device):
+    with full_float32(device):
         heat = grad_cam(
             classifier, classifier_input(classifier, images), targets.to(device), layer or default_layer(classifier)
         )

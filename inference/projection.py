@@ -20,7 +20,7 @@ from inference.perceptual import Distance, at_hand, build_features
 from inference.predictions import read_image
 from inference.samples import Sampler, with_styles
 from inference.settings import SPACES, ProjectionConfig, Space
-from metrics.precision import device_of, exact_float32
+from metrics.precision import device_of, full_float32
 from models.gan import StyledGenerator
 from models.sampling import to_uint8
 from utils.errors import UserError
@@ -79,7 +79,7 @@ class Projector:
         found: list[tuple[Projection, Tensor, int | None]] = []
         kinds: Sequence[int | None] = labels or [None]
         for label in kinds:
-            with torch.no_grad(), exact_float32(self.device):
+            with torch.no_grad(), full_float32(self.device):
                 kind = None if label is None else torch.full([MEAN_SAMPLES], label, device=self.device)
                 w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
                 mean = self.generator.w_avg if label is None else w.mean(dim=0)
@@ -108,7 +108,7 @@ class Projector:
             shake = 0.0 if refine else self.config.shake * self.spread * max(0.0, 1 - done / NOISE_END) ** 2
             key = keyed_generator(self.seed, "project", space, step)
             shaken = w + shake * torch.randn(w.shape, generator=key).to(self.device)
-            with exact_float32(self.device):
+            with full_float32(self.device):
                 loss = self.distance(self.generator.synthesis(self._rows(shaken), noise)).sum()
                 if maps:
                     loss = loss + self.config.noise_weight * correlation(maps)
@@ -126,7 +126,7 @@ class Projector:
 
     def _result(self, ws: Tensor, noise: Maps) -> Projection:
         """The image of styles [1, num_ws, w_dim], and its distances as it will be saved, in uint8."""
-        with torch.no_grad(), exact_float32(self.device):
+        with torch.no_grad(), full_float32(self.device):
             image = to_uint8(self.generator.synthesis(ws, noise))
             seen = image.to(ws.dtype) / 127.5 - 1
             features = self.distance.perceptual(seen)
@@ -210,7 +210,7 @@ def find(
         raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     network = build_features(features, weights, sampler.device)
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
-    with exact_float32(sampler.device):
+    with full_float32(sampler.device):
         distance = Distance(wanted, features=network, pixel_weight=config.pixel_weight)
     projector = Projector(generator, distance, config, seed=sampler.seed)
     start = projector.start(sampler.chosen)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inference.settings import GRID
-from metrics.precision import device_of, exact_float32
+from metrics.precision import device_of, full_float32
 from models.gan import ImageGenerator, NoiseMode, StyledGenerator
 from models.restore import generator_from
 from models.sampling import draw, generate, to_uint8
@@ -76,7 +76,7 @@ class Sampler:
 
     def images(self, numbers: Sequence[int]) -> Tensor:
         """The samples, uint8 [n, C, H, W] on the CPU."""
-        with exact_float32(self.device):
+        with full_float32(self.device):
             return generate(
                 self.generator,
                 labels=self.labels(numbers),
@@ -210,7 +210,7 @@ Styled = tuple[Tensor, Noise]  # styles [n, num_ws, w_dim] and the noise of n sa
 def truncated_styles(sampler: Sampler, generator: StyledGenerator, numbers: Sequence[int], psi: float) -> Styled:
     """The truncated styles and the noise of samples."""
     z, labels, noise = sampler.latents(numbers)
-    with torch.no_grad(), exact_float32(sampler.device):
+    with torch.no_grad(), full_float32(sampler.device):
         ws = generator.mapping(z, labels)[:, None].expand(-1, generator.num_ws, -1)
         return generator.truncate(ws, psi, sampler.truncation_cutoff), noise
 
@@ -232,7 +232,7 @@ def synthesize(generator: StyledGenerator, batch_size: int, ws: Tensor, noise: N
     for start in range(0, len(ws), batch_size):
         part = slice(start, start + batch_size)
         maps = noise if isinstance(noise, str) else [m[part] for m in noise]
-        with torch.no_grad(), exact_float32(ws.device):
+        with torch.no_grad(), full_float32(ws.device):
             images += to_uint8(generator.synthesis(ws[part], maps)).cpu()
     return images
 

@@ -12,7 +12,7 @@ from data.reading.dataset import Dataset
 from metrics.extractors import ClassifierFeatures, Extractor, PixelFeatures
 from metrics.features import FeatureSet, RealFeatures, Selection, select
 from metrics.memorisation import RealSet, memorisation
-from metrics.precision import exact_float32
+from metrics.precision import full_float32
 from models.gan import ImageGenerator
 from models.sampling import generate
 
@@ -102,7 +102,7 @@ def neighbour_images(
     pairs = [*found["closest"], *found["first"]]
     labels = torch.tensor([pair["label"] for pair in pairs]) if generator.classes else None
     device = next(generator.parameters()).device
-    with exact_float32(device):
+    with full_float32(device):
         samples = generate(generator, labels=labels, indices=[pair["sample"] for pair in pairs], seed=seed)
     real = torch.cat([torch.from_numpy(train.read(np.array([pair["train"]]))[0]) for pair in pairs])
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)

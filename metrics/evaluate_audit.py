@@ -22,7 +22,7 @@ from metrics.features import RealFeatures, Selection, feature_sets
 from metrics.images import save_audit
 from metrics.judge import identities
 from metrics.memorisation import Nearest, nearest
-from metrics.precision import evaluating, exact_float32
+from metrics.precision import evaluating, full_float32
 from metrics.protocol import GAN_IMAGES, SEARCHED
 from metrics.shards import chunk_size, shared_pass
 from models.gan import ImageDiscriminator, ImageGenerator
@@ -95,7 +95,7 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
             shown = {"verdict": verdict(document), "not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
             return told | shown
 
-        return collectives.on_main(finish)
+        return collectives.from_main_process(finish)
 
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class Partners:
             named = torch.cat([named, self.labels.expand(n, -1)], dim=1)
         if strided:
             groups, named = groups.transpose(0, 1), named.t()
-        with evaluating(discriminator), exact_float32(device):
+        with evaluating(discriminator), full_float32(device):
             logits = discriminator(to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device)).view(
                 named.shape
             )

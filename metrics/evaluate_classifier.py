@@ -13,7 +13,7 @@ from torch import Tensor
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
 from metrics.extractors import classifier_input
-from metrics.precision import device_of, evaluating, exact_float32
+from metrics.precision import device_of, evaluating, full_float32
 from metrics.shards import shared_pass
 from models.classifier import Classifier
 from utils.distributed import collectives
@@ -158,11 +158,11 @@ def evaluate_classifier(
     with (
         Bar(total=total, desc="images", unit="image", disable=not (show and collectives.is_main())) as bar,
         evaluating(classifier),
-        exact_float32(device_of(classifier)),
+        full_float32(device_of(classifier)),
     ):
         for logits, labels in shared_pass(total, work, side=reader.resolution, batch_size=batch_size):
             counts.update(logits, labels)
             if kept is not None:
                 kept.append(logits.float())
             bar.update(len(labels))
-    return collectives.on_main(lambda: counts.figures(reader.classes))
+    return collectives.from_main_process(lambda: counts.figures(reader.classes))

@@ -17,7 +17,7 @@ from metrics.extractors import Extractor, classifier_input
 from metrics.features import FeatureSet, RealFeatures, Selection, feature_sets, select
 from metrics.frechet import frechet_distance
 from metrics.kernel import kernel_distance, kernel_with_variance
-from metrics.precision import device_of, evaluating, exact_float32
+from metrics.precision import device_of, evaluating, full_float32
 from metrics.protocol import PER_CLASS, SEARCHED
 from metrics.sample_figures import HEADLINE, sample_figures
 from models.classifier import Classifier
@@ -81,7 +81,7 @@ def evaluate_generator(
         size: Any = {"n": side.n, "total": len(side.indices), "side": generator.resolution, "batch_size": batch_size}
         fakes = feature_sets(samples.draw, spaces, **size, what="samples", show=show, take=samples.take)
     gathered = Gathered(reader, side, samples, list(extractors), spaces, fakes, tests, train, floor)
-    return collectives.on_main(lambda: gathered.figures(seed, per_class, notes, details=details))
+    return collectives.from_main_process(lambda: gathered.figures(seed, per_class, notes, details=details))
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Samples:
         `take` wants.
         """
         labels = torch.from_numpy(self.selection.labels[rows.start : rows.stop])
-        with exact_float32(next(self.generator.parameters()).device):
+        with full_float32(next(self.generator.parameters()).device):
             images = generate(
                 self.generator,
                 labels=labels if self.generator.classes else None,
@@ -157,7 +157,7 @@ class Gathered:
 
 def judge_images(classifier: Classifier, images: Tensor) -> Tensor:
     """A classifier's probabilities [n, K] for uint8 images [n, C, H, W]; float64 on the CPU."""
-    with evaluating(classifier), exact_float32(device_of(classifier)):
+    with evaluating(classifier), full_float32(device_of(classifier)):
         return classifier(classifier_input(classifier, images)).cpu().double().softmax(1)
 
 

@@ -96,7 +96,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             more |= {"recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
             return figures | more
 
-        return collectives.on_main(finish)
+        return collectives.from_main_process(finish)
 
 
 def flattered(extractors: Sequence[Extractor], teachers: Sequence[str]) -> dict[str, str]:
@@ -158,7 +158,7 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
         shares = {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
         return shares | {"class_score": score, "class_score_interval": interval}
 
-    return collectives.on_main(figures)
+    return collectives.from_main_process(figures)
 
 
 def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -> None:

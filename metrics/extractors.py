@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.augment.transforms import to_float
-from metrics.precision import device_of, evaluating, exact_float32
+from metrics.precision import device_of, evaluating, full_float32
 from models.backbones.base import normalize
 from models.backbones.resnet import RESNET
 from models.classifier import Classifier, fit_images
@@ -246,7 +246,7 @@ def build(specs: list[str], options: Options) -> list[Extractor]:
 
 def extract(extractor: Extractor, images: Tensor) -> Tensor:
     """Features float32 [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
-    with exact_float32(extractor.device):
+    with full_float32(extractor.device):
         features = extractor(images).cpu()
     if not torch.isfinite(features).all():
         raise UserError(f"extractor {extractor.name} gives features that are not finite; its weights are broken")

@@ -8,7 +8,7 @@ from torch import nn
 
 
 @contextmanager
-def exact_float32(device: torch.device | str) -> Iterator[None]:
+def full_float32(device: torch.device | str) -> Iterator[None]:
     """No autocast, no TF32 and deterministic convolutions inside the block; the settings come back afterwards."""
     cudnn = torch.backends.cudnn
     precision = torch.get_float32_matmul_precision()

@@ -137,7 +137,7 @@ def find_weights(weights: str, name: str) -> Path:
         near = did_you_mean(weights, list(members)) or near_file(path)
         raise UserError(f"{OPTION} {weights!r}: no such file{near}; {name} has {', '.join(members)}, or give a file")
     url = members[weights]
-    return Path(collectives.on_main(lambda: _download(url, f"{OPTION} {weights}")))
+    return Path(collectives.from_main_process(lambda: _download(url, f"{OPTION} {weights}")))
 
 
 def published_at_hand(name: str) -> Path | None:

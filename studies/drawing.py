@@ -24,7 +24,7 @@ from inference.samples import with_styles
 from metrics.extractors import classifier_input
 from metrics.lineage import passport_of
 from metrics.memorisation import nearest
-from metrics.precision import device_of, evaluating, exact_float32
+from metrics.precision import device_of, evaluating, full_float32
 from models.classifier import Classifier
 from models.restore import generator_from
 from models.sampling import draw, generate
@@ -118,7 +118,7 @@ class Selector:
 
     def _answers(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Features float32 [n, F] and probabilities float64 [n, K], on the CPU."""
-        with evaluating(self.classifier), exact_float32(device_of(self.classifier)):
+        with evaluating(self.classifier), full_float32(device_of(self.classifier)):
             features = self.classifier.features(classifier_input(self.classifier, images))
             return features.float().cpu(), self.classifier.head(features).double().softmax(1).cpu()
 
@@ -166,7 +166,7 @@ def draw_samples(
     layout = Layout(channels=last.channels, resolutions=(last.resolution,), encoding="raw")
     classes, shares = list(checkpoints[-1]["classes"]), []
     writer = LMDBWriter(out, layout, classes=classes, source="samples of a study", passport=passport, overwrite=True)
-    with writer, Bar(total=sum(counts), desc="samples", unit="image") as bar, exact_float32(device):
+    with writer, Bar(total=sum(counts), desc="samples", unit="image") as bar, full_float32(device):
         for label, wanted in enumerate(counts):
             drawn = taken = 0
             for images in _of_class(generators, label, seed, drawing.psi) if wanted else ():

@@ -12,7 +12,7 @@ from inference.edit.spaces import LatentSpace, Start, space_of
 from inference.samples import Sampler
 from inference.settings import EditConfig
 from metrics.evaluate_gan import judge_images
-from metrics.precision import exact_float32
+from metrics.precision import full_float32
 from models.classifier import Classifier, fit_images
 from models.sampling import to_uint8
 from utils.errors import UserError
@@ -88,7 +88,7 @@ class Editor:
         vector = torch.zeros(self.space.size) if direction is None else direction.vector
         offsets = each[:, None] * vector.to(self.device)
         drawn, size = [], self.sampler.batch_size
-        with torch.no_grad(), exact_float32(self.device):
+        with torch.no_grad(), full_float32(self.device):
             for part, moved in zip(start.batches(size), offsets.split(size), strict=True):
                 drawn.append(to_uint8(self.space.images(part, moved.to(part.code.dtype))).cpu())
         return torch.cat(drawn)
@@ -155,7 +155,7 @@ class Editor:
         """How steeply the logits of `labels` rise, float64 [labels, size]."""
         total = torch.zeros(len(labels), self.space.size, dtype=torch.float64)
         for part in start.batches(self.sampler.batch_size):
-            with exact_float32(self.device):
+            with full_float32(self.device):
                 offsets = torch.zeros(len(part), self.space.size, device=self.device).requires_grad_()
                 drawn = self.space.images(part, offsets.to(part.code.dtype))
                 fitted = fit_images(drawn, self.classifier.resolution, self.classifier.channels)
@@ -169,7 +169,7 @@ class Editor:
         for number, part in enumerate(start.batches(self.sampler.batch_size)):
             key = keyed_generator(self.sampler.seed, "edit", "pixels", number)
             draws = (torch.randn(len(part), *shape, generator=key) for _ in itertools.repeat(None, DRAWS))
-            with exact_float32(self.device):
+            with full_float32(self.device):
                 offsets = torch.zeros(len(part), self.space.size, device=self.device).requires_grad_()
                 rows.append(pixel_rows(self.space.images(part, offsets.to(part.code.dtype)), offsets, draws))
         return torch.cat(rows)

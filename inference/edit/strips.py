@@ -13,7 +13,7 @@ from inference.perceptual import Distance, at_hand, build_features
 from inference.projection import Projector
 from inference.samples import Sampler, with_styles
 from inference.settings import ProjectionConfig
-from metrics.precision import exact_float32
+from metrics.precision import full_float32
 from models.classifier import Classifier
 from utils.images import save_captioned
 from utils.runlog.progress import Bar
@@ -94,7 +94,7 @@ def projected(sampler: Sampler, target: Tensor, label: int, config: ProjectionCo
     generator = with_styles(sampler.generator, "editing a given image")
     network = build_features(at_hand(None), None, sampler.device)
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
-    with exact_float32(sampler.device):
+    with full_float32(sampler.device):
         distance = Distance(wanted, features=network, pixel_weight=config.pixel_weight)
     projector = Projector(generator, distance, config, seed=sampler.seed)
     with Bar(total=2 * config.steps, desc="projecting", unit="step") as bar:

@@ -13,7 +13,7 @@ from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from metrics.extractors import classifier_input
-from metrics.precision import device_of, evaluating, exact_float32
+from metrics.precision import device_of, evaluating, full_float32
 from metrics.shards import chunk_size, shared_pass
 from models.classifier import Classifier
 from utils.distributed import collectives
@@ -25,7 +25,7 @@ def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
     """Logits float32 [n, K] on the CPU of images uint8 [n, C, H, W] of any size and channels; they are adapted as for
     an extractor. Raises UserError where one is not finite.
     """
-    with evaluating(classifier), exact_float32(device_of(classifier)):
+    with evaluating(classifier), full_float32(device_of(classifier)):
         logits = classifier(classifier_input(classifier, images)).float().cpu()
     if not torch.isfinite(logits).all():
         raise UserError("the classifier's outputs are not finite; take an earlier checkpoint")

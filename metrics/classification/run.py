@@ -55,7 +55,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
             document["ood"] = {"data": others.path, **outliers(torch.cat(logits), outside)}
         return document
 
-    return collectives.on_main(finish)
+    return collectives.from_main_process(finish)
 
 
 def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:

@@ -15,7 +15,7 @@ from metrics.extractors import (
     classifier_input,
     extract,
 )
-from metrics.precision import evaluating, exact_float32
+from metrics.precision import evaluating, full_float32
 from models.classifier import Classifier, ModelConfig
 from utils.errors import UserError
 
@@ -161,7 +161,7 @@ def test_inceptions_weights_that_cannot_be_had_are_told(fake_library, tmp_path):
 def test_precision_and_modes_come_back():
     torch.set_float32_matmul_precision("high")
     try:
-        with torch.autocast("cpu", torch.bfloat16), exact_float32("cpu"):
+        with torch.autocast("cpu", torch.bfloat16), full_float32("cpu"):
             inside = [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32]
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
         assert inside == ["highest", False]

@@ -11,7 +11,7 @@ from data.lmdb.format import Meta
 from data.reading.sampler import SampleKeys
 from metrics.extractors import fingerprint
 from metrics.lineage import passport_of
-from metrics.precision import exact_float32
+from metrics.precision import full_float32
 from models.restore import generator_from
 from models.sampling import generate
 from utils.checkpoint import load, resolve
@@ -114,7 +114,7 @@ class FreshSamples:
             indices = range(block * BLOCK, min(len(self), (block + 1) * BLOCK))
             labels = torch.from_numpy(self._labels[indices.start : indices.stop]) if self.classes else None
             device = next(self.generator.parameters()).device
-            with exact_float32(device):
+            with full_float32(device):
                 images = generate(
                     self.generator, labels=labels, indices=indices, seed=seed, stream=("synthetic", epoch)
                 )

@@ -178,7 +178,7 @@ class ClassifierTask(Task):
         trying = self.micro.auto and (self.replica is None or self.micro.tries > 0)
         while trying:
             found = self._try_gradients(batch, step)
-            short = collectives.agree(int(found is None))
+            short = collectives.all_reduce_max(int(found is None))
             if found is not None and self.replica is None:
                 return found
             del found

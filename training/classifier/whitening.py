@@ -36,4 +36,4 @@ def fit_first_filters(model: Classifier, reader: Dataset) -> None:
         return _last[key]
 
     weight = model.network.get_submodule(model.backbone.first).weight
-    weight.copy_(torch.tensor(collectives.on_main(found), dtype=weight.dtype).view_as(weight))
+    weight.copy_(torch.tensor(collectives.from_main_process(found), dtype=weight.dtype).view_as(weight))

@@ -106,7 +106,7 @@ class CheckpointManager:
         Raises UserError when it does not fit the data or the task.
         """
         self.wait()
-        path = collectives.on_main(lambda: self._find_latest(up_to))
+        path = collectives.from_main_process(lambda: self._find_latest(up_to))
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)

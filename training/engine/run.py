@@ -62,7 +62,7 @@ def train(
     try:
         loop = prepare(config, folder, torch_device)
         if dry_run:
-            collectives.on_main(lambda: _print_plan(loop, layers))
+            collectives.from_main_process(lambda: _print_plan(loop, layers))
             return 0
         if rates is not None:
             return _find_rate(loop, rates)
@@ -118,10 +118,10 @@ def _of_a_run(config_file: Path) -> bool:
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
-    there = collectives.on_main(lambda: _precision_there(folder))
+    there = collectives.from_main_process(lambda: _precision_there(folder))
     if there is not None and config.precision == "auto":
         config = replace(config, precision=there)
-    collectives.on_main(lambda: _accept_config(folder, config) and None)
+    collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     with collectives.raising_together():  # each node may have files of its own
         reader = data.open_training(config.data)
         val_reader = data.open_held_out(config.data, reader)
@@ -200,22 +200,22 @@ def _open_folder(loop: Loop) -> None:
 
 def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
     """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
-    collectives.on_main(lambda: _open_folder(loop))
+    collectives.from_main_process(lambda: _open_folder(loop))
     if loop.resume():
         say_main(f"searching from step {loop.step} of {loop.config.steps} on")
     try:
         found = lr_find.search(loop, sweep)
     finally:
         loop.loader.close()
-    collectives.on_main(lambda: lr_find.write(found, loop.folder.path))
-    summary = collectives.on_main(lambda: lr_find.text(found, loop.folder.path))
+    collectives.from_main_process(lambda: lr_find.write(found, loop.folder.path))
+    summary = collectives.from_main_process(lambda: lr_find.text(found, loop.folder.path))
     if collectives.is_main():
         print(summary)
     return 0
 
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
-    collectives.on_main(lambda: _open_folder(loop))
+    collectives.from_main_process(lambda: _open_folder(loop))
     if loop.resume():  # refused here, the folder is left as it was
         say_main(f"resumed at step {loop.step} of {loop.config.steps}")
     if loop.step > loop.config.steps:
@@ -223,14 +223,14 @@ def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
     facts = data.facts(loop.loader.reader, loop.task.val_reader)
-    collectives.on_main(lambda: loop.folder.save_config(to_tree(loop.config), facts))
+    collectives.from_main_process(lambda: loop.folder.save_config(to_tree(loop.config), facts))
     with _signs_of_life(loop):
         try:
             loop.folder_status("running")
             loop.run(max_steps, profile=profile_steps)
         except (StoppedBySignal, TrainingHalted) as error:  # the loop has written the status
             if not error.rank_specific:  # all ranks are here
-                collectives.on_main(lambda: _report(loop.folder.path))
+                collectives.from_main_process(lambda: _report(loop.folder.path))
             raise
         except BaseException as error:
             if not collectives.is_peer_error(error):

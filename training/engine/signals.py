@@ -23,7 +23,7 @@ class StopSignals:
 
     def agreed(self) -> int:
         """The signal that a rank has received, the same on all ranks; 0: none has."""
-        return collectives.agree(self._received)
+        return collectives.all_reduce_max(self._received)
 
     def _receive(self, signum: int, _frame: FrameType | None) -> None:
         # SIGUSR1 may come twice: SLURM gives it to all processes and to their launcher

@@ -117,7 +117,7 @@ def choose(config: RunConfig, reader: Dataset, device: torch.device, *, kept: bo
     run has chosen.
     """
     samples = config.micro(collectives.world_size())
-    return collectives.on_main(lambda: _choose(config, samples, reader, device, kept))
+    return collectives.from_main_process(lambda: _choose(config, samples, reader, device, kept))
 
 
 def _choose(config: RunConfig, samples: int, reader: Dataset, device: torch.device, kept: bool) -> Choice:
@@ -229,7 +229,7 @@ def forecast(config: RunConfig, reader: Dataset, device: torch.device, images: i
     """
     if device.type != "cpu" or images < FORECAST:
         return ""
-    return collectives.on_main(lambda: _forecast(config, reader, device, images))
+    return collectives.from_main_process(lambda: _forecast(config, reader, device, images))
 
 
 def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: int) -> str:

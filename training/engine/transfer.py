@@ -85,7 +85,7 @@ def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
     Sets `config.init_from`: of a fresh run to the checkpoint's file, of one that goes on to what it was at its start,
     whatever is asked for now. Raises UserError for a file that is missing, damaged or of another task.
     """
-    config.init_from, donor = collectives.on_main(lambda: _find(config, folder))
+    config.init_from, donor = collectives.from_main_process(lambda: _find(config, folder))
     return donor
 
 

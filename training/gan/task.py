@@ -287,7 +287,7 @@ class GanTask(Task):
         readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
         with evaluating(self.discriminator):
             logits = list(shared_pass(count, work, side=self.reader.resolution, batch_size=size, multiple=group))
-        means = collectives.on_main(lambda: torch.cat(logits, 1).double().mean(1).tolist())
+        means = collectives.from_main_process(lambda: torch.cat(logits, 1).double().mean(1).tolist())
         return dict(zip(("logits/held_out", "logits/real", "logits/fake"), means, strict=True))
 
     def _logits(self, batch: Batch) -> Tensor:

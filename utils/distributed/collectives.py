@@ -212,7 +212,7 @@ def barrier() -> None:
     work.wait()
 
 
-def agree(flag: int) -> int:
+def all_reduce_max(flag: int) -> int:
     """The largest of the ranks' integers, over the control group: e.g. "has anybody been told to stop"."""
     if world_size() == 1:
         return flag
@@ -230,7 +230,7 @@ def broadcast_object(value: T) -> T:
     return box[0]
 
 
-def on_main(action: Callable[[], T]) -> T:
+def from_main_process(action: Callable[[], T]) -> T:
     """Rank 0's result of `action()` (plain data) on every rank; its UserError is raised on all of them."""
     if world_size() == 1:
         return action()
@@ -270,7 +270,7 @@ def gather_to_main(action: Callable[[], T]) -> list[T]:
         own = action()
     except UserError as error:
         problem = error
-    if agree(int(problem is not None)):
+    if all_reduce_max(int(problem is not None)):
         with raising_together():
             if problem is not None:
                 raise problem
@@ -319,10 +319,10 @@ def average_(tensors: Iterable[Tensor]) -> None:
         return
     for (parts,) in by_device(tensors).values():
         flat = all_reduce_sum_(torch.cat([tensor.reshape(-1) for tensor in parts]))
-        put_back(flat / world_size(), parts)
+        unflatten_into(flat / world_size(), parts)
 
 
-def put_back(flat: Tensor, tensors: list[Tensor]) -> None:
+def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
     """Copy the pieces of a flat tensor to those that it was made of."""
     pieces = flat.split([tensor.numel() for tensor in tensors])
     torch._foreach_copy_(tensors, [piece.view_as(tensor) for piece, tensor in zip(pieces, tensors, strict=True)])

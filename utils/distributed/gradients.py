@@ -75,7 +75,7 @@ class GradientExchange:
             self._send()
         for work, flat, gradients in self._sent:
             work.wait()
-            collectives.put_back(flat, gradients)
+            collectives.unflatten_into(flat, gradients)
         self._next, self._sent = 0, []
 
 

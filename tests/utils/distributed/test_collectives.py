@@ -11,9 +11,9 @@ def test_alone():
     collectives.start(torch.device("cpu"))
     assert (collectives.rank(), collectives.world_size(), collectives.is_main()) == (0, 1, True)
     collectives.barrier()
-    assert collectives.agree(15) == 15
+    assert collectives.all_reduce_max(15) == 15
     assert collectives.broadcast_object({"a": 1}) == {"a": 1}
-    assert collectives.on_main(lambda: 7) == collectives.main_first(lambda: 7) == 7
+    assert collectives.from_main_process(lambda: 7) == collectives.main_first(lambda: 7) == 7
     assert collectives.gather_to_main(lambda: 7) == [7]
     assert collectives.all_reduce_sum_(torch.tensor([2.0])).item() == 2.0
     collectives.stop()
@@ -68,7 +68,7 @@ def test_errors_of_rank_zero_pass():
         raise UserError("no such file")
 
     with pytest.raises(UserError, match="no such file"):
-        collectives.on_main(refuse)
+        collectives.from_main_process(refuse)
 
 
 @pytest.mark.parametrize("told", ["[/x/pair.cc:5] Connection closed by peer", "Timed out waiting 600000ms"])
