@@ -9,7 +9,7 @@ from typing import Any
 
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
-from utils.config.cli import Parser, add_model_options, add_speed_options, positive
+from utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
 from utils.distributed.launch import add_options, start_processes, wanted_device
 from utils.errors import UserError
 from utils.files import check_writable, write_atomic
@@ -28,7 +28,7 @@ def parser() -> Parser:
     add("--data", metavar="X.lmdb", help="test images (default: data.val_path of the run's config)")
     add("--out", metavar="D", help="folder for the results (default: RUN/eval)")
     add("--n", type=positive, help=f"images to evaluate on (default: all; for a GAN at most {GAN_IMAGES})")
-    add("--seed", type=int, default=0, help="of samples and draws (default: 0)")
+    add("--seed", type=number(int), default=0, help="of samples and draws")
     spoiled = "classifier: accuracy under blur, noise, JPEG, brightness and contrast at five strengths (25 passes)"
     add("--robustness", action="store_true", help=spoiled)
     add("--ood", metavar="X.lmdb", help="classifier: images of another kind, which its confidence should give away")
@@ -43,7 +43,7 @@ def parser() -> Parser:
     searched = f"GAN: training images that are searched for copies; 0: none (default: at most {SEARCHED:,})"
     audit = "GAN: ask what samples and discriminator tell of training images, and nothing else (docs/audit.md)"
     add("--audit", action="store_true", help=audit)
-    add("--searched", type=not_negative, metavar="N", help=searched)
+    add("--searched", type=number(int, 0), metavar="N", help=searched)
     return options
 
 
@@ -135,11 +135,6 @@ def compare_runs(options: Namespace) -> int:
         write_atomic(Path(options.out) / "comparison.json", f"{text}\n".encode())
     print(text if options.json else comparison_table(document))
     return 0
-
-
-def not_negative(text: str) -> int:
-    """A whole number that is 0 or more."""
-    return 0 if text == "0" else positive(text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from utils import bounded
-from utils.config.cli import Parser
+from utils.config.cli import Parser, number
 from utils.config.yaml_files import near_file
 from utils.errors import EXIT_OK, UserError
 from utils.processes import leave_threads
@@ -33,7 +33,7 @@ def parser() -> Parser:
     add("--device", help="cpu, cuda or cuda:N (default: the accelerator if there is one)")
     text = "address to listen at; beyond this machine a token is needed (default: 127.0.0.1)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=text)
-    add("--port", type=int, default=PORT, metavar="N", help=f"0: any free one (default: {PORT})")
+    add("--port", type=number(int, 0, 65535), default=PORT, metavar="N", help="0: any free one")
     return options
 
 
@@ -85,8 +85,6 @@ def build(options: Namespace, token: str | None) -> tuple[Any, Any]:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket at this address. Raises UserError where there is none to be had."""
-    if not 0 <= port <= 65535:
-        raise UserError(f"--port {port}: give 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)

@@ -19,11 +19,9 @@ from inference.settings import (
     ProjectionConfig,
     check_film,
     check_suffix,
-    parse_psis,
 )
 from utils.checkpoint import load, resolve_for_people
-from utils.config.cli import Parser, add_model_options, positive
-from utils.errors import UserError
+from utils.config.cli import Parser, add_model_options, number, positive
 from utils.files import check_writable
 from utils.script import run_cli
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:  # what needs torch is imported when the options are known to 
     from inference.samples import Sampler
 
 FILM, SEARCH, EDIT = FilmConfig(), ProjectionConfig(), EditConfig()  # the defaults
+PSI, WEIGHT, ABOVE_0 = number(float, -10, 10), number(float, 0), number(float, 0, inner=True)
 
 
 def parser() -> Parser:
@@ -38,50 +37,47 @@ def parser() -> Parser:
     options = Parser(prog="generate.py", description=__doc__)
     commands = options.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def begin(
-        name: str, text: str, *, noise: bool = True, psi: bool = True, classes: bool = True
-    ) -> Callable[..., Any]:
+    def begin(run: Callable[[Namespace], str], name: str, text: str, without: str = "") -> Callable[..., Any]:
         command = commands.add_parser(name, help=text, description=text, prog=f"generate.py {name}")
+        command.set_defaults(run=run)
         add_model_options(command)
         add = command.add_argument
         add("--out", required=True, type=Path, metavar="FILE", help="the file to write")
-        add("--seed", type=int, default=0, help="of every draw (default: 0)")
-        if classes:
-            add("--classes", default="all", metavar="A,B", help="names of classes, or all (default: all)")
-        text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours (default: torch)"
+        add("--seed", type=number(int), default=0, help="of every draw")
+        if "classes" not in without:
+            add("--classes", default="all", metavar="A,B", help="names of classes, or all")
+        text = "numpy: z by the rule of NVIDIA's programs, so that their seed is ours"
         add("--latents", choices=("torch", "numpy"), default="torch", help=text)
-        if psi:
-            text = "1: all variety; towards 0: typical images (default: 1)"
-            add("--truncation-psi", type=float, default=1.0, metavar="X", help=text)
-        if noise:
-            add("--truncation-cutoff", type=int, metavar="L", help="truncate the first L layers only (default: all)")
-            text = "per-pixel noise (default: random)"
-            add("--noise-mode", choices=("random", "const", "none"), default="random", help=text)
+        if "psi" not in without:
+            add("--truncation-psi", type=PSI, default=1.0, metavar="X", help="1: all variety; near 0: typical images")
+        if "noise" not in without:
+            text = "truncate the first L layers only (default: all)"
+            add("--truncation-cutoff", type=number(int, 0), metavar="L", help=text)
+            add("--noise-mode", choices=("random", "const", "none"), default="random", help="per-pixel noise")
         return add
 
     in_all = "images in all (default: {} a class; {} without classes)"
-    add = begin("grid", "a grid of samples; a row for each class")
+    add = begin(draw_table, "grid", "a grid of samples; a row for each class")
     add("--n", type=positive, metavar="N", help=in_all.format(*GRID))
 
-    add = begin("truncation", "the same samples at several truncations", psi=False)
-    add("--psis", default="0,0.3,0.5,0.7,1", metavar="X,Y", help="rows (default: 0,0.3,0.5,0.7,1)")
+    add = begin(draw_table, "truncation", "the same samples at several truncations", without="psi")
+    add("--psis", type=psis, default="0,0.3,0.5,0.7,1", metavar="X,Y", help="rows")
     add("--n", type=positive, metavar="N", help="columns (default: 8, or one a class up to 16)")
 
-    add = begin("mix", "a table of style mixing")
-    layers = "layers whose style comes from B, e.g. 0-3,6; the first are the coarse ones (default: 0-3)"
-    add("--layers", default="0-3", metavar="L", help=layers)
+    add = begin(draw_table, "mix", "a table of style mixing")
+    text = "layers whose style comes from B, e.g. 0-3,6; the first are the coarse ones"
+    add("--layers", default="0-3", metavar="L", help=text)
     add("--n", type=positive, metavar="N", help="sources A, and as many B (default: 8)")
 
-    add_film_options(begin("interpolate", "a film from sample to sample, .mp4 or .gif"))
+    add_film_options(begin(interpolate, "interpolate", "a film from sample to sample, .mp4 or .gif"))
     text = "the nearest images to a given one, in w and in w+"
-    add_projection_options(begin("project", text, noise=False, psi=False))
-
+    add_projection_options(begin(project, "project", text, without="noise, psi"))
     text = "strips of images on their way from one class of a classifier to another, the rest staying"
-    add_edit_options(begin("edit", text, classes=False))
+    add_edit_options(begin(edit, "edit", text, without="classes"))
 
-    add = begin("dataset", "a packed data set of samples, for train.py")
+    add = begin(write_dataset, "dataset", "a packed data set of samples, for train.py")
     add("--n", type=positive, metavar="N", help=in_all.format(*DATASET))
-    add("--encoding", choices=ENCODINGS, default="raw", help="how they are stored (default: raw)")
+    add("--encoding", choices=ENCODINGS, default="raw", help="how they are stored")
     add("--overwrite", action="store_true", help="replace --out if it exists")
     return options
 
@@ -90,9 +86,9 @@ def add_film_options(add: Callable[..., Any]) -> None:
     """Options of `interpolate`."""
     add("--space", choices=("w", "z"), help="straight in w, or along great circles in z (default: w if there is one)")
     through = "samples to go through (default: 8, or one a class up to 16)"
-    add("--n", type=positive, dest="keyframes", metavar="N", help=through)
-    add("--frames", type=positive, default=FILM.frames, help=f"from one to the next (default: {FILM.frames})")
-    add("--fps", type=positive, default=FILM.fps, help=f"frames a second (default: {FILM.fps})")
+    add("--n", type=number(int, 2), dest="keyframes", metavar="N", help=through)
+    add("--frames", type=positive, default=FILM.frames, help="from one to the next")
+    add("--fps", type=positive, default=FILM.fps, help="frames a second")
     add("--scale", type=positive, metavar="N", help="a pixel becomes NxN (default: small images to 256 px)")
 
 
@@ -100,15 +96,15 @@ def add_projection_options(add: Callable[..., Any]) -> None:
     """Options of `project`."""
     add("--image", required=True, type=Path, metavar="FILE", help="the image to reproduce")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each (default: both)")
+    add("--space", choices=tuple(SPACES), default="both", help="one w for all layers, or one each")
     add("--features", choices=FEATURES, help="what is compared (default: resnet50, without its weights pixels)")
     add("--weights", metavar="FILE", help="ResNet-50's weights (default: $DUET_WEIGHTS, weights/)")
-    add("--pixel-weight", type=float, default=SEARCH.pixel_weight, help=f"default: {SEARCH.pixel_weight:g}")
-    add("--steps", type=positive, default=SEARCH.steps, help=f"in each space (default: {SEARCH.steps})")
-    add("--lr", type=float, default=SEARCH.lr, help=f"highest learning rate (default: {SEARCH.lr})")
-    noise = "the stored noise maps, none, or searched for as well (default: const)"
+    add("--pixel-weight", type=WEIGHT, default=SEARCH.pixel_weight)
+    add("--steps", type=positive, default=SEARCH.steps, help="in each space")
+    add("--lr", type=ABOVE_0, default=SEARCH.lr, help="highest learning rate")
+    noise = "the stored noise maps, none, or searched for as well"
     add("--noise-mode", choices=("const", "none", "optimise"), default="const", help=noise)
-    add("--noise-weight", type=float, default=SEARCH.noise_weight, help=f"default: {SEARCH.noise_weight:g}")
+    add("--noise-weight", type=WEIGHT, default=SEARCH.noise_weight)
     add("--save", type=Path, metavar="FILE", help="latents and noise that were found, a .safetensors file")
 
 
@@ -117,27 +113,31 @@ def add_edit_options(add: Callable[..., Any]) -> None:
     add("--classifier", required=True, metavar="RUN_OR_FILE", help="whose answer is moved")
     add("--from", required=True, dest="source", metavar="CLASS", help="the class that images are of")
     add("--to", required=True, dest="target", metavar="CLASS", help="the class that they become")
-    add("--n", type=positive, default=4, metavar="N", help="samples, a strip each (default: 4)")
-    add("--columns", type=positive, default=7, metavar="N", help="images of a strip (default: 7)")
+    add("--n", type=positive, default=4, metavar="N", help="samples, a strip each")
+    add("--columns", type=number(int, 2), default=7, metavar="N", help="images of a strip")
     add("--image", type=Path, metavar="FILE", help="an image to start from instead of samples; it is projected into w+")
     add("--resize", choices=("crop", "pad"), help="how it is resized (default: as in training)")
-    add("--steps", type=positive, default=SEARCH.steps, help=f"of its projection (default: {SEARCH.steps})")
+    add("--steps", type=positive, default=SEARCH.steps, help="of its projection")
     text = "another classifier, whose answers stand beside; it took no part in finding the edit"
     add("--judge", metavar="RUN_OR_FILE", help=text)
     add("--space", choices=("w", "z"), help="default: w if there is one, else z")
-    text = f"of each of the two classes, on which the direction is found (default: {EDIT.samples})"
-    add("--samples", type=positive, default=EDIT.samples, metavar="N", help=text)
+    text = "of each of the two classes, on which the direction is found"
+    add("--samples", type=number(int, 2), default=EDIT.samples, metavar="N", help=text)
     for name, what in (("pixel", "pixels"), ("keep", "other classes")):
-        text = f"how much change of {what} counts (default: {EDIT.pixel_weight})"
-        add(f"--{name}-weight", type=float, default=EDIT.pixel_weight, metavar="X", help=text)
-    add("--reach", type=float, default=EDIT.reach, help=f"probability at which it is there (default: {EDIT.reach:g})")
-    add("--limit", type=float, default=EDIT.limit, help=f"the largest step that is tried (default: {EDIT.limit:g})")
+        text = f"how much change of {what} counts"
+        add(f"--{name}-weight", type=WEIGHT, default=EDIT.pixel_weight, metavar="X", help=text)
+    add("--reach", type=number(float, 0, 1, inner=True), default=EDIT.reach, help="probability at which it is there")
+    add("--limit", type=ABOVE_0, default=EDIT.limit, help="the largest step that is tried")
+
+
+def psis(text: str) -> list[float]:
+    """Numbers with commas between, as an option's type."""
+    return [PSI(part) for part in text.split(",")]
 
 
 def draw_table(options: Namespace) -> str:
     """`grid`, `truncation` or `mix`: a PNG file."""
     check_suffix(options.out, ".png")
-    psis = parse_psis(options.psis) if options.command == "truncation" else []
     sampler, checkpoint, _ = open_sampler(options)
     from inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers, with_styles
 
@@ -145,8 +145,8 @@ def draw_table(options: Namespace) -> str:
     if options.command == "grid":
         return f"wrote {draw_grid(sampler, out, count=count)} images to {out}"
     if options.command == "truncation":
-        count = draw_truncation(sampler, names, out, psis=psis, count=count)
-        return f"wrote {count} samples at {len(psis)} psi to {out}"
+        count = draw_truncation(sampler, names, out, psis=options.psis, count=count)
+        return f"wrote {count} samples at {len(options.psis)} psi to {out}"
     layers = parse_layers(options.layers, with_styles(sampler.generator, "mix").num_ws)
     count = draw_mix(sampler, names, out, layers=layers, count=count)
     return f"wrote {count} x {count} mixtures, layers {options.layers} from B, to {out}"
@@ -182,8 +182,6 @@ def edit(options: Namespace) -> str:
     """Images on their way from a class to another."""
     check_suffix(options.out, ".png")
     config = EditConfig(**chosen(options, EditConfig))
-    if options.columns < 2:
-        raise UserError("--columns 1: a strip goes somewhere; give 2 or more")
     sampler, checkpoint, _ = open_sampler(options)
     from inference.edit import strips
     from inference.edit.command import open_editor, open_judge, pair_of
@@ -195,15 +193,14 @@ def edit(options: Namespace) -> str:
     how: dict[str, Any] = {"columns": options.columns, "judge": judge}
     if options.image is not None:
         image = read_target(options.image, checkpoint, resize=options.resize)
-        strip, direction = strips.counterfactual(
-            editor, image, source, target, ProjectionConfig(steps=options.steps), **how
-        )
-        found = [strip]
+        search = ProjectionConfig(steps=options.steps)
+        strip, direction = strips.counterfactual(editor, image, source, target, search, **how)
+        results = [strip]
     else:
         start, direction = editor.starts(source, options.n), editor.direction(source, target)
-        found = strips.strips(editor, start, direction, **how)
-    strips.save_strips(found, options.out)
-    return "\n".join([*strips.told(found, editor.names, direction), f"wrote {options.out}"])
+        results = strips.strips(editor, start, direction, **how)
+    strips.save_strips(results, options.out)
+    return "\n".join([*strips.told(results, editor.names, direction), f"wrote {options.out}"])
 
 
 def write_dataset(options: Namespace) -> str:
@@ -233,14 +230,12 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
     from models.restore import generator_from
     from utils.distributed.collectives import choose_device
 
-    device = choose_device(options.device)
     checkpoint = load(path)
-    generator = generator_from(checkpoint, device)
+    generator = generator_from(checkpoint, choose_device(options.device))
+    classes = getattr(options, "classes", "all")
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(
-            getattr(options, "classes", "all"), checkpoint["classes"], conditional=bool(generator.classes)
-        ),
+        chosen=chosen_classes(classes, checkpoint["classes"], conditional=bool(generator.classes)),
         seed=options.seed,
         truncation_psi=getattr(options, "truncation_psi", 1.0),
         truncation_cutoff=getattr(options, "truncation_cutoff", None),
@@ -254,9 +249,7 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
 def main(argv: list[str]) -> int:
     """Run the subcommand."""
     options = parser().parse_args(argv)
-    commands = {"interpolate": interpolate, "project": project, "edit": edit, "dataset": write_dataset}
-    run = commands.get(options.command, draw_table)
-    print(run(options))
+    print(options.run(options))
     from reporting.report import refresh
 
     refresh(options.out)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from planning.choice import replanned
 from planning.plan import Plan, Training, from_tree
-from utils.config.cli import Parser
+from utils.config.cli import Parser, number
 from utils.distributed.launch import handling, obeyed_signals
 from utils.errors import EXIT_SIGNAL, UserError
 from utils.files import check_writable, write_atomic
@@ -33,7 +33,7 @@ from utils.text import duration
 
 ROOT = Path(__file__).resolve().parent
 CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
-MINUTES = 15.0
+WEEK = 7 * 24 * 60  # minutes
 SAMPLE = "sample"
 BEFORE_GAN = ("pack", "train classifier")  # parts of the plan
 QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
@@ -379,13 +379,11 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="quickstart.py", description=__doc__)
     add = parser.add_argument
     add("source", nargs="?", default=SAMPLE, metavar="FOLDER", help="images: folder, zip, CSV (default: the sample)")
-    add("--minutes", type=float, default=MINUTES, help=f"how long it may take in all (default: {MINUTES:g})")
+    add("--minutes", type=number(float, 1, WEEK), default=15.0, help="how long it may take in all")
     add("--weights", metavar="FILE", help="ImageNet weights to fine-tune the classifier from (default: see docs)")
     add("--dir", help="folder of the results (default: runs/quickstart, or runs/quickstart_NAME)")
     add("--quick", action="store_true", help=f"train {QUICK_STEPS} steps only, as a quick check")
     options = parser.parse_args(argv)
-    if not 1 <= options.minutes <= 7 * 24 * 60:
-        raise UserError(f"--minutes {options.minutes:g}: must be from 1 to {7 * 24 * 60:,} (a week)")
     folder = Path(options.dir).resolve() if options.dir else default_folder(options.source, options.quick)
     plan = plan_for(folder, options)
     return plan if isinstance(plan, int) else Quickstart(folder, plan).run()

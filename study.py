@@ -11,10 +11,12 @@ from typing import Any
 
 from studies.subjects import SUBJECTS, load_subject
 from utils.config.build import UnknownKey, build, to_tree
-from utils.config.cli import Parser, did_you_mean, positive
+from utils.config.cli import Parser, did_you_mean, number, positive
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 from utils.script import exit_cli
+
+WEEK = 7 * 24 * 60  # minutes
 
 
 def parser() -> Parser:
@@ -25,7 +27,7 @@ def parser() -> Parser:
     add("--config", metavar="FILE", help="a recipe (default: configs/study_SUBJECT.yaml)")
     add("--out", metavar="DIR", help="folder of the study (default: runs/NAME, the recipe's)")
     add("--quick", action="store_true", help="the recipe's section quick: a first answer, with wide intervals")
-    add("--minutes", type=float, metavar="M", help="stop after so many minutes; the same command goes on")
+    add("--minutes", type=number(float, 0.01, WEEK), metavar="M", help="stop after them; the same command goes on")
     add("--device", metavar="cpu|cuda[:i]", help="default: the accelerator where there is one")
     add("--seeds", type=positive, metavar="N", help="trainings of each arm (default: the recipe's, 5 unless it says)")
     add("--json", action="store_true", help="print study.json instead of the verdict")
@@ -38,8 +40,6 @@ def main(argv: list[str]) -> int:
     if options.subject not in SUBJECTS:
         near = did_you_mean(options.subject, list(SUBJECTS))
         raise UserError(f"no study {options.subject!r}{near}; there are {', '.join(SUBJECTS)}")
-    if options.minutes is not None and not 0 < options.minutes <= 7 * 24 * 60:
-        raise UserError(f"--minutes {options.minutes:g}: must be above 0 and up to {7 * 24 * 60:,} (a week)")
     home = Path(__file__).resolve().parent
     file = Path(options.config) if options.config else home / "configs" / f"study_{options.subject}.yaml"
     overrides += [] if options.seeds is None else ["--seeds", str(options.seeds)]

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from utils.config.build import UnknownKey
-from utils.config.cli import Parser, did_you_mean, positive
+from utils.config.cli import Parser, did_you_mean, number, positive
 from utils.config.recipes import listing, recipes
 from utils.config.yaml_files import read_yaml
 from utils.distributed.launch import add_options, leaving_on_signals, start_processes, under_launcher, wanted_device
@@ -32,8 +32,9 @@ def parser() -> Parser:
     add("--profile", type=positive, metavar="N", help=profile)
     add("--lr-find", action="store_true", help="search the learning rate: RUN/lr_find.png, and the option to type")
     add("--lr-find-steps", type=positive, metavar="N", help="rates to try (default: 100)")
-    add("--lr-find-from", type=float, metavar="RATE", help="the first of them (default: 1e-6)")
-    add("--lr-find-to", type=float, metavar="RATE", help="the last of them (default: 10)")
+    rate = number(float, 0, inner=True)
+    add("--lr-find-from", type=rate, metavar="RATE", help="the first of them (default: 1e-6)")
+    add("--lr-find-to", type=rate, metavar="RATE", help="the last of them (default: 10)")
     add("--local-rank", type=int, help=SUPPRESS)  # of `python -m torch.distributed.launch`; the environment says it too
     add("--list", action="store_true", help="print the recipes of configs/ with a line each")
     add("--keys", nargs="?", const="", metavar="WORD", help="print all config keys, or those about WORD")

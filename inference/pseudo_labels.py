@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from inference.settings import check_suffix
 from utils.checkpoint import file_sha256, load, resolve_for_people
 from utils.classes import require_same_classes
-from utils.config.cli import Parser, add_model_options
+from utils.config.cli import Parser, add_model_options, number
 from utils.errors import UserError
 from utils.script import run_cli
 
@@ -35,7 +35,7 @@ def parser() -> Parser:
     add_model_options(options)
     add("--data", required=True, metavar="X.lmdb", help="the images without labels")
     add("--labelled", metavar="X.lmdb", help="images with labels, which come first with their own")
-    add("--threshold", type=float, default=THRESHOLD, metavar="P", help=f"least probability (default: {THRESHOLD})")
+    add("--threshold", type=number(float, 0, 1), default=THRESHOLD, metavar="P", help="least probability")
     add("--out", required=True, type=Path, metavar="FILE.lmdb", help="the file to make")
     add("--overwrite", action="store_true", help="replace it if it exists")
     add("--json", action="store_true", help="print one JSON document instead of lines")
@@ -45,8 +45,6 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     """Label, write, print."""
     options = parser().parse_args(argv)
-    if not 0 <= options.threshold <= 1:
-        raise UserError(f"--threshold {options.threshold}: give a probability, 0 to 1")
     check_suffix(options.out, ".lmdb", "a data set is one LMDB file")
     path = resolve_for_people(options.checkpoint, options.which)
     from data.lmdb.writer import check_target

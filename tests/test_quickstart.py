@@ -230,7 +230,7 @@ def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("minutes", ["0", "nan", "1e9"])
 def test_minutes_out_of_range_are_refused(tmp_path, minutes):
-    with pytest.raises(UserError, match="must be from 1 to"):
+    with pytest.raises(UserError, match="from 1 to 10,080"):
         main(["--dir", str(tmp_path), "--minutes", minutes])
 
 

@@ -119,11 +119,11 @@ def test_refusals(closed, tmp_path, capsys):
         (["--judge", same], "is the classifier that the edits were found with"),
         (["--to", "dark"], "name two classes"),
         (["--to", "lihgt"], "did you mean 'light'"),
-        (["--columns", 1], "--columns 1"),
-        (["--samples", 1], "--samples 1"),
-        (["--reach", 1.5], "--reach must lie"),
-        (["--keep-weight", -1], "--keep-weight must be"),
-        (["--pixel-weight", "nan"], "--keep-weight must be"),
+        (["--columns", 1], "--columns: '1' is not a whole number of at least 2"),
+        (["--samples", 1], "--samples: '1' is not"),
+        (["--reach", 1.5], "--reach: '1.5' is not a finite number between 0 and 1"),
+        (["--keep-weight", -1], "--keep-weight: '-1' is not a finite number of at least 0"),
+        (["--pixel-weight", "nan"], "--pixel-weight: 'nan' is not"),
     ):
         assert call(generate, *edit(closed, out, *options)) == 2
         assert told in capsys.readouterr().err

@@ -159,12 +159,6 @@ def test_a_film_is_written(generator, tmp_path):
         draw_film(sampler, tmp_path / "x.webm", config)
 
 
-@pytest.mark.parametrize("wrong", [{"keyframes": 1}, {"frames": 0}, {"fps": 0}, {"scale": 0}])
-def test_settings_are_checked(wrong):
-    with pytest.raises(UserError, match=r"--n 1|must be 1 or more"):
-        FilmConfig(**wrong)
-
-
 def test_the_embedding_of_a_class_is_linear():
     """What `_without_w` relies on."""
     embed = without_w().embed

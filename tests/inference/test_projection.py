@@ -10,7 +10,6 @@ from inference.perceptual import Distance
 from inference.projection import ProjectionConfig, Projector, correlation, normalise_, rate
 from models.sampling import to_uint8
 from tests.inference.conftest import draws, sampler_of, styled
-from utils.errors import UserError
 from utils.seeding import generator as keyed_generator
 
 
@@ -233,11 +232,3 @@ def test_maps_are_brought_to_mean_0_and_square_1():
     expected = (level - level.mean()) / level.var(unbiased=False).sqrt()
     normalise_([level])
     torch.testing.assert_close(level, expected, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"steps": 0}, {"lr": 0.0}, {"shake": -1.0}, {"noise_weight": -1.0}, {"pixel_weight": -1.0}]
-)
-def test_settings_are_checked(wrong):
-    with pytest.raises(UserError, match="--"):
-        ProjectionConfig(**wrong)

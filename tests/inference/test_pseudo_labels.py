@@ -85,7 +85,7 @@ def test_what_cannot_be_is_refused(folder, tmp_path, capsys):
     pack(tmp_path / "other.lmdb", classes=["dark", "grey", "other"])
     pack(tmp_path / "wide.lmdb", side=2 * SIDE)
     for more, told in (
-        (["--threshold", 2], "give a probability"),
+        (["--threshold", 2], "from 0 to 1"),
         (["--threshold", 1], "no image of"),
         (["--labelled", tmp_path / "other.lmdb", "--threshold", 0], "its classes are not those of the classifier"),
         (["--labelled", tmp_path / "wide.lmdb", "--threshold", 0], "pack both alike"),

@@ -8,7 +8,6 @@ from PIL import Image
 
 from inference import samples as tables
 from inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers
-from inference.settings import parse_psis
 from models.sampling import draw, to_uint8
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.inference.test_samples import apart
@@ -124,13 +123,6 @@ def test_layers_are_read():
 def test_other_layers_are_refused(text):
     with pytest.raises(UserError, match="--layers"):
         parse_layers(text, 8)
-
-
-def test_psis_are_read():
-    assert parse_psis("-1, 0,.5") == [-1.0, 0.0, 0.5]
-    for text in ("", "a", "1,", "nan", "inf,1"):
-        with pytest.raises(UserError, match="--psis"):
-            parse_psis(text)
 
 
 def test_grid_has_a_row_for_each_class(generator, tmp_path):

@@ -4,12 +4,14 @@ options that several of them share.
 
 import argparse
 import difflib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from utils.errors import UserError
 
+MOST = 2.0**63  # no number of an option is larger
 
 def normalise(argv: Sequence[str]) -> list[str]:
     """Turn `--some-name=x` into `--some_name=x`: hyphens and underscores are the same in option names, values stay."""
@@ -104,6 +106,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true", help="print the traceback of an error")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
+        """As argparse's; a default that is a number or a word is told at the end of `help` unless that speaks of it."""
+        default, text = kwargs.get("default"), kwargs.get("help", "")
+        if isinstance(default, str | int | float) and kwargs.get("action") is None and "default: " not in text:
+            shown = default if isinstance(default, str) else f"{default:g}"
+            kwargs["help"] = f"{text} (default: {shown})".lstrip()
         return super().add_argument(*normalise(names), **kwargs)
 
     def parse_args(  # type: ignore[override]
@@ -126,11 +133,27 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{hyphens(message)}; `{self.prog} --help` lists the options")
 
 
-def positive(text: str) -> int:
-    """A whole number of at least 1, as an option's type."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def number(kind: type, low: float = -MOST, high: float = MOST, *, inner: bool = False) -> Callable[[str], Any]:
+    """An option's type: finite numbers of a kind from `low` to `high`, or with `inner` between these."""
+    words = "a whole number" if kind is int else "a finite number"
+    if high < MOST:
+        words += f" between {low:g} and {high:g}" if inner else f" from {low:g} to {high:,.15g}"
+    elif low > -MOST:
+        words += f" above {low:g}" if inner else f" of at least {low:g}"
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (low < value < high if inner else low <= value <= high):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {words}")
+        return value
+
+    return read
+
+
+positive = number(int, 1)
 
 
 def add_speed_options(parser: argparse.ArgumentParser, precision: str) -> None:

@@ -1,8 +1,10 @@
 import argparse
+import importlib
+from pathlib import Path
 
 import pytest
 
-from utils.config.cli import Parser, add_model_options, did_you_mean, normalise, positive
+from utils.config.cli import Parser, add_model_options, did_you_mean, normalise, number, positive
 from utils.errors import UserError
 
 
@@ -61,10 +63,62 @@ def test_did_you_mean():
     assert did_you_mean("x", []) == ""
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
-def test_positive_refuses(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
-        positive(text)
+@pytest.mark.parametrize(
+    ("kind", "good", "bad", "words"),
+    [
+        (positive, ["1", "64"], ["0", "-1", "1.5", "x", "", "1" * 5000], "a whole number of at least 1"),
+        (number(int), ["-3", "0"], ["1e3", "nan", str(2**64)], "a whole number"),
+        (number(int, 0, 65535), ["0", "65535"], ["-1", "65536"], "a whole number from 0 to 65,535"),
+        (number(float, 0), ["0", "1e5"], ["-0.1", "nan", "inf", "1e300"], "a finite number of at least 0"),
+        (number(float, 0, inner=True), ["1e-9"], ["0", "-inf", "nan"], "a finite number above 0"),
+        (number(float, 0, 1, inner=True), ["0.5"], ["0", "1", "nan"], "a finite number between 0 and 1"),
+        (number(float, -10, 10), ["-10", "0.7"], ["10.1", "1e9", "nan"], "a finite number from -10 to 10"),
+    ],
+)
+def test_numbers_of_options_have_a_range_and_are_finite(kind, good, bad, words):
+    assert [kind(text) for text in good] == [float(text) for text in good]
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^'{text[:40]}' is not {words}$"):
+            kind(text)
+
+
+SCRIPTS = ["evaluate", "explore", "export", "generate", "predict", "quickstart", "study", "train"]
+MODULES = ["data.pack", "data.inspect", "data.duplicates", "inference.influence", "inference.pseudo_labels"]
+MODULES += ["models.convert", "reporting.compare", "utils.runlog.trackers"]
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, *MODULES])
+def test_no_number_of_a_script_is_infinite_or_none(name, monkeypatch):
+    """`generate.py grid --truncation-psi nan` wrote a black image."""
+    seen: list[argparse.ArgumentParser] = []
+
+    def note(parser, *_):
+        seen.append(parser)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Parser, "parse_known_args", note)
+    with pytest.raises(KeyboardInterrupt):
+        importlib.import_module(name).main([])
+    for parser in seen:  # and its commands'
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                seen += action.choices.values()
+            elif action.type not in (None, Path):
+                assert callable(action.type)
+                for text in ("nan", "inf", "-inf", "1e400", "1e300"):
+                    with pytest.raises((ValueError, argparse.ArgumentTypeError)):
+                        action.type(text)
+    assert len(seen) == (8 if name == "generate" else 1)
+
+
+def test_defaults_are_told_once():
+    parse = Parser(prog="tool")
+    parse.add_argument("--lr", type=float, default=0.1, help="rate")
+    parse.add_argument("--n", type=int, default=3, help="images (default: all)")
+    parse.add_argument("--weight", type=float, default=1e5)
+    text = " ".join(parse.format_help().split())
+    assert "--lr LR rate (default: 0.1)" in text
+    assert "--n N images (default: all) --weight WEIGHT (default: 100000)" in text
 
 
 def test_model_options():
