@@ -33,7 +33,7 @@ from training.base.config import RunConfig
 from training.classifier.config import ClassifierConfig
 from training.classifier.task import ClassifierTask
 from training.engine.tasks import TASKS, build_run_config
-from training.gan.ada.augment import Ada
+from training.gan.ada import Ada
 from training.gan.config import GanConfig
 from training.gan.task import GanTask
 from training.optim.muon import Muon

@@ -13,7 +13,7 @@ from models.dcgan import (
     DcganGeneratorConfig,
     Spectral,
 )
-from training.gan.penalties import squared_gradient_norm
+from training.gan.losses import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked
 

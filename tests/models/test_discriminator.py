@@ -6,7 +6,7 @@ import torch
 from models.stylegan2 import Discriminator, DiscriminatorConfig, minibatch_std
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
-from training.gan.penalties import squared_gradient_norm
+from training.gan.losses import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked
 

@@ -9,7 +9,7 @@ from models import r3gan
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from tests.models import reference_r3gan as reference
 from tests.models.test_r3gan_layers import close, draw, randomised
-from training.gan.penalties import squared_gradient_norm
+from training.gan.losses import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked, generator
 

@@ -10,9 +10,9 @@ from models.registry import DEFAULT, architecture_of
 from models.stylegan2 import DiscriminatorConfig, GeneratorConfig
 from training.base.compiled import CompileSetting
 from training.base.config import RunConfig
-from training.gan.ada.augment import AdaConfig
+from training.gan.ada import AdaConfig
 from training.gan.diagnostics import WatchConfig
-from training.gan.objectives import Objective, objective_of
+from training.gan.losses import Objective, objective_of
 from training.gan.stages import ProgressiveConfig, Stages
 from training.optim.schedules import cosine
 from training.optim.updater import OptimizerConfig
@@ -33,7 +33,7 @@ from utils.errors import UserError
 class GanLossConfig(Checked, section="loss"):
     """The objective, its penalties, and further losses of the generator."""
 
-    objective: str = "nonsaturating"  # the game, see objectives.py; relativistic: R3GAN's pairs
+    objective: str = "nonsaturating"  # see losses.py; relativistic: R3GAN's pairs
     r1_gamma: NonNegativeFloat = 1.0  # rule of thumb: 0.0002 * resolution^2 / batch_size; try x2, x4, /2, /4
     r2_gamma: NonNegativeFloat = 0.0  # the same penalty on generated images; R3GAN: as r1_gamma
     gamma_final: NonNegativeFloat | None = None  # both end here, by a cosine over schedule_kimg; None: constant
@@ -56,18 +56,18 @@ class GanLossConfig(Checked, section="loss"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.game.paired and self.mismatch_weight:
+        if self.functions.paired and self.mismatch_weight:
             raise UserError(f"loss.mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
         if self.auxiliary_fakes and not self.auxiliary_weight:
             raise UserError("loss.auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight")
-        if not self.game.bounded and not (self.gradient_penalty_weight and self.r1_interval):
+        if not self.functions.bounded and not (self.gradient_penalty_weight and self.r1_interval):
             raise UserError(
                 f"loss.objective {self.objective} needs a bound of the discriminator's slope: set "
                 "loss.gradient_penalty_weight (1704.00028: 10) and loss.r1_interval 1 or more"
             )
 
     @property
-    def game(self) -> Objective:
+    def functions(self) -> Objective:
         """The objective's entry in the registry; UserError for a name that is not there."""
         return objective_of(self.objective)
 
@@ -130,7 +130,7 @@ class GanConfig(RunConfig):
             )
         if not generator.can_grow and self.progressive.start is not None:
             raise UserError(f"architecture {self.architecture} cannot grow: progressive.start must be null")
-        if self.ada.mode == "adaptive" and not self.loss.game.signed:
+        if self.ada.mode == "adaptive" and not self.loss.functions.signed:
             raise UserError(
                 f"ada.mode adaptive reads the sign of D(real), which means nothing with loss.objective "
                 f"{self.loss.objective}: take ada.mode fixed or scheduled"
@@ -160,7 +160,7 @@ class GanConfig(RunConfig):
 
     @property
     def batches_per_step(self) -> int:
-        return 2 if self.loss.game.paired else 1
+        return 2 if self.loss.functions.paired else 1
 
     @property
     def smallest_batch(self) -> int:

@@ -1,4 +1,4 @@
-"""What both players' halves of a GAN's step share: networks, draws, augmentation, and the sizes of the step."""
+"""What both halves of a GAN's step share: networks, draws, augmentation, and this process's part of the batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from data.reading.loader import Batch
 from models.fir import upsample_fir
 from models.gan import StyledGenerator
 from training.base.compiled import Compiled
-from training.gan.ada.augment import Ada
+from training.gan.ada import Ada
 from training.gan.config import GanConfig
 from training.gan.stages import Stage
 from training.optim.updater import Precision
@@ -92,46 +92,59 @@ def mix_styles(model: StyledGenerator, latents: Latents, rows: slice, num_ws: in
     return torch.where(first, w[:, None], other[:, None]), w
 
 
-class Work(NamedTuple):
-    """A step and the part of its global batch that this rank does, in micro-batches."""
+class StepShare(NamedTuple):
+    """A step and the part of its global batch that this rank does, in micro-batches. Rows are of the global batch."""
 
     step: int
     images_seen: int  # before this step
     stage: Stage
-    share: int  # samples of this rank
+    batch_size: int  # of all ranks
+    size: int  # samples of this rank
     micro: int  # samples a forward pass
-    first: int  # global position of this rank's first sample
+    first: int  # this rank's first row
+    metrics: dict[str, Tensor]  # what the step reports: 0-d, adding up over the ranks
 
     @classmethod
-    def of(cls, step: int, images_seen: int, stage: Stage, micro_batch: int | None) -> "Work":
+    def of(cls, step: int, images_seen: int, stage: Stage, micro_batch: int | None) -> "StepShare":
         world = collectives.world_size()
-        share = stage.share(world)
-        return cls(step, images_seen, stage, share, stage.micro(world, micro_batch), collectives.rank() * share)
+        size, micro = stage.share(world), stage.micro(world, micro_batch)
+        return cls(step, images_seen, stage, stage.batch_size, size, micro, collectives.rank() * size, {})
 
-    @property
-    def batch_size(self) -> int:
-        """Of all ranks."""
-        return self.stage.batch_size
+    def micro_batches(self) -> list[slice]:
+        """The rows of each forward pass."""
+        stop = self.first + self.size
+        return [slice(start, start + self.micro) for start in range(self.first, stop, self.micro)]
 
-    def pieces(self) -> list[slice]:
-        """The micro-batches as slices of this rank's share."""
-        return [slice(start, start + self.micro) for start in range(0, self.share, self.micro)]
+    def is_last(self, rows: slice) -> bool:
+        return rows.stop == self.first + self.size
 
-    def rows(self, piece: slice) -> slice:
-        """A micro-batch as a slice of the global batch."""
-        return slice(self.first + piece.start, self.first + piece.stop)
-
-    def half(self) -> "Work":
+    def half(self) -> "StepShare":
         """The same step over half the batch: every rank's half share, in micro-batches that are no larger."""
-        share = self.share // 2
-        return self._replace(share=share, micro=min(self.micro, share), first=collectives.rank() * share)
+        size = self.size // 2
+        first, micro = collectives.rank() * size, min(self.micro, size)
+        return self._replace(batch_size=self.batch_size // 2, size=size, micro=micro, first=first)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a micro-batch's share to a metric."""
+        self.metrics[name] = self.metrics[name] + value.detach() if name in self.metrics else value.detach()
 
 
 class Images(NamedTuple):
-    """A micro-batch that the discriminator judges, before adaptive augmentation."""
+    """A micro-batch for the discriminator, before adaptive augmentation."""
 
     images: Tensor  # [n, C, R, R], floats about [-1, 1]
     labels: Tensor  # int64 [n]
+
+
+class DiscriminatorOutput(NamedTuple):
+    """What the discriminator makes of a micro-batch."""
+
+    name: str  # of the images: that of their draws
+    images: Tensor  # [n, C, R, R] before adaptive augmentation
+    labels: Tensor  # int64 [n]
+    hidden: Tensor  # [n, H], the last activations
+    features: Tensor  # [n, F], which the label's embedding is multiplied by
+    logits: Tensor  # [n]
 
 
 def faded(images: Tensor, alpha: float) -> Tensor:
@@ -157,73 +170,73 @@ class Context:
     def __post_init__(self) -> None:
         # growing networks change with every step of a fade: compiling them anew each time would not pay
         setting = "off" if self.config.progressive.start is not None else self.config.compile
-        functions = {
-            "the generator": self.generator.synthesis if self.generator.has_styles else self.generator,
-            "the discriminator": self.discriminator.hidden,
-        }
-        self._fast = {
-            name: Compiled(function, name, setting=setting, device=self.device) for name, function in functions.items()
-        }
+        how: dict[str, Any] = {"setting": setting, "device": self.device}
+        self.synthesis = self.generator.synthesis if self.generator.has_styles else self.generator
+        self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
+        self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
 
-    def reals(self, batch: Batch, work: Work, name: str | None = None) -> list[Images]:
+    def reals(self, batch: Batch, share: StepShare, name: str | None = None) -> list[Images]:
         """This rank's real images in micro-batches, as the data set's own augmentation leaves them."""
-        config, found = self.config, []
-        for piece in work.pieces():
+        config, micro_batches = self.config, []
+        for rows in share.micro_batches():
+            here = slice(rows.start - share.first, rows.stop - share.first)
             augmented = draw_and_apply(  # in uint8: a quarter of the memory
-                batch.images[piece],
+                batch.images[here],
                 config.augment,
                 seed=config.seed,
-                step=work.step,
-                start=work.first + piece.start,
-                global_batch=work.batch_size,
+                step=share.step,
+                start=rows.start,
+                global_batch=share.batch_size,
                 phase=name,
             )
             images = to_float(augmented, channels_last=config.channels_last)
-            assert images.shape[-1] == work.stage.resolution  # the loader is where the stages are
-            found.append(Images(faded(images, work.stage.alpha), batch.labels[piece]))
-        return found
+            assert images.shape[-1] == share.stage.resolution  # the loader is where the stages are
+            micro_batches.append(Images(faded(images, share.stage.alpha), batch.labels[here]))
+        return micro_batches
 
-    def latents(self, work: Work, name: str, batch_size: int) -> tuple[Latents, list[Tensor]]:
-        """The draws from which samples are made, of the global batch: latents and noise maps."""
-        generator, side = self.generator, work.stage.resolution
+    def latents(self, share: StepShare, name: str, partners: Sequence[Images] = ()) -> tuple[Latents, list[Tensor]]:
+        """The draws from which samples are made, of the global batch: latents and noise maps. This rank's samples have
+        the labels of their `partners`, where these are given.
+        """
+        generator, side = self.generator, share.stage.resolution
         mixing, num_ws = 0.0, 0
         if generator.has_styles:
             mixing, num_ws = self.config.loss.style_mixing, generator.num_ws_at(side)
-        latents = self.draws.latents(work.step, name, batch_size, generator.z_dim, mixing=mixing, num_ws=num_ws)
-        return latents, self.draws.noise(work.step, name, batch_size, generator.noise_shapes(side))
+        key = (share.step, name, share.batch_size)
+        latents = self.draws.latents(*key, generator.z_dim, mixing=mixing, num_ws=num_ws)
+        if partners:
+            latents.labels[share.first : share.first + share.size] = torch.cat([images.labels for images in partners])
+        return latents, self.draws.noise(*key, generator.noise_shapes(side))
 
     def sample(
-        self, latents: Latents, noise: list[Tensor], rows: slice, stage: Stage, *, fast: bool = False
+        self, latents: Latents, noise: list[Tensor], rows: slice, stage: Stage, *, compiled: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Samples [n, C, R, R] of the rows of a global batch, and with styles their ws and the first style's w.
 
-        `fast`: through the compiled network, where there is one: for a single backward pass.
+        `compiled`: through the compiled network, where there is one: for a single backward pass.
         """
         generator, maps = self.generator, [layer[rows] for layer in noise]
-        run = self._fast["the generator"]
+        run = self._compiled_synthesis if compiled else self.synthesis
         grown = {"resolution": stage.resolution, "alpha": stage.alpha} if generator.can_grow else {}
         if not generator.has_styles:
             labels = latents.labels[rows] if generator.classes else None
-            return (run if fast else generator)(latents.z[rows], labels, noise=maps, **grown), None, None
+            return run(latents.z[rows], labels, noise=maps, **grown), None, None
         ws, w = mix_styles(generator, latents, rows, generator.num_ws_at(stage.resolution))
-        return (run if fast else generator.synthesis)(ws, maps, **grown), ws, w
+        return run(ws, maps, **grown), ws, w
 
-    def hidden(self, batch: Images, work: Work, piece: slice, name: str, *, fast: bool = False) -> Tensor:
-        """The discriminator's last hidden activations [n, F] of a micro-batch, after adaptive augmentation;
-        differentiable. `name` is that of the draws; `fast` as in `sample`.
+    def discriminate(
+        self, batch: Images, share: StepShare, rows: slice, name: str, *, compiled: bool = False
+    ) -> DiscriminatorOutput:
+        """What the discriminator makes of a micro-batch after adaptive augmentation; differentiable. `name` is that of
+        the draws; `compiled` as in `sample`.
         """
-        images, run = batch.images, self._fast["the discriminator"] if fast else self.discriminator.hidden
+        images, run = batch.images, self._compiled_hidden if compiled else self.discriminator.hidden
         if self.ada.active:
             with phase("augment"):
-                draws = self.ada.draw(work.step, name, work.stage.resolution, work.batch_size)
-                images = self.ada.apply(images, draws, work.rows(piece))
+                draws = self.ada.draw(share.step, name, share.stage.resolution, share.batch_size)
+                images = self.ada.apply(images, draws, rows)
         with self.precision.autocast():
-            return run(images, alpha=work.stage.alpha) if self.generator.can_grow else run(images)
-
-    def logits(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """[n] of the last hidden activations; not under autocast."""
-        return self.discriminator.project(self.discriminator.output(hidden), labels)
-
-    def named(self, hidden: Tensor) -> Tensor:
-        """The auxiliary head's logits of the classes [n, classes], of the last hidden activations; no autocast."""
-        return self.discriminator.auxiliary(hidden)
+            hidden = run(images, alpha=share.stage.alpha) if self.generator.can_grow else run(images)
+        features = self.discriminator.output(hidden)
+        logits = self.discriminator.project(features, batch.labels)
+        return DiscriminatorOutput(name, *batch, hidden, features, logits)

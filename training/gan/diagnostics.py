@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from training.gan.objectives import OBJECTIVES, Objective
+from training.gan.losses import OBJECTIVES, Objective
 from utils.config.ranges import AboveOne, Checked, InnerShare, NonNegativeFloat, PositiveInt, Share
 from utils.errors import UserError
 
@@ -69,8 +69,8 @@ class Watch:
     What it says is a function of the rows alone: all ranks say the same, and a resumed run what an unbroken one says.
     """
 
-    def __init__(self, config: WatchConfig, game: Objective = OBJECTIVES["nonsaturating"]) -> None:
-        self.config, self.game = config, game
+    def __init__(self, config: WatchConfig, objective: Objective = OBJECTIVES["nonsaturating"]) -> None:
+        self.config, self.objective = config, objective
         self.images = 0.0
         self.said: list[str] = []
         self.means: dict[str, float] = {}  # of the last tenth or so of the training
@@ -180,7 +180,7 @@ class Watch:
             shows = True if self._lasts("overfit") else False if ratio < self.config.overfit[1] else None
             seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
         else:
-            sign = self.means.get("logits/real_sign", 0.0) if self.game.signed else 0.0
+            sign = self.means.get("logits/real_sign", 0.0) if self.objective.signed else 0.0
             shows = _above(sign, self.config.sign)
             seen = f"it calls {(1 + sign) / 2:.0%} of the training images real"
         return "overfit", shows, f"the discriminator overfits: {seen}. Try: {GENERALISE}"
@@ -189,7 +189,7 @@ class Watch:
         """The discriminator wins outright, or ever more while the samples get worse: gamma is too small."""
         margin, figures = self.means.get("logits/margin", 0.0), self.figures
         rises = margin > 1.1 * figures.get("margin at best", math.inf)
-        shows = _above(margin, self.config.margin_high) if self.game.bounded else None
+        shows = _above(margin, self.config.margin_high) if self.objective.bounded else None
         seen = f"D(real) - D(fake) is {margin:.2g}"
         if self._lasts("worse") and rises:
             shows = True
@@ -207,9 +207,9 @@ class Watch:
         """The discriminator tells nothing apart: gamma is too large."""
         margin = self.means.get("logits/margin")
         said, forgotten = self.config.margin_low
-        shows = None if margin is None or not self.game.bounded else _above(-margin, (-said, -forgotten))
-        loss, chance = self.means.get("loss/discriminator", math.nan), self.game.guessing
-        seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is guessing)"
+        shows = None if margin is None or not self.objective.bounded else _above(-margin, (-said, -forgotten))
+        loss, chance = self.means.get("loss/discriminator", math.nan), self.objective.chance_level
+        seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
         cure = "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower a fixed ada.p that is high"
         return "blind", shows, f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {cure}"
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.classifier import Classifier, fit_images
-from training.gan import penalties
-from training.gan.context import Context, Images, Work
+from training.gan import losses
+from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
 from training.optim.ema import EMA, half_life_beta
 from training.optim.schedules import cosine
 from training.optim.updater import Precision, Updater
@@ -88,190 +88,173 @@ class GeneratorStep:
 
     def __init__(self, context: Context, updater: Updater, ema: EMA, teacher: Classifier | None) -> None:
         self.context, self.updater, self.ema, self.teacher = context, updater, ema, teacher
-        self.loss, self.game = context.config.loss, context.config.loss.game
+        self.loss, self.objective = context.config.loss, context.config.loss.functions
         self.path_length = PathLength(self.loss.path_length_decay).to(context.device)
-        self.sharing = True  # one pass of D over the samples serves both players where it can; see `one_pass`
 
-    @property
-    def needs_reals(self) -> bool:
-        """Whether the generator's losses look at real images."""
-        return self.game.paired or self.loss.feature_matching_weight > 0
-
-    def one_pass(self, work: Work) -> bool:
-        """Whether one pass of D over this step's samples gives both players' gradients.
+    def one_pass(self, share: StepShare) -> bool:
+        """Whether one pass of D over this step's samples gives both networks' gradients.
 
         Its weights are the same for both. So where both see the same images, no other loss goes through D and no
         penalty is taken of samples, the gradients are those of two passes.
         """
         loss = self.loss
         more = loss.feature_matching_weight or (self.teacher is not None and loss.classifier_weight)
-        penalised = loss.r2_gamma > 0 and loss.penalty_due(work.step)
-        alone = not self.game.paired and not more and not loss.gradients_due(work.step)  # paired: D sees fresh samples
-        return self.sharing and alone and not penalised and not self.context.ada.active
+        penalised = loss.r2_gamma > 0 and loss.penalty_due(share.step)
+        alone = not self.objective.paired and not more and not loss.gradients_due(share.step)
+        return alone and not penalised and not self.context.ada.active  # paired: D sees samples of its own
 
-    def run(self, work: Work, reals: Sequence[Images], metrics: dict[str, Tensor]) -> list[Images]:
-        """Update G and its average; returns the samples (detached), which D may judge next.
+    def run(self, share: StepShare, reals: Sequence[Images]) -> list[Images]:
+        """Update G and its average; returns the samples (detached), which D may be shown next.
 
-        `reals`: real images in micro-batches, where `needs_reals`. D's parameters stay as they are, and so do its
-        gradients, except in `one_pass`: there they become those of its own loss on the samples, noted in `metrics`.
+        `reals`: real images in micro-batches. D's parameters stay as they are, and so do its gradients, except in
+        `one_pass`: there they become those of its own loss on the samples.
         """
         context, generator = self.context, self.context.generator
-        apart = self.loss.gradients_due(work.step)
+        apart = self.loss.gradients_due(share.step)
         gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
         self.updater.zero_grad()
-        context.discriminator.requires_grad_(self.one_pass(work))  # else its gradients are not this phase's business
+        context.discriminator.requires_grad_(self.one_pass(share))  # else its gradients are not this phase's business
         try:
-            fakes, w_sum = self._adversarial(work, reals, gradients, metrics)
-            if self.loss.path_length_due(work.step):
+            fakes, w_sum = self._adversarial(share, reals, gradients)
+            if self.loss.path_length_due(share.step):
                 with phase("generator/path_length"):
-                    self._regularise_path_length(work, gradients, metrics)
+                    self._regularise_path_length(share, gradients)
         finally:
             context.discriminator.requires_grad_(True)
         with phase("generator/optimizer"):
-            metrics.update(gradients.finish("generator"))
-            update = self.updater.step(work.step)
+            share.metrics.update(gradients.finish("generator"))
+            update = self.updater.step(share.step)
         with phase("ema"):
             if w_sum is not None:
-                generator.update_w_avg(collectives.all_reduce_sum_(w_sum) / work.batch_size)
-            self.ema.update(generator, self.ema_beta(work), update.skipped)
-        metrics.update(update.metrics("generator"))
+                generator.update_w_avg(collectives.all_reduce_sum_(w_sum) / share.batch_size)
+            self.ema.update(generator, self.ema_beta(share), update.skipped)
+        share.metrics.update(update.metrics("generator"))
         return fakes
 
-    def ema_beta(self, work: Work) -> float:
+    def ema_beta(self, share: StepShare) -> float:
         """The average's decay at this step. A transfer starts from a trained generator and has no ramp."""
-        ema, batch, over = self.context.config.ema, work.batch_size, self.context.schedule_images
+        ema, batch, over = self.context.config.ema, share.batch_size, self.context.schedule_images
         kimg = ema.ema_kimg if ema.ema_kimg is not None else batch * 10 / 32
         if ema.ema_kimg_start is not None:
-            kimg = cosine(ema.ema_kimg_start, kimg, work.images_seen, over)
+            kimg = cosine(ema.ema_kimg_start, kimg, share.images_seen, over)
         ramp = None if self.context.config.init_from else ema.ema_rampup
-        return half_life_beta(batch, work.images_seen, kimg * 1000, ramp)
+        return half_life_beta(batch, share.images_seen, kimg * 1000, ramp)
 
     def _adversarial(
-        self, work: Work, reals: Sequence[Images], gradients: PerLossGradients, metrics: dict[str, Tensor]
+        self, share: StepShare, reals: Sequence[Images], gradients: PerLossGradients
     ) -> tuple[list[Images], Tensor | None]:
         """Backward of all losses of one forward pass a micro-batch; the samples, and the sum of their w."""
         context = self.context
-        latents, noise = context.latents(work, "generator", work.batch_size)
-        if self.game.paired:  # a sample has the label of the image it is paired with
-            latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
+        latents, noise = context.latents(share, "generator", reals if self.objective.paired else ())
+        more = gradients.apart or self.loss.path_length_due(share.step)  # backward passes that are not here
         fakes: list[Images] = []
         w_sum: Tensor | None = None
-        for index, piece in enumerate(work.pieces()):
-            rows = work.rows(piece)
+        for rows, real in zip(share.micro_batches(), reals, strict=True):
             with phase("generator/forward"), context.precision.autocast():
-                images, _, w = context.sample(latents, noise, rows, work.stage, fast=not gradients.apart)
+                images, _, w = context.sample(latents, noise, rows, share.stage, compiled=not gradients.apart)
             fake = Images(images, latents.labels[rows])
-            more = gradients.apart or self.loss.path_length_due(work.step)
-            self.updater.overlap(last=piece.stop == work.share and not more)
-            if self.one_pass(work):
-                self._judge_once(work, piece, fake, metrics)
+            self.updater.overlap(last=share.is_last(rows) and not more)
+            if self.one_pass(share):
+                self._backward_of_both(share, rows, fake)
             else:
                 with phase("generator/forward"):
-                    terms = self._terms(work, piece, fake, reals[index] if self.needs_reals else None, metrics)
+                    terms = self._terms(share, rows, fake, real)
                 with phase("generator/backward"):
                     gradients.backward(terms)
             if w is not None:
-                own = w.detach().sum(dim=0)
-                w_sum = own if w_sum is None else w_sum + own
+                w_sum = w.detach().sum(dim=0) + (0 if w_sum is None else w_sum)
             fakes.append(Images(images.detach(), fake.labels))
         return fakes, w_sum
 
-    def _judge_once(self, work: Work, piece: slice, fake: Images, metrics: dict[str, Tensor]) -> None:
-        """Gradients of both players' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
-        context, batch = self.context, work.batch_size
-        seen = fake.images.detach().requires_grad_()
-        misnamed: Tensor | float = 0.0
+    def _backward_of_both(self, share: StepShare, rows: slice, fake: Images) -> None:
+        """Gradients of both networks' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
+        context, batch = self.context, share.batch_size
+        seen = Images(fake.images.detach().requires_grad_(), fake.labels)
+        auxiliary: Tensor | float = 0.0
         with phase("discriminator/forward"):
-            hidden = context.hidden(Images(seen, fake.labels), work, piece, "generator")
-            logits = context.logits(hidden, fake.labels)
+            output = context.discriminate(seen, share, rows, "generator")
             if self.loss.auxiliary_weight:
-                misnamed = self._misnamed(hidden, fake, batch, metrics)
+                auxiliary = self._auxiliary_loss(output, share)
         with phase("generator/backward"):
-            adversarial = self.game.generator_loss(logits).sum() / batch
-            wanted = (adversarial + misnamed) * context.precision.scale()
-            (gradient,) = torch.autograd.grad(wanted, seen, retain_graph=True)
+            adversarial = self.objective.generator(output.logits).sum() / batch
+            total = (adversarial + auxiliary) * context.precision.scale()
+            (gradient,) = torch.autograd.grad(total, seen.images, retain_graph=True)
         with phase("discriminator/backward"):
-            judged = self.game.fake(logits).sum() / batch
-            taught = judged + misnamed if self.loss.auxiliary_fakes else judged
-            context.precision.backward(taught, list(context.discriminator.parameters()))
+            loss = self.objective.fake(output.logits).sum() / batch
+            total = loss + auxiliary if self.loss.auxiliary_fakes else loss
+            context.precision.backward(total, list(context.discriminator.parameters()))
         with phase("generator/backward"):
             fake.images.backward(gradient, inputs=self.updater.parameters)
-        _add(metrics, "loss/generator", adversarial)
-        _add(metrics, "loss/discriminator", judged)
-        _add(metrics, "logits/fake", logits.sum() / batch)
+        share.add("loss/generator", adversarial)
+        share.add("loss/discriminator", loss)
+        share.add("logits/fake", output.logits.sum() / batch)
 
-    def _misnamed(self, hidden: Tensor, fake: Images, batch: int, metrics: dict[str, Tensor]) -> Tensor:
+    def _auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor:
         """The auxiliary head's cross entropy on a micro-batch of samples, weighted, as its share of the mean."""
-        loss = F.cross_entropy(self.context.named(hidden), fake.labels, reduction="sum") / batch
-        _add(metrics, "loss/auxiliary", loss)
+        class_logits = self.context.discriminator.auxiliary(output.hidden)
+        loss = F.cross_entropy(class_logits, output.labels, reduction="sum") / share.batch_size
+        share.add("loss/auxiliary", loss)
         return loss * self.loss.auxiliary_weight
 
-    def _terms(
-        self, work: Work, piece: slice, fake: Images, real: Images | None, metrics: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _terms(self, share: StepShare, rows: slice, fake: Images, real: Images) -> dict[str, Tensor]:
         """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
-        context, loss, batch = self.context, self.loss, work.batch_size
+        context, loss, batch = self.context, self.loss, share.batch_size
         # several losses taken apart retain their graph, which a compiled network does not allow
-        apart = loss.gradients_due(work.step)
-        hidden = context.hidden(fake, work, piece, "generator", fast=not apart)
-        real_hidden = partners = None
-        if real is not None:
+        output = context.discriminate(fake, share, rows, "generator", compiled=not loss.gradients_due(share.step))
+        logits = output.logits
+        if self.objective.paired or loss.feature_matching_weight:
             with torch.no_grad():  # G has no part in them
-                real_hidden = context.hidden(real, work, piece, "generator/real")
-                partners = context.logits(real_hidden, real.labels) if self.game.paired else None
-        logits = context.logits(hidden, fake.labels)
-        terms = {"adversarial": self.game.generator_loss(logits, partners).sum() / batch}
-        _add(metrics, "loss/generator", terms["adversarial"])
+                of_real = context.discriminate(real, share, rows, "generator/real")
+            logits = logits - of_real.logits if self.objective.paired else logits
+        terms = {"adversarial": self.objective.generator(logits).sum() / batch}
+        share.add("loss/generator", terms["adversarial"])
         if self.teacher is not None and loss.classifier_weight:
             with context.precision.autocast():
-                named = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
-            wrong = F.cross_entropy(named.to(fake.images.dtype), fake.labels, reduction="sum") / batch
-            _add(metrics, "loss/classifier", wrong)
+                class_logits = self.teacher(fit_images(fake.images, self.teacher.resolution, self.teacher.channels))
+            wrong = F.cross_entropy(class_logits.to(fake.images.dtype), fake.labels, reduction="sum") / batch
+            share.add("loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
         if loss.auxiliary_weight:
-            terms["auxiliary"] = self._misnamed(hidden, fake, batch, metrics)
-        if loss.feature_matching_weight and real_hidden is not None:
+            terms["auxiliary"] = self._auxiliary_loss(output, share)
+        if loss.feature_matching_weight:
             group = loss.feature_matching_group
-            distance = penalties.feature_matching(hidden, real_hidden, group).sum() * (group / batch)
-            _add(metrics, "loss/feature_matching", distance)
+            distance = losses.feature_matching(output.hidden, of_real.hidden, group).sum() * (group / batch)
+            share.add("loss/feature_matching", distance)
             terms["feature_matching"] = distance * loss.feature_matching_weight
         return terms
 
-    def _regularise_path_length(self, work: Work, gradients: PerLossGradients, metrics: dict[str, Tensor]) -> None:
+    def _regularise_path_length(self, share: StepShare, gradients: PerLossGradients) -> None:
         """Backward of StyleGAN2's path-length penalty on half a batch, with the gain of its interval.
 
         The moving mean is updated first, and needs the lengths of the whole (global) half batch: where that is more
         than one micro-batch, they are computed once without and once with a graph.
         """
-        context, half, batch = self.context, work.half(), work.batch_size // 2
-        latents, maps = context.latents(work, "path", batch)
-        shape = (context.generator.channels, work.stage.resolution, work.stage.resolution)
-        noise = context.draws.path_noise(work.step, batch, shape)
+        context, half = self.context, share.half()
+        latents, maps = context.latents(half, "path")
+        shape = (context.generator.channels, share.stage.resolution, share.stage.resolution)
+        noise = context.draws.path_noise(share.step, half.batch_size, shape)
 
-        def lengths(row: slice, *, create_graph: bool) -> Tensor:
+        def path_lengths(rows: slice, *, create_graph: bool) -> Tensor:
             with context.precision.autocast():
-                images, ws, _ = context.sample(latents, maps, row, work.stage)
+                images, ws, _ = context.sample(latents, maps, rows, share.stage)
             assert ws is not None  # the config refuses path lengths for generators without styles
-            return penalties.path_lengths(images, ws, noise[row], context.precision.scale(), create_graph=create_graph)
+            scale = context.precision.scale()
+            return losses.path_lengths(images, ws, noise[rows], scale, create_graph=create_graph)
 
-        rows = [half.rows(piece) for piece in half.pieces()]
-        found = [lengths(row, create_graph=len(rows) == 1) for row in rows]
-        total = collectives.all_reduce_sum_(torch.stack([own.detach().sum() for own in found]).sum())
-        batch_mean, decay = total / batch, self.path_length.decay
+        micro_batches = half.micro_batches()
+        once = len(micro_batches) == 1
+        lengths = [path_lengths(rows, create_graph=once) for rows in micro_batches]
+        total = collectives.all_reduce_sum_(torch.stack([part.detach().sum() for part in lengths]).sum())
+        batch_mean, decay = total / half.batch_size, self.path_length.decay
         mean = self.path_length.update(batch_mean)
-        for index, row in enumerate(rows):
-            own = found[index] if len(rows) == 1 else lengths(row, create_graph=True)
-            penalty = penalties.path_length_penalty(own, mean, batch_mean, decay, batch)
-            _add(metrics, "loss/path_length", penalty)
+        for rows, part in zip(micro_batches, lengths, strict=True):
+            part = part if once else path_lengths(rows, create_graph=True)
+            penalty = losses.path_length_penalty(part, mean, batch_mean, decay, half.batch_size)
+            share.add("loss/path_length", penalty)
+            self.updater.overlap(last=half.is_last(rows) and not gradients.apart)
             weight = self.loss.path_length_weight * self.loss.path_length_interval
-            self.updater.overlap(last=index == len(rows) - 1 and not gradients.apart)
             gradients.backward({"path_length": penalty * weight})
-        metrics["path_length/mean"] = mean / collectives.world_size()
-
-
-def _add(metrics: dict[str, Tensor], name: str, value: Tensor) -> None:
-    """Add a micro-batch's share to a metric of the step."""
-    metrics[name] = metrics[name] + value.detach() if name in metrics else value.detach()
+        share.metrics["path_length/mean"] = mean / collectives.world_size()
 
 
 def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:

@@ -23,9 +23,9 @@ from models.sampling import generate
 from training.base.data import check_same_classes, label_shares
 from training.base.room import Outline
 from training.base.task import Task
-from training.gan.ada.augment import Ada
+from training.gan.ada import Ada
 from training.gan.config import GanConfig
-from training.gan.context import Context, GanDraws, Images, Work
+from training.gan.context import Context, GanDraws, Images, StepShare
 from training.gan.diagnostics import Watch
 from training.gan.discriminator_step import DiscriminatorStep
 from training.gan.generator_step import GeneratorStep
@@ -39,7 +39,7 @@ from utils.images import grid
 from utils.runlog.run_log import say
 from utils.seeding import forked
 
-JUDGED = 512  # images of which the discriminator's mean logit is taken at an evaluation
+LOGIT_IMAGES = 512  # images of which the discriminator's mean logit is taken at an evaluation
 SEARCHED_PER_SAMPLE = 4  # training images among which an evaluation looks for copies
 
 
@@ -77,7 +77,6 @@ class GanTask(Task):
                 config.ada,
                 seed=config.seed,
                 channels=meta.channels,
-                batch_size=config.batch_size,
                 device=device,
                 schedule_images=schedule_images,
                 transfer=config.init_from is not None,
@@ -91,7 +90,7 @@ class GanTask(Task):
         self.generator_step = GeneratorStep(self.context, updater, self.ema, teacher)
         updater = Updater(self.discriminator, config.discriminator_optimizer, self.precision, steps, **more)
         self.discriminator_step = DiscriminatorStep(self.context, updater)
-        self.watch = Watch(config.watch, config.loss.game)
+        self.watch = Watch(config.watch, config.loss.functions)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         options = Options(
@@ -177,19 +176,19 @@ class GanTask(Task):
         return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
-        work = self._begin(step)
-        metrics: dict[str, Tensor] = {}
-        reals = self.context.reals(next(batches), work)
-        if self.generator_step.one_pass(work):  # D's gradients begin there
+        share = self._begin(step)
+        one_pass = self.generator_step.one_pass(share)
+        reals = self.context.reals(next(batches), share)
+        if one_pass:  # D's gradients begin there
             self.discriminator_step.updater.zero_grad()
-        fakes = self.generator_step.run(work, reals, metrics)
-        if self.config.loss.game.paired:
-            reals = self.context.reals(next(batches), work, "discriminator")
+        fakes = self.generator_step.run(share, reals)
+        if self.config.loss.functions.paired:
+            reals = self.context.reals(next(batches), share, "discriminator")
             with phase("discriminator/samples"):
-                fakes = self._fresh_samples(work, reals)
-        self.discriminator_step.run(work, reals, fakes, metrics)
+                fakes = self._paired_samples(share, reals)
+        self.discriminator_step.run(share, reals, fakes, one_pass=one_pass)
         self.precision.update_scale()
-        return metrics
+        return share.metrics
 
     def typical_steps(self, first: int) -> dict[int, float]:
         """One with each combination of the lazy penalties that are due together."""
@@ -200,7 +199,7 @@ class GanTask(Task):
         often = sorted(kinds.values(), key=len, reverse=True)
         return {numbers[0]: len(numbers) / len(steps) for numbers in often}
 
-    def _begin(self, step: int) -> Work:
+    def _begin(self, step: int) -> StepShare:
         """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
         stage = self.stages.at(step)
         announcement = self.stages.announcement(step)
@@ -210,7 +209,7 @@ class GanTask(Task):
             self.generator_step.updater.reset()
             self.discriminator_step.updater.reset()
         self._stage = stage
-        return Work.of(step, self.stages.images_at(step), stage, self.config.micro_limit)
+        return StepShare.of(step, self.stages.images_at(step), stage, self.config.micro_limit)
 
     def shown(self) -> Any:
         """The average generator as the last step's stage has it: what is shown and evaluated."""
@@ -220,14 +219,13 @@ class GanTask(Task):
         return StageGenerator(self.ema.model, stage.resolution, stage.alpha, shown=self.shape["resolution"])
 
     @torch.no_grad()
-    def _fresh_samples(self, work: Work, reals: list[Images]) -> list[Images]:
+    def _paired_samples(self, share: StepShare, reals: list[Images]) -> list[Images]:
         """Samples for D alone, with the labels of the real images they are paired with."""
-        latents, noise = self.context.latents(work, "discriminator", work.batch_size)
-        latents.labels[work.rows(slice(0, work.share))] = torch.cat([real.labels for real in reals])
+        latents, noise = self.context.latents(share, "discriminator", reals)
         fakes = []
-        for piece, real in zip(work.pieces(), reals, strict=True):
+        for rows, real in zip(share.micro_batches(), reals, strict=True):
             with self.precision.autocast():
-                images, _, _ = self.context.sample(latents, noise, work.rows(piece), work.stage)
+                images, _, _ = self.context.sample(latents, noise, rows, share.stage)
             fakes.append(Images(images, real.labels))
         return fakes
 
@@ -265,16 +263,16 @@ class GanTask(Task):
         if copies:
             figures |= {f"memorised/{copies['extractor']}": copies["share"]}
             figures |= {f"memorised_p/{copies['extractor']}": copies["p_value"]}
-        return figures | self._judgement()
+        return figures | self._mean_logits()
 
-    def _judgement(self) -> dict[str, float]:
-        """D's mean logit of held-out images, training images and samples, none of them augmented: where it judges
-        the held-out ones like samples, it knows the training images by heart. Empty without held-out images.
+    def _mean_logits(self) -> dict[str, float]:
+        """D's mean logit of held-out images, training images and samples, none of them augmented: where the
+        held-out ones have those of samples, it knows the training images by heart. Empty without held-out images.
         """
         if self.val_reader is None or self.shown() is not self.ema.model:  # a stage of growth has smaller images
             return {}
         group = self.config.discriminator.group
-        count = min(JUDGED, len(self.val_reader), len(self.reader)) // group * group
+        count = min(LOGIT_IMAGES, len(self.val_reader), len(self.reader)) // group * group
         if not count:
             return {}
 

@@ -14,7 +14,7 @@ from training.gan.context import Images
 from utils.errors import UserError
 
 WEIGHT = 0.7
-STILL = {"name": "adam", "lr": 1e-12}  # a paired game's second half sees the networks of the first
+STILL = {"name": "adam", "lr": 1e-12}  # a paired objective's second half sees the networks of the first
 COMMON = {key: GAN[key] for key in ("batch_size", "steps", "seed", "task", "augment")} | {
     "generator_optimizer": STILL,
     "discriminator_optimizer": STILL,
@@ -51,18 +51,16 @@ def cross_entropy(discriminator, batch):
 def by_hand(run, *, fakes):
     """What the head adds to the first step's gradients of G's and of D's parameters, from a run that has not begun."""
     task = run.task
-    work, context, paired = task._begin(0), task.context, task.config.loss.game.paired
-    (real,) = context.reals(next(run.loader), work)
-    latents, noise = context.latents(work, "generator", work.batch_size)
-    if paired:
-        latents.labels[:] = real.labels
-    images, *_ = context.sample(latents, noise, slice(0, work.batch_size), work.stage)
+    share, context, paired = task._begin(0), task.context, task.config.loss.functions.paired
+    (real,) = context.reals(next(run.loader), share)
+    latents, noise = context.latents(share, "generator", [real] if paired else [])
+    images, *_ = context.sample(latents, noise, slice(0, share.batch_size), share.stage)
     of_samples = cross_entropy(task.discriminator, Images(images, latents.labels))
     generator = torch.autograd.grad(of_samples, list(task.generator.parameters()), allow_unused=True)
     samples = Images(images.detach(), latents.labels)
     if paired:
-        (real,) = context.reals(next(run.loader), work, "discriminator")
-        (samples,) = task._fresh_samples(work, [real])
+        (real,) = context.reals(next(run.loader), share, "discriminator")
+        (samples,) = task._paired_samples(share, [real])
     taught = cross_entropy(task.discriminator, real)
     if fakes:
         taught = taught + cross_entropy(task.discriminator, samples)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from training.gan.diagnostics import Watch, WatchConfig
-from training.gan.objectives import OBJECTIVES
+from training.gan.losses import OBJECTIVES
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
@@ -95,9 +95,9 @@ def test_nothing_is_said_while_warming_up_and_then_at_once():
 def test_gamma_too_large():
     """As a real run with gamma 1000: margin 0.01, loss at 2 ln 2 and above."""
     change = {"logits__real": -0.09, "logits__fake": -0.1, "logits__real_sign": -0.9, "loss__discriminator": 1.45}
-    only(run(Watch(WatchConfig()), 0, 2000, lambda _: change, improving), "tells nothing apart", "1.39 is guessing")
+    only(run(Watch(WatchConfig()), 0, 2000, lambda _: change, improving), "tells nothing apart", "1.39 is chance level")
     relativistic = Watch(WatchConfig(), OBJECTIVES["relativistic"])
-    only(run(relativistic, 0, 2000, lambda _: change), "tells nothing apart", "0.693 is guessing")
+    only(run(relativistic, 0, 2000, lambda _: change), "tells nothing apart", "0.693 is chance level")
 
 
 def test_gamma_too_small_by_the_margin():

@@ -15,10 +15,9 @@ from tests.distributed.test_oracle import CLASSES, untrained_classifier
 from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
 from training.base.data import make_loader
 from training.engine.tasks import build_run_config
-from training.gan import generator_step as gan_generator
-from training.gan import penalties
+from training.gan import losses
 from training.gan.config import GanConfig, GanLossConfig
-from training.gan.generator_step import PathLength
+from training.gan.generator_step import GeneratorStep, PathLength
 from training.gan.task import GanTask
 from utils.errors import UserError
 
@@ -78,8 +77,8 @@ def test_each_step_leaves_the_other_networks_gradients_alone(folder, objective, 
     assert any(g is not None and float(g.abs().sum()) > 0 for g in before["discriminator"].values())
     update = task.generator_step.run
 
-    def watched(work, reals, metrics):
-        fakes = update(work, reals, metrics)
+    def watched(share, reals):
+        fakes = update(share, reals)
         kept["after"] = {"discriminator": gradients(task.discriminator), "weights": state(task.discriminator)}
         kept["generator"] = {"gradients": gradients(task.generator), "weights": state(task.generator)}
         return fakes
@@ -144,13 +143,13 @@ def test_the_path_length_mean_follows_the_batch_and_ignores_nonsense():
 def test_path_length_regularisation_is_the_formulas(folder, monkeypatch):
     """weight * interval * mean((length - mean)^2) over half a batch, with the mean moved first."""
     lengths: list[torch.Tensor] = []
-    original = penalties.path_lengths
+    original = losses.path_lengths
 
     def spy(*args, **kwargs):
         lengths.append(original(*args, **kwargs))
         return lengths[-1]
 
-    monkeypatch.setattr(gan_generator.penalties, "path_lengths", spy)
+    monkeypatch.setattr(losses, "path_lengths", spy)
     run = Run(folder, GAN, loss={"path_length_weight": 2.0, "path_length_interval": 3, "gradients_every": 1})
     figures = run.step()
     assert [len(found) for found in lengths] == [4]  # half of 8
@@ -240,14 +239,14 @@ def test_steps_leave_no_tensors_behind(folder, tree):
 def test_the_gradient_penalty_is_of_images_between_both(folder, monkeypatch):
     tree = GAN | {"discriminator": GAN["discriminator"] | {"minibatch_std_group": 1}}
     run = Run(folder, tree, loss=WASSERSTEIN | {"r1_gamma": 0.0, "r1_interval": 2, "mismatch_weight": 0.0})
-    batches, between = [], penalties.between
+    batches, between = [], losses.between
 
     def spy(real, fake, share):
         mixed = between(real, fake, share)
         batches.append((real, fake, share, mixed))
         return mixed
 
-    monkeypatch.setattr(penalties, "between", spy)
+    monkeypatch.setattr(losses, "between", spy)
     before = copy.deepcopy(run.task.discriminator)
     labels = run.task.context.reals(next(iter(Run(folder, tree).loader)), run.task._begin(0))[0].labels
     found = run.step()
@@ -361,11 +360,12 @@ WASSERSTEIN = {"objective": "wasserstein", "gradient_penalty_weight": 10.0}
         ({}, {"auxiliary_weight": 0.7, "auxiliary_fakes": True}),
     ],
 )
-def test_judging_the_samples_once_gives_the_same_bits(folder, more, loss):
+def test_one_pass_of_the_discriminator_gives_the_gradients_of_two(folder, more, loss, monkeypatch):
     results = []
-    for sharing in (True, False):
+    for two in (False, True):
         run = Run(folder, GAN, loss={"r1_interval": 2} | loss, **more)
-        run.task.generator_step.sharing = sharing
+        if two:
+            monkeypatch.setattr(GeneratorStep, "one_pass", lambda *_: False)
         figures = [run.step() for _ in range(3)]
         results.append((figures, state(run.task.generator), state(run.task.discriminator)))
     shared, apart = results

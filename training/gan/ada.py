@@ -13,8 +13,8 @@ import torch
 from jsonargparse.typing import restricted_number_type
 from torch import Tensor
 
-from training.gan.ada import operations as ops
-from training.gan.ada.operations import Draws, GroupDraws
+from training.gan import ada_operations as ops
+from training.gan.ada_operations import Draws, GroupDraws
 from training.optim.schedules import cosine
 from utils.config.cli import did_you_mean
 from utils.config.ranges import Checked, PositiveFloat, PositiveInt, Probability
@@ -63,7 +63,6 @@ class Ada:
         *,
         seed: int,
         channels: int,  # 1 or 3
-        batch_size: int,  # global batch for which `draw` draws unless told another
         device: torch.device,
         schedule_images: int,  # scheduled: images over which p goes from config.p to config.p_final
         transfer: bool = False,  # the networks come from another training: p moves five times as fast
@@ -72,7 +71,7 @@ class Ada:
         if config.mode != "off" and channels not in (1, 3):
             raise UserError(f"ada.mode {config.mode} needs images of 1 or 3 channels, not {channels}; set it to off")
         self.config, self.seed, self.channels = config, seed, channels
-        self.batch_size, self.device, self.schedule_images = batch_size, device, schedule_images
+        self.device, self.schedule_images = device, schedule_images
         kimg = config.kimg if config.kimg is not None else (KIMG_TRANSFER if transfer else KIMG)
         self.adjustment_images = kimg * 1000
         self.active = config.mode != "off"
@@ -81,23 +80,22 @@ class Ada:
         self._sign_sum = torch.zeros((), device=device)  # of the logits of real images since the last adjustment
         self._count = torch.zeros((), device=device)  # of these images
 
-    def draw(self, step: int, phase: str, resolution: int, batch_size: int | None = None) -> Draws:
+    def draw(self, step: int, phase: str, resolution: int, batch_size: int) -> Draws:
         """The global batch's draws of a phase, on the device: a group's are a function of (seed, "augment", step,
         phase, group) and the batch's size alone. `resolution`: px, matters to the noise only.
         """
         if not self.active:
             return {}
-        size = self.batch_size if batch_size is None else batch_size
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
             if not self.config.operations.get(name):
                 continue
             keyed = generator(self.seed, "augment", step, phase, name, device=self.device)
-            numbers = torch.rand(size, operations + uniform, generator=keyed, device=self.device)
-            normals = torch.randn(size, normal, generator=keyed, device=self.device)
+            numbers = torch.rand(batch_size, operations + uniform, generator=keyed, device=self.device)
+            normals = torch.randn(batch_size, normal, generator=keyed, device=self.device)
             pixels = None
             if name == "noise":
-                shape = (size, self.channels, resolution, resolution)
+                shape = (batch_size, self.channels, resolution, resolution)
                 pixels = torch.randn(shape, generator=keyed, device=self.device)
             draws[name] = GroupDraws(numbers[:, :operations], numbers[:, operations:], normals, pixels)
         return draws

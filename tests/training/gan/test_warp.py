@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-from tests.training.gan.ada import oracle
-from training.gan.ada import warp as augment_warp
-from training.gan.ada.warp import DOWN_TAPS, UP_TAPS, Sample, copy_pixels, reflect, warp
+from tests.training.gan import ada_oracle as oracle
+from training.gan import warp as augment_warp
+from training.gan.warp import DOWN_TAPS, UP_TAPS, Sample, copy_pixels, reflect, warp
 from utils.seeding import generator
 
 

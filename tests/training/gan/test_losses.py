@@ -1,3 +1,5 @@
+"""Objectives and penalties against the papers' formulas, written out."""
+
 import math
 from typing import Any
 
@@ -5,8 +7,93 @@ import pytest
 import torch
 
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from training.gan import penalties
+from training.engine.tasks import build_run_config
+from training.gan import losses
+from training.gan.config import GanConfig
+from training.gan.losses import OBJECTIVES, objective_of
+from utils.errors import UserError
 from utils.seeding import forked, generator
+
+LOGITS = torch.tensor([-700.0, -3.0, 0.0, 0.5, 1.0, 20.0, 700.0], dtype=torch.float64)
+
+
+def softplus(x):
+    """log(1 + e^x), without overflow."""
+    return max(x, 0) + math.log1p(math.exp(-abs(x)))
+
+
+def sigmoid(x):
+    return math.exp(min(x, 0)) / (1 + math.exp(-abs(x)))
+
+
+# (loss of one logit, its slope) of the generator, and of the discriminator of an image and of a sample
+FORMULAS = {
+    "nonsaturating": (
+        (lambda d: softplus(-d), lambda d: -sigmoid(-d)),
+        (lambda d: softplus(-d), lambda d: -sigmoid(-d)),
+        (softplus, sigmoid),
+    ),
+    "hinge": (
+        (lambda d: -d, lambda d: -1.0),
+        (lambda d: max(0.0, 1 - d), lambda d: -1.0 if d < 1 else 0.0),
+        (lambda d: max(0.0, 1 + d), lambda d: 1.0 if d > -1 else 0.0),
+    ),
+    "wasserstein": ((lambda d: -d, lambda d: -1.0), (lambda d: -d, lambda d: -1.0), (lambda d: d, lambda d: 1.0)),
+}
+
+
+def test_every_objective_that_does_not_pair_has_its_formulas_here():
+    assert set(FORMULAS) == {name for name, objective in OBJECTIVES.items() if not objective.paired}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_losses_and_their_slopes_are_the_formulas(name):
+    objective = OBJECTIVES[name]
+    for loss, (value, slope) in zip((objective.generator, objective.real, objective.fake), FORMULAS[name], strict=True):
+        logits = LOGITS.clone().requires_grad_()
+        found = loss(logits)
+        expected = torch.tensor([value(x) for x in LOGITS.tolist()], dtype=torch.float64)
+        # torch's softplus is the identity above 20: 1e-9 off
+        torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-9)
+        found.sum().backward()
+        slopes = torch.tensor([slope(x) for x in LOGITS.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(logits.grad, slopes, rtol=1e-9, atol=1e-9)
+
+
+def test_the_relativistic_objective_is_softplus_of_minus_the_pairs_difference():
+    objective = OBJECTIVES["relativistic"]
+    expected = torch.tensor([softplus(-d) for d in LOGITS.tolist()], dtype=torch.float64)
+    for loss in (objective.generator, objective.real):  # torch's softplus is the identity above 20: 1e-9 off
+        torch.testing.assert_close(loss(LOGITS), expected, rtol=1e-9, atol=1e-9)
+    assert objective.paired
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_chance_level_is_the_discriminators_loss_where_it_tells_nothing_apart(name):
+    objective, zero = OBJECTIVES[name], torch.zeros(1, dtype=torch.float64)
+    loss = objective.real(zero) if objective.paired else objective.real(zero) + objective.fake(zero)
+    assert float(loss) == pytest.approx(objective.chance_level)
+
+
+def test_an_unknown_objective_is_refused_with_the_near_one():
+    """A1: it trained the non-saturating one without a word."""
+    with pytest.raises(UserError, match=r"'hinged' is unknown \(did you mean 'hinge'\?\); there are nonsaturating, "):
+        objective_of("hinged")
+    with pytest.raises(UserError, match=r"loss.objective 'non-saturating' is unknown \(did you mean 'nonsaturating'"):
+        build_run_config({"task": "gan", "loss": {"objective": "non-saturating"}}, [], "test")
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_penalty_weight": 10.0, "r1_interval": 0}])
+def test_wasserstein_without_a_bound_is_refused(more):
+    with pytest.raises(UserError, match=r"wasserstein needs a bound .* loss.gradient_penalty_weight"):
+        build_run_config({"task": "gan", "loss": {"objective": "wasserstein"} | more}, [], "test")
+    bound = {"objective": "wasserstein", "gradient_penalty_weight": 10.0}
+    config = build_run_config({"task": "gan", "loss": bound}, [], "test")
+    assert isinstance(config, GanConfig)
+    assert config.loss.functions is OBJECTIVES["wasserstein"]
+
+
+# --- penalties
 
 
 def draw(*shape):
@@ -15,9 +102,9 @@ def draw(*shape):
 
 def test_r1_of_a_linear_and_a_quadratic_critic():
     weights, images = draw(2, 3, 3), draw(4, 2, 3, 3).requires_grad_()
-    linear = penalties.squared_gradient_norm((images * weights).sum(dim=(1, 2, 3)), images)
+    linear = losses.squared_gradient_norm((images * weights).sum(dim=(1, 2, 3)), images)
     torch.testing.assert_close(linear, weights.square().sum().expand(4), rtol=1e-12, atol=1e-12)
-    quadratic = penalties.squared_gradient_norm(images.square().sum(dim=(1, 2, 3)) / 2, images)
+    quadratic = losses.squared_gradient_norm(images.square().sum(dim=(1, 2, 3)) / 2, images)
     torch.testing.assert_close(quadratic, images.detach().square().sum(dim=(1, 2, 3)), rtol=1e-12, atol=1e-12)
 
 
@@ -25,7 +112,7 @@ def test_r1s_double_backward():
     # D(x) = sum(a x^2): R1 = 4 a^2 sum(x^2), its derivative by a is 8 a sum(x^2)
     factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     images = draw(3, 1, 2, 2).requires_grad_()
-    penalty = penalties.squared_gradient_norm((factor * images.square()).sum(dim=(1, 2, 3)), images)
+    penalty = losses.squared_gradient_norm((factor * images.square()).sum(dim=(1, 2, 3)), images)
     penalty.sum().backward()
     torch.testing.assert_close(factor.grad, (8 * factor * images.square().sum()).detach(), rtol=1e-12, atol=1e-12)
 
@@ -35,7 +122,7 @@ def test_the_scale_leaves_value_and_gradient_alone(scale):
     def penalty_and_gradient(scale):
         factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
         images = draw(3, 1, 2, 2).requires_grad_()
-        penalty = penalties.squared_gradient_norm((factor * images.pow(3)).sum(dim=(1, 2, 3)), images, scale)
+        penalty = losses.squared_gradient_norm((factor * images.pow(3)).sum(dim=(1, 2, 3)), images, scale)
         penalty.sum().backward()
         return penalty.detach(), factor.grad
 
@@ -49,8 +136,8 @@ def test_the_scale_keeps_tiny_gradients_of_fp16():
     def logits():
         return (images.square() * 1e-4).float().mul(1e-4).sum(dim=(1, 2, 3))  # its gradient underflows in fp16
 
-    assert penalties.squared_gradient_norm(logits(), images).eq(0).all()
-    scaled = penalties.squared_gradient_norm(logits(), images, 2.0**14)
+    assert losses.squared_gradient_norm(logits(), images).eq(0).all()
+    scaled = losses.squared_gradient_norm(logits(), images, 2.0**14)
     torch.testing.assert_close(scaled, torch.full((2,), 1e-16), rtol=0.02, atol=0)
 
 
@@ -59,11 +146,11 @@ def test_r1_has_one_value_a_sample_through_a_network():
     with forked(0, "init", "r1"):
         network = Discriminator(config, resolution=8, channels=1, classes=0).double()
     images = draw(4, 1, 8, 8).requires_grad_()
-    whole = penalties.squared_gradient_norm(network(images), images)
+    whole = losses.squared_gradient_norm(network(images), images)
     assert whole.shape == (4,)
     for index in range(4):
         one = images[index : index + 1].detach().requires_grad_()
-        norm = penalties.squared_gradient_norm(network(one), one)[0]
+        norm = losses.squared_gradient_norm(network(one), one)[0]
         torch.testing.assert_close(norm, whole[index], rtol=1e-9, atol=0)
 
 
@@ -71,12 +158,12 @@ def test_the_gradient_penalty_is_the_slopes_distance_from_one():
     weights, images = draw(2, 3, 3), draw(4, 2, 3, 3).requires_grad_()
     factor = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
     for scale in (1.0, 2.0**10):
-        found = penalties.gradient_penalty((factor * images * weights).sum(dim=(1, 2, 3)), images, scale)
+        found = losses.gradient_penalty((factor * images * weights).sum(dim=(1, 2, 3)), images, scale)
         length = float(weights.square().sum().sqrt())
         torch.testing.assert_close(found.detach(), found.new_full((4,), (0.7 * length - 1) ** 2), rtol=1e-12, atol=0)
         (gradient,) = torch.autograd.grad(found.sum(), factor)
         torch.testing.assert_close(float(gradient), 4 * 2 * (0.7 * length - 1) * length, rtol=1e-12, atol=0)
-    flat = penalties.gradient_penalty((factor * 0 * images).sum(dim=(1, 2, 3)), images)
+    flat = losses.gradient_penalty((factor * 0 * images).sum(dim=(1, 2, 3)), images)
     assert flat.tolist() == pytest.approx([1.0] * 4)
     (gradient,) = torch.autograd.grad(flat.sum(), factor)
     assert bool(gradient.isfinite())  # the root's own slope at 0 is not
@@ -84,30 +171,30 @@ def test_the_gradient_penalty_is_the_slopes_distance_from_one():
 
 def test_images_between_lie_on_the_way_from_sample_to_image():
     real, fake = draw(3, 1, 2, 2), draw(3, 1, 2, 2).flip(0)
-    found = penalties.between(real, fake, torch.tensor([0.0, 0.25, 1.0]))
+    found = losses.between(real, fake, torch.tensor([0.0, 0.25, 1.0]))
     torch.testing.assert_close(found, torch.stack([fake[0], 0.25 * real[1] + 0.75 * fake[1], real[2]]))
 
 
 def test_feature_matching_is_an_unbiased_estimate_of_the_means_distance():
     fake, real = draw(6, 5) + 0.3, draw(6, 5).flip(0)
-    (alone,) = penalties.feature_matching(fake, real, 6)
+    (alone,) = losses.feature_matching(fake, real, 6)
     d = fake - real
     pairs = [float(d[i] @ d[j]) for i in range(6) for j in range(6) if i != j]
     torch.testing.assert_close(float(alone), sum(pairs) / len(pairs), rtol=1e-12, atol=1e-12)
     # its mean over many draws is the distance of the true means (0.5 in each of 3 dimensions)
     many = torch.randn(40_000, 3, generator=generator(1, "test"), dtype=torch.float64)
     real = torch.randn(40_000, 3, generator=generator(2, "test"), dtype=torch.float64)
-    estimates = penalties.feature_matching(many + 0.5, real, 4)
+    estimates = losses.feature_matching(many + 0.5, real, 4)
     assert abs(float(estimates.mean()) - 0.75) < 5 * float(estimates.std()) / math.sqrt(len(estimates))
 
 
 def test_feature_matching_is_of_whole_groups():
     fake, real = draw(8, 3), draw(8, 3) * 0.5
-    parts = [penalties.feature_matching(fake[i : i + 2], real[i : i + 2], 2) for i in range(0, 8, 2)]
-    torch.testing.assert_close(penalties.feature_matching(fake, real, 2), torch.cat(parts))
+    parts = [losses.feature_matching(fake[i : i + 2], real[i : i + 2], 2) for i in range(0, 8, 2)]
+    torch.testing.assert_close(losses.feature_matching(fake, real, 2), torch.cat(parts))
     for group in (1, 3):
         with pytest.raises(ValueError, match=f"whole groups of {group}"):
-            penalties.feature_matching(fake, real, group)
+            losses.feature_matching(fake, real, group)
 
 
 def jacobian_lengths(function, ws, noise):
@@ -134,9 +221,9 @@ def test_path_lengths_are_those_of_the_jacobian(channels, scale):
         return torch.tanh(ws.flatten(1) @ weights.t()).reshape(len(ws), channels, 4, 2)
 
     ws, noise = draw(3, 2, 3).requires_grad_(), draw(3, channels, 4, 2)
-    lengths = penalties.path_lengths(function(ws), ws, noise, scale)
+    lengths = losses.path_lengths(function(ws), ws, noise, scale)
     torch.testing.assert_close(lengths.detach(), jacobian_lengths(function, ws, noise), rtol=1e-10, atol=1e-10)
-    plain = penalties.path_lengths(function(ws), ws, noise, scale, create_graph=False)
+    plain = losses.path_lengths(function(ws), ws, noise, scale, create_graph=False)
     assert not plain.requires_grad
     torch.testing.assert_close(plain, lengths.detach())
 
@@ -161,11 +248,11 @@ def test_both_penalties_pass_gradcheck_by_the_parameters(channels, classes, samp
     z, noise = draw(samples, 3), draw(samples, channels, 8, 8)
 
     def r1(network):
-        return penalties.squared_gradient_norm(network(images, labels), images).sum()
+        return losses.squared_gradient_norm(network(images, labels), images).sum()
 
     def path(network):
         ws = network.mapping(z, labels)[:, None].expand(-1, network.num_ws, -1)
-        lengths = penalties.path_lengths(network.synthesis(ws, "const"), ws, noise)
+        lengths = losses.path_lengths(network.synthesis(ws, "const"), ws, noise)
         return (lengths - 0.3).square().sum()
 
     for network, penalty in ((critic, r1), (model, path)):
@@ -205,7 +292,7 @@ def test_p1_the_batchs_own_share_in_the_mean_is_differentiated(pieces):
 
     parts = (inputs @ weight).square().chunk(pieces)
     batch_mean = lengths.mean().detach()
-    terms = [penalties.path_length_penalty(part, moved.detach(), batch_mean, decay, 6) for part in parts]
+    terms = [losses.path_length_penalty(part, moved.detach(), batch_mean, decay, 6) for part in parts]
     torch.testing.assert_close(torch.stack(terms).sum().detach(), expected.detach(), rtol=1e-12, atol=0)
     (found,) = torch.autograd.grad(torch.stack(terms).sum(), weight)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.gan.ada.augment import Ada, AdaConfig
-from training.gan.ada.operations import DRAWS, Draws, GroupDraws
+from training.gan.ada import Ada, AdaConfig
+from training.gan.ada_operations import DRAWS, Draws, GroupDraws
 from utils.errors import UserError
 from utils.seeding import forked, generator
 
@@ -25,12 +25,11 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-def build(mode="fixed", p=0.5, *, seed=0, channels=3, batch_size=13, schedule_images=1000, transfer=False, **config):
+def build(mode="fixed", p=0.5, *, seed=0, channels=3, schedule_images=1000, transfer=False, **config):
     return Ada(
         AdaConfig(mode=mode, p=p, **({"operations": ALL} | config)),
         seed=seed,
         channels=channels,
-        batch_size=batch_size,
         device=CPU,
         schedule_images=schedule_images,
         transfer=transfer,
@@ -57,7 +56,7 @@ def equal(one, other):
 
 def test_draws_are_a_function_of_their_key_alone():
     ada = build()
-    once = ada.draw(3, "generator", 8)
+    once = ada.draw(3, "generator", 8, 13)
     assert set(once) == set(DRAWS)
     for name, (operations, uniform, normal) in DRAWS.items():
         group = once[name]
@@ -66,9 +65,13 @@ def test_draws_are_a_function_of_their_key_alone():
     assert once["noise"].pixels.shape == (13, 3, 8, 8)
     torch.manual_seed(1)
     state = torch.random.get_rng_state()
-    assert equal(once, build().draw(3, "generator", 8))
+    assert equal(once, build().draw(3, "generator", 8, 13))
     assert torch.random.get_rng_state().equal(state)
-    for other in (build().draw(4, "generator", 8), build().draw(3, "real", 8), build(seed=1).draw(3, "generator", 8)):
+    for other in (
+        build().draw(4, "generator", 8, 13),
+        build().draw(3, "real", 8, 13),
+        build(seed=1).draw(3, "generator", 8, 13),
+    ):
         assert not any(torch.equal(numbers(other)[key], value) for key, value in numbers(once).items() if value.numel())
     columns = [
         tuple(column.tolist())
@@ -79,19 +82,19 @@ def test_draws_are_a_function_of_their_key_alone():
 
 
 def test_draws_depend_neither_on_p_nor_on_other_groups():
-    once = build().draw(0, "real", 8)
+    once = build().draw(0, "real", 8, 13)
     strong = build(p=0.9)
     strong.p = torch.tensor(0.1)
-    assert equal(strong.draw(0, "real", 8), once)
+    assert equal(strong.draw(0, "real", 8, 13), once)
     for name in DRAWS:
-        alone = build(operations={name: 0.5}).draw(0, "real", 8)
+        alone = build(operations={name: 0.5}).draw(0, "real", 8, 13)
         assert equal(alone, Draws({name: once[name]}))
 
 
 def test_the_batch_may_be_of_another_size():
-    draws = build().draw(0, "real", 8, batch_size=4)
+    draws = build().draw(0, "real", 8, 4)
     assert {len(value) for value in numbers(draws).values()} == {4}
-    assert build(operations={"noise": 1.0, "blit": 0.0}).draw(0, "real", 16).keys() == {"noise"}
+    assert build(operations={"noise": 1.0, "blit": 0.0}).draw(0, "real", 16, 13).keys() == {"noise"}
 
 
 # ---- application
@@ -100,7 +103,7 @@ def test_the_batch_may_be_of_another_size():
 @pytest.mark.parametrize("channels", [1, 3])
 def test_any_split_of_the_batch_gives_the_same_images(channels):
     ada, images = build(channels=channels), random(13, channels, 9, 9)
-    draws = ada.draw(0, "real", 9)
+    draws = ada.draw(0, "real", 9, 13)
     whole = ada.apply(images, draws, slice(0, 13))
     assert whole.shape == images.shape
     assert (whole != images).flatten(1).any(1).sum() > 8
@@ -112,18 +115,18 @@ def test_any_split_of_the_batch_gives_the_same_images(channels):
 def test_order_of_the_groups():
     """Moved, recoloured, filtered, noise added, cut out: each on what the one before it leaves."""
     ada, images = build(p=1.0), random(13, 3, 8, 8)
-    draws, expected = ada.draw(0, "real", 8), images
+    draws, expected = ada.draw(0, "real", 8, 13), images
     for names in (("blit", "geometry"), ("colour",), ("filter",), ("noise",), ("cutout",)):
         alone = build(p=1.0, operations=dict.fromkeys(names, 1.0))
-        before, expected = expected, alone.apply(expected, alone.draw(0, "real", 8), slice(0, 13))
+        before, expected = expected, alone.apply(expected, alone.draw(0, "real", 8, 13), slice(0, 13))
         assert (expected != before).flatten(1).any(1).sum() > 8
     torch.testing.assert_close(ada.apply(images, draws, slice(0, 13)), expected, rtol=0, atol=1e-12)
 
 
 def test_multipliers_of_p():
     images = torch.ones(4000, 1, 8, 8)
-    ada = build(p=0.5, channels=1, batch_size=4000, operations={"cutout": 0.4, "noise": 1.0, "colour": 0.0})
-    found = ada.apply(images, ada.draw(0, "real", 8), slice(0, 4000))
+    ada = build(p=0.5, channels=1, operations={"cutout": 0.4, "noise": 1.0, "colour": 0.0})
+    found = ada.apply(images, ada.draw(0, "real", 8, 4000), slice(0, 4000))
     changed = lambda happened: happened.double().mean().item()  # noqa: E731
     assert changed((found == 0).flatten(1).any(1)) == pytest.approx(0.2, abs=4 * math.sqrt(0.16 / 4000))
     noisy = ((found != 1) & (found != 0)).flatten(1).any(1)
@@ -134,7 +137,7 @@ def test_multipliers_of_p():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
     ada, images = build("adaptive", 0.0, channels=channels), random(13, channels, 10, 10, dtype=dtype)
-    found = ada.apply(images, ada.draw(0, "real", 10), slice(0, 13))
+    found = ada.apply(images, ada.draw(0, "real", 10, 13), slice(0, 13))
     assert found.dtype == dtype
     assert torch.equal(found, images)
 
@@ -142,8 +145,8 @@ def test_at_strength_0_it_is_the_identity_to_the_bit(channels, dtype):
 def test_switched_off_it_does_nothing():
     ada, images = build("off", channels=5), random(2, 5, 8, 8)
     assert not ada.active
-    assert ada.draw(0, "real", 8) == {}
-    assert ada.apply(images, ada.draw(0, "real", 8), slice(0, 2)) is images
+    assert ada.draw(0, "real", 8, 13) == {}
+    assert ada.apply(images, ada.draw(0, "real", 8, 13), slice(0, 2)) is images
     ada.update(13, 3, torch.tensor(1.0), 13)
     assert ada.p == 0.5
     assert all(build(mode, p_final=0.1).active for mode in ("adaptive", "fixed", "scheduled"))
@@ -152,7 +155,7 @@ def test_switched_off_it_does_nothing():
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
 def test_autocast_changes_nothing(half):
     ada, images = build(), random(13, 3, 16, 16, dtype=torch.float32)
-    draws = ada.draw(0, "real", 16)
+    draws = ada.draw(0, "real", 16, 13)
     expected = ada.apply(images, draws, slice(0, 13))
     with torch.autocast("cpu", half):
         found = ada.apply(images, draws, slice(0, 13))
@@ -165,7 +168,7 @@ def test_autocast_changes_nothing(half):
 
 def test_layout_does_not_matter():
     ada, images = build(), random(13, 3, 8, 8)
-    draws = ada.draw(0, "real", 8)
+    draws = ada.draw(0, "real", 8, 13)
     expected = ada.apply(images, draws, slice(0, 13))
     found = ada.apply(images.contiguous(memory_format=torch.channels_last), draws, slice(0, 13))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -174,7 +177,7 @@ def test_layout_does_not_matter():
 @pytest.mark.parametrize("size", [4, 8, 11])
 def test_small_images(size):
     ada, images = build(p=1.0), random(13, 3, size, size)
-    assert ada.apply(images, ada.draw(0, "real", size), slice(0, 13)).isfinite().all()
+    assert ada.apply(images, ada.draw(0, "real", size, 13), slice(0, 13)).isfinite().all()
 
 
 # ---- gradients
@@ -183,7 +186,7 @@ def test_small_images(size):
 def test_r1_through_it_reaches_the_parameters_and_is_right(double):
     """The penalty on D(T x) by x against one with T, which is linear but for an offset, as an explicit matrix."""
     ada = build(p=0.7, channels=1, operations={"blit": 1.0, "geometry": 1.0, "colour": 1.0, "filter": 1.0})
-    images, draws = random(4, 1, 8, 8), ada.draw(0, "real", 8)
+    images, draws = random(4, 1, 8, 8), ada.draw(0, "real", 8, 13)
 
     def augment(sample_images):
         return ada.apply(sample_images, draws, slice(0, 4))
@@ -235,7 +238,7 @@ def test_nothing_waits_for_the_device(channels, monkeypatch):
     device = torch.device("meta")
     ada = Ada(
         AdaConfig(mode="adaptive", operations=ALL),
-        seed=0, channels=channels, batch_size=4, device=device, schedule_images=1,
+        seed=0, channels=channels, device=device, schedule_images=1,
     )  # fmt: skip
     draws = Draws({
         name: GroupDraws(*(torch.empty(4, k, device=device) for k in counts)) for name, counts in DRAWS.items()
@@ -408,4 +411,4 @@ def test_other_channels_are_refused():
 def test_a_piece_must_have_its_rows():
     ada = build()
     with pytest.raises(AssertionError):
-        ada.apply(random(5, 3, 8, 8), ada.draw(0, "real", 8), HALF)
+        ada.apply(random(5, 3, 8, 8), ada.draw(0, "real", 8, 13), HALF)

@@ -1,7 +1,75 @@
-"""Penalties and distances that are added to a GAN's losses: functions that know nothing of networks."""
+"""A GAN's losses and penalties: functions that know nothing of networks. Another loss is one entry in `OBJECTIVES`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from utils.config.cli import did_you_mean
+from utils.errors import UserError
+
+Loss = Callable[[Tensor], Tensor]  # of logits [N]; a value a sample [N]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What both networks minimise, of logits. Any penalty can be added to any of them.
+
+    A `paired` one compares each logit with that of a partner with the same label: `generator` is of the difference
+    sample - image, `real` of image - sample, and `fake` is not used.
+    """
+
+    generator: Loss  # of samples' logits
+    real: Loss  # the discriminator's, of images' logits
+    fake: Loss  # the discriminator's, of samples' logits
+    chance_level: float  # the discriminator's loss where all logits are 0: it tells nothing apart
+    paired: bool = False
+    signed: bool = True  # the sign of D(x) alone tells whether an image is taken for real
+    bounded: bool = True  # false: D's loss falls without end unless a gradient penalty bounds its slope
+
+
+def _softplus_of_minus(logits: Tensor) -> Tensor:
+    """Small where D is sure that an image is real."""
+    return F.softplus(-logits)
+
+
+OBJECTIVES = {
+    # Goodfellow et al. (1406.2661), as in StyleGAN2
+    "nonsaturating": Objective(
+        generator=_softplus_of_minus, real=_softplus_of_minus, fake=F.softplus, chance_level=2 * log(2)
+    ),
+    # RpGAN (1807.00734), as in R3GAN (2501.05441, eq. 2)
+    "relativistic": Objective(
+        generator=_softplus_of_minus,
+        real=_softplus_of_minus,
+        fake=F.softplus,
+        chance_level=log(2),
+        paired=True,
+        signed=False,
+    ),
+    # geometric GAN (1705.02894, eqs. 15 and 16), as in SNGAN (1802.05957, eqs. 16 and 17)
+    "hinge": Objective(
+        generator=lambda d: -d, real=lambda d: F.relu(1 - d), fake=lambda d: F.relu(1 + d), chance_level=2.0
+    ),
+    # WGAN (1701.07875) with a gradient penalty (1704.00028): D(x) - D(G(z)) estimates a distance, zero means nothing
+    "wasserstein": Objective(
+        generator=lambda d: -d, real=lambda d: -d, fake=lambda d: d, chance_level=0.0, signed=False, bounded=False
+    ),
+}
+
+
+def objective_of(name: str) -> Objective:
+    """The objective of that name; UserError, with the near one, for a name that is not in the registry."""
+    if name not in OBJECTIVES:
+        near = did_you_mean(name, list(OBJECTIVES))
+        raise UserError(f"loss.objective {name!r} is unknown{near}; there are {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+# --- penalties
 
 
 def squared_gradient_norm(logits: Tensor, images: Tensor, scale: Tensor | float = 1.0) -> Tensor:

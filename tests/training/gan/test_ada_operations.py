@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from tests.training.gan.ada import oracle
-from training.gan.ada import operations as ops
-from training.gan.ada.operations import DRAWS, GroupDraws
+from tests.training.gan import ada_oracle as oracle
+from training.gan import ada_operations as ops
+from training.gan.ada_operations import DRAWS, GroupDraws
 from utils.seeding import generator
 
 
