@@ -21,6 +21,7 @@ from inference.settings import (
     check_suffix,
 )
 from utils.checkpoint import load, resolve_for_people
+from utils.classes import require_same_classes
 from utils.config.cli import Parser, add_model_options, number, positive
 from utils.files import check_writable
 from utils.script import run_cli
@@ -183,24 +184,31 @@ def edit(options: Namespace) -> str:
     check_suffix(options.out, ".png")
     config = EditConfig(**chosen(options, EditConfig))
     sampler, checkpoint, _ = open_sampler(options)
-    from inference.edit import strips
-    from inference.edit.command import open_editor, open_judge, pair_of
+    from inference.editing import Editor, pair_of
     from inference.projection import read_target
+    from inference.strips import counterfactual, make_strips, save_strips, summary
+    from metrics.judge import load_judge
+    from models.restore import classifier_from
 
-    editor = open_editor(sampler, checkpoint, options.classifier, config)
-    source, target = pair_of(editor.names, options.source, options.target)
-    judge = open_judge(options.judge, editor, checkpoint, options.classifier)
-    how: dict[str, Any] = {"columns": options.columns, "judge": judge}
+    guide = load(resolve_for_people(options.classifier))
+    names = guide["classes"]
+    if sampler.generator.classes:
+        require_same_classes("the generator", checkpoint["classes"], f"the classifier {options.classifier}", names)
+    editor = Editor(sampler, classifier_from(guide, sampler.device), names, config)
+    source, target = pair_of(names, options.source, options.target)
+    how: dict[str, Any] = {"columns": options.columns}
+    if options.judge is not None:
+        about = {"option": "--judge", "guide": options.classifier}
+        how["judge"] = load_judge(options.judge, checkpoint, names, sampler.device, None, **about)
     if options.image is not None:
         image = read_target(options.image, checkpoint, resize=options.resize)
-        search = ProjectionConfig(steps=options.steps)
-        strip, direction = strips.counterfactual(editor, image, source, target, search, **how)
-        results = [strip]
+        strip, direction = counterfactual(editor, image, source, target, steps=options.steps, **how)
+        strips = [strip]
     else:
         start, direction = editor.starts(source, options.n), editor.direction(source, target)
-        results = strips.strips(editor, start, direction, **how)
-    strips.save_strips(results, options.out)
-    return "\n".join([*strips.told(results, editor.names, direction), f"wrote {options.out}"])
+        strips = make_strips(editor, start, direction, **how)
+    save_strips(strips, options.out)
+    return f"{summary(strips, names, direction)}\nwrote {options.out}"
 
 
 def write_dataset(options: Namespace) -> str:

@@ -14,8 +14,8 @@ from utils.script import run_cli
 from utils.text import printable
 
 if TYPE_CHECKING:
-    from inference.edit.command import Counterfactuals
     from inference.predictions import Maps
+    from inference.strips import Counterfactuals
     from models.classifier import Classifier
 
 STEPS = ProjectionConfig().steps
@@ -108,13 +108,13 @@ def counterfactual_options(
     if options.generator is None:
         raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
     target = label_of("--counterfactual-class", options.counterfactual_class, classes)
-    from inference.edit.command import open_counterfactuals
     from inference.predictions import output_files
+    from inference.strips import Counterfactuals
 
     files = output_files(options.counterfactual, options.images, "counterfactual")
     how = {"target": target, "steps": options.steps, "batch_size": options.batch_size}
     places = dict(zip(options.images, files, strict=True))
-    return open_counterfactuals(options.generator, classifier, classes, places, **how)
+    return Counterfactuals(options.generator, classifier, classes, places, **how)
 
 
 def label_of(option: str, name: str | None, classes: list[str]) -> int | None:

@@ -20,18 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from inference.edit.command import open_judge, pair_of
-from inference.edit.directions import first_reached
-from inference.edit.editor import PATIENCE, Direction, Editor
-from inference.edit.spaces import Start
+from inference.editing import PATIENCE, Direction, Editor, Start, first_reached, pair_of
 from inference.samples import Sampler
 from inference.settings import EditConfig
+from metrics.judge import load_judge
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import load, resolve
 from utils.config.cli import Parser, add_model_options, positive
 from utils.errors import UserError
 from utils.script import run_cli
+from utils.seeding import generator as keyed_generator
 
 METHODS: dict[str, dict[str, Any]] = {
     "w": {"space": "w"},
@@ -50,7 +49,7 @@ def agreed(editor: Editor, judge: Classifier, label: int, count: int) -> tuple[S
     numbers: list[int] = []
     first = 0
     while len(numbers) < count and first < PATIENCE * count:
-        drawn = editor.space.start(sampler, range(first, first + sampler.batch_size))
+        drawn = editor.start(sampler, range(first, first + sampler.batch_size))
         images = editor.images(drawn)
         named = [editor.probabilities(images, each).argmax(1) == label for each in (None, judge)]
         rows = (named[0] & named[1]).nonzero()[: count - len(numbers), 0]
@@ -65,6 +64,12 @@ def agreed(editor: Editor, judge: Classifier, label: int, count: int) -> tuple[S
 def change(after: Tensor, before: Tensor) -> Tensor:
     """The mean absolute change of the pixels, 0 to 1, float64 [n]."""
     return (after.double() - before.double()).abs().mean((1, 2, 3)) / 255
+
+
+def random_direction(editor: Editor, direction: Direction, seed: int = 0) -> Direction:
+    """One as long as `direction` that knows nothing of classes."""
+    vector = torch.randn(editor.size, generator=keyed_generator(editor.sampler.seed, "edit", "random", seed))
+    return replace(direction, vector=vector * (direction.vector.norm() / vector.norm()))
 
 
 def row_of(editor: Editor, judge: Classifier, before: Tensor, after: Tensor, source: int, target: int) -> Row:
@@ -95,7 +100,7 @@ def measure(editor: Editor, judge: Classifier, source: int, target: int, count: 
     direction = editor.direction(source, target)
     steps, arrived = editor.reach(start, direction)
     after = editor.images(start, direction, steps)
-    random = editor.random(direction)
+    random = random_direction(editor, direction)
     equal = as_visible(editor, start, random, change(after, before), float(steps.mean()) / 5)
     images = {
         "edit": after,
@@ -157,8 +162,8 @@ def main(argv: list[str]) -> None:
             raise UserError(f"--methods: no {method.strip()!r}; there are {'; '.join(METHODS)}")
         config = EditConfig(**METHODS[method.strip()], reach=options.reach, limit=options.limit)
         editor = Editor(sampler, guide, known["classes"], config)
-        judge = open_judge(options.judge, editor, checkpoint, options.classifier)
-        assert judge is not None
+        how = {"option": "--judge", "guide": options.classifier}
+        judge = load_judge(options.judge, checkpoint, editor.names, device, None, **how)
         means: dict[str, list[Row]] = {}
         for pair in options.pairs.split(","):
             source, _, target = pair.partition(":")

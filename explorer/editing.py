@@ -6,8 +6,7 @@ import torch
 
 from explorer.drawing import AT_ONCE, Source, address
 from explorer.runs import Shown
-from inference.edit.command import pair_of
-from inference.edit.editor import Editor
+from inference.editing import Editor, pair_of
 from inference.samples import Sampler
 from models.classifier import Classifier
 from models.gan import ImageGenerator
@@ -29,7 +28,7 @@ class Editors:
         The first time takes seconds. Raises UserError for an unknown class, and where there is no way.
         """
         editor = self._editor(shown, classifier)
-        start = editor.space.start(source.sampler(shown), [0])
+        start = editor.start(source.sampler(shown), [0])
         named = int(editor.probabilities(editor.images(start))[0].argmax()) if source.label is None else source.label
         first, last = pair_of(editor.names, editor.names[named], target)
         direction = editor.direction(first, last)
@@ -39,7 +38,7 @@ class Editors:
             {"step": step, "address": address(image), "from": share[0], "to": share[1]}
             for step, image, share in zip(STEPS.tolist(), images, shares, strict=True)
         ]
-        return {"source": editor.names[first], "target": target, "space": editor.space.name, "frames": frames}
+        return {"source": editor.names[first], "target": target, "space": editor.space, "frames": frames}
 
     def _editor(self, shown: Shown, classifier: Shown) -> Editor:
         pair = shown.name, classifier.name

@@ -13,7 +13,7 @@ from explorer import drawing, naming
 from explorer.app import MOST_DRAWN
 from explorer.drawing import FRAMES, Source, address
 from explorer.runs import Shown
-from inference.edit.editor import Editor
+from inference.editing import Editor
 from inference.influence import snapshot
 from inference.influence_scores import influence
 from inference.samples import Sampler
@@ -141,9 +141,7 @@ def test_an_edit_begins_at_the_sample_and_moves_as_the_editor_does(client, shown
     monkeypatch.setattr(
         Editor,
         "starts",
-        lambda editor, label, count, seed=None: editor.space.start(
-            Source(seed or 0, label).sampler(shown[GAN]), range(4)
-        ),
+        lambda editor, label, count, seed=None: editor.start(Source(seed or 0, label).sampler(shown[GAN]), range(4)),
     )  # an untrained pair agrees on nothing
     query = sample(0, seed=5, by=CLASSIFIER, target=CLASSES[2])
     found = client.get("/api/edit", query_string=query).json
@@ -154,7 +152,7 @@ def test_an_edit_begins_at_the_sample_and_moves_as_the_editor_does(client, shown
     assert len({frame["address"] for frame in found["frames"]}) > 2
     row = judge_images(shown[CLASSIFIER].model, torch.from_numpy(pixels(drawn).copy())[None, None])[0]
     assert [frames[0]["from"], frames[0]["to"]] == pytest.approx([float(row[0]), float(row[2])])
-    monkeypatch.setattr(Editor, "_search", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(Editor, "_sensitivity", lambda *_: pytest.fail("searched again"))
     assert client.get("/api/edit", query_string=query).json == found
 
 

@@ -13,13 +13,13 @@ from PIL import Image
 import generate
 import predict
 from benchmarks import edit as benchmark
-from inference.edit.editor import Editor
+from inference.editing import Editor
 from inference.settings import EditConfig
 from metrics.judge import load_judge
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w
-from tests.inference.test_edit import linear_editor
+from tests.inference.test_editing import linear_editor
 from tests.metrics.conftest import CLASSES, SIDE, make_run
 from utils.checkpoint import load, resolve
 from utils.errors import UserError
@@ -142,7 +142,7 @@ def test_who_taught_a_generator_does_not_judge_its_edits(closed):
 
 
 def test_predictions_with_their_counterfactuals(closed, tmp_path, capsys, no_weights, monkeypatch):
-    monkeypatch.setattr("inference.edit.editor.EditConfig", partial(EditConfig, samples=6))
+    monkeypatch.setattr("inference.editing.EditConfig", partial(EditConfig, samples=6))
     folder = tmp_path / "strips"
     base = ["--checkpoint", closed["guide"], closed["image"], tmp_path / "absent.png", "--json", "--steps", 2]
     base += ["--counterfactual", folder]
@@ -194,10 +194,12 @@ def test_the_benchmarks_controls_are_what_they_say(closed):
     editor = linear_editor(samples=20)
     start, direction = editor.starts(0, 6), editor.direction(0, 1)
     before = editor.images(start)
+    first, second = (benchmark.random_direction(editor, direction, seed) for seed in (0, 1))
+    assert float(first.vector.norm()) == pytest.approx(float(direction.vector.norm()))
+    assert not torch.equal(first.vector, second.vector)
     wanted = benchmark.change(editor.images(start, direction, 1.0), before)
-    random = editor.random(direction)
-    steps = benchmark.as_visible(editor, start, random, wanted, 0.1)
-    reached = benchmark.change(editor.images(start, random, steps), before)
+    steps = benchmark.as_visible(editor, start, first, wanted, 0.1)
+    reached = benchmark.change(editor.images(start, first, steps), before)
     assert ((reached >= wanted) & (reached < 1.25 * wanted)).all()
     sampler = sampler_of(styled(), noise_mode="random")
     guide = classifier_from(load(resolve(closed["guide"])))

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from inference.edit.directions import first_reached, gradient_slopes, pixel_rows, steer
-from inference.edit.editor import Editor
-from inference.edit.spaces import LatentSpace, Start, StyleSpace, space_of
+from inference.editing import Editor, Start, first_reached, gradient_slopes, pixel_rows, steer
 from inference.samples import Sampler
 from inference.settings import EditConfig
 from models.gan import StyledGenerator
 from models.sampling import to_uint8
 from tests.inference.conftest import DCGAN, draws, sampler_of, styled, without_w
+from tests.metrics.conftest import CLASSES
 from utils.errors import UserError
 
 FREE: Any = {"pixel_weight": 0.0, "keep_weight": 0.0}
@@ -153,9 +152,11 @@ def test_the_known_direction_is_found():
 def test_a_step_is_a_spread_and_the_third_class_stays():
     editor = linear_editor(keep_weight=1e9, samples=60)
     start, direction = editor.starts(0, 5), editor.direction(0, 1)
-    points = torch.cat([editor.space.points(editor._samples(label)) for label in (0, 1)])
+    points = torch.cat([editor._samples(label).code[:, 0] for label in (0, 1)])
     parts = points.split(60)
-    assert direction.length == pytest.approx(float(sum(p.var(0, correction=0).sum() for p in parts) / 2) ** 0.5)
+    assert float(direction.vector.norm()) == pytest.approx(
+        float(sum(p.var(0, correction=0).sum() for p in parts) / 2) ** 0.5
+    )
     moved = start.code[:, 0] + direction.vector
     logits, before = 3 * moved[:, :3], 3 * start.code[:, 0, :3]
     torch.testing.assert_close(
@@ -182,15 +183,6 @@ def test_an_image_arrives_at_the_step_that_was_computed():
     assert ((steps > 0) & (steps <= 0.01)).all()
 
 
-def test_a_random_direction_is_as_long_and_another_for_another_seed():
-    editor = linear_editor(samples=20)
-    direction = editor.direction(0, 1)
-    first, second = (editor.random(direction, seed) for seed in (0, 1))
-    assert first.length == pytest.approx(direction.length)
-    assert not torch.equal(first.vector, second.vector)
-    torch.testing.assert_close(first.vector, editor.random(direction, 0).vector)
-
-
 def test_too_few_samples_of_a_class():
     editor = linear_editor()
     editor.classifier.rows[2] = 0
@@ -203,29 +195,36 @@ def test_too_few_samples_of_a_class():
 # --- the spaces of real generators
 
 
+def editor_in(space, generator):
+    unused: Any = None
+    return Editor(sampler_of(generator), unused, CLASSES, EditConfig(space=space))
+
+
 @pytest.mark.parametrize("make", [without_w, lambda: without_w(**DCGAN)], ids=["r3gan", "dcgan"])
 def test_in_z_the_class_that_is_asked_for_stays(make):
-    generator = make()
-    sampler = sampler_of(generator)
-    z, labels, _ = sampler.latents(range(6))
-    space = space_of(generator, None)
-    offsets = draws(6, space.size).float()
-    moved = space.images(space.start(sampler, range(6)), offsets)
-    torch.testing.assert_close(moved, generator(z + offsets, labels))
+    editor = editor_in(None, make())
+    assert editor.space == "z"
+    z, labels, _ = editor.sampler.latents(range(6))
+    offsets = draws(6, editor.size).float()
+    moved = editor.moved(editor.start(editor.sampler, range(6)), offsets)
+    torch.testing.assert_close(moved, editor.generator(z + offsets, labels))
     assert labels.tolist() == [0, 1, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize(("make", "name"), [(styled, "w"), (styled, "z"), (without_w, "z")])
-def test_without_an_offset_an_image_is_the_samplers(make, name):
-    generator = make()
-    sampler, space = sampler_of(generator), space_of(generator, name)
-    assert type(space_of(generator, None)) is (StyleSpace if make is styled else LatentSpace)
-    start = space.start(sampler, range(5))
+@pytest.mark.parametrize(("make", "space"), [(styled, "w"), (styled, "z"), (without_w, "z")])
+def test_without_an_offset_an_image_is_the_samplers(make, space):
+    editor = editor_in(space, make())
+    start = editor.start(editor.sampler, range(5))
     with torch.no_grad():
-        same = space.images(start, torch.zeros(5, space.size))
-        other = space.images(start, torch.ones(5, space.size))
-    assert torch.equal(to_uint8(same), sampler.images(range(5)))
+        same = editor.moved(start, torch.zeros(5, editor.size))
+        other = editor.moved(start, torch.ones(5, editor.size))
+    assert torch.equal(to_uint8(same), editor.sampler.images(range(5)))
     assert not torch.equal(to_uint8(other), to_uint8(same))
-    assert space.points(start).shape == (5, space.size)
     joined = Start.join(list(start.batches(2)))
-    torch.testing.assert_close(space.images(joined, torch.zeros(5, space.size)), same)
+    torch.testing.assert_close(editor.moved(joined, torch.zeros(5, editor.size)), same)
+
+
+def test_unasked_it_is_w_where_there_is_one():
+    assert editor_in(None, styled()).space == "w"
+    with pytest.raises(UserError, match="--space w"):
+        editor_in("w", without_w())
