@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     path = resolve_for_people(options.checkpoint, options.which)
     from inference.predictions import predict  # with torch, now that the options are known to be right
-    from models.fast import hasten
+    from models.fast import faster
     from models.restore import classifier_from
     from reporting.report import refresh
     from utils.distributed.collectives import choose_device
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     checkpoint = load(path)
     device = choose_device(options.device)
     classifier = classifier_from(checkpoint, device)
-    fast = hasten(classifier, device, precision=options.precision, fold=options.fold, tta=options.tta)
+    fast = faster(classifier, device, precision=options.precision, fold=options.fold, tta=options.tta)
     maps = gradcam_options(options, checkpoint["classes"], classifier)
     top = options.top or (len(checkpoint["classes"]) if options.json else SHOWN)
     how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}

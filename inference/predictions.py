@@ -78,7 +78,7 @@ def predict(
 ) -> list[dict[str, Any]]:
     """One result a file: `file`, `label`, `probabilities` (the `top` ones, largest first), or `file`, `error`.
 
-    With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.hasten`).
+    With `maps` also `gradcam`, the image that was written. `fast`: whose probabilities count (`models.fast.faster`).
     """
     results: list[dict[str, Any]] = [{"file": file} for file in files]
     classes: list[str] = checkpoint["classes"]

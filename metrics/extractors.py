@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data.augment.transforms import to_float
 from metrics.precision import device_of, evaluating, full_float32
 from models.backbones.base import normalize
-from models.backbones.resnet import RESNET
+from models.backbones.torchvision import RESNET
 from models.classifier import Classifier, fit_images
 from models.weights import fitted, read_state_dict
 from utils import bounded

@@ -37,7 +37,7 @@ def fold_batchnorm(model: nn.Module) -> nn.Module:
         return copied
 
 
-def hasten(classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off") -> Classifier:
+def faster(classifier: Classifier, device: torch.device, *, precision: str, fold: bool, tta: str = "off") -> Classifier:
     """A trained classifier on `device` whose logits, and nothing else of it, come with BatchNorm folded or in a
     `precision`, whoever calls it. auto: what an accelerator is fast in; on a CPU fp32, since a few images do not pay
     for the measurement that would tell. `tta`: flip or shift, they are the mean of several views' (`over_views`). The
@@ -60,13 +60,13 @@ def over_views(logits: Callable[[Tensor], Tensor], shifted: bool, images: Tensor
     """The mean logits [n, K] of images [n, C, H, W] and their mirror images; `shifted`: these weigh a half, and those
     moved by a pixel up left and down right, edges reflected, a quarter each (2404.00498, section 3.5).
     """
-    found = (logits(images) + logits(images.flip(3))) / 2
+    mean = (logits(images) + logits(images.flip(3))) / 2
     if not shifted:
-        return found
+        return mean
     height, width = images.shape[2:]
     padded = F.pad(images, [1] * 4, mode="reflect")
     moved = [padded[:, :, place : place + height, place : place + width] for place in (0, 2)]
-    return found / 2 + sum(logits(view) + logits(view.flip(3)) for view in moved) / 8
+    return mean / 2 + sum(logits(view) + logits(view.flip(3)) for view in moved) / 8
 
 
 def _reduced(network: Any, device: str, dtype: torch.dtype, images: Tensor) -> Tensor:

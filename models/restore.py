@@ -14,21 +14,34 @@ from utils.errors import UserError
 from utils.passport import recorded
 
 
+def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch.device | str) -> Any:
+    """The network of a section of the config, with the state of `part`, in evaluation mode on `device`."""
+    file, task = _file(checkpoint), "classifier" if section == "model" else "gan"
+    if checkpoint["task"] != task:
+        raise UserError(f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
+    kind: Any = ModelConfig
+    network: Any = Classifier
+    if task == "gan":
+        architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
+        kind, network = getattr(architecture, f"{section}_config"), getattr(architecture, section)
+    if section not in checkpoint["config"]:
+        raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
+    config = build(kind, checkpoint["config"][section], source=f"checkpoint's {section}")
+    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in SHAPE}
+
+    def built() -> Any:
+        held = {name.partition(".")[0] for name in checkpoint["state"][part]}
+        model = network(config, **shape, **({"progressive": True} if "from_rgbs" in held else {}))
+        if "auxiliary" in held:
+            model.add_auxiliary()
+        return model
+
+    model: Any = loaded(built, checkpoint, part, file)
+    return model.to(device, memory_format=torch.channels_last).eval()
+
+
 def _file(checkpoint: dict[str, Any]) -> str:
     return str(checkpoint.get("file", "the checkpoint"))
-
-
-def _section(checkpoint: dict[str, Any], name: str) -> dict[str, Any]:
-    if name not in checkpoint["config"]:
-        raise UserError(f"{_file(checkpoint)}: config.{name} is missing; use another checkpoint")
-    return checkpoint["config"][name]
-
-
-def _require_task(checkpoint: dict[str, Any], task: str) -> None:
-    if checkpoint["task"] != task:
-        raise UserError(
-            f"{_file(checkpoint)}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here"
-        )
 
 
 def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageGenerator:
@@ -37,48 +50,24 @@ def generator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu
 
     Raises UserError for another task's checkpoint and for an architecture that is not in the registry.
     """
-    _require_task(checkpoint, "gan")
-    architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-    config = build(architecture.generator_config, _section(checkpoint, "generator"), source="checkpoint's generator")
-    shape = {key: checkpoint["shape"][key] for key in SHAPE}
-    model: Any = loaded(lambda: architecture.generator(config, **shape), checkpoint, "generator_ema", _file(checkpoint))
-    model = model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
+    model = _restored(checkpoint, "generator", "generator_ema", device).requires_grad_(False)
     side, alpha = checkpoint.get("stage", [model.resolution, 1.0])
     if (side, alpha) == (model.resolution, 1.0):
         return model
     try:
         return StageGenerator(model, side, alpha, shown=model.resolution).eval()
     except FAULTS as error:
-        told = f"stage [{side}, {alpha}] is none of its network ({error})"
-        raise UserError(f"{_file(checkpoint)}: {told}; use another checkpoint") from error
+        message = f"stage [{side}, {alpha}] is none of its network ({error})"
+        raise UserError(f"{_file(checkpoint)}: {message}; use another checkpoint") from error
 
 
 def discriminator_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> ImageDiscriminator:
     """The discriminator of a GAN's checkpoint, in evaluation mode. Raises UserError as `generator_from` does."""
-    _require_task(checkpoint, "gan")
-    architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-    section = _section(checkpoint, "discriminator")
-    config = build(architecture.discriminator_config, section, source="checkpoint's discriminator")
-    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in SHAPE}
-    parts = {name.partition(".")[0] for name in checkpoint["state"].get("discriminator", {})}
-    if "from_rgbs" in parts:
-        shape["progressive"] = True
-
-    def built() -> ImageDiscriminator:
-        network: ImageDiscriminator = architecture.discriminator(config, **shape)
-        if "auxiliary" in parts:
-            network.add_auxiliary()
-        return network
-
-    model: Any = loaded(built, checkpoint, "discriminator", _file(checkpoint))
-    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
+    return _restored(checkpoint, "discriminator", "discriminator", device).requires_grad_(False)
 
 
 def classifier_from(checkpoint: dict[str, Any], device: torch.device | str = "cpu") -> Classifier:
     """The EMA classifier of a checkpoint, in evaluation mode. Raises UserError for another task's checkpoint."""
-    _require_task(checkpoint, "classifier")
-    config = build(ModelConfig, _section(checkpoint, "model"), source="checkpoint's model")
-    shape = {key: checkpoint["shape"][key] for key in SHAPE}
-    model: Any = loaded(lambda: Classifier(config, **shape), checkpoint, "model_ema", _file(checkpoint))
+    model = _restored(checkpoint, "model", "model_ema", device).requires_grad_(False)
     model.lineage = recorded(checkpoint)
-    return model.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
+    return model

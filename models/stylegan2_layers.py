@@ -182,8 +182,7 @@ class StyledLayer(nn.Module):
 
 
 class ToRGB(nn.Module):
-    """1x1 modulated convolution without demodulation: [N, C, H, W] -> [N, channels, H, W] in the parameters' precision.
-    """
+    """1x1 modulated convolution, not demodulated: [N, C, H, W] -> [N, channels, H, W] in the parameters' precision."""
 
     def __init__(self, in_channels: int, channels: int, w_dim: int) -> None:
         super().__init__()

@@ -55,12 +55,9 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     except OSError as error:
         raise UserError(f"{option} {path} {error}; {remedy}") from error
     if path.suffix == ".safetensors":
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-                return _plain_names(state), file.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is not a complete safetensors file ({error}); {remedy}") from error
+        with bounded.reading(path, remedy, SafetensorError), safe_open(str(path), framework="pt") as file:
+            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            return _plain_names(state), file.metadata() or {}
     try:
         # latin1: names that Python 2 wrote; torch warns of it and does it. A Namespace only holds values, and
         # torchvision's own training writes one into its checkpoints
@@ -75,10 +72,10 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
         ) from error
     if isinstance(content, dict) and all(key in content for key in checkpoints.KEYS):
         return _ours(path, content)
-    found = _unwrapped(content)
-    if found is None:
+    state = _unwrapped(content)
+    if not state:
         raise UserError(f"{path} is not a plain state dict (name -> tensor); {remedy}")
-    return _plain_names(found), {}
+    return _plain_names(state), {}
 
 
 def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
@@ -97,15 +94,15 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     return _plain_names(content["state"]["model_ema"]), about
 
 
-def _unwrapped(content: Any) -> State | None:
-    """The innermost state dict, or None where there is none."""
+def _unwrapped(content: Any) -> State:
+    """The innermost state dict; empty where there is none."""
     while isinstance(content, dict) and content:
         tensors = [value for key, value in content.items() if isinstance(key, str) and isinstance(value, Tensor)]
         # with numbers in them: neither sparse nor of the meta device
         if len(content) == sum(tensor.layout == torch.strided and not tensor.is_meta for tensor in tensors):
             return content
         content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), None)
-    return None
+    return {}
 
 
 def _plain_names(state: Mapping[str, Tensor]) -> State:
@@ -165,7 +162,7 @@ def _download(url: str, what: str) -> str:
         hashed = torch.hub.HASH_REGEX.search(path.name)
         torch.hub.download_url_to_file(url, str(path), hashed[1] if hashed else None, progress=False)
     except (OSError, RuntimeError) as error:  # URLError is an OSError; a wrong hash is a RuntimeError
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{what}: cannot be downloaded ({reason}); fetch {url} on a machine with a network and give the file with "
             f"--{OPTION} FILE"
@@ -195,8 +192,8 @@ def load_pretrained(model: Classifier) -> str:
     notes = []
     first = f"{model.backbone.first}.weight"
     if first in state and state[first].ndim == 4 and state[first].numel() and state[first].is_floating_point():
-        state[first], told = fit_first(state[first], expected[first])
-        notes += [told] if told else []
+        state[first], note = fit_first(state[first], expected[first])
+        notes += [note] if note else []
     head, theirs = (
         {name: value.shape for name, value in one.items() if name.startswith(f"{model.backbone.head}.")}
         for one in (expected, state)
@@ -274,10 +271,9 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
     """
     state = {key: torch.tensor(0) for key in expected if key.endswith("num_batches_tracked")} | state
     for key in sorted(expected.keys() | state.keys()):
-        found = list(state[key].shape) if key in state else "absent"
-        wanted = list(expected[key].shape) if key in expected else "absent"
-        if found != wanted:
-            raise UserError(f"{path}: {key} is {found}, {name} has it {wanted}; {_remedy(state, name)}")
+        there, wanted = (list(one[key].shape) if key in one else "absent" for one in (state, expected))
+        if there != wanted:
+            raise UserError(f"{path}: {key} is {there}, {name} has it {wanted}; {_remedy(state, name)}")
         if state[key].is_floating_point() != expected[key].is_floating_point():
             raise UserError(
                 f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"
@@ -289,10 +285,15 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
 
 
 def _remedy(state: State, name: str) -> str:
-    """What to do about weights of another shape."""
+    """What to do about weights of another shape, which networks that begin with the same layer are compared with."""
     for other, backbone in BACKBONES.items():
-        with torch.device("meta"):
-            network = backbone.build(other)
+        if f"{backbone.first}.weight" not in state:
+            continue
+        try:
+            with torch.device("meta"):
+                network = backbone.build(other)
+        except NotImplementedError:  # of a RegNet, which computes while it is built
+            continue
         if _body(state, backbone) == _body(network.state_dict(), backbone):
             if other != name:
                 return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"

@@ -16,7 +16,7 @@ from metrics.comparison.predictions import keep_predictions
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evidence import few_images, leaks, training_images
 from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
-from models.fast import hasten
+from models.fast import faster
 from models.restore import classifier_from
 from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
@@ -34,7 +34,7 @@ def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, 
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)
-        classifier = hasten(classifier_from(checkpoint, device), device, **speed)
+        classifier = faster(classifier_from(checkpoint, device), device, **speed)
         if reader.classes:
             require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
         others = open_others(options.ood, checkpoint, reader) if options.ood else None

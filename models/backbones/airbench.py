@@ -7,15 +7,13 @@ have no weights that train, and logits are scaled down.
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.backbones.base import Backbone, Run
-from utils.errors import UserError
+from models.backbones.base import Backbone
 
 SIDE = 2  # px of a patch
 EPS = 5e-4  # added to the second moments, of images normalised to a deviation of about 1
@@ -49,42 +47,31 @@ def _layer(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(parts))
 
 
+class ScaledPool(nn.AdaptiveMaxPool2d):
+    """Largest values over the maps, [N, C, 1, 1], times SCALE, which stands for that of the logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALE
+
+
 class Airbench(nn.Module):
-    """The network's layers; `Backbone.features` calls them in turn."""
+    """The network's layers, which `Backbone.features` calls in turn."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.whiten = nn.Conv2d(channels, 2 * channels * SIDE**2, SIDE)
         self.act = nn.GELU()
         widths = [self.whiten.out_channels, *WIDTHS]
-        for number in (1, 2, 3):
-            self.add_module(f"layer{number}", _layer(widths[number - 1], widths[number]))
-        self.pool = nn.AdaptiveMaxPool2d(1)  # at 32 px over 3x3
+        for number, (before, width) in enumerate(pairwise(widths), 1):
+            self.add_module(f"layer{number}", _layer(before, width))
+        self.pool = ScaledPool(1)  # at 32 px over 3x3
         self.head = nn.Linear(WIDTHS[-1], 2, bias=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AirbenchBackbone(Backbone):
-    """airbench94: built here, not by torchvision."""
-
-    def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Airbench:
-        if stem != "imagenet" or he_strides:
-            raise UserError(f"model.stem and model.he_strides are not for {name}: leave them out")
-        network = Airbench(channels)
-        self._check(name, network)
-        for parameter, value in network.named_parameters():
-            value.requires_grad_(not any(fnmatchcase(parameter, pattern) for pattern in self.frozen))
-        return network
-
-    def published(self, name: str) -> dict[str, str]:
-        return {}
-
-    def features(self, network: nn.Module, x: Tensor, run: Run) -> Tensor:
-        return super().features(network, x, run) * SCALE
-
-
-AIRBENCH = AirbenchBackbone(
+AIRBENCH = Backbone(
     names=("airbench",),
+    network=lambda _, channels: Airbench(channels),
+    stems=False,
     stages={"stem": ("whiten", "act")} | {f"layer{n}": (f"layer{n}",) for n in (1, 2, 3)},
     pool=("pool",),
     first="whiten",

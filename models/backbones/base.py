@@ -1,7 +1,11 @@
-"""What the rest of the program knows of a network: how it is cut into stages, where it begins and where it ends."""
+"""What the rest of the program knows of a network: how it is cut into stages, where it begins and where it ends.
+
+A network of your own is a file with a `Backbone`, whose `network` builds your nn.Module, and a line in registry.py.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,11 +18,15 @@ Run = Callable[[Sequence[nn.Module], Tensor], Tensor]  # (a stage's modules, its
 
 @dataclass(frozen=True, kw_only=True)
 class Backbone:
-    """A family of torchvision's networks, by the names of their modules. It is all that freezing, layer decay, splits,
+    """A family of networks, by the names of their modules. It is all that freezing, layer decay, splits,
     checkpointing, Grad-CAM, weights and export know of them.
     """
 
-    names: tuple[str, ...]  # torchvision's, of the family's networks
+    names: tuple[str, ...]  # of the family's networks, as model.name has them
+    # (name, channels) -> the network, an nn.Module with any number of outputs; None: torchvision's of that name
+    network: Callable[[str, int], nn.Module] | None = None
+    # name -> its weights, each with a URL; None: torchvision's where the network is, else there are none
+    files: Callable[[str], dict[str, str]] | None = None
     # from the images to the features: stage -> its modules, called in turn; each child of `layer1.*` is a block, which
     # layer decay and model.split take as one, and so is each other module. The first stage, the stem, is one block
     stages: dict[str, tuple[str, ...]]
@@ -35,6 +43,7 @@ class Backbone:
     # gives the first convolution's weights for training images as it takes them, in parts [n, channels, H, W]; None: it
     # begins at random
     first_filters: Callable[[Iterable[Tensor]], Tensor] | None = None
+    stems: bool = True  # the first convolution can be exchanged, for small images and other channels
     in_turn: bool = True  # the stages can be called one by one: computed again, or on several devices
     # that torchvision builds the networks with. Dropout and stochastic depth are off: what they draw would depend on
     # how a batch is cut up
@@ -43,27 +52,32 @@ class Backbone:
     std: tuple[float, ...] = STD
 
     def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
-        """The network, an nn.Module, without weights. Raises UserError for strides that it cannot have."""
-        network = make(name, **self.options)
+        """The network, an nn.Module, without weights. Raises UserError for a stem or strides that it cannot have."""
+        if stem != "imagenet" and not self.stems:
+            raise UserError(f"model.stem is not for {name}: leave it out; model.input_size enlarges small images")
+        network: Any = make(name, **self.options) if self.network is None else self.network(name, channels)
         self._check(name, network)
         if he_strides and not (self.he_strides and self.he_strides(network)):
             raise UserError(f"model.he_strides is for bottlenecks (resnet50 and larger); {name} has none: leave it out")
-        if stem != "imagenet" or channels != 3:
-            network.set_submodule(self.first, _first(network.get_submodule(self.first), channels, stem))
+        first = network.get_submodule(self.first)
+        if self.stems and (stem != "imagenet" or channels != first.in_channels):
+            network.set_submodule(self.first, _first(first, channels, stem))
         if stem != "imagenet" and self.shrink is not None:
             network.set_submodule(self.shrink, nn.Identity())
+        for parameter, value in network.named_parameters() if self.frozen else ():
+            value.requires_grad_(not any(fnmatchcase(parameter, pattern) for pattern in self.frozen))
         return network
 
     def _check(self, name: str, network: nn.Module) -> None:
         """Raise UserError, naming the family, where the description does not fit the network."""
         modules = dict(network.named_modules())
-        named = [self.first, self.head, self.maps, self.shrink or "", *self.pool, *sum(self.stages.values(), ())]
-        wrong = [f"it has no {path}" for path in named if path.removesuffix(".*") not in modules]
+        paths = [self.first, self.head, self.maps, self.shrink or "", *self.pool, *sum(self.stages.values(), ())]
+        wrong = [f"it has no {path}" for path in paths if path.removesuffix(".*") not in modules]
         if not wrong:
-            kinds = {self.first: nn.Conv2d, self.head: nn.Linear}.items()
-            wrong = [f"its {path} is no {kind.__name__}" for path, kind in kinds if not isinstance(modules[path], kind)]
-            own = self.block_of(network)
-            wrong += [f"no stage holds its {path}" for path, _ in network.named_parameters() if path not in own]
+            kinds: dict[str, type] = {self.first: nn.Conv2d if self.stems else nn.Module, self.head: nn.Linear}
+            wrong = [f"its {path} is no {k.__name__}" for path, k in kinds.items() if not isinstance(modules[path], k)]
+            held = self.block_of(network)
+            wrong += [f"no stage holds its {path}" for path, _ in network.named_parameters() if path not in held]
         if wrong:
             family = f"the description of {', '.join(self.names)}"
             raise UserError(f"{family} (models/backbones/) does not fit {name}: {wrong[0]}; mend it")
@@ -71,16 +85,16 @@ class Backbone:
     def blocks(self, network: nn.Module) -> dict[str, tuple[str, ...]]:
         """Block (`stem`, `layer1.0`, ..., `head`; its stage before the dot) -> its modules, from images to logits."""
         stem, *stages = self.stages
-        found = {stem: self.stages[stem]}
+        blocks = {stem: self.stages[stem]}
         for stage in stages:
             modules: list[str] = []
             for name in self.stages[stage]:
                 parent, every, _ = name.partition(".*")
                 children = network.get_submodule(parent).named_children()
                 modules += [f"{parent}.{child}" for child, _ in children] if every else [name]
-            found |= {f"{stage}.{number}": (module,) for number, module in enumerate(modules)}
-        found[next(reversed(found))] += self.pool
-        return found | {"head": (self.head,)}
+            blocks |= {f"{stage}.{number}": (module,) for number, module in enumerate(modules)}
+        blocks[next(reversed(blocks))] += self.pool
+        return blocks | {"head": (self.head,)}
 
     def block_of(self, network: nn.Module) -> dict[str, str]:
         """Parameter -> its block, from the images to the logits."""
@@ -93,6 +107,8 @@ class Backbone:
 
     def published(self, name: str) -> dict[str, str]:
         """Where the network's weights are: name -> URL."""
+        if self.files or self.network:
+            return self.files(name) if self.files else {}
         from torchvision import models  # a second and a half, of which a GAN's processes need nothing
 
         return {key: weights.url for key, weights in models.get_model_weights(name).__members__.items()}

@@ -5,8 +5,7 @@ follows them in the discriminator is not taken: it may look at the batch, and as
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,14 +14,19 @@ from models.backbones.base import Backbone
 from models.registry import DEFAULT, architecture_of
 from utils import checkpoint as checkpoints
 from utils.config.build import build
+from utils.config.model import PositiveInt, Stored
 from utils.errors import UserError
-from utils.schema import anything, mapping, one_of, record, text, whole
 
 NAME = "discriminator"
-Form = Mapping[str, Any]  # architecture, resolution, channels, and the network's config
-check_form = record(
-    {"architecture": text, "resolution": whole(1), "channels": one_of(1, 3), "config": mapping(anything)}
-)
+
+
+class Form(Stored):
+    """What is known of the discriminator."""
+
+    architecture: str
+    resolution: PositiveInt
+    channels: Literal[1, 3]
+    config: dict[str, Any]
 
 
 class Trunk(nn.Module):
@@ -36,45 +40,36 @@ class Trunk(nn.Module):
         self.fc = nn.Linear(discriminator.trunk_width, 2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiscriminatorBackbone(Backbone):
-    """The discriminator that `form` describes."""
-
-    form: Form
-
-    def discriminator(self) -> Any:
-        """It, with new weights; what belongs to classes is left out."""
-        entry = architecture_of(self.form["architecture"])
-        config = build(entry.discriminator_config, dict(self.form["config"]), source="model.discriminator")
-        shape = {key: self.form[key] for key in ("resolution", "channels")}
-        return entry.discriminator(config, classes=0, **shape)
-
-    def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
-        if stem != "imagenet" or he_strides:
-            raise UserError("model.stem and model.he_strides are not for a discriminator: leave them out")
-        if channels != (own := self.form["channels"]):
-            raise UserError(
-                f"model.weights: the discriminator has seen images of {own} channels, these have {channels}; pack them "
-                f"with --channels {own}, or give another GAN"
-            )
-        return Trunk(self.discriminator())
-
-    def published(self, name: str) -> dict[str, str]:
-        return {}
-
-
-def discriminator_backbone(form: Form) -> DiscriminatorBackbone:
+def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
     """The description of a discriminator's trunk. Raises UserError for a form that is none."""
     try:
-        check_form("model.discriminator", form)
+        about = Form.read(form, "model.discriminator")
     except ValueError as error:
         raise UserError(f"{error}; leave it out, the run of model.weights says it") from None
-    common: dict[str, Any] = {"names": (NAME,), "pool": ("pool",), "first": "stem", "head": "fc", "form": form}
-    plain = DiscriminatorBackbone(stages={}, maps="stem", side=form["resolution"], **common)
+    side, given = about.resolution, about.channels
+
+    def trunk(_name: str = NAME, channels: int = given) -> Trunk:
+        if channels != given:
+            raise UserError(
+                f"model.weights: the discriminator has seen images of {given} channels, these have {channels}; pack "
+                f"them with --channels {given}, or give another GAN"
+            )
+        entry = architecture_of(about.architecture)
+        config = build(entry.discriminator_config, about.config, source="model.discriminator")
+        return Trunk(entry.discriminator(config, classes=0, resolution=side, channels=given))
+
     with torch.device("meta"):
-        stages = list(plain.discriminator().trunk())
-    return DiscriminatorBackbone(
-        stages={stage: (stage,) for stage in stages}, maps=stages[-1], side=form["resolution"], **common
+        *stages, _pool, _fc = dict(trunk().named_children())
+    return Backbone(
+        names=(NAME,),
+        network=trunk,
+        stems=False,
+        stages={stage: (stage,) for stage in stages},
+        pool=("pool",),
+        first="stem",
+        head="fc",
+        maps=stages[-1],
+        side=side,
     )
 
 

@@ -1,11 +1,9 @@
-"""The registry of backbones: another family is one more file and one more line here."""
+"""The registry of backbones: another family is one more file (see base.py) and one more line here."""
 
 from models.backbones.airbench import AIRBENCH
 from models.backbones.base import Backbone
-from models.backbones.convnext import CONVNEXT
-from models.backbones.efficientnet import EFFICIENTNET
-from models.backbones.resnet import RESNET
 from models.backbones.timm import PREFIX, timm_backbone
+from models.backbones.torchvision import CONVNEXT, EFFICIENTNET, RESNET
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 

@@ -2,8 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +14,8 @@ from utils.errors import UserError
 PREFIX = "timm:"
 
 
-@dataclass(frozen=True, kw_only=True)
 class TimmBackbone(Backbone):
     """A network as timm describes it (`group_matcher`, `pretrained_cfg`); the order of its calls is not known."""
-
-    hub: str | None  # where its weights are
-
-    def build(self, name: str, *, channels: int = 3, stem: str = "imagenet", he_strides: bool = False) -> Any:
-        if stem != "imagenet" or he_strides:
-            raise UserError(
-                f"model.stem and model.he_strides are not for {name}: leave them out; model.input_size enlarges small "
-                "images"
-            )
-        return _create(name, in_chans=channels)
 
     def block_of(self, network: Any) -> dict[str, str]:
         group = importlib.import_module("timm.models").group_parameters
@@ -41,10 +28,6 @@ class TimmBackbone(Backbone):
 
     def features(self, network: Any, x: Tensor, _run: object) -> Tensor:
         return network.forward_head(network.forward_features(x), pre_logits=True)
-
-    def published(self, name: str) -> dict[str, str]:
-        url: Callable[..., str] = importlib.import_module("huggingface_hub").hf_hub_url
-        return {"DEFAULT": url(self.hub, "model.safetensors")} if self.hub else {}
 
 
 @functools.cache
@@ -61,8 +44,11 @@ def timm_backbone(name: str) -> TimmBackbone:
         raise UserError(f"model {name}: timm does not describe its stages, or it has no linear head; choose another")
     return TimmBackbone(
         names=(name,),
+        network=lambda name, channels: _create(name, in_chans=channels),
+        files=functools.partial(_files, about.get("hf_hub_id")),
         stages={},
         pool=(),
+        stems=False,
         in_turn=False,
         first=first,
         head=head,
@@ -70,8 +56,11 @@ def timm_backbone(name: str) -> TimmBackbone:
         side=about["input_size"][-1] if about.get("fixed_input_size") else None,
         mean=about["mean"],
         std=about["std"],
-        hub=about.get("hf_hub_id"),
     )
+
+
+def _files(hub: str | None, _name: str) -> dict[str, str]:
+    return {"DEFAULT": importlib.import_module("huggingface_hub").hf_hub_url(hub, "model.safetensors")} if hub else {}
 
 
 def _create(name: str, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from torch import nn
 
 from inference.export.subject import InBfloat16
 from models.classifier import Classifier, ModelConfig
-from models.fast import fold_batchnorm, hasten
+from models.fast import faster, fold_batchnorm
 from utils.seeding import forked
 
 SIZES = [
@@ -108,16 +108,16 @@ def test_bfloat16_takes_and_gives_float32_and_stays_near():
     assert 0 < error < 0.03
 
 
-def test_n8_a_hastened_classifier_gives_the_folded_networks_logits_and_leaves_the_one_given_as_it_is():
+def test_n8_a_faster_classifier_gives_the_folded_networks_logits_and_leaves_the_one_given_as_it_is():
     model, cpu = classifier(), torch.device("cpu")
     with forked(0, "test"):
         x = torch.randn(4, 1, 16, 16)
     expected = model(x)
     for precision in ("auto", "fp32"):
-        assert hasten(model, cpu, precision=precision, fold=False)(x).equal(expected)
-        assert hasten(model, cpu, precision=precision, fold=True)(x).equal(fold_batchnorm(model)(x))
+        assert faster(model, cpu, precision=precision, fold=False)(x).equal(expected)
+        assert faster(model, cpu, precision=precision, fold=True)(x).equal(fold_batchnorm(model)(x))
     for fold in (False, True):
-        reduced = hasten(model, cpu, precision="bf16", fold=fold)
+        reduced = faster(model, cpu, precision="bf16", fold=fold)
         with torch.autocast("cpu", enabled=False):  # as an evaluation in full float32 has it
             found = reduced(x)
         assert found.dtype == torch.float32
@@ -134,7 +134,7 @@ def test_views_are_the_mean_of_their_logits():
         x = torch.randn(3, 1, 16, 16, dtype=torch.float64)
     cpu = torch.device("cpu")
     expected = (model(x) + model(x.flip(3))) / 2
-    found = hasten(model, cpu, precision="fp32", fold=False, tta="flip")(x)
+    found = faster(model, cpu, precision="fp32", fold=False, tta="flip")(x)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     rows = torch.arange(16)
     for step in (-1, 1):  # rows and columns that a moved image shows; beyond the edge its reflection
@@ -142,8 +142,8 @@ def test_views_are_the_mean_of_their_logits():
         view = x[:, :, place][:, :, :, place]
         expected = expected + (model(view) + model(view.flip(3))) / 4
     expected = expected / 2
-    found = hasten(model, cpu, precision="fp32", fold=True, tta="shift")(x)
+    found = faster(model, cpu, precision="fp32", fold=True, tta="shift")(x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert (found - model(x)).abs().max() > 1e-3
-    off = hasten(model, cpu, precision="fp32", fold=False)
+    off = faster(model, cpu, precision="fp32", fold=False)
     assert torch.equal(off(x), model(x))

@@ -7,7 +7,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from inference.perceptual import Distance, ResNetFeatures, build_features, feature_distance, resize, unit_length
 from models.backbones.base import MEAN, STD
-from models.backbones.resnet import RESNET
+from models.backbones.torchvision import RESNET
 from tests.inference.conftest import draws, styled
 from utils.errors import UserError
 from utils.seeding import forked

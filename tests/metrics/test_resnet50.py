@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from metrics.extractors import ResNet50Features, extract, find_weights, load_resnet50
 from models.backbones.base import MEAN, STD
-from models.backbones.resnet import RESNET
+from models.backbones.torchvision import RESNET
 from utils.errors import UserError
 from utils.seeding import forked
 

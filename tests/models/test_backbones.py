@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from inference.predictions import grad_cam, image_heat
+from models.backbones.base import Backbone
 from models.backbones.registry import BACKBONES, backbone_of
-from models.backbones.resnet import RESNET
+from models.backbones.torchvision import RESNET
 from models.classifier import Classifier, ModelConfig
 from models.fast import fold_batchnorm
 from models.model_parallel import place
@@ -211,7 +212,8 @@ def test_timms_weights_are_named_by_their_folder(monkeypatch, tmp_path):
     fetched = []
     monkeypatch.setattr(torch.hub, "download_url_to_file", lambda url, path, *_, **__: fetched.append((url, path)))
     path = find_weights("DEFAULT", "timm:resnet50")
-    (url, place), hub = fetched[0], backbone_of("timm:resnet50").hub  # type: ignore[attr-defined]
+    ((url, place),) = fetched
+    hub = pytest.importorskip("timm").get_pretrained_cfg("resnet50").hf_hub_id
     assert url.endswith(f"/{hub}/resolve/main/model.safetensors")
     assert str(path) == place == str(tmp_path / "checkpoints" / f"{hub.partition('/')[2]}.safetensors")
 
@@ -220,6 +222,53 @@ def test_patches_have_no_middle(tmp_path):
     torch.save(torchvision.models.convnext_tiny().state_dict(), tmp_path / "w.pth")
     with pytest.raises(UserError, match=r"4x4 have no centre of 3 px; set --model\.stem imagenet"):
         load_pretrained(build("convnext_tiny", stem="small", weights=str(tmp_path / "w.pth")))
+
+
+# --- one's own
+
+
+class Own(nn.Module):
+    """A network that no library has, with as many channels as it is built for."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, 4, 5, padding=2)
+        self.body = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)) for _ in range(2)))
+        self.pool, self.out = nn.AdaptiveAvgPool2d(1), nn.Linear(4, 9)
+
+
+OWN = Backbone(
+    names=("own",),
+    network=lambda name, channels: Own(channels),
+    stages={"stem": ("conv",), "body": ("body.*",)},
+    pool=("pool",),
+    first="conv",
+    head="out",
+    maps="body",
+)
+
+
+@pytest.mark.parametrize("config", [{}, {"stem": "small"}, {"split": "auto"}, {"activation_checkpointing": True}])
+def test_ones_own_module_is_a_description_and_its_name(config, monkeypatch, tmp_path):
+    """Its file and one line of the registry, as docs/extending.md says."""
+    monkeypatch.setitem(BACKBONES, "own", OWN)
+    model = build("own", **config).train()
+    assert (model.feature_dim, list(dict.fromkeys(model.block_of.values()))) == (
+        4,
+        ["stem", "body.0", "body.1", "head"],
+    )
+    assert model.network.conv.kernel_size == ((3, 3) if "stem" in config else (5, 5))
+    if "split" in config:
+        place(model, [CPU, CPU], samples=4)
+    model(images()).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert fold_batchnorm(model)(images()).shape == (4, 3)
+    assert FineTuning(model, FineTuneConfig(freeze=["body"])).begins["network.body.1.0.weight"] is None
+    with pytest.raises(UserError, match="no such file"):
+        find_weights("DEFAULT", "own")
+    torch.save(model.network.state_dict(), tmp_path / "own.pth")
+    again = build("own", weights=str(tmp_path / "own.pth"), **{k: v for k, v in config.items() if k != "split"})
+    assert "head taken" in load_pretrained(again)
 
 
 # --- what is refused
@@ -233,7 +282,8 @@ def test_patches_have_no_middle(tmp_path):
         ("convnext_tiny", {"he_strides": True}, r"he_strides is for bottlenecks .*convnext_tiny has none"),
         ("convnext_tini", {}, r"did you mean 'convnext_tiny'\?\); choose one of resnet18, .* or timm:NAME"),
         ("timm:test_vit", {}, r"timm:test_vit cannot take images of 32 px: set model\.input_size 160"),
-        ("timm:test_resnet", {"stem": "small"}, r"model\.stem and model\.he_strides are not for timm:test_resnet"),
+        ("timm:test_resnet", {"stem": "small"}, r"model\.stem is not for timm:test_resnet: leave it out"),
+        ("timm:test_resnet", {"he_strides": True}, r"he_strides is for bottlenecks"),
         ("timm:test_resnet", {"split": "auto"}, r"model\.split are not for timm:test_resnet: leave them out"),
         ("timm:test_resnet", {"activation_checkpointing": True}, r"model\.activation_checkpointing and"),
         ("timm:resnet5o", {}, r"timm has no such network \(did you mean 'resnet\w+'\?\)"),

@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from models.backbones.base import MEAN, STD
-from models.backbones.resnet import RESNET
-from models.batchnorm import CPUSyncBatchNorm2d
-from models.classifier import Classifier, ModelConfig, normalisation, scaled, statistics_kept
+from models.backbones.torchvision import RESNET
+from models.classifier import Classifier, CPUSyncBatchNorm2d, ModelConfig, normalisation, scaled, statistics_kept
 from tests.models.test_layers import draw
 from utils.errors import UserError
 from utils.seeding import forked

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from models import weights as module
-from models.backbones.resnet import RESNET
+from models.backbones.base import Backbone
+from models.backbones.torchvision import CONVNEXT, RESNET
 from models.classifier import Classifier, ModelConfig
-from models.weights import find_weights, fit_first, load_pretrained, read_state_dict
+from models.weights import find_weights, fit_first, fitted, load_pretrained, read_state_dict
 from tests.models.test_layers import draw
 from utils import checkpoint as checkpoints
 from utils.errors import UserError
@@ -166,7 +167,10 @@ def test_files_of_other_things(content, tmp_path):
 @pytest.mark.parametrize("name", ["x.pth", "x.safetensors"])
 def test_damaged_and_missing_files(name, file, tmp_path):
     (tmp_path / name).write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"x\.\w+ is .*; fetch the file again, or give another with --model\.weights"):
+    with pytest.raises(
+        UserError,
+        match=r"x\.\w+ (is damaged|cannot be read) .*; fetch the file again, or give another with --m",
+    ):
         load_pretrained(build(tmp_path / name))
     with pytest.raises(
         UserError, match=r"--model\.weights .*dono\.pth: no such file \(did you mean '.*donor\.pth'\?\)"
@@ -350,6 +354,33 @@ def test_what_does_not_fit_is_refused_by_name(change, told, donor, tmp_path, mon
 def test_another_networks_file_is_recognised(file):
     with pytest.raises(UserError, match=r"the file is a resnet18's: set --model\.name resnet18, or give a resnet50's"):
         loaded(file, name="resnet50")
+
+
+def test_r1_only_networks_that_begin_alike_are_built_to_word_it(file, monkeypatch):
+    """A RegNet cannot be built on the meta device; another family's file is none of its networks."""
+    built: list[str] = []
+
+    def make(name, **_):
+        built.append(name)
+        return torchvision.models.get_model(name)
+
+    monkeypatch.setattr("models.backbones.base.make", make)
+    regnet = Backbone(
+        names=("regnet_y_400mf",),
+        stages={"stem": ("stem",), "body": ("trunk_output.*",)},
+        pool=("avgpool",),
+        first="stem.0",
+        head="fc",
+        maps="trunk_output",
+    )
+    monkeypatch.setattr(module, "BACKBONES", {"regnet_y_400mf": regnet, "convnext_tiny": CONVNEXT, "resnet18": RESNET})
+    with pytest.raises(UserError, match=r"the file is a resnet18's: set --model\.name resnet18"):
+        fitted(torch.load(file), {}, file, "regnet_y_400mf")
+    assert built == ["resnet18"]
+    stem = {"stem.0.weight": torch.zeros(32, 3, 3, 3)}
+    with pytest.raises(UserError, match=r"give a resnet50's weights file, by its own names"):
+        fitted(stem, {}, file, "resnet50")
+    assert built == ["resnet18", "regnet_y_400mf"]
 
 
 # --- torchvision's enum

@@ -15,8 +15,7 @@ from data.augment.transforms import draw_and_apply, to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, read_batch
 from metrics.evaluate_classifier import evaluate_classifier
-from models.batchnorm import synchronise_batchnorm
-from models.classifier import Classifier
+from models.classifier import Classifier, synchronise_batchnorm
 from models.model_parallel import Placement, place
 from models.weights import load_pretrained
 from training.base.compiled import Compiled
