@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
 from utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
 from utils.distributed.launch import add_options, start_processes, wanted_device
@@ -70,7 +70,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
     from data.reading.dataset import dataset_for_model
     from metrics.evaluate_audit import AUDIT
     from metrics.evaluate_run import TASKS
-    from metrics.judge import run_folder
+    from metrics.lineage import run_folder
     from utils.distributed import collectives
 
     path = collectives.from_main_process(lambda: resolve_for_people(options.checkpoint, options.which))

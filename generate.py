@@ -187,7 +187,7 @@ def edit(options: Namespace) -> str:
     from inference.editing import Editor, pair_of
     from inference.projection import read_target
     from inference.strips import counterfactual, make_strips, save_strips, summary
-    from metrics.judge import load_judge
+    from metrics.lineage import load_judge
     from models.restore import classifier_from
 
     guide = load(resolve_for_people(options.classifier))

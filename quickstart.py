@@ -286,9 +286,9 @@ def complete(file: Path) -> bool:
 
 
 def unfit(train: Path, test: Path) -> str:
-    """Why a classifier of these training images cannot judge samples, as `metrics.judge` says; empty if it can."""
+    """Why a classifier of these training images cannot judge samples, as `metrics.lineage` says; empty if it can."""
     from data.reading.dataset import Dataset
-    from metrics.evidence import TOLERATED, overlap
+    from metrics.lineage import TOLERATED, overlap
 
     with Dataset(train) as trained, Dataset(test) as tested:
         if trained.meta.passport:

@@ -23,7 +23,7 @@ from torch import Tensor
 from inference.editing import PATIENCE, Direction, Editor, Start, first_reached, pair_of
 from inference.samples import Sampler
 from inference.settings import EditConfig
-from metrics.judge import load_judge
+from metrics.lineage import load_judge
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import load, resolve

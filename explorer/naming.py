@@ -12,7 +12,7 @@ from inference.influence import check_data, checkpoint_files, images_of, snapsho
 from inference.influence_scores import Gathered, gather, influence, most
 from inference.predictions import default_layer, image_heat, image_of, overlay
 from metrics.evaluate_gan import judge_images
-from metrics.precision import device_of
+from metrics.features.precision import device_of
 from models.classifier import Classifier
 from utils.errors import UserError
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from inference.samples import Sampler, truncated_styles, with_styles
 from inference.settings import EditConfig
 from metrics.evaluate_gan import judge_images
-from metrics.precision import full_float32
+from metrics.features.precision import full_float32
 from models.classifier import Classifier, fit_images
 from models.gan import NoiseMode, StyledGenerator
 from models.sampling import to_uint8

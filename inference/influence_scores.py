@@ -16,8 +16,8 @@ from torch.func import functional_call, grad, vmap
 
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, evaluation_batches
-from metrics.extractors import classifier_input
-from metrics.precision import device_of, full_float32
+from metrics.features.extractors import classifier_input
+from metrics.features.precision import device_of, full_float32
 from models.classifier import Classifier
 from utils.errors import UserError
 from utils.runlog.progress import Bar

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference.samples import Sampler, default_count, with_styles
 from inference.settings import FilmConfig, check_film
-from metrics.precision import full_float32
+from metrics.features.precision import full_float32
 from models.gan import NoiseMode, one_hot
 from models.sampling import to_uint8
 from utils.errors import UserError

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from metrics.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
+from metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
 from models.backbones.base import normalize
 from utils.errors import UserError
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from data.errors import ImageError
 from data.images import decode_file, fit, pillow_filters, trained_mode
 from metrics.evaluate_gan import judge_images
-from metrics.extractors import classifier_input
-from metrics.precision import device_of, evaluating, full_float32
+from metrics.features.extractors import classifier_input
+from metrics.features.precision import device_of, evaluating, full_float32
 from models.classifier import Classifier
 from models.hooks import find_layer, output_gradient
 from utils import bounded

@@ -20,7 +20,7 @@ from inference.perceptual import Distance, at_hand, build_features
 from inference.predictions import read_image
 from inference.samples import Sampler, with_styles
 from inference.settings import SPACES, ProjectionConfig, Space
-from metrics.precision import device_of, full_float32
+from metrics.features.precision import device_of, full_float32
 from models.gan import StyledGenerator
 from models.sampling import to_uint8
 from utils.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inference.settings import GRID
-from metrics.precision import device_of, full_float32
+from metrics.features.precision import device_of, full_float32
 from models.gan import ImageGenerator, NoiseMode, StyledGenerator
 from models.restore import generator_from
 from models.sampling import draw, generate, to_uint8

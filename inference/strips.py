@@ -15,7 +15,7 @@ from inference.predictions import read_image
 from inference.projection import find
 from inference.samples import Sampler, with_styles
 from inference.settings import ProjectionConfig
-from metrics.precision import device_of
+from metrics.features.precision import device_of
 from models.classifier import Classifier
 from models.restore import generator_from
 from utils.checkpoint import load, resolve_for_people

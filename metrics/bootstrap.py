@@ -2,7 +2,7 @@
 
 A resample draws as many images as there are, with replacement. Here it is a row of weights: how often each image was
 drawn. A figure that is a function of weighted images is computed for many resamples at once, by matrix products.
-For shares of a count there is a closed form: `metrics.evidence.wilson`.
+For shares of a count there is a closed form: `metrics.intervals.wilson`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.evidence import NORMAL
 from utils.seeding import Key, numpy_generator
 
 RESAMPLES = 1000
@@ -50,18 +49,3 @@ def percentile_interval(values: Tensor) -> list[float] | None:
 def bootstrap_interval(statistic: Statistic, n: int, *key: Key, count: int = RESAMPLES) -> list[float] | None:
     """The 95 % percentile interval [low, high] of one figure over n images; None where it is mostly undefined."""
     return percentile_interval(bootstrap(statistic, n, *key, count=count))
-
-
-def normal_interval(value: float, variance: float, *, low: float = -np.inf, high: float = np.inf) -> list[float]:
-    """The 95 % interval of an estimate with a known variance (its own, not an image's), within what it can be."""
-    half = NORMAL * max(0.0, variance) ** 0.5
-    return [float(np.clip(value - half, low, high)), float(np.clip(value + half, low, high))]
-
-
-def jackknife_variance(left_out: Tensor) -> float:
-    """Variance of an estimate, from its values [G] with one of G equal groups of images left out (Tukey 1958).
-
-    For figures that a resample would bias because it holds images twice: a twin is nearer than any neighbour.
-    """
-    count = len(left_out)
-    return float((left_out - left_out.mean()).square().sum() * (count - 1) / count)

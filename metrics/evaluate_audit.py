@@ -13,18 +13,27 @@ from torch import Tensor
 
 from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
-from metrics.audit import NOT_SHOWN, SHARES, Attack, attack, audit_table, detection, halves, verdict
-from metrics.copies import neighbour_images, search_place
+from metrics import GAN_IMAGES, SEARCHED
 from metrics.evaluate_gan import Samples
 from metrics.evaluate_run import build_extractors, training_images
-from metrics.extractors import Extractor, find_weights
-from metrics.features import RealFeatures, Selection, feature_sets
+from metrics.features.extractors import Extractor, find_weights
+from metrics.features.passes import chunk_size, shared_pass
+from metrics.features.precision import evaluating, full_float32
+from metrics.features.sets import RealFeatures, Selection, feature_sets
 from metrics.images import save_audit
-from metrics.judge import identities
-from metrics.memorisation import Nearest, nearest
-from metrics.precision import evaluating, full_float32
-from metrics.protocol import GAN_IMAGES, SEARCHED
-from metrics.shards import chunk_size, shared_pass
+from metrics.lineage import identities
+from metrics.samples.copies import neighbour_images, search_place
+from metrics.samples.membership_inference import (
+    NOT_SHOWN,
+    SHARES,
+    Attack,
+    attack,
+    audit_table,
+    detection,
+    halves,
+    verdict,
+)
+from metrics.samples.memorisation import Nearest, nearest
 from models.gan import ImageDiscriminator, ImageGenerator
 from models.restore import discriminator_from, generator_from
 from models.sampling import generate
@@ -244,7 +253,7 @@ def _planted(real: Tensor, distances: Tensor, members: int, samples: int, seed: 
 
 
 def _closest(found: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
-    """The members that are nearest to a sample, as `metrics.copies.neighbour_images` takes them."""
+    """The members that are nearest to a sample, as `metrics.samples.copies.neighbour_images` takes them."""
     count = len(sides.members.indices)
     order = found.distances[:count].sort(stable=True).indices[:PAIRS].tolist()
     pairs = [

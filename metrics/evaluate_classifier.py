@@ -12,9 +12,9 @@ from torch import Tensor
 
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
-from metrics.extractors import classifier_input
-from metrics.precision import device_of, evaluating, full_float32
-from metrics.shards import shared_pass
+from metrics.features.extractors import classifier_input
+from metrics.features.passes import shared_pass
+from metrics.features.precision import device_of, evaluating, full_float32
 from models.classifier import Classifier
 from utils.distributed import collectives
 from utils.errors import UserError

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from data.reading.dataset import Dataset
-from metrics.bootstrap import normal_interval
-from metrics.class_score import class_score
-from metrics.copies import TrainingSets, search_copies, search_place, training_selection, training_sets
-from metrics.diversity import Diversity, diversity_by_class, recognised_share
-from metrics.extractors import Extractor, classifier_input
-from metrics.features import FeatureSet, RealFeatures, Selection, feature_sets, select
-from metrics.frechet import frechet_distance
-from metrics.kernel import kernel_distance, kernel_with_variance
-from metrics.precision import device_of, evaluating, full_float32
-from metrics.protocol import PER_CLASS, SEARCHED
+from metrics import PER_CLASS, SEARCHED
+from metrics.features.extractors import Extractor, classifier_input
+from metrics.features.precision import device_of, evaluating, full_float32
+from metrics.features.sets import FeatureSet, RealFeatures, Selection, feature_sets, select
+from metrics.intervals import normal_interval
 from metrics.sample_figures import HEADLINE, sample_figures
+from metrics.samples.class_score import class_score
+from metrics.samples.copies import TrainingSets, search_copies, search_place, training_selection, training_sets
+from metrics.samples.diversity import Diversity, diversity_by_class, recognised_share
+from metrics.samples.frechet import frechet_distance
+from metrics.samples.kernel import kernel_distance, kernel_with_variance
 from models.classifier import Classifier
 from models.gan import ImageGenerator
 from models.sampling import generate
@@ -56,7 +56,7 @@ def evaluate_generator(
 
     Returns `n`, `seed`, `distances` (a list of `extractor`, `weights`, `frechet`, `kernel`, `floor`, `kernel_floor`,
     `n`, `diversity_ratio` and the figures of `sample_figures`), `recognised`, `recognised_by_class`, `class_score`, the
-    figures of `_first`, `memorisation` (see `metrics.copies.search_copies`), `notes`. 95 % intervals are
+    figures of `_first`, `memorisation` (see `metrics.samples.copies.search_copies`), `notes`. 95 % intervals are
     under `NAME_interval`.
 
     All ranks must call this, and get the same. They share the passes over the images; rank 0 computes the figures.

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from data.reading.dataset import Dataset
-from metrics.class_score import class_score
+from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
 from metrics.classification.run import evaluate_classifier_run
 from metrics.comparison.predictions import keep_predictions
 from metrics.comparison.samples import SamplePredictions
-from metrics.copies import neighbour_images
 from metrics.evaluate_gan import evaluate_generator, judge_images
-from metrics.evidence import few_images, interval_of, leaks, training_images, wilson
-from metrics.extractors import ClassifierFeatures, Extractor, Options, build, find_weights, fingerprint
-from metrics.features import select
+from metrics.features.extractors import ClassifierFeatures, Extractor, Options, build, find_weights, fingerprint
+from metrics.features.passes import shared_pass
+from metrics.features.sets import select
 from metrics.images import SampleBoard
-from metrics.judge import load_judge
-from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
-from metrics.shards import shared_pass
+from metrics.intervals import few_images, interval_of, wilson
+from metrics.lineage import leaks, load_judge, training_images
+from metrics.samples.class_score import class_score
+from metrics.samples.copies import neighbour_images
 from metrics.tables import classifier_table, heading, interval_words, note_lines
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from

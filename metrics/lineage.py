@@ -1,15 +1,23 @@
-"""Where images and weights come from: the passport of samples, and the lineage that a checkpoint records."""
+"""Where images and weights come from, and who may judge a generator: not what has seen too much."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
+import torch
 from torch import nn
 
 from data.lmdb.format import Meta
-from data.reading.dataset import Dataset
-from metrics.extractors import fingerprint
-from utils.checkpoint import Checkpoint
+from data.reading.dataset import Dataset, dataset_for_model
+from metrics.features.extractors import fingerprint
+from models.classifier import Classifier
+from models.restore import classifier_from
+from utils.checkpoint import Checkpoint, load, resolve
+from utils.classes import require_same_classes
 from utils.errors import UserError
-from utils.passport import Lineage, Passport, check_passport, join
+from utils.passport import Lineage, Passport, check_passport, join, recorded
+
+TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
 
 
 def passport_of(
@@ -52,3 +60,134 @@ def lineage_of(*readers: Dataset, passports: Sequence[Passport] = ()) -> Lineage
 def metas_of(reader: Dataset) -> list[Meta]:
     """The metadata of a data set, and of each of its files where there are several."""
     return [reader.meta, *(shard.meta for shard in reader.shards if len(reader.shards) > 1)]
+
+
+def training_images(checkpoint: Checkpoint) -> tuple[Dataset | None, str]:
+    """The images that a checkpoint's model was trained on, a GAN's second real set; or None and the reason."""
+    path = checkpoint["config"].get("data", {}).get("path")
+    if not path:
+        return None, "the run's config names no data.path to be the second real set"
+    try:
+        return dataset_for_model(path, checkpoint), ""
+    except UserError as error:
+        return None, f"the training images cannot be the second real set: {error}"
+
+
+def leaks(reader: Dataset, train: Dataset | None) -> dict[str, str]:
+    """A note under the key `leaks` where test images are among the training images, pixel for pixel; else none.
+
+    Files of other sizes or channels cannot be compared, nor files without signatures.
+    """
+    count = 0 if train is None else overlap(reader, train)
+    if train is None or not count:
+        return {}
+    text = (
+        f"{count} of {len(reader)} test images are training images as well, so the figures flatter: see "
+        f"python -m data.duplicates {train.path} {reader.path}"
+    )
+    return {"leaks": text}
+
+
+def overlap(reader: Dataset, train: Dataset) -> int:
+    """How many of `reader`'s images are in `train`, pixel for pixel; 0 where the files cannot be compared."""
+    try:
+        return int(np.isin(reader.signatures()["digest"], train.signatures()["digest"]).sum())
+    except UserError:
+        return 0
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The run that a checkpoint file belongs to; for a file outside a run the folder that it lies in."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
+
+
+def load_judge(
+    run: str,  # folder or file
+    checkpoint: Checkpoint,  # of the generator
+    names: list[str],  # of its classes
+    device: torch.device,
+    reader: Dataset | None,  # the test images; None: there are none
+    *,
+    option: str = "--classifier",  # that named it
+    guide: str | None = None,  # folder or file of a classifier whose gradients or answers edits were found with
+) -> Classifier:
+    """The classifier that names the samples.
+
+    Raises UserError if it helped to train the generator or to find edits, was trained on samples of any generator, has
+    seen the test images, or knows other classes. What it is and has seen is known by fingerprints and hashes, wherever
+    files lie; a guide also by its run, whose other checkpoints are too near to it.
+    """
+    file = resolve(run)
+    judge = load(file)
+    classifier = classifier_from(judge, device)
+    helper = (checkpoint["config"].get("loss") or {}).get("classifier")
+    taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
+    if taught or fingerprint(classifier) in checkpoint.get("teachers", []):
+        raise UserError(f"{option} {run} supplied a loss to this generator, so it cannot judge it; give another")
+    if guide is not None and _same(file, classifier, resolve(guide)):
+        raise UserError(
+            f"{option} {run} is the classifier that the edits were found with; give one of another training"
+        )
+    if told := unfit(judge, reader):
+        raise UserError(f"{option} {run} {told}")
+    if names:
+        require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
+    return classifier
+
+
+def _same(file: Path, classifier: Classifier, other: Path) -> bool:
+    """Whether two checkpoints of classifiers are of one run, or have the same weights."""
+    if run_folder(file).resolve() == run_folder(other).resolve() and file.parent.name == "checkpoints":
+        return True
+    return fingerprint(classifier) == fingerprint(classifier_from(load(other)))
+
+
+def unfit(judge: Checkpoint, reader: Dataset | None) -> str:
+    """Why a classifier cannot judge samples beside these test images, and the remedy; empty if it can.
+
+    Neither it nor the weights it started from may have been trained on samples, or on the test images: on a file of
+    the same content or source, or on one they were drawn from. Where the file it was trained on is at hand, no more
+    than `TOLERATED` of the test images may be in it, pixel for pixel. Without test images that is not asked.
+    """
+    lineage = recorded(judge)
+    if lineage["synthetic"]:
+        whose = ", ".join(dict.fromkeys(passport["generator"] for passport in lineage["synthetic"]))
+        return (
+            f"was trained on samples (of {whose[:200]}), so it would recognise them too well; give one that has seen "
+            "real images only"
+        )
+    if reader is None:
+        return ""
+    if not set(lineage["trained_on"]).isdisjoint(identities(reader)):
+        return f"was trained on the test images {reader.path}; give one that was not, or other images with --data"
+    share = shared(judge, reader)
+    if share > TOLERATED:
+        return (
+            f"was trained on {share:.1%} of the test images {reader.path} (pixel for pixel; {TOLERATED:.0%} are "
+            "tolerated); give one that was not, or other images with --data"
+        )
+    return ""
+
+
+def identities(reader: Dataset) -> set[str]:
+    """What test images are known by: hashes of content and source, of every file, and of the set it was drawn from."""
+    metas = metas_of(reader)
+    known = [text for meta in metas for text in (meta.content_hash, meta.fingerprint, (meta.split or {}).get("whole"))]
+    return {text for text in known if text}
+
+
+def shared(judge: Checkpoint, reader: Dataset) -> float:
+    """The share of the test images that are in the file a classifier was trained on, pixel for pixel; 0 if that is not
+    at hand, is another one by now, or holds images of other sizes or channels.
+    """
+    path = (judge["config"].get("data") or {}).get("path")
+    content = (judge.get("data") or {}).get("content_hash")
+    if not path or not content:
+        return 0.0
+    try:
+        with dataset_for_model(path, judge) as trained:
+            if trained.meta.content_hash != content:
+                return 0.0
+            return overlap(reader, trained) / len(reader)
+    except UserError:
+        return 0.0

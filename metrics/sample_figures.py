@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from metrics.bootstrap import normal_interval
-from metrics.clipped import clipped_coverage, clipped_density
-from metrics.density_coverage import coverage, density
-from metrics.frechet_variance import frechet_with_variance
-from metrics.intra_class import intra_class_frechet
-from metrics.neighbours import K_DENSITY, neighbourhoods
-from metrics.precision_recall import precision, recall
+from metrics.intervals import normal_interval
+from metrics.samples.clipped import clipped_coverage, clipped_density
+from metrics.samples.density_coverage import coverage, density
+from metrics.samples.frechet_variance import frechet_with_variance
+from metrics.samples.intra_class import intra_class_frechet
+from metrics.samples.neighbours import K_DENSITY, neighbourhoods
+from metrics.samples.precision_recall import precision, recall
 
 NEIGHBOURS = ("precision", "recall", "density", "coverage", "clipped_density", "clipped_coverage")
 HEADLINE = (  # of the first extractor, repeated at the top of an evaluation's document

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
 from planning.plan import Plan, Speed, Survey, Training
 from utils.text import duration
 

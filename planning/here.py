@@ -35,7 +35,7 @@ class Here:
 
     def __init__(self, folder: Path, weights: str | None, *, tuning: bool) -> None:
         """Args: `folder` for files of noise; `weights` as given by the user; `tuning`: whether they may be used."""
-        from metrics.extractors import find_weights
+        from metrics.features.extractors import find_weights
 
         self.folder, self.cores = folder, cores()
         self.features_file = find_weights(None)
@@ -98,7 +98,7 @@ def _told(speed: Speed) -> str:
 def _features_per_second(file: Path, side: int) -> float:
     import torch
 
-    from metrics.extractors import ResNet50Features
+    from metrics.features.extractors import ResNet50Features
 
     extractor = ResNet50Features(file)
     images = torch.zeros(16, 3, side, side, dtype=torch.uint8)
@@ -111,10 +111,10 @@ def _features_per_second(file: Path, side: int) -> float:
 def weights_at_hand(given: str | None) -> tuple[str, str, bool] | None:
     """ImageNet weights for fine-tuning that need no download: file, name of its network, whether it strides as He's.
 
-    The given file, else what `metrics.extractors.find_weights` finds, else torchvision's own in torch's cache. Raises
-    UserError for a given file that is no known network's.
+    The given file, else what `metrics.features.extractors.find_weights` finds, else torchvision's own in torch's
+    cache. Raises UserError for a given file that is no known network's.
     """
-    from metrics.extractors import find_weights
+    from metrics.features.extractors import find_weights
     from models.weights import published_at_hand, read_state_dict
 
     file = find_weights(given) or published_at_hand("resnet50")

@@ -21,10 +21,10 @@ from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
 from data.records import add_image
 from inference.samples import with_styles
-from metrics.extractors import classifier_input
+from metrics.features.extractors import classifier_input
+from metrics.features.precision import device_of, evaluating, full_float32
 from metrics.lineage import passport_of
-from metrics.memorisation import nearest
-from metrics.precision import device_of, evaluating, full_float32
+from metrics.samples.memorisation import nearest
 from models.classifier import Classifier
 from models.restore import generator_from
 from models.sampling import draw, generate

@@ -12,8 +12,8 @@ import torch
 from data.reading.dataset import Dataset
 from inference.pseudo_labels import write_labelled
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import Options, build
-from metrics.judge import load_judge
+from metrics.features.extractors import Options, build
+from metrics.lineage import load_judge
 from models.restore import classifier_from, generator_from
 from models.sampling import generate
 from reporting.figures import plain

@@ -14,7 +14,7 @@ Lineage = dict[str, Any]
 
 check_passport = record(
     {
-        "generator": text,  # fingerprint of its weights (metrics.extractors.fingerprint)
+        "generator": text,  # fingerprint of its weights (metrics.features.extractors.fingerprint)
         "step": whole(),  # of its checkpoint
         "seed": whole(-(2**63)),  # of the draws
         "truncation_psi": number(),

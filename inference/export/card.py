@@ -10,7 +10,7 @@ import yaml
 
 from data.images import RESIZE_FILTERS, trained_mode
 from inference.export.weights_file import contents, interface
-from metrics.judge import run_folder
+from metrics.lineage import run_folder
 from models.classifier import ModelConfig
 from models.registry import DEFAULT
 from utils import bounded

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
-from metrics.extractors import classifier_input
+from metrics.features.extractors import classifier_input
 from models.classifier import Classifier
 from models.fast import fold_batchnorm
 from models.gan import ImageGenerator

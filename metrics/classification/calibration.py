@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from metrics.evaluate_classifier import BINS, bin_of
-from metrics.evidence import influence_interval
+from metrics.intervals import influence_interval
 from utils.seeding import numpy_generator
 
 COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for

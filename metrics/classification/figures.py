@@ -15,7 +15,7 @@ from metrics.classification.calibration import calibration_error, judged_tempera
 from metrics.classification.corruptions import CORRUPTIONS
 from metrics.classification.ranking import Ranking
 from metrics.evaluate_classifier import TOP
-from metrics.evidence import balanced_interval, influence_interval, interval_of, wilson
+from metrics.intervals import balanced_interval, influence_interval, interval_of, wilson
 
 MEASURES = ("auroc", "average_precision")
 PAIRS = 10  # most confused pairs of classes that are named

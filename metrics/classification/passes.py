@@ -1,6 +1,6 @@
 """Passes of a classifier over images: logits in the file's order, and hits under every corruption.
 
-The ranks share them chunk by chunk, see `metrics.shards`; rank 0 gets the results.
+The ranks share them chunk by chunk, see `metrics.features.passes`; rank 0 gets the results.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,9 +12,9 @@ from torch import Tensor
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
-from metrics.extractors import classifier_input
-from metrics.precision import device_of, evaluating, full_float32
-from metrics.shards import chunk_size, shared_pass
+from metrics.features.extractors import classifier_input
+from metrics.features.passes import chunk_size, shared_pass
+from metrics.features.precision import device_of, evaluating, full_float32
 from models.classifier import Classifier
 from utils.distributed import collectives
 from utils.errors import UserError

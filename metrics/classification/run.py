@@ -14,8 +14,9 @@ from metrics.classification.figures import further_figures, outliers, robustness
 from metrics.classification.passes import corrupted_hits, outlier_logits
 from metrics.comparison.predictions import keep_predictions
 from metrics.evaluate_classifier import evaluate_classifier
-from metrics.evidence import few_images, leaks, training_images
 from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
+from metrics.intervals import few_images
+from metrics.lineage import leaks, training_images
 from models.fast import faster
 from models.restore import classifier_from
 from utils.checkpoint import Checkpoint

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metrics.evidence import NORMAL
+from metrics.intervals import NORMAL
 
 ROUNDS = 100  # of a bisection
 
@@ -62,7 +62,7 @@ def _root(falling: Callable[[float], float], value: float, low: float, high: flo
 def paired_figures(value: float, first: np.ndarray, second: np.ndarray) -> Difference:
     """The difference `value` of two figures of the same images, from each image's influence on both, [n].
 
-    The standard error is of the infinitesimal jackknife, see `metrics.evidence.influence_interval`; for the AUROC this
+    The standard error is of the infinitesimal jackknife, see `metrics.intervals.influence_interval`; for the AUROC this
     is DeLong's paired test (1988), for a mean the paired normal test.
     """
     error = float(np.sqrt(np.square(second - first).sum())) / len(first)

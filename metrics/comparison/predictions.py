@@ -28,7 +28,7 @@ COLUMNS = {
     "prediction": np.int64,  # the most likely class
     "confidence": np.float64,  # its probability
     "loss": np.float64,  # -log of the true class's probability
-    "auroc": np.float64,  # the image's influence on the document's figure of this name, see `metrics.evidence`
+    "auroc": np.float64,  # the image's influence on the document's figure of this name, see `metrics.intervals`
     "average_precision": np.float64,
     "ece": np.float64,
 }

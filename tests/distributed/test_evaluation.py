@@ -16,8 +16,8 @@ import yaml
 from data.reading.dataset import Dataset
 from metrics.evaluate_classifier import evaluate_classifier
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import ClassifierFeatures, PixelFeatures
-from metrics.features import RealFeatures
+from metrics.features.extractors import ClassifierFeatures, PixelFeatures
+from metrics.features.sets import RealFeatures
 from models.restore import classifier_from, generator_from
 from tests.distributed import worker
 from tests.end_to_end.helpers import rows

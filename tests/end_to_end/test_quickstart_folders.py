@@ -36,7 +36,7 @@ def fast(monkeypatch):
     monkeypatch.setattr(quickstart, "call", in_process)
     monkeypatch.setenv("DUET_PRECISION", "fp32")
     monkeypatch.setenv("DUET_WEIGHTS", "")
-    monkeypatch.setattr("metrics.extractors.PLACES", ())
+    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
 
 
 def draw(file: Path, seed: int) -> None:

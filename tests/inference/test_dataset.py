@@ -4,7 +4,7 @@ import pytest
 from data.reading.dataset import Dataset
 from inference import dataset
 from inference.dataset import provenance, write_dataset
-from metrics.extractors import fingerprint
+from metrics.features.extractors import fingerprint
 from models.restore import generator_from
 from tests.inference.conftest import sampler_of, styled, without_w
 from training.base.config import DataConfig

@@ -15,7 +15,7 @@ from data.reading.dataset import Dataset
 from inference.export.formats import FORMATS, import_extra
 from inference.export.subject import SAMPLES, classifier_subject, generator_subject
 from inference.predictions import predict
-from metrics.extractors import classifier_input
+from metrics.features.extractors import classifier_input
 from models.restore import classifier_from
 from models.sampling import draw
 from tests.inference.conftest import gan_run, styled

@@ -15,7 +15,7 @@ import predict
 from benchmarks import edit as benchmark
 from inference.editing import Editor
 from inference.settings import EditConfig
-from metrics.judge import load_judge
+from metrics.lineage import load_judge
 from models.classifier import Classifier, ModelConfig
 from models.restore import classifier_from
 from tests.inference.conftest import DCGAN, gan_run, sampler_of, styled, without_w

@@ -113,7 +113,7 @@ def train_reader(files):
 @pytest.fixture
 def no_weights(monkeypatch):
     """No ResNet-50 weights are found on this machine."""
-    monkeypatch.setattr("metrics.extractors.PLACES", ())
+    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
     monkeypatch.delenv("DUET_WEIGHTS", raising=False)
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from metrics import bootstrap as module
-from metrics.bootstrap import bootstrap, bootstrap_interval, normal_interval, percentile_interval, resamples
+from metrics.bootstrap import bootstrap, bootstrap_interval, percentile_interval, resamples
+from metrics.intervals import normal_interval
 
 
 def mean_of(values):

@@ -11,8 +11,8 @@ from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
 from metrics import evaluate_gan
-from metrics.audit import LEVEL, audit_table, verdict
 from metrics.evaluate_audit import Partners, audit_scores, choose_sides
+from metrics.samples.membership_inference import LEVEL, audit_table, verdict
 from models.restore import discriminator_from, generator_from
 from models.stylegan2 import Discriminator, DiscriminatorConfig
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from data.reading.dataset import Dataset
-from metrics.class_score import class_score
-from metrics.copies import neighbour_images
-from metrics.diversity import diversity_ratio
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import ClassifierFeatures, PixelFeatures, extract
-from metrics.features import RealFeatures, feature_sets, select
-from metrics.frechet import Moments, frechet_distance
-from metrics.kernel import kernel_distance
-from metrics.memorisation import RealSet, memorisation
+from metrics.features.extractors import ClassifierFeatures, PixelFeatures, extract
+from metrics.features.sets import RealFeatures, feature_sets, select
 from metrics.sample_figures import HEADLINE, NEIGHBOURS, sample_figures
+from metrics.samples.class_score import class_score
+from metrics.samples.copies import neighbour_images
+from metrics.samples.diversity import diversity_ratio
+from metrics.samples.frechet import Moments, frechet_distance
+from metrics.samples.kernel import kernel_distance
+from metrics.samples.memorisation import RealSet, memorisation
 from models.classifier import Classifier, ModelConfig
 from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from

@@ -18,7 +18,7 @@ from data.reading.dataset import Dataset
 from inference.predictions import predict as predict_files
 from metrics.comparison.predictions import load_predictions
 from metrics.evaluate_gan import judge_images
-from metrics.extractors import fingerprint
+from metrics.features.extractors import fingerprint
 from models.restore import classifier_from
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack, read_json
 from utils.checkpoint import load, resolve

@@ -19,7 +19,7 @@ from utils.script import run_cli
 @pytest.fixture
 def nothing_at_hand(monkeypatch, tmp_path):
     monkeypatch.delenv("DUET_WEIGHTS", raising=False)
-    monkeypatch.setattr("metrics.extractors.PLACES", ())
+    monkeypatch.setattr("metrics.features.extractors.PLACES", ())
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
 
 

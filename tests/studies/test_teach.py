@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import study as script
-from metrics.extractors import fingerprint
+from metrics.features.extractors import fingerprint
 from models.restore import classifier_from
 from studies.config import tokens
 from studies.parts import TEST, part

@@ -9,9 +9,9 @@ import torch
 
 from data.lmdb.format import Meta
 from data.reading.sampler import SampleKeys
-from metrics.extractors import fingerprint
+from metrics.features.extractors import fingerprint
+from metrics.features.precision import full_float32
 from metrics.lineage import passport_of
-from metrics.precision import full_float32
 from models.restore import generator_from
 from models.sampling import generate
 from utils.checkpoint import load, resolve

@@ -47,7 +47,7 @@ class WatchConfig(Checked, section="watch"):
     diversity_fall: InnerShare = 0.6  # ratio over its best that counts as falling, if distances are worse too
     ada: tuple[float, float] = (0.98, 0.9)  # augmentation probability that has nowhere to go
     norm_factor: AboveOne = 10.0  # change of a gradient norm against its own long mean
-    memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.memorisation
+    memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.samples.memorisation
 
     def __post_init__(self) -> None:
         super().__post_init__()

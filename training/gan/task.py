@@ -11,10 +11,10 @@ from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, read_batch
 from metrics.evaluate_gan import evaluate_generator
-from metrics.extractors import Options, build, fingerprint
-from metrics.features import RealFeatures
-from metrics.precision import evaluating
-from metrics.shards import shared_pass
+from metrics.features.extractors import Options, build, fingerprint
+from metrics.features.passes import shared_pass
+from metrics.features.precision import evaluating
+from metrics.features.sets import RealFeatures
 from models.classifier import Classifier
 from models.gan import StageGenerator
 from models.registry import architecture_of

@@ -13,7 +13,7 @@ from metrics.classification.calibration import (
     judged_temperature,
     negative_log_likelihood,
 )
-from tests.metrics.test_classification import answers, figures_of
+from tests.metrics.classification.test_counts import answers, figures_of
 
 
 def sharpened(factor, *, n=2000, seed=0):

@@ -7,8 +7,8 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, lo
 
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from metrics.classification.figures import confused_pairs, further_figures, outliers, rankings, robustness
-from metrics.evidence import wilson
-from tests.metrics.test_classification import answers, figures_of
+from metrics.intervals import wilson
+from tests.metrics.classification.test_counts import answers, figures_of
 
 
 def further(logits, labels, seed=0):

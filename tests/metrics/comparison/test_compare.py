@@ -9,8 +9,8 @@ import evaluate
 from metrics.classification.figures import further_figures
 from metrics.comparison.compare import compare, comparison_table
 from metrics.comparison.predictions import save_predictions
+from tests.metrics.classification.test_counts import answers, figures_of
 from tests.metrics.conftest import classifier_run, gan_run, read_json
-from tests.metrics.test_classification import answers, figures_of
 from tests.metrics.test_scripts import call, refused
 from utils.errors import UserError
 

@@ -14,7 +14,7 @@ from metrics.comparison.paired import (
     paired_shares,
     tango,
 )
-from metrics.evidence import wilson
+from metrics.intervals import wilson
 
 
 def pair(gained, lost, both=10, neither=10):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from data.reading.dataset import Dataset
-from metrics.extractors import fingerprint
-from metrics.judge import unfit
+from metrics.features.extractors import fingerprint
+from metrics.lineage import unfit
 from models.restore import classifier_from, generator_from
 from tests.end_to_end.helpers import differing, state_of, train_in_process, write_config
 from utils.checkpoint import load, resolve

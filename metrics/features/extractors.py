@@ -1,0 +1,253 @@
+"""Named feature extractors: images in, feature vectors out. The name is given with every figure."""
+
+import hashlib
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from data.augment.transforms import to_float
+from metrics.features.precision import device_of, evaluating, full_float32
+from models.backbones.base import normalize
+from models.backbones.torchvision import RESNET
+from models.classifier import Classifier, fit_images
+from models.weights import fitted, read_state_dict
+from utils import bounded
+from utils.config.cli import did_you_mean
+from utils.errors import UserError
+
+
+class Extractor(Protocol):
+    """A deterministic function of images: uint8 [n, C, H, W] on any device -> float32 [n, dim]."""
+
+    name: str  # which figures carry, e.g. `resnet50`
+    dim: int  # number of features
+    source: str  # where its weights come from; empty if it has none
+    device: torch.device  # where it computes
+
+    def __call__(self, images: Tensor) -> Tensor: ...
+
+
+class PixelFeatures:
+    """Images averaged down to 8x8 pixels, in [0, 1]: no weights and no time, for quick looks during training only."""
+
+    name = "pixels"
+    source = ""
+    device = torch.device("cpu")
+
+    def __init__(self, channels: int) -> None:
+        self.dim = channels * 64
+
+    def __call__(self, images: Tensor) -> Tensor:
+        inputs = images.to(self.device, torch.float32) / 255
+        return F.adaptive_avg_pool2d(inputs, 8).flatten(1)
+
+
+class ClassifierFeatures:
+    """Pooled features of one of our classifiers, before its head."""
+
+    def __init__(self, classifier: Classifier, *, name: str) -> None:
+        """Args: `classifier` a `models` Classifier whose weights stay as they are; `name` as in `classifier:runs/x`."""
+        self.name = name
+        self.source = fingerprint(classifier)
+        self.device = device_of(classifier)
+        self.lineage = classifier.lineage  # what its weights have seen
+        self._classifier = classifier
+        self.dim = classifier.feature_dim
+
+    def __call__(self, images: Tensor) -> Tensor:
+        with evaluating(self._classifier):
+            return self._classifier.features(classifier_input(self._classifier, images)).float()
+
+
+def fingerprint(module: nn.Module) -> str:
+    """A short hash of a module's weights: two modules with one fingerprint give the same features."""
+    digest = hashlib.sha256()
+    for key, value in module.state_dict().items():
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return f"sha256:{digest.hexdigest()[:12]}"
+
+
+def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
+    """Images uint8 [n, C, H, W] as the classifier wants them: its size, its channels, [-1, 1], on its device; see
+    `fit_images`.
+    """
+    inputs = to_float(images.to(device_of(classifier)))
+    return fit_images(inputs, classifier.resolution, classifier.channels)
+
+
+FILE_NAME = "resnet50-imagenet.safetensors"
+CHECKOUT = Path(__file__).resolve().parents[2]
+PLACES = (CHECKOUT / "weights" / FILE_NAME, CHECKOUT.parent / "shared" / "weights" / FILE_NAME)
+
+
+def find_weights(given: str | Path | None = None) -> Path | None:
+    """The weights file: the given one, else $DUET_WEIGHTS, else one in `weights/` or `../shared/weights/`, else None.
+
+    Raises UserError where the given file, or the one that the variable names, is not there.
+    """
+    for source, name in (("--weights", given), ("$DUET_WEIGHTS", os.environ.get("DUET_WEIGHTS"))):
+        if name:
+            if not Path(name).is_file():
+                raise UserError(f"{source} {name}: no such file; give {FILE_NAME} or another ResNet-50 state dict")
+            return Path(name)
+    return next((place for place in PLACES if place.is_file()), None)
+
+
+HOW_TO_GET = (
+    f"put {FILE_NAME} into weights/, or give one with --weights (torchvision's will do: "
+    "torchvision.models.ResNet50_Weights.IMAGENET1K_V1.url has its address)"
+)
+
+
+def needed_weights(given: str | Path | None, why: str, instead: str = "") -> Path:
+    """`find_weights`, or UserError that says why they are needed and what to do."""
+    path = find_weights(given)
+    if path is None:
+        raise UserError(f"{why}: {HOW_TO_GET}{instead}")
+    return path
+
+
+class ResNet50Features:
+    """2048 pooled features of an ImageNet ResNet-50, float32. Calling it: uint8 [n, C, H, W] -> float32 [n, 2048].
+
+    Images up to 64 px are scaled to 64 px, larger ones to 224 px, bilinearly; grey is repeated to three channels.
+    """
+
+    name = "resnet50"
+    dim = 2048
+
+    def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
+        path = needed_weights(weights, "extractor resnet50 needs a weights file")
+        self.device = torch.device(device)
+        self.source = f"{path.name} sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
+        self._network = load_resnet50(path).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def __call__(self, images: Tensor) -> Tensor:
+        inputs = images.to(self.device, torch.float32) / 255  # [n, C, H, W] in [0, 1]
+        side = 64 if max(inputs.shape[-2:]) <= 64 else 224
+        if inputs.shape[-2:] != (side, side):
+            # antialias matters only when shrinking; without it a large image would lose detail by aliasing
+            inputs = F.interpolate(inputs, size=(side, side), mode="bilinear", align_corners=False, antialias=True)
+        inputs = normalize(inputs)
+        with torch.no_grad():
+            return self._network(inputs.contiguous(memory_format=torch.channels_last))
+
+
+def load_resnet50(path: Path) -> nn.Module:
+    """A ResNet-50 without its head, float32, in evaluation mode, with the weights of a `.safetensors` or `.pth` file.
+
+    The file has torchvision's parameter names. A safetensors file whose metadata says `stride: conv1 ...` is He's
+    original network; every other file is taken for torchvision's, whose stride of 2 sits in `conv2`. Raises UserError
+    where the file cannot be read, or a key or a shape is not ResNet-50's.
+    """
+    state, metadata = read_state_dict(path)
+    he_strides = metadata.get("stride", "").startswith("conv1")
+    with torch.device("meta"):  # no time is spent on an initialisation that is overwritten
+        network = RESNET.build("resnet50", he_strides=he_strides)
+    state = fitted(state, network.state_dict(), path, "resnet50")
+    network.load_state_dict(state, assign=True)
+    network.set_submodule(RESNET.head, nn.Identity())  # the pooled features are the output
+    return network.eval().requires_grad_(False)
+
+
+class InceptionFeatures:
+    """2048 pooled features of the Inception network that published FID figures use, through torch-fidelity.
+
+    It does its own scaling to 299 px, bit for bit as the TensorFlow original.
+    """
+
+    name = "inception"
+    dim = 2048
+
+    def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
+        try:
+            library = importlib.import_module("torch_fidelity.feature_extractor_inceptionv3")
+        except ImportError as error:
+            raise UserError("extractor inception needs torch-fidelity; `pip install torch-fidelity`") from error
+        self.device = torch.device(device)
+        self.source = Path(weights).name if weights else "torch-fidelity's download"
+        if weights:
+            read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
+        path = str(weights) if weights else None
+        try:
+            network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
+        except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), or not Inception's state dict
+            raise UserError(
+                f"Inception's weights could not be downloaded ({str(error).splitlines()[0]}); give torch-fidelity's "
+                "weights-inception-2015-12-05-6726825d.pth with --weights, or take --extractor resnet50"
+            ) from error
+        self._network = network.to(self.device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        inputs = images.to(self.device)
+        with torch.no_grad():
+            return self._network(inputs.expand(-1, 3, -1, -1))[0].float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the builders of extractors may use."""
+
+    device: torch.device
+    channels: int  # of the images: 1 or 3
+    weights: str | Path | None = None  # a weights file, for the extractors that read one
+    classifier: str | None = None  # run or file that a bare `classifier` means
+    load_classifier: Callable[[str], Classifier] | None = None  # run or file -> classifier on the device
+
+
+def _build_classifier(argument: str, options: Options) -> Extractor:
+    run = argument or options.classifier
+    if not run or options.load_classifier is None:
+        raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
+    return ClassifierFeatures(options.load_classifier(run), name=f"classifier:{run}")
+
+
+BUILDERS: dict[str, Callable[[str, Options], Extractor]] = {
+    "classifier": _build_classifier,
+    "resnet50": lambda _, options: ResNet50Features(options.weights, device=options.device),
+    "inception": lambda _, options: InceptionFeatures(options.weights, device=options.device),
+    "pixels": lambda _, options: PixelFeatures(options.channels),
+}
+WITH_WEIGHTS = ("resnet50", "inception")
+
+
+def build(specs: list[str], options: Options) -> list[Extractor]:
+    """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`.
+
+    Raises UserError for an unknown name (the near one is told), one that comes twice, a weights file that fits no or
+    two of them, and where something that the extractor needs is missing.
+    """
+    kinds = [spec.partition(":")[0] for spec in specs]
+    for spec, kind in zip(specs, kinds, strict=True):
+        if kind not in BUILDERS or (":" in spec and kind != "classifier"):
+            near = did_you_mean(kind, list(BUILDERS))
+            raise UserError(f"no extractor {spec!r}{near}; there are {', '.join(BUILDERS)}")
+    readers = [kind for kind in kinds if kind in WITH_WEIGHTS]
+    if options.weights and len(readers) != 1:
+        raise UserError(
+            f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}, but {' and '.join(readers) or 'none'} is "
+            "named; name one with --extractor"
+        )
+    built = [BUILDERS[kind](spec.partition(":")[2], options) for spec, kind in zip(specs, kinds, strict=True)]
+    names = [extractor.name for extractor in built]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"extractor {name} is named twice; name it once")
+    return built
+
+
+def extract(extractor: Extractor, images: Tensor) -> Tensor:
+    """Features float32 [n, dim] on the CPU, computed in full float32. UserError if one is not finite."""
+    with full_float32(extractor.device):
+        features = extractor(images).cpu()
+    if not torch.isfinite(features).all():
+        raise UserError(f"extractor {extractor.name} gives features that are not finite; its weights are broken")
+    return features

@@ -1,0 +1,115 @@
+"""The search for copies of training images among a generator's samples, as a part of its evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.reading.dataset import Dataset
+from metrics.features.extractors import ClassifierFeatures, Extractor, PixelFeatures
+from metrics.features.precision import full_float32
+from metrics.features.sets import FeatureSet, RealFeatures, Selection, select
+from metrics.samples.memorisation import RealSet, memorisation
+from models.gan import ImageGenerator
+from models.sampling import generate
+
+PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
+
+
+def search_place(extractors: Sequence[Extractor], channels: int) -> Extractor:
+    """The extractor in whose space copies are searched: the first that was not trained on the training images.
+
+    To a classifier that was, they are all too familiar, and samples would seem nearer to them than to held-out images
+    without being copies. Where there is no other extractor, pixels serve.
+    """
+    return next((each for each in extractors if not isinstance(each, ClassifierFeatures)), PixelFeatures(channels))
+
+
+def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) -> Selection:
+    """The draw of training images: the first n of it, which make the floor, are the same for any `searched`."""
+    count = max(n, min(searched, len(labels)))
+    return replace(select(labels, n=count, seed=seed, role="train"), n=n, key=f"train {seed} {n} of {count}")
+
+
+@dataclass(frozen=True)
+class TrainingSets:
+    """Features of training images: n for the floors, more of them if copies are searched."""
+
+    reader: Dataset
+    side: Selection  # of all that are searched
+    place: Extractor | None  # the space in which copies are searched
+    sets: dict[str, FeatureSet]  # by the extractor's name
+
+    def of(self, space: Extractor) -> FeatureSet:
+        """The features under one extractor; the first n are those of the floor."""
+        return self.sets[space.name]
+
+
+def training_sets(
+    reader: Dataset, side: Selection, real: RealFeatures, *, floors: Sequence[Extractor], place: Extractor | None
+) -> TrainingSets:
+    """The features that `floors` and the search in `place` (None: no search) need. All ranks must call this."""
+    n, sets = side.n, {}
+    for space in dict.fromkeys([*floors, *([] if place is None else [place])]):
+        drawn = side
+        if space is not place:
+            drawn = replace(side, indices=side.indices[:n], labels=side.labels[:n], key=f"{side.key}, the first {n}")
+        (sets[space.name],) = real.get(reader, drawn, [space])
+    return TrainingSets(reader, side, place, sets)
+
+
+def search_copies(
+    train: TrainingSets,
+    samples: FeatureSet,
+    held_out: FeatureSet,
+    reader: Dataset,  # of the held-out images
+    side: Selection,  # the draw of them, whose labels the samples were asked for
+) -> dict[str, Any]:
+    """The figures of `metrics.samples.memorisation.memorisation` for the first n samples and held-out images.
+
+    With `extractor` and `weights`, and two lists of {`sample` (its index), `label`, `train` (record of the nearest
+    training image), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
+    """
+    assert train.place is not None
+    features, classes = train.of(train.place).features, reader.classes
+    if classes and classes == train.reader.classes:
+        draws = ((reader, side), (train.reader, train.side))
+        labels = [torch.from_numpy(file.labels()[draw.indices]).long() for file, draw in draws]
+    else:
+        labels = [torch.zeros(len(s.indices), dtype=torch.int64) for s in (side, train.side)]
+    real = RealSet(held_out.counted, labels[0][: held_out.n])
+    figures, neighbours = memorisation(samples.counted, RealSet(features, labels[1]), real)
+    order = neighbours.distances.sort(stable=True).indices
+    records = train.side.indices[neighbours.indices.numpy()]
+    pairs = [
+        {"sample": i, "label": int(side.labels[i]), "train": int(records[i]), "distance": float(distance)}
+        for i, distance in enumerate(neighbours.distances)
+    ]
+    lists = {"closest": [pairs[i] for i in order[:PAIRS].tolist()], "first": pairs[:PAIRS]}
+    return {"extractor": train.place.name, "weights": train.place.source, **figures, **lists}
+
+
+def neighbour_images(
+    generator: ImageGenerator, train: Dataset, found: dict[str, Any], *, seed: int
+) -> tuple[list[Tensor], list[str]]:
+    """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
+
+    The samples are drawn again: sample i depends on the seed, i and its label alone.
+    """
+    pairs = [*found["closest"], *found["first"]]
+    labels = torch.tensor([pair["label"] for pair in pairs]) if generator.classes else None
+    device = next(generator.parameters()).device
+    with full_float32(device):
+        samples = generate(generator, labels=labels, indices=[pair["sample"] for pair in pairs], seed=seed)
+    real = torch.cat([torch.from_numpy(train.read(np.array([pair["train"]]))[0]) for pair in pairs])
+    gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
+    usual = found["usual_distance"]
+    captions = [
+        f"sample {pair['sample']} | record {pair['train']}\n"
+        + (f"{pair['distance'] / usual:.2f} of the usual distance" if usual else f"distance {pair['distance']:.3g}")
+        for pair in pairs
+    ]
+    return list(torch.cat([samples, gap, real], dim=-1)), captions

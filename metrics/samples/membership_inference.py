@@ -1,0 +1,227 @@
+"""Membership inference: can who has a score tell images that were trained on from images that were held out?
+
+A score is higher for images that look more like members: the discriminator's logit (LOGAN, 1705.07663), or minus the
+distance to the nearest sample (GAN-Leaks, 1909.03935). Two questions are asked of it, because each can be answered
+wrongly alone: whether members score higher on the whole (the area under the ROC curve), and whether they crowd the very
+top, where a few copied images show that the whole would hide (2112.03570 advises to look there).
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from metrics.intervals import NORMAL, wilson
+from metrics.samples.memorisation import QUERY_BLOCK, mann_whitney
+from utils.text import columns, decimal
+
+LEVEL = 0.01  # of significance of an audit: one that finds nothing is accused once in a hundred
+TOPS = (0.0, 0.001, 0.01, 0.1)  # shares of the held-out images that are let above a threshold; 0: a single one
+ENOUGH = 0.95  # of the planted copies' tries that must be found for "nothing was found" to mean something
+SHARES = (0.01, 0.02, 0.05)  # of the samples that are copies, in the test of the audit itself
+NOT_SHOWN = [
+    "differential privacy, or any bound on what could be learnt",
+    "safety from other attacks: only these two were made, with these features and samples",
+    "that no single image is at risk: averages and tops of many were looked at",
+    "that no part of an image, a face or a text, was copied into another scene",
+    "anything of training images that were not searched",
+]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What one score tells."""
+
+    auc: float  # P(a member scores higher than a held-out image), equal ones count half; 0.5 is chance
+    interval: list[float]  # at 95 %
+    p_value: float  # of so high an AUC, or so many members at the top, by chance
+    top: dict[str, float]  # share of held-out images above a threshold -> share of members above it
+    members: int
+    held_out: int
+
+    def document(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+
+def attack(members: Tensor, held_out: Tensor) -> Attack:
+    """How well scores [m] and [n] tell members from held-out images, both drawn from one distribution.
+
+    `p_value` is Bonferroni's over the tests of the AUC and of the tops. Raises ValueError for an empty side.
+    """
+    if not len(members) or not len(held_out):
+        raise ValueError("an attack needs members and held-out images")
+    members, held_out = members.double(), held_out.double()
+    ranks = [max(1, int(share * len(held_out))) for share in TOPS]
+    z = mann_whitney(members, held_out)
+    chances = [math.erfc(z / math.sqrt(2)) / 2, *(crowding(members, held_out, rank) for rank in sorted(set(ranks)))]
+    ordered = held_out.sort(descending=True).values
+    top = {f"{rank / len(held_out):.4g}": float((members > ordered[rank - 1]).double().mean()) for rank in ranks[1:]}
+    found = auc(members, held_out)
+    p_value = min(1.0, len(chances) * min(chances))
+    return Attack(found, interval(members, held_out), p_value, top, len(members), len(held_out))
+
+
+def auc(members: Tensor, held_out: Tensor) -> float:
+    """The area under the ROC curve from scores [m] and [n]: by ranks, equal scores count half."""
+    m, n = len(members), len(held_out)
+    return (_ranks(torch.cat([members, held_out]))[:m].sum().item() - m * (m + 1) / 2) / (m * n)
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """From 1, float64; equal values share the mean of their ranks."""
+    _, places, counts = values.unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    return (ends - (counts - 1) / 2)[places]
+
+
+def interval(members: Tensor, held_out: Tensor) -> list[float]:
+    """The AUC's interval at 95 %, by DeLong, DeLong and Clarke-Pearson (1988).
+
+    An image's placement is the share of the other side that it is told from; the AUC is the mean of either side's, and
+    its variance the sum of the variances of both means. Where all are told apart that variance is 0: then Wilson's
+    interval of as many images as the smaller side has.
+    """
+    m, n = len(members), len(held_out)
+    together = _ranks(torch.cat([members, held_out]))
+    of_members = (together[:m] - _ranks(members)) / n
+    of_held_out = 1 - (together[m:] - _ranks(held_out)) / m
+    centre = float(of_members.mean())
+    variance = sum(float(part.var()) / len(part) for part in (of_members, of_held_out) if len(part) > 1)
+    if variance == 0:
+        least = min(m, n)
+        return wilson(round(centre * least), least) or [0.0, 1.0]
+    half = NORMAL * math.sqrt(variance)
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def crowding(members: Tensor, held_out: Tensor, rank: int) -> float:
+    """The chance of as many members above the `rank`-th highest held-out image, were all m + n images in random order.
+
+    Exact: k members or more are above it where fewer than `rank` of the first k + rank - 1 images are held-out ones,
+    whose number is hypergeometric. Equal scores count against the members.
+    """
+    from scipy.stats import hypergeom  # here: its import takes a second of every start
+
+    threshold = held_out.sort(descending=True).values[rank - 1]
+    above = int((members > threshold).sum())
+    return float(hypergeom.cdf(rank - 1, len(members) + len(held_out), len(held_out), above + rank - 1))
+
+
+def halves(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Two random halves of `count` places: the control, where there is nothing to find."""
+    order = torch.randperm(count, generator=generator)
+    return order[: count // 2], order[count // 2 :]
+
+
+def distances_with_copies(
+    real: Tensor,  # features [r, F] of members and held-out images
+    distances: Tensor,  # float64 [r] to the nearest sample
+    draws: Tensor,  # int64 [R, k]: which of the real images are planted among the samples, R times
+) -> Tensor:
+    """The distances [R, r] where k of the real images are added to the samples as they are. In blocks, in float64."""
+    pool, places = draws.unique(return_inverse=True)
+    centre = real[pool].double().mean(0)
+    planted = real[pool].double() - centre
+    norms, parts = planted.square().sum(1), []
+    for block in real.split(QUERY_BLOCK):
+        rows = block.double() - centre
+        squares = (rows.square().sum(1)[:, None] - 2 * rows @ planted.T + norms).clamp(min=0)  # [b, pool]
+        parts.append(torch.stack([squares[:, each].min(1).values for each in places]))
+    nearest = torch.cat(parts, dim=1).sqrt()
+    nearest.scatter_(1, draws, 0.0)  # a copy's is 0, not a rounding error
+    return torch.minimum(nearest, distances)
+
+
+def detection(
+    real: Tensor,  # features [r, F]: those of the members first
+    distances: Tensor,  # float64 [r] to the nearest of the samples
+    *,
+    members: int,
+    samples: int,
+    share: float,  # of the samples that are copies of members
+    repeats: int,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """How often `attack` finds copies of members that are planted among the samples: the test of the audit itself.
+
+    Returns `share`, `copies` (how many were added to the samples), `found` and `repeats`.
+    """
+    copies = min(members, max(1, round(share * samples / (1 - share))))
+    draws = torch.stack([torch.randperm(members, generator=generator)[:copies] for _ in range(repeats)])
+    scores = -distances_with_copies(real, distances, draws)
+    found = sum(attack(row[:members], row[members:]).p_value < LEVEL / 2 for row in scores)
+    return {"share": share, "copies": copies, "found": int(found), "repeats": repeats}
+
+
+# --- for people
+
+
+def verdict(document: dict[str, Any]) -> str:
+    """What was found, in words. `attacks` and `controls` by name, and `planted`."""
+    told = []
+    trusted = all(control["p_value"] >= LEVEL / 2 for control in document["controls"].values())
+    if not trusted:
+        told.append("the control found a difference between two halves of the held-out images: do not trust this audit")
+    leaks = [name for name, found in document["attacks"].items() if found["p_value"] < LEVEL / 2]
+    words = {
+        "generator": "the samples tell of training images: do not hand them on as they are",
+        "discriminator": "the discriminator knows its training images: hand on the generator, never the checkpoint",
+    }
+    told += [words[name] for name in leaks]
+    last = document["planted"][-1]
+    weak = last["found"] < ENOUGH * last["repeats"]
+    if "generator" not in leaks and weak:
+        told.append(
+            f"too weak to tell: of {last['repeats']} tries, copies at {last['share']:.0%} of the samples were found in "
+            f"{last['found']}; give more held-out images or a larger --n"
+        )
+    if not told:
+        told.append("neither attack found anything")
+    return "; ".join(told)
+
+
+def _share(planted: dict[str, Any], samples: int) -> str:
+    """The share of the samples that planted copies are: less than asked where there are too few members to copy."""
+    copies, asked = planted["copies"], planted["share"]
+    if copies >= round(asked * samples / (1 - asked)):
+        return f"{asked:.0%}"
+    return f"{copies / (samples + copies):.1%}, all members there are"
+
+
+def audit_table(document: dict[str, Any]) -> str:
+    """The audit for people."""
+    rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
+    for name, found in document["attacks"].items():
+        control = document["controls"][name]
+        rows.append(
+            [
+                *(name, decimal(found["auc"], 3), _span(found), f"{found['p_value']:.2g}"),
+                *(decimal(control["auc"], 3), _span(control)),
+            ]
+        )
+    one = next(iter(document["attacks"].values()))
+    planted = [
+        f"copies planted at {_share(each, document['n'])} ({each['copies']}): found in {each['found']} of "
+        f"{each['repeats']} tries"
+        for each in document["planted"]
+    ]
+    return "\n".join(
+        [
+            f"{document['checkpoint']} (step {document['step']}): {one['members']} training images against "
+            f"{one['held_out']} held-out ones of {document['data']}, {document['n']} samples, {document['extractor']}",
+            columns(rows),
+            "",
+            *planted,
+            "",
+            document["verdict"],
+            f"This does not show: {'; '.join(NOT_SHOWN)}.",
+        ]
+    )
+
+
+def _span(found: dict[str, Any]) -> str:
+    low, high = found["interval"]
+    return f"{low:.3f} to {high:.3f}"

@@ -1,0 +1,158 @@
+"""Which images lie in whose neighbourhood: counts of balls around features, which precision, density and so on share.
+
+The ball of an image reaches to its k-th nearest neighbour in its own set. Everything is computed in float64 and in
+blocks, so that memory does not grow with the square of the number of images. Counts are kept for each of `GROUPS`
+groups of images, so that figures can be computed again without one group: that is what their intervals come from.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from metrics.intervals import jackknife_variance, normal_interval
+
+K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
+K_DENSITY = 5  # of density and coverage, as in 2002.09797
+GROUPS = 50  # image i is in group i % GROUPS
+QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096  # rows at a time: 32 MiB of distances whatever the sizes of the sets
+SLACK = 1e-9  # relative: an image on the rim of a ball is inside, whatever the rounding
+
+
+def distance_blocks(first: Tensor, second: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Squared Euclidean distances of [n, F] and [m, F], float64, block by block: (rows, columns, [rows, columns])."""
+    centre = second[:REFERENCE_BLOCK].double().mean(0)  # about it, numbers are small and lose less to cancellation
+    for start in range(0, len(second), REFERENCE_BLOCK):
+        columns = slice(start, min(start + REFERENCE_BLOCK, len(second)))
+        block = second[columns].double() - centre
+        norms = block.square().sum(1)
+        for begin in range(0, len(first), QUERY_BLOCK):
+            rows = slice(begin, min(begin + QUERY_BLOCK, len(first)))
+            queries = first[rows].double() - centre
+            squares = torch.addmm(norms[None], queries, block.T, alpha=-2).add_(queries.square().sum(1)[:, None])
+            yield rows, columns, squares.clamp_(min=0)
+
+
+def own_neighbours(features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k nearest other images of the set [n, F]: squared distances, ascending, and indices, both [n, k].
+
+    Raises ValueError unless there are more than k images.
+    """
+    if len(features) <= k:
+        raise ValueError(f"{len(features)} images have no {k} neighbours each")
+    squares = torch.full((len(features), k), torch.inf, dtype=torch.float64)
+    indices = torch.zeros(len(features), k, dtype=torch.int64)
+    for rows, columns, block in distance_blocks(features, features):
+        first = max(rows.start, columns.start)
+        own = torch.arange(first, max(first, min(rows.stop, columns.stop)))  # the images that are in both
+        block[own - rows.start, own - columns.start] = torch.inf
+        near = block.topk(min(k, block.shape[1]), largest=False)
+        both = torch.cat([squares[rows], near.values], dim=1).sort(dim=1, stable=True)
+        squares[rows] = both.values[:, :k]
+        named = torch.cat([indices[rows], near.indices + columns.start], dim=1)
+        indices[rows] = named.gather(1, both.indices[:, :k])
+    return squares, indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbourhoods:
+    """Counts of balls and images in them, by the group of the other image. m samples, n real images."""
+
+    k_manifold: int
+    k_density: int
+    manifold_of_real: Tensor  # [m, G]: real images whose ball (k_manifold) holds the sample
+    manifold_of_samples: Tensor  # [n, G]: samples whose ball (k_manifold) holds the real image
+    dense: Tensor  # [m, G]: real images whose ball (k_density) holds the sample
+    covering: Tensor  # [n, G]: samples in the real image's ball (k_density)
+    clipped: Tensor  # [m, G]: as `dense`, but no ball reaches farther than the median one
+    clipped_real: Tensor  # [n, G]: the other real images whose such ball holds the real image
+
+
+def neighbourhoods(
+    samples: Tensor,  # features [m, F]
+    real: Tensor,  # features [n, F]
+    *,
+    k_manifold: int = K_MANIFOLD,
+    k_density: int = K_DENSITY,
+) -> Neighbourhoods:
+    """Three passes over distances: real and real, samples and samples, samples and real images.
+
+    Raises ValueError where a set has no more images than neighbours are asked for.
+    """
+    near_real, indices = own_neighbours(real, max(k_manifold, k_density))
+    near_samples, _ = own_neighbours(samples, k_manifold)
+    scale = float(real[:REFERENCE_BLOCK].double().var(0).sum())
+    manifold, dense = near_real[:, k_manifold - 1], near_real[:, k_density - 1]
+    short = dense.clamp(max=float(dense.quantile(0.5)))
+    by_sample = [_reach(squares, scale)[None] for squares in (manifold, dense, short)]  # balls around real images
+    # balls around samples; real balls again, for the samples in each
+    by_real = [_reach(near_samples[:, k_manifold - 1], scale)[:, None], by_sample[1]]
+    groups = [_one_hot(len(part)) for part in (samples, real)]
+    on_samples = [torch.zeros(len(samples), groups[1].shape[1]) for _ in by_sample]
+    on_real = [torch.zeros(len(real), groups[0].shape[1]) for _ in by_real]
+    for rows, columns, squares in distance_blocks(samples, real):
+        for total, reach in zip(on_samples, by_sample, strict=True):
+            total[rows] += (squares <= _part(reach, rows, columns)).float() @ groups[1][columns]
+        for total, reach in zip(on_real, by_real, strict=True):
+            total[columns] += (squares <= _part(reach, rows, columns)).float().T @ groups[0][rows]
+    inside = near_real[:, :k_density] <= _reach(short, scale)[:, None]
+    centres = inside.nonzero()[:, 0]
+    own = torch.zeros(len(real), groups[1].shape[1])
+    own.index_add_(0, indices[:, :k_density][inside], groups[1][centres])
+    return Neighbourhoods(
+        k_manifold=k_manifold,
+        k_density=k_density,
+        manifold_of_real=on_samples[0],
+        manifold_of_samples=on_real[0],
+        dense=on_samples[1],
+        covering=on_real[1],
+        clipped=on_samples[2],
+        clipped_real=own,
+    )
+
+
+def _reach(squares: Tensor, scale: float) -> Tensor:
+    """Squared radii with the slack of rounding, of numbers about `scale` large."""
+    return squares * (1 + SLACK) + scale * 1e-12
+
+
+def _part(reach: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Of radii [1, n] or [m, 1], those of a block."""
+    return reach[:, columns] if len(reach) == 1 else reach[rows]
+
+
+def _one_hot(count: int) -> Tensor:
+    """The group of each image, float32 [count, G]."""
+    groups = min(GROUPS, count)
+    return torch.eye(groups)[torch.arange(count) % groups]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure and what it is without each group of the images averaged over, and without each group of the others."""
+
+    value: float
+    without_own: Tensor  # [G]
+    without_other: Tensor  # [G]
+
+    def interval(self, *, high: float = torch.inf) -> list[float]:
+        """95 %, from the jackknife over the groups of both sets."""
+        variance = jackknife_variance(self.without_own) + jackknife_variance(self.without_other)
+        return normal_interval(self.value, variance, low=0.0, high=high)
+
+
+def estimate(counts: Tensor, figure: Callable[[Tensor], Tensor], others: int, *, rescale: bool = False) -> Estimate:
+    """The mean over images of a figure of how many of the `others` count for each, from counts [a, G] by group.
+
+    With `rescale` the counts without a group are raised to what all groups would give.
+    """
+    totals = counts.double().sum(1)
+    each = figure(totals)
+    own = _one_hot(len(counts)).double()
+    left = (each.sum() - each @ own) / (len(counts) - own.sum(0))
+    without = []
+    for group, size in enumerate(_one_hot(others).sum(0).tolist()):
+        rest = totals - counts[:, group]
+        without.append(figure(rest * (others / (others - size)) if rescale else rest).mean())
+    return Estimate(float(each.mean()), left, torch.stack(without))

@@ -1,0 +1,175 @@
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from data.augment.transforms import to_float
+from metrics.features.extractors import (
+    ClassifierFeatures,
+    InceptionFeatures,
+    Options,
+    PixelFeatures,
+    build,
+    classifier_input,
+    extract,
+)
+from metrics.features.precision import evaluating, full_float32
+from models.classifier import Classifier, ModelConfig
+from utils.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def classifier(channels=1, resolution=8):
+    model = Classifier(ModelConfig(stem="small-stride2"), channels=channels, classes=3, resolution=resolution)
+    return model.eval().requires_grad_(False)
+
+
+def sample_images(n=4, channels=1, side=8):
+    return torch.randint(256, (n, channels, side, side), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def test_pixels_are_averages_in_0_to_1():
+    features = extract(PixelFeatures(3), sample_images(channels=3, side=16))
+    expected = sample_images(channels=3, side=16).float().view(4, 3, 8, 2, 8, 2).mean((3, 5)) / 255
+    torch.testing.assert_close(features, expected.flatten(1))
+    assert features.shape[1] == PixelFeatures(3).dim
+
+
+def test_classifier_features_are_its_pooled_ones_whatever_mode_it_is_in():
+    model = classifier()
+    expected = model.features(to_float(sample_images()))
+    extractor = ClassifierFeatures(model.train(), name="classifier:x")
+    torch.testing.assert_close(extract(extractor, sample_images()), expected)
+    assert expected.shape == (4, extractor.dim)
+    assert model.training  # put back
+
+
+def test_fingerprint_tells_weights_apart():
+    model = classifier()
+    before = ClassifierFeatures(model, name="classifier:x").source
+    assert before == ClassifierFeatures(model, name="classifier:x").source
+    model.network.fc.bias += 1e-3
+    assert ClassifierFeatures(model, name="classifier:x").source != before
+
+
+def test_images_are_fitted_to_the_classifier():
+    grey, colour = sample_images(side=16), sample_images(channels=3, side=8)
+    assert classifier_input(classifier(), grey).shape == (4, 1, 8, 8)
+    stripes = torch.tensor([0, 255, 255, 0], dtype=torch.uint8).repeat(1, 1, 32, 8)
+    assert classifier_input(classifier(), stripes).abs().max() < 0.2  # their mean, not every fourth of them
+    repeated = classifier_input(classifier(channels=3, resolution=16), grey)
+    assert torch.equal(repeated, to_float(grey).expand(-1, 3, -1, -1))
+    white = torch.full((1, 3, 8, 8), 255, dtype=torch.uint8)
+    torch.testing.assert_close(classifier_input(classifier(), white), torch.ones(1, 1, 8, 8))
+    luma = to_float(colour).mul(torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+    torch.testing.assert_close(classifier_input(classifier(), colour), luma)
+
+
+def options(**changes):
+    given: dict[str, Any] = {"device": CPU, "channels": 1, "load_classifier": lambda run: classifier()}
+    return Options(**given | changes)
+
+
+def test_names_stand_in_the_extractors():
+    built = build(["pixels", "classifier:runs/a", "classifier"], options(classifier="runs/b"))
+    assert [extractor.name for extractor in built] == ["pixels", "classifier:runs/a", "classifier:runs/b"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "changes", "told"),
+    [
+        (["resnet"], {}, "did you mean 'resnet50'"),
+        (["pixels:x"], {}, "no extractor"),
+        (["pixels", "pixels"], {}, "named twice"),
+        (["classifier:a", "classifier"], {"classifier": "a"}, "named twice"),
+        (["classifier"], {}, "--classifier"),
+        (["pixels"], {"weights": "file"}, "--weights is for one"),
+        (["resnet50", "inception"], {"weights": "file"}, "resnet50 and inception"),
+        (["resnet50"], {"weights": "absent.safetensors"}, "no such file"),
+    ],
+)
+def test_bad_names_are_told(specs, changes, told):
+    with pytest.raises(UserError, match=told):
+        build(specs, options(**changes))
+
+
+def test_missing_weights_are_told(no_weights):
+    with pytest.raises(UserError, match="resnet50 needs a weights file"):
+        build(["resnet50"], options())
+
+
+class TwoFeatures:
+    name, dim, source, device = "two", 2, "", CPU
+
+    def __call__(self, images):
+        return torch.full((len(images), 2), float("nan"))
+
+
+def test_features_that_are_not_finite_are_told():
+    with pytest.raises(UserError, match="extractor two gives features that are not finite"):
+        extract(TwoFeatures(), sample_images())
+
+
+def test_inception_without_its_library_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_fidelity.feature_extractor_inceptionv3", None)
+    with pytest.raises(UserError, match="pip install torch-fidelity"):
+        InceptionFeatures()
+
+
+class FakeLibrary:
+    """Stands in for torch-fidelity's module: the same call, no weights."""
+
+    class FeatureExtractorInceptionV3(nn.Module):
+        def __init__(self, name, features_list, feature_extractor_weights_path=None):
+            super().__init__()
+            if feature_extractor_weights_path is None:
+                raise OSError("<urlopen error no network>\nmore lines")
+            self.asked = (name, features_list, feature_extractor_weights_path)
+
+        def forward(self, images):
+            assert images.dtype == torch.uint8
+            assert images.shape[1] == 3
+            return (images.double().mean((2, 3)),)
+
+
+@pytest.fixture
+def fake_library(monkeypatch):
+    monkeypatch.setattr("metrics.features.extractors.importlib.import_module", lambda name: FakeLibrary)
+
+
+def test_inception_takes_grey_images_and_a_weights_file(fake_library, tmp_path):
+    torch.save({"a": torch.zeros(1)}, tmp_path / "weights.pth")
+    extractor = InceptionFeatures(tmp_path / "weights.pth")
+    assert extractor._network.asked == ("inception", ["2048"], str(tmp_path / "weights.pth"))
+    features = extract(extractor, sample_images())
+    torch.testing.assert_close(features, sample_images().float().mean((2, 3)).expand(-1, 3))
+
+
+def test_inceptions_weights_that_cannot_be_had_are_told(fake_library, tmp_path):
+    with pytest.raises(UserError, match=r"could not be downloaded \(<urlopen error no network>\)"):
+        InceptionFeatures()
+    with pytest.raises(UserError, match="no such file"):
+        InceptionFeatures(tmp_path / "absent.pth")
+    (tmp_path / "text.pth").write_text("not weights")
+    with pytest.raises(UserError, match="not a plain state dict"):
+        InceptionFeatures(tmp_path / "text.pth")
+
+
+def test_precision_and_modes_come_back():
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16), full_float32("cpu"):
+            inside = [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32]
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        assert inside == ["highest", False]
+        assert [torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32] == ["high", True]
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    on, off = nn.Linear(1, 1).train(), nn.Linear(1, 1).eval()
+    with evaluating(on, off):
+        modes = [on.training, off.training, torch.is_grad_enabled()]
+    assert modes == [False, False, False]
+    assert [on.training, off.training, torch.is_grad_enabled()] == [True, False, True]

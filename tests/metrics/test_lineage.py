@@ -1,0 +1,140 @@
+"""Who may judge a generator: not who was trained on samples, supplied a loss or has seen the test images."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import evaluate
+from data.reading.dataset import Dataset
+from data.records import pack_arrays
+from metrics.lineage import TOLERATED, identities, lineage_of, passport_of, unfit
+from models.restore import classifier_from, generator_from
+from tests.data.test_passport import PASSPORT, pack_samples
+from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
+from tests.metrics.test_scripts import call, refused
+from utils.checkpoint import CorruptCheckpoint, load, resolve
+from utils.passport import nothing, recorded
+
+
+def judge_of(folder, *, data=None, **more):
+    """The checkpoint of an untrained classifier that says `more` of itself."""
+    return load(resolve(classifier_run(folder, data=data, **more)))
+
+
+def hash_of(path):
+    with Dataset(path) as reader:
+        return reader.meta.content_hash
+
+
+def test_real_images_only_and_none_of_the_test_images(tmp_path, files, test_reader):
+    """Judges of before are known by the hash of their training file alone."""
+    for data in (None, files, files | {"path": "absent.lmdb"}):
+        judge = judge_of(tmp_path / "a", data=data, content_hash=hash_of(files["path"]))
+        assert unfit(judge, test_reader) == ""
+        shutil.rmtree(tmp_path / "a")
+    seen = {"trained_on": [hash_of(files["path"])], "synthetic": []}
+    assert unfit(judge_of(tmp_path / "b", data=files, lineage=seen), test_reader) == ""
+
+
+def test_samples_are_refused_whoever_drew_them(tmp_path, test_reader):
+    seen = {"trained_on": ["f00d"], "synthetic": [PASSPORT, PASSPORT | {"seed": 1}]}
+    told = unfit(judge_of(tmp_path / "a", lineage=seen), test_reader)
+    assert told.startswith("was trained on samples (of sha256:0123456789ab), ")
+    assert "give one that has seen real images only" in told
+
+
+def test_the_test_images_are_refused_by_their_content_not_by_their_path(tmp_path, files, test_reader):
+    copy = shutil.copy(files["val_path"], tmp_path / "elsewhere.lmdb")
+    judges = [
+        judge_of(tmp_path / "a", content_hash=hash_of(copy)),  # of before; its file is gone
+        judge_of(tmp_path / "b", lineage={"trained_on": ["f00d", hash_of(copy)], "synthetic": []}),  # an ancestor's
+    ]
+    for judge in judges:
+        assert unfit(judge, test_reader).startswith(f"was trained on the test images {files['val_path']}")
+
+
+def test_a_file_of_several_or_the_whole_that_was_split_counts(tmp_path, files):
+    """What is judged on: one of the files that were trained on, or a part that was drawn from them later."""
+    with Dataset([files["path"], files["val_path"]]) as both, Dataset(files["val_path"]) as reader:
+        assert not identities(both).isdisjoint(lineage_of(reader)["trained_on"])
+        assert not identities(reader).isdisjoint(lineage_of(both)["trained_on"])
+        split = {"part": "val", "share": 0.1, "seed": 0, "whole": "50ce", "images": 60}
+        object.__setattr__(reader.meta, "split", split)
+        told = unfit(judge_of(tmp_path / "a", lineage={"trained_on": ["50ce"], "synthetic": []}), reader)
+    assert "was trained on the test images" in told
+
+
+@pytest.mark.parametrize(("shared", "refused"), [(1, False), (2, True), (50, True)])
+def test_a_training_file_at_hand_is_searched_for_test_images(tmp_path, shared, refused):
+    """Of 100 test images one is tolerated."""
+    draw = np.random.default_rng(0)
+    images = draw.integers(0, 256, (300, 1, SIDE, SIDE), dtype=np.uint8)
+    labels = np.arange(300) % 3
+    train, test = tmp_path / "train.lmdb", tmp_path / "test.lmdb"
+    pack_arrays(test, images[:100], labels[:100], CLASSES)
+    content = pack_arrays(train, images[100 - shared :], labels[100 - shared :], CLASSES).content_hash
+    assert TOLERATED == 0.01
+    with Dataset(test) as reader:
+        told = unfit(judge_of(tmp_path / "a", data={"path": str(train)}, content_hash=content), reader)
+        assert bool(told) == refused
+        assert not refused or f"was trained on {shared}.0% of the test images" in told
+        other = judge_of(tmp_path / "b", data={"path": str(train)}, content_hash="another file by now")
+        assert unfit(other, reader) == ""
+
+
+def test_evaluate_refuses_with_exit_code_2(tmp_path, runs, files, capsys):
+    options = ["--checkpoint", runs["gan"], "--extractor", "pixels", "--n", 20, "--out", tmp_path / "out"]
+    synthetic = {"trained_on": [], "synthetic": [PASSPORT]}
+    test = {"content_hash": hash_of(files["val_path"])}
+    for name, more in (("samples", {"lineage": synthetic}), ("test images", test)):
+        judge = classifier_run(tmp_path / name.replace(" ", "-"), data=files, **more)
+        told = refused(capsys, evaluate, *options, "--classifier", judge)
+        assert told.startswith(f"error: --classifier {judge} was trained on ")
+        assert name in told
+    assert not (tmp_path / "out" / "metrics.json").exists()
+
+
+def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_path, runs, files):
+    seen = classifier_run(tmp_path / "seen", data=files, lineage={"trained_on": [], "synthetic": [PASSPORT]})
+    options = ["--checkpoint", runs["gan"], "--n", 20, "--out", tmp_path / "out"]
+    specs = f"classifier:{seen},classifier:{runs['classifier']}"
+    assert call(evaluate, *options, "--extractor", specs) == 0
+    notes = json.loads((tmp_path / "out" / "metrics.json").read_text())["notes"]
+    assert "trained on samples" in notes[f"classifier:{seen}"]
+    assert f"classifier:{runs['classifier']}" not in notes
+
+
+@pytest.mark.parametrize(
+    "lineage", [3, {"trained_on": []}, {"trained_on": [3], "synthetic": []}, {"trained_on": ["a"], "synthetic": [{}]}]
+)
+def test_a_damaged_lineage_is_refused_in_one_line(tmp_path, lineage):
+    with pytest.raises(CorruptCheckpoint, match=r"not a checkpoint of Duet \(lineage"):
+        judge_of(tmp_path / "a", lineage=lineage)
+
+
+def test_the_lineage_of_files(tmp_path, files):
+    samples = pack_samples(tmp_path / "samples.lmdb")
+    with Dataset(files["path"]) as real, Dataset(samples) as drawn:
+        found = lineage_of(real, drawn, passports=[PASSPORT | {"seed": 9}])
+        assert found["trained_on"] == [real.meta.content_hash, drawn.meta.content_hash]
+        assert found["synthetic"] == [PASSPORT, PASSPORT | {"seed": 9}]
+        with Dataset([files["path"], files["val_path"]]) as both:
+            parts = [hash_of(files["path"]), hash_of(files["val_path"])]
+            assert lineage_of(both)["trained_on"] == [both.meta.content_hash, *parts]
+
+
+def test_a_restored_classifier_knows_its_lineage(tmp_path):
+    lineage = {"trained_on": ["f00d"], "synthetic": [PASSPORT]}
+    judge = judge_of(tmp_path / "a", lineage=lineage)
+    assert recorded(judge) == classifier_from(judge).lineage == lineage
+    assert classifier_from(judge_of(tmp_path / "b")).lineage == nothing()
+
+
+def test_two_generators_have_two_fingerprints(tmp_path):
+    one = load(resolve(gan_run(tmp_path / "a", content_hash="f00d")))
+    passport = passport_of(generator_from(one), one, seed=3, truncation_psi=0.5, selection="the best half")
+    assert (passport["trained_on"], passport["step"], passport["selection"]) == ("f00d", 7, "the best half")
+    other = load(resolve(gan_run(tmp_path / "b", classes=[])))
+    assert passport_of(generator_from(other), other, seed=3)["generator"] != passport["generator"]
