@@ -284,8 +284,8 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
     return {key: state[key].to(expected[key].dtype) for key in expected}
 
 
-def _remedy(state: State, name: str) -> str:
-    """What to do about weights of another shape, which networks that begin with the same layer are compared with."""
+def network_of(state: State) -> str | None:
+    """The network whose weights these are, but for its first layer and its head; None: they are no known one's."""
     for other, backbone in BACKBONES.items():
         if f"{backbone.first}.weight" not in state:
             continue
@@ -295,10 +295,18 @@ def _remedy(state: State, name: str) -> str:
         except NotImplementedError:  # of a RegNet, which computes while it is built
             continue
         if _body(state, backbone) == _body(network.state_dict(), backbone):
-            if other != name:
-                return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
-            return f"give a whole {name}'s weights file with --model.weights"
-    return f"give a {name}'s weights file, by its own names"
+            return other
+    return None
+
+
+def _remedy(state: State, name: str) -> str:
+    """What to do about weights of another shape."""
+    other = network_of(state)
+    if other is None:
+        return f"give a {name}'s weights file, by its own names"
+    if other != name:
+        return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
+    return f"give a whole {name}'s weights file with --model.weights"
 
 
 def _body(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, torch.Size]:

@@ -1,11 +1,77 @@
-"""What the quickstart knows of the images and what it has decided: plain data, quick to import."""
+"""The quickstart's plan for given images, machine and time: resolution, recipes, lengths, and why.
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+Nothing is measured here: a `Machine` tells how fast it is, so that tests can ask for any other.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
+from utils.config.model import Stored
+from utils.text import duration
+
+GAN, SCRATCH = "configs/quickstart_gan.yaml", "configs/quickstart_classifier.yaml"
+TUNED = "configs/finetune_resnet50.yaml"
+BATCH = {GAN: 32, SCRATCH: 64, TUNED: 32}
+FILLED = 0.93  # share of the time that is planned: measured speeds are not exact
+VAL_SHARE, VAL_SHARE_FEW, FEW = 0.1, 0.2, 500  # held out; of fewer than FEW images the larger share
+ADA_BELOW = 10_000  # training images, below which the discriminator's are augmented (2006.06676, figure 1)
+EVALUATION = 0.1  # share of the time that the GAN's evaluation may take at most
+SEARCHED_LESS = 2000  # training images that are searched for copies where time is short
+GRIDS = 1.02  # sample grids, checkpoints and an evaluation on pixels cost a GAN's training 2 % more time
+SCRATCH_SHARE, TUNED_SHARE = 0.32, 0.35  # of the training's time that the classifier gets at most
+TUNED_SIDE = 128  # px inside the network and of the images that a fine-tuned classifier reads
+PACKING = 2.5  # seconds that packing takes besides reading the images
+ORDER = ("pack", "train classifier", "train gan", "evaluate classifier", "evaluate gan")
+STEPS = {"classifier": 60, "gan": 200}  # at least, however little time there is
+PACE = (0.8, 5.0)  # how much longer than planned a part may take for others to be planned by it
+LONGER = 1.05  # a GAN that could be longer by a smaller factor stays as it is
 
 
-@dataclass(frozen=True, kw_only=True)
-class Survey:
+class Size(NamedTuple):
+    """A GAN's size, and the images it must see before its samples can be recognised."""
+
+    side: int  # px
+    channel_base: int  # channels at a resolution: base / resolution, channel_max at most
+    channel_max: int
+    kimg: int  # thousand images, at least
+    most: int  # thousand images after which more no longer shows
+
+
+SIZES = (
+    Size(128, 4096, 256, 600, 6000),
+    Size(128, 2048, 128, 300, 3000),
+    Size(64, 2048, 256, 200, 2000),
+    Size(64, 1024, 128, 80, 1500),
+    Size(32, 512, 128, 50, 640),
+    Size(32, 256, 64, 30, 640),
+    Size(16, 256, 64, 0, 400),
+)
+
+
+class Speed(NamedTuple):
+    """How fast a recipe trains here."""
+
+    precision: str
+    images_per_second: float
+    ratio: float | None  # over the slower precision; None: not compared
+
+
+class Machine:
+    """The machine that a plan is for. This one is not measured: for `--quick`, where lengths do not matter."""
+
+    start = 0.0  # seconds that training and evaluating take before their work and after it
+    cores = 1
+    weights: tuple[str, str, bool] | None = None  # ImageNet weights at hand: file, its network, stride of 2 as in He's
+    features_per_second = 0.0  # images through ResNet-50 for the distance; 0: there are no weights for it
+
+    def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
+        """How fast the recipe trains on such images."""
+        return Speed("auto", 1000.0, None)
+
+
+class Survey(Stored):
     """What is known of a source of images."""
 
     source: str  # as the user named it
@@ -27,22 +93,11 @@ class Survey:
             kind = "one class" if self.classes else "no labels"
         apart = f", and {self.held_out:,} held out" if self.held_out else ""
         alpha = ", some transparent (put on white)" if self.transparent else ""
-        return (
-            f"{self.count:,} images{apart}, {kind}, about {self.side} px, "
-            f"{'grey' if self.channels == 1 else 'colour'}{alpha}"
-        )
+        colour = "grey" if self.channels == 1 else "colour"
+        return f"{self.count:,} images{apart}, {kind}, about {self.side} px, {colour}{alpha}"
 
 
-class Speed(NamedTuple):
-    """How fast a recipe trains here."""
-
-    precision: str
-    images_per_second: float
-    ratio: float | None  # over the slower precision; None: not compared
-
-
-@dataclass
-class Training:
+class Training(Stored):
     """A training of the plan."""
 
     config: str
@@ -57,8 +112,7 @@ class Training:
     most: int | None = None  # steps after which more no longer shows
 
 
-@dataclass
-class Plan:
+class Plan(Stored):
     """What the quickstart does; kept in plan.json, so that a resume does the same."""
 
     survey: Survey
@@ -72,22 +126,268 @@ class Plan:
     classifier: Training | None
     gan: Training
     evaluation: list[str]  # options of the GAN's
-    seconds: dict[str, float] = field(default_factory=dict)  # expected, by step
-    notes: list[str] = field(default_factory=list)  # what was chosen and why
+    seconds: dict[str, float]  # expected, by part
+    notes: list[str]  # what was chosen and why
     replanned: dict[str, float] | None = None  # the first plan's `gan_steps` and `seconds`, if changed
 
     @property
     def total(self) -> float:
-        """Expected seconds of all steps."""
+        """Expected seconds of all parts."""
         return sum(self.seconds.values())
 
-    def tree(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    @property
+    def trainings(self) -> dict[str, Training]:
+        """By their task, in their order."""
+        return ({"classifier": self.classifier} if self.classifier else {}) | {"gan": self.gan}
 
 
-def from_tree(tree: dict[str, Any]) -> Plan:
-    """The plan of `Plan.tree`. Raises TypeError, KeyError for what is none."""
-    parts = {"survey": Survey(**tree["survey"]), "gan": Training(**tree["gan"])}
-    classifier = tree["classifier"] and Training(**tree["classifier"])
-    return Plan(**{**tree, **parts, "classifier": classifier})
+def choose(survey: Survey, machine: Machine, *, minutes: float, quick: bool = False) -> Plan:
+    """The plan. `quick`: lengths do not matter, a few steps of the smallest are trained."""
+    return _Choice(survey, machine, minutes, quick).plan()
+
+
+def replanned(plan: Plan, spent: Mapping[str, float]) -> Plan:
+    """The plan with another length for the GAN, before it begins; `spent`: seconds that the parts before it took.
+
+    The machine is taken to go on as much slower, or faster, as the classifier's training has shown it to be. A GAN that
+    would no longer end within the minutes gets the time that is left of them; one for which there is clearly more time
+    than planned gets that. Else the plan itself.
+    """
+    planned, gan = plan.seconds, plan.gan
+    part = "train classifier"
+    pace = min(max(spent[part] / planned[part], PACE[0]), PACE[1]) if part in spent else 1.0
+    coming = {name: pace * seconds for name, seconds in planned.items() if name not in spent and name != "train gan"}
+    start = pace * (planned["train gan"] - gan.seconds)
+    others, rate = sum(spent.values()) + sum(coming.values()) + start, gan.images_per_second / pace
+
+    def fitting(seconds: float) -> int:
+        """The steps that end so many seconds after the quickstart's start."""
+        steps = int((seconds - others) * rate / GRIDS / gan.batch_size)
+        return max(STEPS["gan"], min(steps, gan.most or gan.steps))
+
+    longer, steps = fitting(FILLED * 60 * plan.minutes), min(gan.steps, fitting(60 * plan.minutes))
+    steps = longer if longer > LONGER * gan.steps else steps
+    if steps == gan.steps:
+        return plan
+    took, meant = duration(sum(spent.values())), duration(sum(planned[name] for name in spent))
+    note = f"GAN: {steps:,} steps instead of {gan.steps:,}, because the parts before it took {took} instead of {meant}"
+    cadence = _cadence(steps, gan.batch_size / rate, evaluations=1)
+    seconds = GRIDS * steps * gan.batch_size / rate
+    change = {"steps": steps, "images_per_second": rate, "seconds": seconds}
+    times = {**spent, **coming, "train gan": seconds + start}
+    return plan.model_copy(
+        update={
+            "gan": gan.model_copy(update=change | {"overrides": [*gan.overrides[: -len(cadence)], *cadence]}),
+            "seconds": {name: round(times[name], 1) for name in planned},
+            "notes": [*plan.notes, note],
+            "replanned": {"gan_steps": gan.steps, "seconds": round(plan.total, 1)},
+        }
+    )
+
+
+class _Choice:
+    def __init__(self, survey: Survey, machine: Machine, minutes: float, quick: bool) -> None:
+        self.survey, self.machine, self.minutes, self.quick = survey, machine, minutes, quick
+        self.val_share = None if survey.held_out else VAL_SHARE_FEW if survey.count < FEW else VAL_SHARE
+        self.held_out = survey.held_out or max(1, round(survey.count * (self.val_share or 0)))
+        self.images = survey.count - (self.held_out if self.val_share else 0)
+        self.labelled = survey.classes > 1
+        self.ada = self.images < ADA_BELOW
+        self.notes: list[str] = []
+
+    def plan(self) -> Plan:
+        """Classifier first, because it needs little; the GAN has what is left."""
+        survey, start = self.survey, self.machine.start
+        packing = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
+        seconds = {"pack": packing + PACKING * (2 if survey.held_out else 1)}
+        self._notes_on_data()
+        left = FILLED * 60 * self.minutes - seconds["pack"] - start * (4 if self.labelled else 2)
+        most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
+        classifier, judging = None, 0.0
+        if self.labelled:
+            classifier = self._classifier(max(0.0, left - most))
+            # seconds to classify an image: a third of a training step's share, in fp32
+            judging = (2.0 if classifier.precision == "bf16" else 1.0) / (3 * classifier.images_per_second)
+            seconds["train classifier"] = classifier.seconds + 2 * judging * self.held_out + start
+            seconds["evaluate classifier"] = judging * self.held_out + start
+            left -= classifier.seconds + 3 * judging * self.held_out
+        size, speed = self._gan_size(left - most)
+        options, evaluation = self._evaluation(speed.images_per_second, judging, most)
+        gan = self._gan(size, speed, left - evaluation)
+        seconds |= {"train gan": gan.seconds + start, "evaluate gan": evaluation + start}
+        if sum(seconds.values()) > 63 * self.minutes:
+            self.notes.append(f"this takes longer than {self.minutes:g} minutes here, and there is nothing smaller")
+        side = classifier.resolution if classifier else gan.resolution
+        return Plan(
+            survey=survey,
+            minutes=self.minutes,
+            quick=self.quick,
+            size=max(side, gan.resolution),
+            smallest=min(side, gan.resolution),
+            val_share=self.val_share,
+            training_images=self.images,
+            held_out=self.held_out,
+            classifier=classifier,
+            gan=gan,
+            evaluation=options,
+            seconds={name: round(seconds[name], 1) for name in ORDER if name in seconds},
+            notes=self.notes,
+        )
+
+    def _notes_on_data(self) -> None:
+        survey = self.survey
+        if self.val_share is None:
+            self.notes.append(f"held out: the source's own {survey.held_out:,} images")
+        else:
+            few = f" (20 % because there are fewer than {FEW})" if self.val_share == VAL_SHARE_FEW else ""
+            what = f"{self.val_share:.0%} of each class, about {self.held_out:,} images in all"
+            self.notes.append(f"held out: {what}, look-alikes on one side{few}")
+        if survey.unreadable:
+            self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
+        if not self.labelled:
+            why = "are of one class" if survey.classes else "have no labels"
+            self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
+
+    def _speed(self, config: str, options: list[str], side: int) -> Speed:
+        shape = {"side": side, "channels": self.survey.channels, "classes": self.survey.classes}
+        return self.machine.speed(config, options, **shape)
+
+    def _training(
+        self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
+    ) -> Training:
+        """A training that sees so many images."""
+        task, batch, rate = "gan" if config == GAN else "classifier", BATCH[config], speed.images_per_second
+        steps = STEPS[task] if self.quick else max(STEPS[task], int(images / batch))
+        if task == "classifier":
+            options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", str(max(1, steps // 10))]
+        self.notes.append(f"{'GAN' if config == GAN else task}: {why}")
+        return Training(
+            config=config,
+            overrides=[*options, *_cadence(steps, batch / rate, evaluations=1 if config == GAN else 2)],
+            steps=steps,
+            batch_size=batch,
+            resolution=side,
+            precision=speed.precision,
+            images_per_second=rate,
+            seconds=(GRIDS if config == GAN else 1) * steps * batch / rate,
+            why=why,
+            most=None if most is None else max(steps, most // batch),
+        )
+
+    # --- the classifier
+
+    def _classifier(self, budget: float) -> Training:
+        """Fine-tuned where weights are at hand, all of it if time allows, else its head; else from scratch. It sees the
+        images that it wants, up to thrice as many where time abounds, as far as its share of the time allows.
+        """
+        weights = self.machine.weights
+        if weights is None:
+            side = 64 if self.survey.side > 48 and self.images < 20_000 else _side(self.survey.side, 32)
+            config, options, share = SCRATCH, [], SCRATCH_SHARE
+            few = f"{self.images:,} images {'are few for that' if self.images < 5000 else 'allow that'}"
+            why = f"from scratch, no ImageNet weights are at hand (--weights FILE); {few}"
+            wanted = max(7 * self.images, min(100 * self.images, 40_000))
+        else:
+            file, name, he_strides = weights
+            side, config, share = _side(self.survey.side, TUNED_SIDE), TUNED, TUNED_SHARE
+            options = ["--model.name", name, "--model.weights", file, "--model.he-strides", str(he_strides).lower()]
+            why = f"fine-tuned from {name}'s ImageNet weights, {file}"
+            wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
+        speed = self._speed(config, options, side)
+        if weights and share * budget * speed.images_per_second < wanted / 3:
+            options += ["--finetune.freeze", "[backbone]"]
+            why += "; the head alone, because there is no time for more"
+            speed = self._speed(config, options, side)
+        most = share * budget * speed.images_per_second
+        return self._training(config, options, side, speed, max(min(wanted, most), min(3 * wanted, most / 2)), why)
+
+    # --- the GAN
+
+    def _gan_size(self, budget: float) -> tuple[Size, Speed]:
+        """The largest whose samples can be recognised in the time that is left, and its speed."""
+        sizes = [size for size in SIZES if size.side <= self._gan_side] or [SIZES[-1]]
+        base, known = next((size for size in sizes if size.side <= 32), sizes[-1]), 0.0
+        if not self.quick:
+            known = self._speed(GAN, self._options(base), base.side).images_per_second
+        for size in sizes[:-1]:
+            hoped = known * _work(base) / _work(size) * budget
+            if self.quick or hoped < 600 * size.kimg:  # not worth measuring
+                continue
+            speed = self._speed(GAN, self._options(size), size.side)
+            if speed.images_per_second * budget >= 1000 * size.kimg:
+                return size, speed
+        return sizes[-1], self._speed(GAN, self._options(sizes[-1]), sizes[-1].side)
+
+    @property
+    def _gan_side(self) -> int:
+        """px: the largest side that the images have details for."""
+        return _side(self.survey.side, SIZES[0].side)
+
+    def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
+        """As long as there is time, and as it shows."""
+        images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
+        why = f"{size.side} px, " + ("one network draws every class" if self.labelled else "without labels")
+        if size.side < self._gan_side and not self.quick:
+            why += f"; {size.side * 2} px want more time than there is (--minutes)"
+        if self.ada:
+            why += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"
+        if images == 1000 * size.most and not self.quick:
+            why += "; training longer would hardly show"
+        return self._training(GAN, self._options(size), size.side, speed, images, why, 1000 * size.most)
+
+    def _options(self, size: Size) -> list[str]:
+        options = ["--data.resolution", str(size.side)]
+        for network in ("generator", "discriminator"):
+            options += [f"--{network}.channel-base", str(size.channel_base)]
+            options += [f"--{network}.channel-max", str(size.channel_max)]
+        options += [] if self.labelled else ["--loss.mismatch-weight", "0"]
+        return options + (["--ada.mode", "adaptive", "--ada.kimg", "100"] if self.ada else [])
+
+    # --- evaluation
+
+    def _evaluation(self, drawn: float, judging: float, most: float) -> tuple[list[str], float]:
+        """Options of the GAN's evaluation and its seconds, `most` at most: fewer images, then fewer extractors.
+
+        `drawn`: images/s of the GAN's training; a sample costs about a quarter of one, in fp32.
+        """
+        features = self.machine.features_per_second
+        options: list[str] = [] if features or self.labelled else ["--extractor", "pixels"]
+        classes, per_class = max(1, self.survey.classes), PER_CLASS
+
+        def seconds(n: int, searched: int, features: float) -> float:
+            both = max(n, min(self.held_out, per_class * classes))
+            through = judging + (1 / features if features else 0.0)
+            rest = max(n, searched) / features if features else 0.0
+            return both * (0.4 / drawn + 2 * through) + 2 * n * judging + rest
+
+        n, searched = min(GAN_IMAGES, self.held_out), min(SEARCHED, self.images)
+        if seconds(n, searched, features) > most and features:
+            searched = min(searched, SEARCHED_LESS)
+            options += ["--searched", str(searched)]
+        if seconds(n, searched, features) > most and features and self.labelled:
+            features = 0.0
+            options += ["--extractor", "classifier"]
+        if seconds(n, searched, features) > most:
+            n = max(min(n, 200), int(n * most / seconds(n, searched, features)))
+            per_class = max(10, min(per_class, n // classes))
+            options += ["--n", str(n), "--per-class", str(per_class)]
+        return options, seconds(n, searched, features)
+
+
+def _side(side: int, most: int) -> int:
+    """A power of two near `side` px, from 16 to `most`: images are enlarged by less than half."""
+    return min(most, max(16, 2 ** math.ceil(math.log2(max(side, 16) / 1.5))))
+
+
+def _work(size: Size) -> float:
+    """Work of one image in relation to other sizes: products of the convolutions, and the pixels for all else."""
+    sides = [4 * 2**k for k in range(int(math.log2(size.side)) - 1)]
+    channels = {side: min(size.channel_base // side, size.channel_max) for side in sides}
+    return sum(side**2 * (channels[side] ** 2 + 16 * channels[side]) for side in sides)
+
+
+def _cadence(steps: int, seconds: float, *, evaluations: int) -> list[str]:
+    """How often a training evaluates and saves (every two minutes or so), and its length."""
+    every = max(1, math.ceil(steps / evaluations))
+    save = max(10, min(every, int(120 / seconds)))
+    return ["--steps", str(steps), "--evaluation.every", str(every), "--checkpoint.every", str(save)]

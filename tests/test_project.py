@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "training": {"training", "metrics", "reporting", "models", "data", "utils"},
     "inference": {"inference", "metrics", "models", "data", "utils"},
     "explorer": {"explorer", "inference", "metrics", "reporting", "models", "data", "utils"},
-    "planning": {"planning", "training", "metrics", "models", "data", "utils"},
+    "planning": {"planning", "training", "metrics", "reporting", "models", "data", "utils"},
     "studies": {"studies", "training", "inference", "metrics", "reporting", "models", "data", "utils"},
 }
 HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "download.pytorch" + ".org", "registry.npmjs" + ".org")

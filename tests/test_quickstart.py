@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import quickstart
-from planning.choice import FILLED, choose
-from planning.plan import Plan
-from quickstart import ROOT, Quickstart, accuracy_of, call, main, unfit
+from planning import steps
+from planning.plan import FILLED, Plan, choose
+from planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
+from quickstart import main
 from tests.data.test_passport import pack_samples
 from tests.metrics.conftest import pack
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
@@ -36,20 +35,20 @@ class Commands:
     def __init__(self, fail_at: int | None = None, code: int = 4) -> None:
         self.fail_at, self.code = fail_at, code
         self.calls: list[list[str]] = []
-        self.survey, self.machine = replace(SAMPLE, source="sample"), Fast()
+        self.survey, self.machine = SAMPLE.model_copy(update={"source": "sample"}), Fast()
         self.now, self.pace = 0.0, 1.0  # a clock; how much longer than planned the commands take
         self.first: Plan | None = None
 
     def __call__(self, command: list[str]) -> int:
         assert command[0] == sys.executable
-        if "planning.here" not in command:
+        if "planning.measure" not in command:
             self.calls.append(command[1:])
         if len(self.calls) == self.fail_at:
             return self.code
-        if "planning.here" in command:
+        if "planning.measure" in command:
             minutes = float(option(command, "--minutes"))
             self.first = choose(self.survey, self.machine, minutes=minutes, quick="--quick" in command)
-            write(Path(option(command, "--out")), self.first.tree())
+            write(Path(option(command, "--out")), self.first.model_dump())
             return 0
         self.now += self.pace * self.seconds(command)
         if "data.pack" in command:
@@ -84,16 +83,16 @@ class Commands:
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
     stub = Commands()
-    monkeypatch.setattr(quickstart, "call", stub)
-    monkeypatch.setattr(quickstart, "complete", lambda file: True)
-    monkeypatch.setattr(quickstart, "unfit", lambda train, test: "")  # the files are empty
+    monkeypatch.setattr(steps, "call", stub)
+    monkeypatch.setattr(steps, "complete", lambda file: True)
+    monkeypatch.setattr(steps, "unfit", lambda train, test: "")  # the files are empty
     monkeypatch.setattr(time, "monotonic", lambda: stub.now)
     return stub
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_path, monkeypatch, capsys, quick):
-    monkeypatch.setattr(quickstart, "unfit", lambda train, test: f"it was trained on {train.name} and {test.name}")
+    monkeypatch.setattr(steps, "unfit", lambda train, test: f"it was trained on {train.name} and {test.name}")
     assert main(["--dir", str(tmp_path), *["--quick"] * quick]) == 0
     assert "--classifier" not in commands.calls[-1]
     assert option(commands.calls[-1], "--extractor") == f"classifier:{tmp_path / 'classifier'}"
@@ -101,9 +100,9 @@ def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_
 
 
 def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart, "unfit", lambda train, test: "it was")
-    plan = choose(replace(SAMPLE, source="sample"), Fast(), minutes=15, quick=False)
-    judged = Quickstart(tmp_path, plan).judged(["--extractor", "classifier", "--n", "9"], tmp_path / "test.lmdb")
+    monkeypatch.setattr(steps, "unfit", lambda train, test: "it was")
+    plan = choose(SAMPLE.model_copy(update={"source": "sample"}), Fast(), minutes=15, quick=False)
+    judged = Quickstart(tmp_path, plan).judged(["--extractor", "classifier", "--n", "9"])
     assert judged == ["--extractor", f"classifier:{tmp_path / 'classifier'}", "--n", "9"]
 
 
@@ -151,10 +150,10 @@ def test_training_and_evaluation_use_the_packed_sample_and_the_judge(commands, t
 
 def test_quick_trains_a_few_steps_only(commands, tmp_path):
     main(["--dir", str(tmp_path), "--quick"])
-    assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(quickstart.QUICK_STEPS)]] * 2
+    assert [arguments[-4:-2] for arguments in commands.calls[2:4]] == [["--max-steps", str(QUICK_STEPS)]] * 2
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["plan"]["gan"]["images_per_second"] is None  # nothing was measured
-    assert summary["plan"]["gan"]["steps"] == quickstart.QUICK_STEPS
+    assert summary["plan"]["gan"]["steps"] == QUICK_STEPS
 
 
 def test_resume_keeps_the_plan_of_the_first_start_whatever_is_measured_now(commands, tmp_path, capsys):
@@ -204,12 +203,12 @@ def test_gan_that_has_begun_keeps_its_length(commands, tmp_path):
 
 def test_commands_are_shown_as_they_are_typed(monkeypatch, tmp_path):
     pack, train = ["-m", "data.pack", "my photos", "x.lmdb"], ["train.py", "--config", "configs/quickstart_gan.yaml"]
-    assert quickstart.typed(pack) == "python -m data.pack 'my photos' x.lmdb"
-    monkeypatch.setattr(quickstart, "CHECKOUT", False)
+    assert steps.typed(pack) == "python -m data.pack 'my photos' x.lmdb"
+    monkeypatch.setattr(steps, "CHECKOUT", False)
     monkeypatch.chdir(tmp_path)
-    assert quickstart.typed(pack) == "duet pack 'my photos' x.lmdb"
-    assert quickstart.typed(train) == "duet train --config configs/quickstart_gan.yaml"
-    assert quickstart.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
+    assert steps.typed(pack) == "duet pack 'my photos' x.lmdb"
+    assert steps.typed(train) == "duet train --config configs/quickstart_gan.yaml"
+    assert steps.default_folder("sample", False) == tmp_path / "runs" / "quickstart"
 
 
 def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_path, images):
@@ -224,7 +223,7 @@ def test_plan_of_other_images_or_of_another_version_is_refused(commands, tmp_pat
 
 
 def test_plan_that_cannot_be_made_ends_with_its_exit_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(quickstart, "call", lambda command: 2)
+    monkeypatch.setattr(steps, "call", lambda command: 2)
     assert main(["--dir", str(tmp_path)]) == 2
 
 
@@ -242,7 +241,7 @@ def images(tmp_path):
 
 
 def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(commands, tmp_path, images):
-    commands.survey, commands.machine.weights = replace(seen(300, 5), source=str(images)), WEIGHTS
+    commands.survey, commands.machine.weights = seen(300, 5, source=str(images)), WEIGHTS
     assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
     assert commands.names == ["data.pack", "train.py", "train.py", "evaluate.py", "evaluate.py"]
     pack, classifier, gan = commands.calls[:3]
@@ -260,7 +259,7 @@ def test_own_folder_is_split_packed_at_two_sizes_and_the_classifier_tuned(comman
 
 
 def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(commands, tmp_path, images):
-    commands.survey = replace(seen(500, 0), source=str(images))
+    commands.survey = seen(500, 0, source=str(images))
     assert main([str(images), "--dir", str(tmp_path / "out")]) == 0
     assert commands.names == ["data.pack", "train.py", "evaluate.py"]
     assert "--classifier" not in commands.calls[-1]
@@ -280,12 +279,7 @@ def test_images_without_labels_train_the_gan_alone_and_the_report_says_so(comman
     ],
 )
 def test_default_folder_is_named_by_the_images(source, quick, name):
-    assert quickstart.default_folder(source, quick) == ROOT / "runs" / name
-
-
-def test_classifiers_figure_comes_with_the_evaluations_interval():
-    evaluation = {"accuracy": 0.8, "accuracy_interval": [0.7, 0.9], "n": 60, "ece": 0.1}
-    assert accuracy_of(evaluation) == {"accuracy": 0.8, "interval": [0.7, 0.9], "n": 60}
+    assert steps.default_folder(source, quick) == ROOT / "runs" / name
 
 
 @pytest.mark.parametrize("failing", [1, 3, 6])
@@ -322,8 +316,8 @@ def test_a_finished_folder_announces_no_training_and_says_how_to_start_anew(comm
 def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
     main(["--dir", str(tmp_path)])
     monkeypatch.undo()
-    monkeypatch.setattr(quickstart, "call", commands)
-    monkeypatch.setattr(quickstart, "unfit", lambda train, test: "")
+    monkeypatch.setattr(steps, "call", commands)
+    monkeypatch.setattr(steps, "unfit", lambda train, test: "")
     commands.calls.clear()
     main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
     assert commands.names[:2] == ["data.pack", "data.pack"]
@@ -334,14 +328,14 @@ def test_time_of_an_interrupted_step_is_added_up_and_of_a_repeated_one_replaced(
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     codes = iter([3, 0, 0])
-    monkeypatch.setattr(quickstart, "call", lambda command: next(codes))
-    steps = Quickstart(tmp_path, choose(SAMPLE, Fast(), minutes=15))
+    monkeypatch.setattr(steps, "call", lambda command: next(codes))
+    made = Quickstart(tmp_path, choose(SAMPLE, Fast(), minutes=15))
     seconds = []
     for _ in range(3):
-        steps.timed(quickstart.Step("train gan", ["train.py"], done=False))
-        seconds.append(steps.timings["train gan"]["seconds"])
+        made.timed(steps.Step("train gan", ["train.py"], done=False))
+        seconds.append(made.timings["train gan"]["seconds"])
     assert seconds == [10.0, 20.0, 10.0]
-    assert json.loads((tmp_path / "timings.json").read_text()) == steps.timings
+    assert json.loads((tmp_path / "timings.json").read_text()) == made.timings
 
 
 @pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
@@ -360,7 +354,8 @@ def test_a_signal_reaches_the_command_once_and_its_end_is_waited_for(tmp_path, n
         "while not pathlib.Path(sys.argv[1], 'told').exists(): time.sleep(0.05)\n"
         "time.sleep(0.3), sys.exit(3)\n"
     )
-    parent = f"import quickstart, sys; sys.exit(quickstart.call([sys.executable, {str(child)!r}, {str(tmp_path)!r}]))"
+    command = f"[sys.executable, {str(child)!r}, {str(tmp_path)!r}]"
+    parent = f"import sys; from planning.steps import call; sys.exit(call({command}))"
     with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, start_new_session=True) as process:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
@@ -393,8 +388,8 @@ def test_the_summary_has_the_intervals_that_the_evaluation_gives(commands, tmp_p
     found["distances"][0]["frechet_interval"] = [1.0, 2.0]
     more = {"recognised_interval": [0.8, 0.9], "clipped_density": 0.5, "clipped_density_interval": [0.4, 0.6]}
     write(file, found | more)
-    plan = quickstart.from_tree(json.loads((tmp_path / "plan.json").read_text()))
-    summary = quickstart.summarise(tmp_path, plan, 1.0)
+    plan = Plan.read(plan_of(tmp_path))
+    summary = steps.summarise(tmp_path, plan, 1.0)
     assert {key: summary["gan"][key] for key in more} == more
     assert summary["gan"]["distance_interval"] == [1.0, 2.0]
     assert "clipped_coverage" not in summary["gan"]

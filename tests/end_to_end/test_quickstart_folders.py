@@ -14,12 +14,12 @@ import evaluate
 import quickstart
 import train
 from data import pack
-from planning import here
+from planning import measure, steps
 from utils.script import run_cli
 
 SCRIPTS: dict[str, Callable[[list[str]], int | None]] = {
     "data.pack": pack.main,
-    "planning.here": here.main,
+    "planning.measure": measure.main,
     "train.py": train.main,
     "evaluate.py": evaluate.main,
 }
@@ -33,7 +33,7 @@ def in_process(command: list[str]) -> int:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(quickstart, "call", in_process)
+    monkeypatch.setattr(steps, "call", in_process)
     monkeypatch.setenv("DUET_PRECISION", "fp32")
     monkeypatch.setenv("DUET_WEIGHTS", "")
     monkeypatch.setattr("metrics.features.extractors.PLACES", ())

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from planning.choice import GAN, SCRATCH, SIZES, Size, _work
-from planning.plan import Speed, Survey
+from planning.plan import GAN, SCRATCH, SIZES, Machine, Size, Speed, Survey, _work
 
 WEIGHTS = ("resnet50.safetensors", "resnet50", True)
 
 
-class Fast:
+class Fast(Machine):
     """Two cores with bf16 units, as measured: images/s of the quickstart's GAN, its classifier, ResNet-50's features.
 
     Other sizes are slower by their work; fine-tuning ResNet-50 at 128 px takes ten times the small classifier's time,
@@ -18,7 +17,6 @@ class Fast:
 
     start, cores = 9.0, 2
     gan, classifier, features_per_second = 380.0, 350.0, 300.0
-    weights: tuple[str, str, bool] | None = None
 
     def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
         given = dict(pairwise(overrides))
@@ -49,11 +47,13 @@ class Accelerator(Fast):
     gan, classifier, features_per_second = 8000.0, 6000.0, 4000.0
 
 
-def seen(count: int = 10_000, classes: int = 10, *, held_out: int = 0, side: int = 256, channels: int = 3) -> Survey:
+def seen(
+    count: int, classes: int, *, held_out: int = 0, side: int = 256, channels: int = 3, source: str = "images"
+) -> Survey:
     """Images as `survey` describes them."""
     share = count // max(1, classes)
     return Survey(
-        source="images",
+        source=source,
         count=count,
         held_out=held_out,
         classes=classes,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from planning.survey import FEWEST, survey
+from planning.measure import FEWEST, survey
 from utils.errors import UserError
 from utils.script import run_cli
 

@@ -49,7 +49,6 @@ OWN = {  # what opens files otherwise, and why
     "inference/interpolate.py": "writes a film",
     "models/official/nvidia.py": "safetensors opens by path, after its check",
     "models/weights.py": "torch and safetensors open by path, after its check",
-    "quickstart.py": "its own runs",
     "reporting/pictures.py": "bytes in memory",
     "reporting/tensorboard.py": "images that the evaluation has just written",
     "training/engine/loop.py": "its own log",

@@ -1,13 +1,11 @@
 """The quickstart's choice: a table of machines, images and minutes, and what must hold in every plan."""
 
 import json
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from planning.choice import ADA_BELOW, BATCH, FILLED, GAN, SCRATCH, STEPS, TUNED, choose, replanned
-from planning.plan import Plan, Training, from_tree
+from planning.plan import ADA_BELOW, BATCH, FILLED, GAN, SCRATCH, STEPS, TUNED, Plan, Training, choose, replanned
 from tests.planning.machines import SAMPLE, WEIGHTS, Accelerator, Fast, Slow, Tiny, seen
 from training.engine.tasks import build_run_config
 from utils.config.yaml_files import read_yaml
@@ -147,14 +145,14 @@ def test_few_images_give_a_larger_share_to_the_held_out():
 
 
 def test_images_that_cannot_be_read_are_told():
-    broken = replace(IMAGES["emoji"], unreadable="a.png is truncated")
+    broken = IMAGES["emoji"].model_copy(update={"unreadable": "a.png is truncated"})
     assert any("a.png is truncated" in note for note in choose(broken, Fast(), minutes=15).notes)
 
 
 @pytest.mark.parametrize("images", IMAGES)
 def test_a_plan_survives_its_file(images):
     made = plan("fast", images, 15, weights=True)
-    assert from_tree(json.loads(json.dumps(made.tree()))) == made
+    assert Plan.read(json.loads(made.model_dump_json())) == made
 
 
 def test_quick_plans_need_no_speeds_and_are_the_smallest():
@@ -198,7 +196,7 @@ def test_a_machine_that_changes_its_pace_still_ends_in_time(images, pace):
     assert config.evaluation.every == made.gan.steps
     assert made.gan.overrides[:-6] == first.gan.overrides[:-6]
     assert (made.classifier, made.evaluation, made.survey) == (first.classifier, first.evaluation, first.survey)
-    assert from_tree(json.loads(json.dumps(made.tree()))) == made
+    assert Plan.read(json.loads(made.model_dump_json())) == made
 
 
 def test_no_time_left_leaves_the_least_and_much_time_no_more_than_shows():

@@ -7,10 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from models.backbones.registry import backbone_of
-from planning import here
-from planning.choice import GAN, choose
-from planning.here import Here, Unmeasured, make_plan, plan_lines, weights_at_hand
-from planning.plan import Speed
+from planning import measure
+from planning.measure import ThisMachine, make_plan, plan_lines, speed_text, weights_at_hand
+from planning.plan import GAN, Machine, Speed, choose
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from utils.errors import UserError
 from utils.script import run_cli
@@ -66,7 +65,7 @@ def test_weights_of_no_known_network_are_refused(tmp_path, nothing_at_hand):
 
 def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing_at_hand, monkeypatch, capsys):
     monkeypatch.setenv("DUET_PRECISION", "fp32")
-    machine = Here(tmp_path, None, tuning=True)
+    machine = ThisMachine(tmp_path, None, tuning=True)
     options = ["--generator.channel-base", "64", "--discriminator.channel-base", "64", "--batch-size", "8"]
     first = machine.speed(GAN, options, side=16, channels=3, classes=3)
     assert first.images_per_second > 0
@@ -90,29 +89,32 @@ def test_plan_is_told_with_reasons_lengths_and_times():
     ):
         assert words in text
     assert "images:" not in text  # told before anything is measured
-    quick = "\n".join(plan_lines(choose(SAMPLE, Unmeasured(), minutes=15, quick=True)))
+    quick = "\n".join(plan_lines(choose(SAMPLE, Machine(), minutes=15, quick=True)))
     assert "--quick" in quick
     assert "images/s" not in quick
 
 
 def test_infinite_ratios_are_told_in_words():
-    assert "inf" not in here._told(Speed("fp32", 10.0, float("inf")))
-    assert "1.50 times" in here._told(Speed("fp32", 10.0, 1.5))
+    assert "inf" not in speed_text(Speed("fp32", 10.0, float("inf")))
+    assert "1.50 times" in speed_text(Speed("fp32", 10.0, 1.5))
 
 
 def test_command_writes_the_plan(tmp_path, capsys):
-    assert run_cli(here.main, ["sample", "--quick", "--out", str(tmp_path / "plan.json")]) == 0
+    assert run_cli(measure.main, ["sample", "--quick", "--out", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out.count("images: 10,000 images") == 1
-    made, tree = make_plan("sample", 15.0, None, quick=True).tree(), json.loads((tmp_path / "plan.json").read_text())
+    made, tree = (
+        make_plan("sample", 15.0, None, quick=True).model_dump(),
+        json.loads((tmp_path / "plan.json").read_text()),
+    )
     for key in ("classifier", "gan", "size", "evaluation"):
         assert tree[key] == made[key]
 
 
 @pytest.mark.parametrize(("load", "told"), [(0.5, False), (64.0, True)])
 def test_busy_machines_are_told(tmp_path, nothing_at_hand, monkeypatch, load, told):
-    monkeypatch.setattr(here, "survey", lambda _: SAMPLE)
-    monkeypatch.setattr(here.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(Here, "speed", Fast().speed)
-    monkeypatch.setattr(here, "cores", lambda: 2)
+    monkeypatch.setattr(measure, "survey", lambda _: SAMPLE)
+    monkeypatch.setattr(measure.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(ThisMachine, "speed", Fast().speed)
+    monkeypatch.setattr(measure, "cores", lambda: 2)
     plan = make_plan("sample", 15.0, None, quick=False)
     assert any("keep this machine busy" in note for note in plan.notes) is told

@@ -1,0 +1,243 @@
+"""A look at the images and at this machine: `python -m planning.measure SOURCE --out plan.json` makes the plan.
+
+A process of its own, so that the memory of the networks that are measured is free again before anything is trained.
+"""
+
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from data.errors import ImageError
+from data.images import FORMATS, decode_file, to_channels
+from data.sources import Source, open_source
+from planning.plan import Machine, Plan, Speed, Survey, choose
+from utils.config.cli import Parser
+from utils.errors import UserError
+from utils.files import write_atomic
+from utils.memory import cores
+from utils.script import run_cli
+from utils.text import columns, duration
+
+LOOKED_AT = 200  # images that are decoded, evenly spaced
+FEWEST = 10  # images; with fewer nothing can be learnt and held out
+BUSY = 1.5  # processes that want a core, for each core, before anything is measured
+NOISE = 64  # images of the files that speeds are measured on
+CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoint, curves, the report
+
+
+# --- the images
+
+
+class _Look(NamedTuple):
+    side: int
+    grey: bool
+    transparent: bool
+
+
+def survey(spec: str) -> Survey:
+    """Look at what `spec` names (see `data.sources.open_source`). Raises UserError where nothing can be made of it."""
+    with open_source(spec) as source:
+        count = len(source)
+        if count < FEWEST:
+            raise UserError(f"{spec}: holds {count} images; give {FEWEST} or more")
+        sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
+        started = time.perf_counter()
+        rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
+        looks, unreadable = _look_at(source, rows)
+        seconds = (time.perf_counter() - started) / len(rows)
+        apart = "test" in source.splits
+    held_out = 0
+    if apart:
+        with open_source(spec, split="test") as source:
+            held_out = len(source)
+    return Survey(
+        source=spec,
+        count=count,
+        held_out=held_out,
+        classes=len(source.classes),
+        smallest_class=int(sizes.min()),
+        largest_class=int(sizes.max()),
+        side=int(median(look.side for look in looks)),
+        channels=1 if all(look.grey for look in looks) else 3,
+        transparent=any(look.transparent for look in looks),
+        unreadable=unreadable,
+        seconds=seconds,
+    )
+
+
+def _look_at(source: Source, rows: list[int]) -> tuple[list[_Look], str]:
+    """Decode these images; the second part names the first that cannot be read. Raises UserError if none can be."""
+    looks, unreadable = [], ""
+    for row in rows:
+        try:
+            looks.append(_look(source.item(row).content))
+        except ImageError as error:
+            unreadable = unreadable or f"{source.item_name(row)} {error}"
+    if not looks:
+        raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
+    return looks, unreadable
+
+
+def _look(content: bytes | np.ndarray) -> _Look:
+    """Raises ImageError."""
+    transparent = False
+    if isinstance(content, bytes):
+        pixels = decode_file(content, 3)
+        with Image.open(BytesIO(content), formats=FORMATS) as image:
+            transparent = image.has_transparency_data
+    else:
+        pixels = to_channels(content, 3)
+    return _Look(min(pixels.shape[:2]), bool((pixels == pixels[..., :1]).all()), transparent)
+
+
+# --- the machine
+
+
+class ThisMachine(Machine):
+    """What was measured once is known."""
+
+    def __init__(self, folder: Path, weights: str | None, *, tuning: bool, side: int = 64) -> None:
+        """Args: `folder` for files of noise; `weights` as given by the user; `tuning`: whether they may be used;
+        `side` of the images in px.
+        """
+        started = time.perf_counter()
+        import training.engine.speed  # noqa: F401
+        from metrics.features.extractors import find_weights
+
+        self.start = 2 * (time.perf_counter() - started) + CLOSING
+        self.folder, self.cores = folder, cores()
+        self.weights = weights_at_hand(weights) if tuning else None
+        features = find_weights(None)
+        self.features_per_second = 0.0 if features is None else _features_per_second(features, side)
+        self._known: dict[tuple[Any, ...], Speed] = {}
+
+    def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
+        """Train a few steps on noise of that shape."""
+        from training.engine.speed import measure_recipe
+
+        key = (config, *overrides, side, channels, classes)
+        if key not in self._known:
+            data = ["--data.path", str(self._noise(side, channels, classes)), "--data.val-path", "null"]
+            if "--model.weights" in overrides:  # as fast without them
+                data += ["--model.weights", "null", "--model.normalise", "imagenet"]
+            measured = measure_recipe(config, [*overrides, *data])
+            speed = self._known[key] = Speed(measured.precision, measured.images_per_second, measured.ratio)
+            print(f"  {Path(config).stem}, {side} px: {speed_text(speed)}", flush=True)
+        return self._known[key]
+
+    def _noise(self, side: int, channels: int, classes: int) -> Path:
+        """A packed file of noise."""
+        from data.records import pack_arrays
+
+        file = self.folder / f"{side}-{channels}-{classes}.lmdb"
+        if not file.exists():
+            count = max(NOISE, classes)
+            images = np.random.default_rng(0).integers(0, 256, (count, channels, side, side), np.uint8)
+            names = [f"{label:05}" for label in range(classes)]
+            pack_arrays(file, images, np.arange(count) % max(1, classes), names, source="noise")
+        return file
+
+
+def speed_text(speed: Speed) -> str:
+    """A speed for a person."""
+    ratio = f" ({speed.ratio:.2f} times the slower precision)" if speed.ratio and math.isfinite(speed.ratio) else ""
+    return f"{speed.images_per_second:,.0f} images/s of training in {speed.precision}{ratio}"
+
+
+def _features_per_second(file: Path, side: int) -> float:
+    import torch
+
+    from metrics.features.extractors import ResNet50Features
+
+    extractor = ResNet50Features(file)
+    images = torch.zeros(16, 3, side, side, dtype=torch.uint8)
+    extractor(images)
+    started = time.perf_counter()
+    extractor(images)
+    return len(images) / (time.perf_counter() - started)
+
+
+def weights_at_hand(given: str | None) -> tuple[str, str, bool] | None:
+    """ImageNet weights for fine-tuning that need no download: file, name of its network, whether it strides as He's.
+
+    The given file, else what `metrics.features.extractors.find_weights` finds, else torchvision's own in torch's cache. Raises
+    UserError for a given file that is no known network's.
+    """
+    from metrics.features.extractors import find_weights
+    from models.weights import network_of, published_at_hand, read_state_dict
+
+    file = find_weights(given) or published_at_hand("resnet50")
+    if file is None:
+        return None
+    state, about = read_state_dict(file)
+    name = network_of(state)
+    if name is None:
+        raise UserError(f"--weights {file}: is no ResNet, ConvNeXt or EfficientNet; give another file, or none")
+    return str(file), name, about.get("stride", "").startswith("conv1")
+
+
+# --- the plan
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan for a person, but for the images: what and why, the lengths, and how long each part takes."""
+    if plan.quick:
+        return [*plan.notes, "a few steps of each only (--quick)"]
+    lines = list(plan.notes)
+    for task, training in plan.trainings.items():
+        seen = training.steps * training.batch_size / plan.training_images
+        lines.append(
+            f"{'GAN' if task == 'gan' else task}: {training.steps:,} steps of {training.batch_size} images, each image "
+            f"seen {seen:,.1f} times, at {training.images_per_second:,.0f} images/s in {training.precision}"
+        )
+    rows = [(name, duration(seconds)) for name, seconds in plan.seconds.items()]
+    end = time.strftime("%H:%M", time.localtime(time.time() + plan.total))
+    rows.append(("in all", f"{duration(plan.total)} of --minutes {plan.minutes:g}, until about {end}"))
+    return [*lines, "this will take here:", *(f"  {line}" for line in columns(rows, "<").splitlines())]
+
+
+def make_plan(source: str, minutes: float, weights: str | None, quick: bool) -> Plan:
+    """Look at the images, measure, choose. Raises UserError."""
+    images = survey(source)
+    print(f"images: {images.text()}", flush=True)
+    if quick:
+        return choose(images, Machine(), minutes=minutes, quick=True)
+    print("measuring this machine:", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        machine = ThisMachine(Path(folder), weights, tuning=source != "sample", side=min(64, images.side))
+        busy = os.getloadavg()[0]  # before this process itself counts
+        plan = choose(images, machine, minutes=minutes)
+    if busy > BUSY * machine.cores:
+        plan.notes.append(
+            f"other programs keep this machine busy (load {busy:.1f} on {machine.cores} cores), which makes it many "
+            "times slower: stop them, remove plan.json and start again"
+        )
+    return plan
+
+
+def main(argv: list[str]) -> None:
+    """The command line; quickstart.py calls it."""
+    parser = Parser(prog="python -m planning.measure", description="Look at images, measure this machine, make a plan.")
+    parser.add_argument("source")
+    parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--weights", metavar="FILE")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args(argv)
+    plan = make_plan(options.source, options.minutes, options.weights, options.quick)
+    print("\n".join(plan_lines(plan)), flush=True)
+    write_atomic(options.out, plan.model_dump_json(indent=1).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

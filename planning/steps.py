@@ -1,0 +1,335 @@
+"""The quickstart's steps by its plan: each one of Duet's own commands, printed before it runs; what is done is kept."""
+
+import functools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from planning.plan import Plan, Training, replanned
+from utils.distributed.launch import handling, obeyed_signals
+from utils.errors import EXIT_SIGNAL, UserError
+from utils.files import check_writable, write_atomic
+from utils.processes import die_with_parent
+from utils.text import duration
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKOUT = (ROOT / "pyproject.toml").is_file()  # else installed by pip
+SAMPLE = "sample"
+BEFORE_GAN = ("pack", "train classifier")  # parts of the plan
+QUICK_STEPS, QUICK_IMAGES = 12, 120  # of --quick: enough to run every line, too few to learn anything
+SHARES = ("clipped_density", "clipped_coverage")
+SURE = (*SHARES, *(f"{name}_interval" for name in ("recognised", "diversity_ratio", *SHARES)))  # where they are there
+
+
+class Step(NamedTuple):
+    """One of Duet's commands."""
+
+    name: str
+    command: list[str]  # Python's arguments
+    done: bool  # by an earlier start
+
+    @property
+    def part(self) -> str:
+        """The part of the plan: packing is one command or two."""
+        return part_of(self.name)
+
+
+def part_of(step: str) -> str:
+    """The part of the plan that a step belongs to."""
+    return step.partition(" ")[0] if step.startswith("pack") else step
+
+
+class Quickstart:
+    """The steps, where they write, and how long each took (kept in timings.json over interruptions)."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.plan = folder, plan
+        self.train, self.test = (folder / "data" / f"{split}.lmdb" for split in ("train", "test"))
+        file = folder / "timings.json"
+        self.timings: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else {}
+        self.commands: list[str] = []
+
+    def run(self) -> int:
+        """Run every step; the first that fails ends it with its exit code."""
+        begun: set[str] = set()  # parts of the plan
+        for step in self.steps():
+            self.commands.append(typed(step.command))
+            expected = self.plan.seconds
+            seconds = 0.0 if step.part in begun else expected[step.part]
+            begun.add(step.part)
+            rest = sum(expected[name] for name in expected if name not in begun)
+            timed = seconds and not self.plan.quick and not step.done
+            when = f": about {duration(seconds)}, then {duration(rest)}" if timed else ""
+            print(f"\n{time.strftime('%H:%M:%S')} {step.name}{when}\n$ {self.commands[-1]}", flush=True)
+            if step.done:
+                print(f"{step.name}: already done", flush=True)
+            elif code := self.timed(step):
+                stopped = code == EXIT_SIGNAL
+                how = f"{step.name} was stopped" if stopped else f"error: {step.name} ended with exit code {code}"
+                print(f"{how}; the same command resumes from here", file=sys.stderr)
+                return code
+        self.finish()
+        return 0
+
+    def steps(self) -> Iterator[Step]:
+        """The steps in order, one by one: whether a step is done already is looked up when its turn comes."""
+        yield from self.packing()
+        for task in self.plan.trainings:
+            if task == "gan":
+                self.plan_again()
+            yield Step(f"train {task}", self.training(task), finished(self.folder / task))
+        for task in self.plan.trainings:
+            yield Step(f"evaluate {task}", self.evaluation(task), done=False)
+
+    def plan_again(self) -> None:
+        """Before the GAN begins: another length for it where the machine turned out slower or faster than planned."""
+        plan = self.plan
+        if plan.quick or plan.replanned or (self.folder / "gan" / "config.yaml").exists():
+            return
+        spent = {part: 0.0 for part in BEFORE_GAN if part in plan.seconds}
+        for part in spent:
+            took = [step["seconds"] for name, step in self.timings.items() if part_of(name) == part]
+            spent[part] = sum(took) if took else plan.seconds[part]
+        self.plan = replanned(plan, spent)
+        if self.plan is not plan:
+            print(f"\n{self.plan.notes[-1]}", flush=True)
+            write_atomic(self.folder / "plan.json", self.plan.model_dump_json(indent=1).encode() + b"\n")
+
+    def packing(self) -> Iterator[Step]:
+        """The commands that pack: both parts of a source that has them, or one that splits a part off."""
+        plan = self.plan
+        images = ["--size", str(plan.size), "--channels", str(plan.survey.channels)]
+        images += ["--pyramid", str(plan.smallest)] if plan.smallest < plan.size else []
+        images += ["--on-error", "skip"] if plan.survey.source != SAMPLE else []
+        if plan.val_share is None:
+            parts = [(f"pack {file.stem}", [file], ["--split", file.stem]) for file in (self.train, self.test)]
+        else:
+            share = ["--val-share", f"{plan.val_share:g}", "--val-dest", shown(self.test)]
+            parts = [("pack", [self.train, self.test], share)]
+        for name, files, options in parts:
+            done = all(file.exists() and complete(file) for file in files)
+            overwrite = ["--overwrite"] if not done and any(file.exists() for file in files) else []
+            pack = ["-m", "data.pack", plan.survey.source, shown(files[0]), *images, *options, *overwrite]
+            yield Step(name, pack, done)
+
+    def training(self, task: str) -> list[str]:
+        """The command that trains a task or resumes it."""
+        training = self.plan.trainings[task]
+        command = ["train.py", "--config", training.config, "--run-dir", shown(self.folder / task)]
+        command += ["--data.path", shown(self.train), "--data.val-path", shown(self.test), *training.overrides]
+        quick = ["--max-steps", str(QUICK_STEPS), "--log.every", str(QUICK_STEPS // 2)]
+        return command + (quick if self.plan.quick else [])
+
+    def evaluation(self, task: str) -> list[str]:
+        """The command that evaluates a task, the GAN with the classifier as judge."""
+        command = ["evaluate.py", "--checkpoint", shown(self.folder / task), "--data", shown(self.test)]
+        command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
+        if task == "gan":
+            options = self.plan.evaluation
+            if self.plan.quick:
+                options = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
+                options += [] if self.plan.classifier else ["--extractor", "pixels"]  # there may be no weights
+            command += self.judged(options) if self.plan.classifier else options
+        return command
+
+    def judged(self, options: list[str]) -> list[str]:
+        """The GAN's options with the classifier as judge, or with its features alone where it may not judge."""
+        run = shown(self.folder / "classifier")
+        if not (why := unfit(self.train, self.test)):
+            return ["--classifier", run, *options]
+        print(f"the classifier does not judge the GAN: {why}", flush=True)
+        features = f"classifier:{run}"
+        if "--extractor" not in options:
+            return ["--extractor", features, *options]
+        return [features if option == "classifier" else option for option in options]
+
+    def timed(self, step: Step) -> int:
+        """Run a step and note its time; the time of an interrupted step accumulates."""
+        before = self.timings.get(step.name, {"seconds": 0.0, "done": False})
+        spent = 0.0 if before["done"] else before["seconds"]
+        start = time.monotonic()
+        code = call([sys.executable, *step.command])
+        self.timings[step.name] = {"seconds": round(spent + time.monotonic() - start, 1), "done": code == 0}
+        write_atomic(self.folder / "timings.json", json.dumps(self.timings, indent=1).encode())
+        return code
+
+    def finish(self) -> None:
+        """Write summary.json and report.html and say where they are."""
+        from reporting.report import write_quickstart_report
+        from utils.provenance import environment
+
+        seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
+        summary = summarise(self.folder, self.plan, seconds)
+        summary |= {"timings": {name: step["seconds"] for name, step in self.timings.items()}}
+        summary |= {"versions": environment()}
+        write_atomic(self.folder / "summary.json", f"{json.dumps(summary, indent=1)}\n".encode())
+        report = write_quickstart_report(
+            self.folder,
+            commands=self.commands,
+            seconds=seconds,
+            notes=[self.plan.survey.text(), *self.plan.notes],
+            classifier=self.plan.classifier is not None,
+        )
+        print(f"\n{in_words(summary)}")
+        print(f"{duration(seconds)} in all" + (f", {duration(self.plan.total)} expected" * (not self.plan.quick)))
+        print(f"summary: {shown(self.folder / 'summary.json')}\nreport:  {shown(report)}  (open it in a browser)")
+
+
+def in_words(summary: dict[str, Any]) -> str:
+    """Both models' figures, a line each."""
+    classifier, gan, lines = summary["classifier"], summary["gan"], []
+    if classifier:
+        sure = " ({:.3f} to {:.3f})".format(*classifier["interval"]) if classifier["interval"] else ""
+        lines = [f"classifier: accuracy {classifier['accuracy']:.3f}{sure}, n {classifier['n']}"]
+    figures = {"recognised": gan["recognised"], "diversity": gan["diversity_ratio"], "distance": gan["distance"]}
+    words = ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if value is not None)
+    floor = "" if gan["floor"] is None else f" (real images: {gan['floor']:.3f})"
+    return "\n".join([*lines, f"GAN: {words}{floor} by {gan['extractor'].partition(':')[0]}, n {gan['n']}"])
+
+
+def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
+    """The figures of summary.json from both evaluations with their 95 % intervals, the distance the first extractor's,
+    and what was planned.
+    """
+    figures = {task: json.loads((folder / task / "eval/metrics.json").read_text()) for task in plan.trainings}
+    named, gan = figures.get("classifier"), figures["gan"]
+    first = gan["distances"][0]
+    distance = {"distance": "frechet", "distance_interval": "frechet_interval"}
+    return {
+        "seconds": seconds,
+        "classifier": named
+        and {"accuracy": named["accuracy"], "interval": named.get("accuracy_interval"), "n": named.get("n")},
+        "gan": {
+            **{key: gan[key] for key in ("recognised", "diversity_ratio")},
+            **{key: first[name] for key, name in distance.items() if name in first},
+            **{key: first[key] for key in ("floor", "extractor", "n")},
+            **{key: gan[key] for key in SURE if key in gan},
+        },
+        "plan": {
+            "source": plan.survey.source,
+            "minutes": plan.minutes,
+            "expected_seconds": round(plan.total, 1),
+            "replanned": plan.replanned,
+            "notes": plan.notes,
+            **{task: about(folder / task, training, plan.quick) for task, training in plan.trainings.items()},
+        },
+    }
+
+
+def about(run: Path, training: Training, quick: bool) -> dict[str, Any]:
+    """Which recipe, how long, how fast, and the precision that the run's own config.yaml names."""
+    config = run / "config.yaml"
+    used = re.search(r"^precision: (\w+)", config.read_text(), re.MULTILINE) if config.is_file() else None
+    guessed = {"steps": QUICK_STEPS, "images_per_second": None, "seconds": None} if quick else {}
+    return training.model_dump() | guessed | ({"precision": used[1]} if used else {})
+
+
+def shown(path: Path) -> str:
+    """A path as the commands get it: relative to the checkout, where they run, if it lies inside."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def typed(command: list[str]) -> str:
+    """A command as it is typed: `python train.py ...`, or `duet train ...` where Duet is installed."""
+    script, *arguments = command[1:] if command[0] == "-m" else command
+    name = script.removesuffix(".py").rpartition(".")[2]
+    return shlex.join(["python", *command] if CHECKOUT else ["duet", name, *arguments])
+
+
+def complete(file: Path) -> bool:
+    """Whether a packed file is whole, as its completion record says."""
+    from data.reading.dataset import Dataset
+
+    try:
+        Dataset(file).close()
+    except UserError as error:
+        print(f"packing again: {error}", flush=True)
+        return False
+    return True
+
+
+def unfit(train: Path, test: Path) -> str:
+    """Why a classifier of these training images cannot judge samples, as `metrics.lineage` says; empty if it can."""
+    from data.reading.dataset import Dataset
+    from metrics.lineage import TOLERATED, overlap
+
+    with Dataset(train) as trained, Dataset(test) as tested:
+        if trained.meta.passport:
+            return "its training images are samples"
+        share = overlap(tested, trained) / len(tested)
+    return f"it was trained on {share:.1%} of the test images" if share > TOLERATED else ""
+
+
+def finished(run: Path) -> bool:
+    """Whether a run's training came to its end."""
+    status = run / "status.json"
+    return status.is_file() and json.loads(status.read_text()).get("state") == "finished"
+
+
+def call(command: list[str]) -> int:
+    """Run a command in the checkout and return its exit code, 128 + n if signal n ended it.
+
+    It has a session of its own: a terminal's Ctrl-C, and whatever else asks this process to stop, reaches it once,
+    through us. It saves its state and we wait for that; where we are killed it is too.
+    """
+    signals: list[int] = []  # that are to be forwarded
+    dies = functools.partial(die_with_parent, os.getpid())
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, "preexec_fn": dies}
+    note = lambda number, _: signals.append(number)  # noqa: E731
+    with handling(note, obeyed_signals()), subprocess.Popen(command, cwd=ROOT, **how) as process:
+        while (code := process.poll()) is None:
+            while signals:
+                process.send_signal(signals.pop(0))
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.2)
+    return 128 - code if code < 0 else code
+
+
+def plan_for(folder: Path, options: Namespace) -> Plan | int:
+    """The plan of the folder's first start, else a new one; or the exit code of what makes it. Raises UserError."""
+    file, source = folder / "plan.json", options.source
+    if "://" not in source and source != SAMPLE:  # seen from any folder: the commands run in the checkout
+        path = Path(source).expanduser()
+        source = str(path.resolve()) if path.exists() else source
+    if file.is_file():
+        return check_plan(file, source, options)
+    check_writable(folder)
+    print(f"looking at {source}" + (", then measuring this machine" * (not options.quick)), flush=True)
+    command = [sys.executable, "-m", "planning.measure", source, "--out", str(file)]
+    command += ["--minutes", f"{options.minutes:g}", *["--quick"] * options.quick]
+    command += ["--weights", str(Path(options.weights).resolve())] if options.weights else []
+    code = call(command)
+    return Plan.read(json.loads(file.read_text())) if code == 0 else code
+
+
+def check_plan(file: Path, source: str, options: Namespace) -> Plan:
+    """The plan that an earlier start made. Raises UserError if it is for something else."""
+    another = "give another folder with --dir, or remove this one"
+    try:
+        plan = Plan.read(json.loads(file.read_text()), "plan")
+    except ValueError as error:
+        raise UserError(f"{file}: is no plan of this version ({error}); {another}") from error
+    if (plan.survey.source, plan.quick) != (source, options.quick):
+        quick = " with --quick" if plan.quick else ""
+        raise UserError(f"{file.parent}: its plan is for {plan.survey.source}{quick}; {another}")
+    minutes = f", of {plan.minutes:g} minutes" if plan.minutes != options.minutes else ""
+    print(f"going on with the plan of the first start{minutes}: {shown(file)}", flush=True)
+    if all(finished(file.parent / task) for task in plan.trainings):
+        print(f"it is trained already and will only be evaluated; to start anew {another}", flush=True)
+    return plan
+
+
+def default_folder(source: str, quick: bool) -> Path:
+    """runs/quickstart for the sample, runs/quickstart_NAME for one's own images."""
+    name = "" if source == SAMPLE else "_" + re.sub(r"[^\w.-]+", "_", Path(source).resolve().stem)
+    base = ROOT if CHECKOUT else Path.cwd()
+    return base / "runs" / f"quickstart{name}{'_quick' * quick}"
