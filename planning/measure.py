@@ -170,8 +170,8 @@ def _features_per_second(file: Path, side: int) -> float:
 def weights_at_hand(given: str | None) -> tuple[str, str, bool] | None:
     """ImageNet weights for fine-tuning that need no download: file, name of its network, whether it strides as He's.
 
-    The given file, else what `metrics.features.extractors.find_weights` finds, else torchvision's own in torch's cache. Raises
-    UserError for a given file that is no known network's.
+    The given file, else what `find_weights` finds, else torchvision's own in torch's cache. Raises UserError for a
+    given file that is no known network's.
     """
     from metrics.features.extractors import find_weights
     from models.weights import network_of, published_at_hand, read_state_dict
