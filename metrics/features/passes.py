@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from utils import inject
 from utils.distributed import collectives
 
 T = TypeVar("T")
@@ -36,7 +35,6 @@ def shared_pass(
     each = max(1, batch_size // size)
     rank, world = collectives.rank(), collectives.world_size()
     for first in range(0, len(chunks), each * world):
-        inject.kill_at("kill-in-pass", first, rank=rank)
         own = chunks[first + rank * each : first + (rank + 1) * each]
         for results in collectives.gather_to_main(lambda own=own: [work(rows) for rows in own]):  # type: ignore[misc]
             yield from results

@@ -13,9 +13,10 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import write_config
-from utils import inject
+from tests.faults import inject
+from tests.faults.torchrun import SITE
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SITE}:{REPOSITORY}"}
 
 
 @dataclass(frozen=True)

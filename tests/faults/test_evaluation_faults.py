@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import inject
 from tests.faults.conftest import own_process, start
 from tests.faults.test_data_faults import repacked
-from utils import inject
 from utils.distributed.launch import AGAIN
 
 

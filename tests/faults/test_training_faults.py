@@ -11,10 +11,11 @@ from torch import nn
 
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.faults import inject
 from tests.faults.conftest import ENVIRONMENT, Outcome, own_process
 from training.engine import health
 from training.optim.updater import OptimizerConfig, Precision, Updater
-from utils import inject, seeding
+from utils import seeding
 from utils.distributed import collectives
 from utils.errors import TrainingHalted
 from utils.script import run_cli
@@ -26,8 +27,10 @@ SHORT = ["--evaluation.every", "0", "--log.samples-every", "0", "--log.every", "
 def fail_at(monkeypatch: pytest.MonkeyPatch, slim: None) -> Any:
     """`fail_at("0:3:nan")`, in this process and in those that it starts. Classifiers are slim here."""
 
+    inject.install(monkeypatch.setattr)
+
     def ask(text: str) -> None:
-        monkeypatch.setattr(inject, "_fired", set())
+        inject.fired.clear()
         monkeypatch.setenv(inject.VARIABLE, text)
 
     return ask

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.conftest import REPOSITORY
 
+SITE = REPOSITORY / "tests" / "faults" / "site"  # of what DUET_FAIL_AT asks for
 PATIENCE = 280  # seconds that a command may take on a machine that is busy with other things
 
 
@@ -30,7 +31,7 @@ def torchrun(
         return subprocess.Popen(
             [*prefix, *command, "--run-dir", str(run), "--device", "cpu", *more],
             cwd=REPOSITORY,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{SITE}:{REPOSITORY}"} | environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

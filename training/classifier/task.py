@@ -33,7 +33,6 @@ from training.classifier.whitening import fit_first_filters
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater, restore_where_
 from training.profile.ranges import phase
-from utils import inject
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
@@ -210,7 +209,6 @@ class ClassifierTask(Task):
     def _accumulate(self, batch: Batch, step: int, *, send: bool = True) -> tuple[Tensor, Tensor]:
         """Forward and backward passes of this process's share; DDP sends the gradients in the last of them."""
         loss_sum, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        weight = float("nan") if inject.due("nan", step, rank=collectives.rank()) else 1.0
         with phase("augment"):
             prepared = self._prepared(batch, step, self.first)
         parts = self.micro.parts()
@@ -226,7 +224,7 @@ class ClassifierTask(Task):
                     loss = classifier_loss(logits, targets, self.config.loss, self.class_weights)
                     loss = loss / self.config.batch_size
                 with phase("backward"):
-                    self.precision.backward(loss * weight)
+                    self.precision.backward(loss)
             loss_sum += loss.detach()
             correct += targets.correct(logits.detach())
         if send:

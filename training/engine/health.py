@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.base.config import RunConfig
 from training.optim.ema import EMA
-from utils import inject, seeding
+from utils import seeding
 from utils.distributed import collectives
 from utils.distributed.heartbeat import silent_ranks
 from utils.distributed.launch import LAUNCHED, REMEDY
@@ -41,8 +41,6 @@ def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
 def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:
     """Raise TrainingHalted on all ranks if a shared tensor's bits are not the same on all of them."""
     parts = shared_tensors(registry)
-    if inject.due("unequal", step, rank=collectives.rank()):
-        next(iter(parts.values()))[0].data.add_(1)
     different = collectives.unequal_ranks(parts, device)
     if different:
         told = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())

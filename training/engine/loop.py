@@ -21,7 +21,6 @@ from training.engine.signals import StopSignals
 from training.engine.window import MetricWindow, learning_rates
 from training.profile import measure as profiling
 from training.profile.ranges import phase
-from utils import inject
 from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
@@ -188,7 +187,6 @@ class Loop:
         if self.heartbeat is not None:
             self.heartbeat.step = self.step
         try:
-            inject.fire(self.step, rank=collectives.rank())
             with self.layers.watching(self.step + 1):
                 metrics = self.task.step(batches, self.step)
             self._watch_metrics(metrics)
@@ -211,8 +209,6 @@ class Loop:
         if watched is not None and watched not in metrics:
             names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
             raise UserError(f"spikes.metric {watched}: not a metric of every step; choose one of {names}")
-        if watched is not None and inject.due("spike", self.step, rank=collectives.rank()):
-            metrics[watched] = metrics[watched] * 1e4 + 1e4
         self.window.add(metrics)
         if self._fresh:
             self._fresh = False

@@ -21,7 +21,7 @@ from training.engine import health, lr_find, preflight, speed, transfer
 from training.engine.loop import Loop
 from training.engine.tasks import TASKS, build_run_config
 from training.profile import measure as profiling
-from utils import inject, seeding
+from utils import seeding
 from utils.checkpoint import newest_first
 from utils.config.build import of_today, to_tree
 from utils.config.yaml_files import read_yaml
@@ -90,7 +90,6 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
         seeding.use_deterministic_kernels()
     elif device.type != "cpu":
         seeding.use_fastest_kernels()
-    inject.check()
     collectives.start(device, config.distributed.start_timeout, several=config.several_devices)
     return device
 

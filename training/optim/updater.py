@@ -11,7 +11,6 @@ from training.optim.clipping import clip_adaptively_
 from training.optim.config import OptimizerConfig
 from training.optim.muon import Muon
 from training.optim.schedule_free import ScheduleFree
-from utils import inject
 from utils.checkpoint.state_schema import check_moments
 from utils.distributed import collectives
 from utils.distributed.gradients import Compression, GradientExchange
@@ -163,7 +162,7 @@ class Updater:
 
     def overlap(self, *, last: bool) -> None:
         """Before a backward pass; of the `last` one before `step`, gradients travel while it goes on."""
-        if last and not inject.asked():  # a fault is put into gradients that are still here
+        if last:
             self.exchange.overlap()
 
     def step(self, step: int) -> Update:
@@ -171,8 +170,6 @@ class Updater:
         if self.unused is None:
             named = self.model.named_parameters()
             self.unused = [] if self.growing else [n for n, p in named if p.requires_grad and p.grad is None]
-        if inject.due("nan", step, rank=collectives.rank()):
-            next(p.grad for p in self.parameters if p.grad is not None).fill_(float("nan"))
         self.exchange.finish()
         for parameter in self.parameters:
             if parameter.grad is not None:

@@ -15,7 +15,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from utils import bounded, inject
+from utils import bounded
 from utils.config.build import of_today
 from utils.config.yaml_files import near_file
 from utils.errors import UserError
@@ -98,16 +98,13 @@ def save(folder: Path, checkpoint: "Checkpoint | Snapshot") -> Path:
     """
     from utils.checkpoint import writer as checkpoint_writer
     from utils.checkpoint.writer import Snapshot
-    from utils.distributed import collectives
 
     taken = checkpoint if isinstance(checkpoint, Snapshot) else Snapshot(checkpoint, own=False)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(taken.step)
     temporary = folder / f".{path.name}.tmp"
     try:
-        inject.kill_at("kill-before-write", taken.step, rank=collectives.rank())
         sha256 = checkpoint_writer.write(taken, temporary)
-        inject.kill_at("kill-before-rename", taken.step, rank=collectives.rank())
         with contextlib.suppress(FileNotFoundError):
             os.unlink(_checksum_file(path))  # of an earlier save of this step: it must not judge the new file
         os.replace(temporary, path)

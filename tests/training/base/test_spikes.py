@@ -10,9 +10,9 @@ import pytest
 
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
+from tests.faults import inject
 from training.base.spikes import LEAST, SpikeDetector, SpikesConfig
 from utils import checkpoint as checkpoints
-from utils import inject
 from utils.errors import UserError
 from utils.script import run_cli
 
@@ -95,7 +95,7 @@ def test_back_to_the_last_checkpoint_with_other_images(
 ) -> None:
     """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
-    monkeypatch.setattr(inject, "_fired", set())
+    inject.install(monkeypatch.setattr)
     monkeypatch.setenv(inject.VARIABLE, "0:37:spike")
     assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back") == 0
     told = capsys.readouterr().err
@@ -124,7 +124,7 @@ def test_a_warning_changes_nothing(
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     assert run(config, tmp_path / "quiet") == 0
     assert "jumped" not in capsys.readouterr().err
-    monkeypatch.setattr(inject, "_fired", set())
+    inject.install(monkeypatch.setattr)
     monkeypatch.setenv(inject.VARIABLE, "0:37:spike")
     assert run(config, tmp_path / "spiked") == 0
     assert "warning: loss/classifier jumped to" in capsys.readouterr().err
@@ -136,7 +136,7 @@ def test_too_many_roll_backs_end_the_run(
     tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    monkeypatch.setattr(inject, "_fired", set())
+    inject.install(monkeypatch.setattr)
     monkeypatch.setenv(inject.VARIABLE, "0:37:spike,0:38:spike")
     more = ["--spikes.action", "roll-back", "--spikes.limit", "1"]
     assert run(config, tmp_path / "run", *more, "--log.every", "1") == 4
