@@ -1,4 +1,4 @@
-"""The scaling benchmark counts what training does, and docs/scaling.md holds what it prints."""
+"""The scaling benchmark counts what training does, and its page of docs/measurements holds what it prints."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from utils.distributed import collectives, gradients
 from utils.errors import UserError
 from utils.script import run_cli
 
-DOCS = (REPOSITORY / "docs" / "scaling.md").read_text()
+DOCS = (REPOSITORY / "docs" / "measurements" / "scaling.md").read_text()
 SPEED = scaling.PEAK * 1e12 * scaling.EFFICIENCY
 STEP = Work(batch=64, smallest=4, parameters=10**7, gradient_bytes=4 * 10**7, messages=10, waits=0, flop=1e12)
 

@@ -10,16 +10,18 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch import Tensor
 
 from utils.files import write_atomic
 from utils.text import printable, shorten
 
-ImageArray = torch.Tensor | np.ndarray
+if TYPE_CHECKING:  # torch takes seconds to import, and data.pack draws no tensors
+    from torch import Tensor
+
+ImageArray: TypeAlias = "Tensor | np.ndarray"
 
 TEXT, LINE = 11, 14  # px: height of letters, and from one line to the next
 WIDEST_NAME = 150  # px beside a row
@@ -28,7 +30,7 @@ PADDING = 4  # px between a table's images
 CAPTION = 112  # px that a caption may be wide at least
 
 Word = tuple[float, float, str, str]  # x, y, text, and what of it lies there: Pillow's anchor
-Place = tuple[int, int, Tensor | None]  # x, y of an image's corner; None leaves the place white
+Place: TypeAlias = "tuple[int, int, Tensor | None]"  # x, y of an image's corner; None leaves the place white
 OWN = "DejaVu Sans"
 OTHERS = (  # the most common ones with many scripts, in order
     "Noto Sans CJK SC",
@@ -51,7 +53,7 @@ OTHERS = (  # the most common ones with many scripts, in order
 
 def to_numpy(images: ImageArray) -> np.ndarray:
     """uint8 images [n, C, H, W] as NumPy on the CPU. Raises ValueError for another type or shape (C is 1 or 3)."""
-    array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else np.asarray(images)
+    array = np.asarray(images) if isinstance(images, np.ndarray) else images.detach().cpu().numpy()
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[1] not in (1, 3):
         raise ValueError(f"expected uint8 images [n, 1 or 3, H, W], got {array.dtype} {list(array.shape)}")
     return array
@@ -92,7 +94,7 @@ def save_png(image: np.ndarray, path: str | Path) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
+def save_captioned(images: "Sequence[Tensor]", captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
     """Draw images uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
 
     A line that is wider than its image's cell loses its middle.
@@ -111,7 +113,7 @@ def save_captioned(images: Sequence[Tensor], captions: Sequence[str], path: str 
 
 
 def save_rows(
-    rows: Sequence[Sequence[Tensor]],
+    rows: "Sequence[Sequence[Tensor]]",
     path: str | Path,
     *,
     columns: int,
@@ -132,7 +134,7 @@ def save_rows(
 
 
 def save_table(
-    rows: Sequence[Sequence[Tensor | None]],  # uint8 [C, H, H] each; None, or a shorter row, leaves the place white
+    rows: "Sequence[Sequence[Tensor | None]]",  # uint8 [C, H, H] each; None, or a shorter row, leaves the place white
     path: str | Path,
     *,
     row_heads: Sequence[str] = (),  # of one line, to the left; none: no room is left for them
