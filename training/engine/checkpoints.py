@@ -30,7 +30,7 @@ class CheckpointManager:
         self._best_step = -1  # rank 0: of the best one
         self._failure = ""  # rank 0: why the last write failed
         self._background = Background()
-        self._versions = versions() if collectives.is_main() else {}  # now: later the checkout may be another
+        self._versions: dict[str, Any] = {}
 
     def save(
         self, step: int, registry: Registry, about: dict[str, Any], best: dict[str, float | str] | None = None
@@ -55,7 +55,7 @@ class CheckpointManager:
             "classes": list(meta.classes),
             "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
             "lineage": self.lineage,
-            "versions": self._versions,
+            "versions": self._versions or versions(),
             **about,
             "state": {name: part.state_dict() for name, part in registry.items()},
         }
@@ -106,6 +106,7 @@ class CheckpointManager:
         Raises UserError when it does not fit the data or the task.
         """
         self.wait()
+        self._versions = versions()  # now: later the checkout may be another
         path = collectives.from_main_process(lambda: self._find_latest(up_to))
         if path is None:
             return None

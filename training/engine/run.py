@@ -142,7 +142,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         taken = transfer.transfer(donor, task.registry(), resolution=resolution, classes=reader.meta.classes)
     loader = data.make_loader(config, reader, device)
     reading = data.tune_workers(config, reader, val_reader)
-    takes = speed.forecast(config, reader, device, task.images_at(config.steps))
+    takes = speed.forecast(choice, task.images_at(config.steps))
     rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice.text, takes)
     say_main(preflight.table(rows | {"run folder": str(folder.path)}))
     if taken is not None:

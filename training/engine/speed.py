@@ -1,4 +1,4 @@
-"""How fast a task trains on this machine, and therefore what `precision: auto` means here.
+"""How fast a task trains on this machine, and therefore what `precision: auto` means here and how long a run will take.
 
 On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and bf16: without units
 for bf16 they take ten times as long in it as in fp32. A few steps of a task tell, which is made from the run's config
@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,33 +32,33 @@ from utils.text import duration
 FORCED = "DUET_PRECISION"  # environment variable: what auto means, without a measurement
 FIRST = 3.0  # seconds that the first step may take, with the fewest samples
 GIVEN_UP = 3.0  # times of the first candidate's after which the second one's first step is given up
-CLEAR = 3.0  # so many times as slow with the fewest samples: decided
+CLEAR = 3.0  # so many times as slow: decided
 STEP = 0.4  # seconds; batches are cut where a step would take longer
-LARGER = 10.0  # seconds in which steps of all kinds may take a few more images than the fewest, whatever STEP says
-WHOLE = 3.0  # and here, where the speed itself is asked for: small batches are slower by the image
-BUDGET = 2.0  # seconds in which two candidates that are close are compared
-ROUNDS = 5  # of that, at most
+LARGER = 10.0  # seconds in which steps of all kinds may take four times the fewest images, whatever STEP says
+BUDGET = 2.0  # seconds in which candidates that are close are compared
+ROUNDS = 3  # of that, at most
 FORECAST = 20_000  # images of a training below which it is short, and how long it takes is not measured
 LONG = 24 * 3600.0  # seconds of a training above which the plan says what to take instead
 SLOWER = 1.1  # a precision given by hand is called slower from here on: less may be noise
 
 
-class Measured(NamedTuple):
-    """The speed of training."""
-
-    precision: Fixed  # what the config's is on this machine
-    # of one process, in real steps with a GAN's lazy penalties by their share; without reading, compiling, evaluations
-    images_per_second: float
-    ratio: float | None  # its speed over the other candidate's, infinite: that was given up; None: there was none
-
-
 class Choice(NamedTuple):
-    """A run's precision."""
+    """A run's precision, and its speed."""
 
     precision: Fixed
     text: str  # for the plan
     ratio: float | None = None  # its speed over the other candidate's; infinite: the other was given up
     warning: str = ""
+    # of an image, in one process and whole steps, a GAN's lazy penalties by their share; without reading, compiling,
+    # evaluations. None: not measured
+    seconds: float | None = None
+    more: bool = False  # it takes more than that: even the smallest step was given up
+
+    @property
+    def images_per_second(self) -> float:
+        """Of one process, where it was measured."""
+        assert self.seconds is not None
+        return 1 / self.seconds
 
 
 class TooSlow(Exception):
@@ -106,60 +105,68 @@ class Trial:
             torch.accelerator.synchronize(self.device)
         return time.perf_counter() - begun
 
-    def mean_seconds(self, precision: Fixed, tries: int = 3) -> float:
-        """What steps of all kinds take on average, each the best of so many tries: the first warms up."""
-        found = {step: min(self.seconds(precision, step) for _ in range(tries)) for step in self.shares}
-        return sum(share * found[step] for step, share in self.shares.items())
+    def mean_seconds(self, precision: Fixed, first: float) -> float:
+        """What steps of all kinds take on average; `first`: the most frequent one. Others are tried twice."""
+        tries, (share, *_) = 2 if first < STEP else 1, self.shares.values()
+        others = list(self.shares.items())[1:]
+        return share * first + sum(
+            share * min(self.seconds(precision, step) for _ in range(tries)) for step, share in others
+        )
 
 
-def choose(config: RunConfig, reader: Dataset, device: torch.device, *, kept: bool = False) -> Choice:
-    """What the run trains in: rank 0 measures where that is needed, all ranks agree. `kept`: an earlier start of the
-    run has chosen.
+def choose(
+    config: RunConfig, reader: Dataset, device: torch.device, *, kept: bool = False, always: bool = False
+) -> Choice:
+    """What the run trains in, and how fast: rank 0 measures where that is needed, all ranks agree. `kept`: an earlier
+    start of the run has chosen. `always`: measure short trainings and accelerators too.
     """
-    samples = config.micro(collectives.world_size())
-    return collectives.from_main_process(lambda: _choose(config, samples, reader, device, kept))
-
-
-def _choose(config: RunConfig, samples: int, reader: Dataset, device: torch.device, kept: bool) -> Choice:
-    given = config.precision
-    forced = os.environ.get(FORCED)
-    if forced is not None and forced not in ("fp32", "bf16", "fp16"):
+    given, forced = config.precision, os.environ.get(FORCED)
+    if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
-    if given == "auto" and forced is not None:
-        return Choice(forced, f"{forced} (auto: {FORCED} says so)")  # type: ignore[arg-type]
+    if given != "auto":
+        text = f"{given} (kept: the run began in it)" if kept else given
+        names: list[Any] = [given] if forced or given == "fp32" else ["fp32", given]
+    else:
+        text = f"{forced} (auto: {FORCED} says so)"
+        names = [forced] if forced else ["fp32", "bf16"]
+    short, warning = config.steps * config.batch_size < FORECAST, ""
     if device.type != "cpu":
-        best = native(device)
-        if given == "auto":
-            return Choice(best, f"{best} (auto: native here)")
-        emulated = given == "bf16" and best == "fp16"
-        warning = "bf16 is emulated by this accelerator; --precision fp16 is faster here" if emulated else ""
-        return Choice(given, _given_text(given, kept), warning=warning)
-    if given == "fp32" or forced is not None:
-        return Choice("fp32" if given == "auto" else given, _given_text(given, kept))
-    other: Fixed = "bf16" if given == "auto" else given
-    names: tuple[Fixed, Fixed] = ("fp32", other)
-    by = ""
+        short, best = True, native(device)
+        if given == "auto" and not forced:
+            names, text = [best], f"{best} (auto: native here)"
+        elif given == "bf16" and best == "fp16":
+            warning = "bf16 is emulated by this accelerator; --precision fp16 is faster here"
+        names = names[-1:]
+    if not always and (kept or (short and len(names) == 1)):
+        return Choice(names[-1], text, warning=warning)
+    return collectives.from_main_process(lambda: _measured(config, reader, device, names, text))
+
+
+def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: Sequence[Fixed], text: str) -> Choice:
+    """The faster of `names`, or the one that the config gives."""
+    by, world, given = "", collectives.world_size(), config.precision
+    seconds: float | None = None
     with collectives.alone():
         try:
-            seconds = race(config, samples, reader, device, names)
+            each, seconds, more = race(config, world, reader, device, names)
         except (TooSlow, RuntimeError, MemoryError) as error:
-            if not (isinstance(error, TooSlow) or ran_out(error)):
+            more = isinstance(error, TooSlow)
+            if not (more or ran_out(error)):  # if the run has too little as well, it says so
                 raise
-            seconds, by = {name: convolution_seconds(name, device) for name in names}, ", by a convolution"
+            each, by = {name: convolution_seconds(name, device) for name in names}, ", by a convolution"
+            seconds = FIRST / min(config.smallest_batch, config.micro(world)) if more else None
     gc.collect()  # the tasks are gone before the run's is built
+    best, slower = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
+    ratio = each[slower] / each[best]
+    speed: Any = {"seconds": seconds, "more": more}
+    if len(names) == 1:
+        return Choice(names[0], text, **speed)
     if given == "auto":
-        best, slower = sorted(seconds, key=seconds.__getitem__)
-        ratio = seconds[slower] / seconds[best]
-        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower}{by})", ratio)
-    ratio, warning = seconds[other] / seconds["fp32"], ""
-    if ratio > SLOWER:
-        remedy = "--precision fp32 goes on in it, but no longer bit for bit" if kept else "take --precision auto"
-        warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; {remedy}"
-    return Choice(given, _given_text(given, kept), 1 / ratio, warning)
-
-
-def _given_text(given: str, kept: bool) -> str:
-    return f"{given} (kept: the run began in it)" if kept else given
+        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower}{by})", ratio, **speed)
+    if given == best:
+        return Choice(best, text, ratio, **speed)
+    warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; take --precision auto"
+    return Choice(names[-1], text, 1 / ratio, warning if ratio > SLOWER else "", **speed)
 
 
 def times(ratio: float) -> str:
@@ -168,43 +175,58 @@ def times(ratio: float) -> str:
 
 
 def race(
-    config: RunConfig, samples: int, reader: Dataset, device: torch.device, names: Sequence[Fixed]
-) -> dict[Fixed, float]:
-    """Seconds an image in each precision, infinite for what is given up: first of the smallest batch, then, where that
-    does not decide, of one of `samples`, or as many of them as steps of STEP seconds hold. Raises TooSlow where even
+    config: RunConfig, world_size: int, reader: Dataset, device: torch.device, names: Sequence[Fixed]
+) -> tuple[dict[Fixed, float], float, bool]:
+    """Seconds an image in each precision, infinite for what is given up, and of an image of the run in the precision
+    that it will take; whether that takes more.
+
+    First of the smallest batch, then of larger ones, up to about STEP seconds: what comes once a step, such as the
+    optimizer's work, counts once. What each pass of a micro-batch costs besides is left out. Raises TooSlow where even
     the smallest takes more than FIRST seconds in the first precision.
     """
-    small = min(config.smallest_batch, samples)
-    trial, found = Trial(config, small, reader, device), {}
-    limit = FIRST
+    most, share = config.micro(world_size), config.share(world_size)
+    small = size = min(config.smallest_batch, most)
+    trial, step, limit = Trial(config, size, reader, device), {}, FIRST  # step: seconds of a step, by precision
     for name in names:
         try:
             warm_up = trial.seconds(name, limit=limit)
-            found[name] = min(trial.seconds(name) for _ in range(3)) / small
+            step[name] = min(warm_up, trial.seconds(name))
             limit = max(0.2, GIVEN_UP * warm_up)
         except TooSlow:
-            found[name] = math.inf
-            if name == names[0]:  # nothing to compare with
+            if not step:  # nothing to compare with
                 raise
-    best = min(found.values())
-    close = [name for name in names if found[name] < CLEAR * best]
-    large = _fitting(samples, small, best, STEP)
-    if len(close) == 1 or large == small:
-        return found
-    del trial  # before another needs memory
-    trial = Trial(config, large, reader, device)
-    for name in close:
-        trial.seconds(name)
-    rows: list[dict[Fixed, float]] = []
-    begun = time.perf_counter()
-    while len(rows) < ROUNDS and (not rows or time.perf_counter() - begun < BUDGET):
-        rows.append({name: trial.seconds(name) for name in close})
-    return {name: min(row[name] for row in rows) / large for name in close}  # the least disturbed
+            step[name] = math.inf
+    image = {name: seconds / size for name, seconds in step.items()}
+    slope = dict.fromkeys(names, 0.0)  # seconds of an image more in a step
+    best = min(image, key=image.__getitem__)
+    while (larger := _larger(size, small, most, step[best], slope[best], len(trial.shares))) > size:
+        close = [name for name in step if image[name] < CLEAR * image[best]]
+        del trial  # before the next one takes its memory
+        trial = Trial(config, larger, reader, device)
+        rounds: list[dict[Fixed, float]] = []
+        begun = time.perf_counter()
+        while len(rounds) < 2 or (len(rounds) < ROUNDS and time.perf_counter() - begun < BUDGET):
+            rounds.append({name: trial.seconds(name) for name in close})
+        before, step = step, {name: min(taken[name] for taken in rounds) for name in close}  # the least disturbed
+        slope = {name: max(0.0, step[name] - before[name]) / (larger - size) for name in close}
+        size = larger
+        image |= {name: seconds / size for name, seconds in step.items()}
+        best = min(step, key=step.__getitem__)
+    chosen = best if config.precision == "auto" else names[-1]
+    if chosen not in step or math.isinf(step[chosen]):
+        return image, min(GIVEN_UP * min(image.values()), image[chosen]), True
+    once = trial.mean_seconds(chosen, step[chosen])
+    return image, once * (1 + slope[chosen] * (share - size) / step[chosen]) / share, False
 
 
-def _fitting(samples: int, small: int, seconds: float, limit: float) -> int:
-    """The largest multiple of `small` up to `samples` whose step, at `seconds` an image, takes `limit` at most."""
-    return small * max(1, min(samples // small, int(limit / (small * seconds))))
+def _larger(size: int, small: int, most: int, seconds: float, slope: float, kinds: int) -> int:
+    """The samples of the next steps that are tried: as many as surely take STEP seconds at most, or a few more."""
+    surely, few = STEP / seconds * size, 4.0 * size
+    if size > small:
+        few = min(few, STEP / max(slope, 1e-9)) if seconds < STEP else 0
+    elif few * seconds / size * kinds > LARGER:
+        few = 0
+    return small * min(most // small, int(max(surely, few) / small + 1e-9))
 
 
 def convolution_seconds(name: Fixed, device: torch.device) -> float:
@@ -214,83 +236,37 @@ def convolution_seconds(name: Fixed, device: torch.device) -> float:
     torch.nn.init.zeros_(layer.bias)
     images = torch.ones(4, 64, 32, 32, device=device).contiguous(memory_format=torch.channels_last)
     images.requires_grad_(True)
-    found = []
+    taken = []
     for _ in range(6):  # the first warms up
         begun = time.perf_counter()
         with Precision(name, device).autocast():
             layer(images).sum().backward()
-        found.append(time.perf_counter() - begun)
-    return min(found[1:])
+        taken.append(time.perf_counter() - begun)
+    return min(taken[1:])
 
 
-def forecast(config: RunConfig, reader: Dataset, device: torch.device, images: int) -> str:
-    """What the plan says of how long `images` images of training take on this CPU; empty for short trainings, and on
-    accelerators, which compile. Collective.
-    """
-    if device.type != "cpu" or images < FORECAST:
+def forecast(choice: Choice, images: int) -> str:
+    """What the plan says of how long `images` images of training take here; empty where that was not measured."""
+    if choice.seconds is None or images < FORECAST:
         return ""
-    return collectives.from_main_process(lambda: _forecast(config, reader, device, images))
+    rate = collectives.world_size() * choice.images_per_second
+    text = f"{'more than' if choice.more else 'about'} {duration(images / rate)} here, "
+    text += f"{'at most ' * choice.more}{rate:,.3g} images/s"
+    if images / rate > LONG:
+        text += "; that is long: recipes named cpu are smaller (train.py --list), and "
+        text += "`python quickstart.py FOLDER --minutes N` chooses what fits"
+    return text
 
 
-def _forecast(config: RunConfig, reader: Dataset, device: torch.device, images: int) -> str:
-    world, about = collectives.world_size(), "about"
-    with collectives.alone():
-        try:
-            seconds = _seconds_an_image(config, world, reader, device)
-        except TooSlow:
-            seconds, about = FIRST / min(config.smallest_batch, config.micro(world)), "more than"
-        except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):  # if the run has too little as well, it says so
-                raise
-            return ""
-    gc.collect()
-    whole = seconds * images / world
-    advice = (
-        "; that is long: recipes named cpu are smaller (train.py --list), and "
-        "`python quickstart.py FOLDER --minutes N` chooses what fits"
-    )
-    rate = f"{'at most ' * (about == 'more than')}{world / seconds:,.3g} images/s"
-    return f"{about} {duration(whole)} here, {rate}" + (advice if whole > LONG else "")
-
-
-def _seconds_an_image(config: RunConfig, world: int, reader: Dataset, device: torch.device) -> float:
-    """In whole steps, found by steps of a few images and then more, up to about STEP: what comes once a step, such as
-    the optimizer's work, counts once. What each pass of a micro-batch costs besides is left out. Raises TooSlow.
-    """
-    micro, share, precision = config.micro(world), config.share(world), config.precision
-    assert precision != "auto"
-    trial = Trial(config, min(config.smallest_batch, micro), reader, device)
-    tries = 2 if trial.seconds(precision, limit=FIRST) < STEP else 1
-    begin, least = trial.samples, trial.mean_seconds(precision, tries)
-    count, whole, each = begin, least, least / begin
-    # once if it can be, or all of a small step's time would count for its few images
-    once = 4 * least * len(trial.shares) < LARGER
-    while count < micro // begin * begin and (4 * count * each < STEP or (once and count == begin)):
-        count = begin * min(4 * count // begin, micro // begin)
-        del trial  # before the next one takes its memory
-        trial = Trial(config, count, reader, device)
-        whole = trial.mean_seconds(precision, tries)
-        each = max(0.0, whole - least) / (count - begin)
-    return (whole + each * (share - count)) / share
-
-
-def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Measured:
+def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Choice:
     """How fast a recipe trains here, and in which precision; `overrides` as train.py takes them.
 
-    Takes a few seconds and changes nothing. Needs the packed images. Raises UserError as train.py does.
+    Takes a few seconds and changes nothing. Needs the packed images. Raises UserError as train.py does, and where
+    memory runs out.
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
-    here = collectives.choose_device(device)
-    reader = data.open_training(config.data)
-    try:
-        choice = choose(config, reader, here)
-        config = replace(config, precision=choice.precision)
-        small = min(config.smallest_batch, config.micro(1))
-        trial = Trial(config, small, reader, here)
-        trial.seconds(choice.precision)
-        samples = _fitting(config.micro(1), small, trial.seconds(choice.precision) / small, WHOLE)
-        trial = Trial(config, samples, reader, here)
-        rate = samples / trial.mean_seconds(choice.precision)
-    finally:
-        reader.close()
-    return Measured(choice.precision, rate, choice.ratio)
+    with data.open_training(config.data) as reader:
+        choice = choose(config, reader, collectives.choose_device(device), always=True)
+    if choice.seconds is None:
+        raise UserError(f"{config_file}: memory runs out in a step; take a smaller --micro-batch or smaller networks")
+    return choice

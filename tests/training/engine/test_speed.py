@@ -1,10 +1,11 @@
-"""What `precision: auto` means: chosen by real steps, kept by the run, and no trace of the measurement in it."""
+"""What `precision: auto` means and how long a run takes: measured in real steps, with no trace of it in the run."""
 
 import dataclasses
 import gc
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import weakref
@@ -17,11 +18,23 @@ import pytest
 import torch
 
 from data.reading.dataset import Dataset
+from models.fast import native
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import TASKS, differing, rows, state_of, train_in_process, write_config
 from training.base.config import RunConfig
+from training.classifier.resizing import side_at
 from training.engine import run, speed
-from training.engine.speed import Choice, Trial, choose, convolution_seconds, measure_recipe, native, race, times
+from training.engine.speed import (
+    LONG,
+    Choice,
+    Trial,
+    choose,
+    convolution_seconds,
+    forecast,
+    measure_recipe,
+    race,
+    times,
+)
 from training.engine.tasks import build_run_config
 from training.optim.updater import Precision
 from utils.config.recipes import STUDIES
@@ -54,10 +67,10 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...
     def force(name: str, by: float = 2.0) -> list[tuple[str, ...]]:
         compared: list[tuple[str, ...]] = []
 
-        def race(config: RunConfig, samples: int, reader: Dataset, device: torch.device, names: Any) -> Any:
+        def race(config: RunConfig, world: int, reader: Dataset, device: torch.device, names: Any) -> Any:
             compared.append(tuple(names))
-            real(config, samples, reader, device, names)
-            return {other: 1.0 if other == name else by for other in names}
+            _, seconds, more = real(config, world, reader, device, names)
+            return {other: 1.0 if other == name else by for other in names}, seconds, more
 
         monkeypatch.setattr(speed, "race", race)
         return compared
@@ -82,7 +95,7 @@ def test_auto_is_the_faster_on_cpus(packed: Path, tmp_path: Path, reader: Datase
     compared = faster(name, by=1.25)
     slower = {"fp32": "bf16", "bf16": "fp32"}[name]
     found = choose(config_of(packed, "classifier", tmp_path), reader, CPU)
-    assert found == Choice(name, f"{name} (auto: 1.25 times the speed of {slower})", 1.25)  # type: ignore[arg-type]
+    assert found[:4] == (name, f"{name} (auto: 1.25 times the speed of {slower})", 1.25, "")
     assert compared == [("fp32", "bf16")]
 
 
@@ -165,39 +178,55 @@ class Clock:
         monkeypatch.setattr(Trial, "seconds", found)
 
 
-def raced(config: RunConfig, reader: Dataset) -> dict[Any, float]:
-    return race(config, config.micro(1), reader, CPU, ("fp32", "bf16"))
-
-
-def test_close_candidates_are_compared_at_the_runs_batch(
-    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("task", "seconds", "expected", "tried"),
+    [  # with few samples fp32 is ahead, at the run's 20 bf16
+        (
+            "classifier",
+            {("fp32", 2): 0.01, ("bf16", 2): 0.012, ("fp32", 20): 0.1, ("bf16", 20): 0.08},
+            {"fp32": 0.005, "bf16": 0.004},
+            [("fp32", 2)] * 2 + [("bf16", 2)] * 2 + [("fp32", 20), ("bf16", 20)] * speed.ROUNDS,
+        ),
+        # 0.12 s an image: one step of 8 may last longer than 0.4 s, others not
+        (
+            "classifier",
+            {("fp32", 2): 0.24, ("bf16", 2): 0.2, ("fp32", 8): 0.96, ("bf16", 8): 0.8},
+            {"fp32": 0.12, "bf16": 0.1},
+            [("fp32", 2)] * 2 + [("bf16", 2)] * 2 + [("fp32", 8), ("bf16", 8)] * speed.ROUNDS,
+        ),
+        # what is obviously slower is given up
+        (
+            "gan",
+            {("fp32", 4): 0.1, ("bf16", 4): 1.0, ("fp32", 16): 0.4},
+            {"fp32": 0.025, "bf16": math.inf},
+            [("fp32", 4)] * 2 + [("bf16", 4)] + [("fp32", 16)] * speed.ROUNDS,
+        ),
+        (
+            "gan",
+            {("fp32", 4): 0.01, ("bf16", 4): 0.12, ("fp32", 16): 0.04},
+            {"fp32": 0.0025, "bf16": 0.03},
+            [("fp32", 4)] * 2 + [("bf16", 4)] * 2 + [("fp32", 16)] * speed.ROUNDS,
+        ),
+    ],
+    ids=["close", "slow", "given-up", "clear"],
+)
+def test_candidates_are_compared_at_the_runs_batch(
+    packed: Path,
+    tmp_path: Path,
+    reader: Dataset,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    seconds: dict[tuple[str, int], float],
+    expected: dict[str, float],
+    tried: list[tuple[str, int]],
 ) -> None:
-    """With few samples fp32 is ahead, at the run's 20 bf16."""
-    seconds = {("fp32", 2): 0.01, ("bf16", 2): 0.012, ("fp32", 20): 0.1, ("bf16", 20): 0.08}
-    clock = Clock(monkeypatch, seconds)
-    assert raced(config_of(packed, "classifier", tmp_path), reader) == {"fp32": 0.005, "bf16": 0.004}
-    alternating = [("fp32", 20), ("bf16", 20)] * (1 + speed.ROUNDS)
-    assert clock.asked == [("fp32", 2)] * 4 + [("bf16", 2)] * 4 + alternating
-
-
-def test_slow_steps_are_of_fewer_samples(
-    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.06 s an image: a step of 6 lasts at most 0.4 s."""
-    seconds = {("fp32", 2): 0.12, ("bf16", 2): 0.13, ("fp32", 6): 0.36, ("bf16", 6): 0.3}
-    Clock(monkeypatch, seconds)
-    assert raced(config_of(packed, "classifier", tmp_path), reader) == pytest.approx({"fp32": 0.06, "bf16": 0.05})
-
-
-def test_what_is_obviously_slower_is_given_up(
-    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(monkeypatch, {("fp32", 4): 0.1, ("bf16", 4): 1.0})
-    assert raced(config_of(packed, "gan", tmp_path), reader) == {"fp32": 0.025, "bf16": math.inf}
-    assert clock.asked == [("fp32", 4)] * 4 + [("bf16", 4)]
-    clock = Clock(monkeypatch, {("fp32", 4): 0.01, ("bf16", 4): 0.12})
-    assert raced(config_of(packed, "gan", tmp_path), reader) == {"fp32": 0.0025, "bf16": 0.03}
-    assert {samples for _, samples in clock.asked} == {4}
+    clock, config = Clock(monkeypatch, seconds), config_of(packed, task, tmp_path)
+    each, image, more = race(config, 1, reader, CPU, ("fp32", "bf16"))
+    assert each == pytest.approx(expected)
+    assert image == pytest.approx(min(expected.values()))
+    assert not more
+    assert clock.asked[: len(tried)] == tried
+    assert {samples for _, samples in clock.asked[len(tried) :]} <= {tried[-1][1]}  # the other kinds of steps
     assert times(math.inf) == "more than 3 times"
 
 
@@ -208,7 +237,8 @@ def test_networks_that_take_too_long_are_judged_by_a_convolution(
     convolution = {"fp32": 0.02, "bf16": 0.01, "fp16": 0.1}
     monkeypatch.setattr(speed, "convolution_seconds", lambda name, _: convolution[name])
     found = choose(config_of(packed, "gan", tmp_path), reader, CPU)
-    assert found == Choice("bf16", "bf16 (auto: 2 times the speed of fp32, by a convolution)", 2.0)
+    assert found[:3] == ("bf16", "bf16 (auto: 2 times the speed of fp32, by a convolution)", 2.0)
+    assert forecast(found, 3_200_000).startswith("more than 27.8 days here, at most 1.33 images/s; that is long")
     found = choose(config_of(packed, "gan", tmp_path, "--precision", "fp16"), reader, CPU)
     assert found.warning.startswith("fp32 trains at 5 times the speed of fp16 on this CPU, by a convolution; take")
     assert 0 < convolution_seconds("fp16", CPU) < 60
@@ -223,7 +253,8 @@ def test_a_measurement_without_memory_is_no_failure(
     monkeypatch.setattr(speed, "race", short)
     config = config_of(packed, "gan", tmp_path)
     raised: Exception = MemoryError()
-    assert choose(config, reader, CPU).precision in ("fp32", "bf16")
+    found = choose(config, reader, CPU)
+    assert (found.precision in ("fp32", "bf16"), forecast(found, 10**6)) == (True, "")
     raised = RuntimeError("another fault")
     with pytest.raises(RuntimeError, match="another fault"):
         choose(config, reader, CPU)
@@ -244,7 +275,7 @@ def test_typical_steps_are_of_every_kind(packed: Path, tmp_path: Path, reader: D
     trial = Trial(config_of(packed, "gan", tmp_path, *options), 4, reader, CPU)
     assert trial.shares == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
     assert Trial(config_of(packed, "classifier", tmp_path), 4, reader, CPU).shares == {8: 1.0}
-    assert trial.mean_seconds("fp32") > 0
+    assert trial.mean_seconds("fp32", 0.1) > 0.1 * 12 / 16
 
 
 RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.name.startswith(STUDIES))
@@ -291,6 +322,104 @@ def test_nothing_is_left_of_it(
     assert [part() for part in made if part() is not None] == []
 
 
+# --- how long a run takes
+
+
+@pytest.fixture
+def takes(packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`takes(task, seconds, images, ...options)`: the plan's time where a step takes `seconds(trial, step)`."""
+
+    def told(task: str, seconds: Any, images: int, *options: str) -> str:
+        monkeypatch.setattr(Trial, "seconds", lambda trial, _, step=None, **__: seconds(trial, step))
+        config = config_of(packed, task, tmp_path, "--precision", "fp32", *options)
+        return forecast(choose(config, reader, CPU, always=True), images)
+
+    return told
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_time_is_images_by_speed(takes: Callable[..., str], task: str) -> None:
+    """U1: a month on a CPU was printed without a comment."""
+    assert takes(task, lambda trial, _: 0.01 * trial.samples, 360_000) == "about 60 min here, 100 images/s"
+    text = takes(task, lambda trial, _: 0.1 * trial.samples, 8_640_000)
+    assert text.startswith("about 10.0 days here, 10 images/s; that is long: recipes named cpu are smaller")
+    assert "quickstart.py FOLDER --minutes N" in text
+    images = round(LONG / 0.01)
+    assert ";" not in takes(task, lambda trial, _: 0.01 * trial.samples, images)
+    assert ";" in takes(task, lambda trial, _: 0.01 * trial.samples, images + 100)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_time_counts_every_step_as_what_it_is(takes: Callable[..., str], task: str) -> None:
+    """A classifier's smaller images, a GAN's lazy penalties: R1 every third step takes twice as long here."""
+
+    def of_a_sample(config: Any, step: int, steps: int) -> float:
+        if task == "gan":
+            return 0.01 * (1 + config.loss.penalty_due(step))
+        return 0.01 * (side_at(config.resizing, step, steps, 16) / 16) ** 2
+
+    def seconds(trial: Any, step: int | None) -> float:
+        config, step = trial.task.config, next(iter(trial.shares)) if step is None else step
+        configs.append(config)
+        return trial.samples * of_a_sample(config, step, config.steps)
+
+    configs: list[Any] = []
+    more = ["--resizing.initial_scale", "0.5"] if task == "classifier" else []
+    told = re.fullmatch(r"about (\d+) min here, (\d+) images/s", takes(task, seconds, 360_000, "--steps", "900", *more))
+    expected = sum(of_a_sample(configs[-1], step, 900) for step in range(900)) / 900
+    assert told is not None
+    assert int(told[1]) == pytest.approx(360_000 * expected / 60, rel=0.02)
+    assert int(told[2]) == pytest.approx(1 / expected, rel=0.02)
+    assert not 0.008 < expected < 0.012  # neither is what a step of one kind says
+
+
+@pytest.mark.parametrize(
+    ("once", "micro", "told", "most"),
+    [(0.2, "2000", "35 min", 600), (0.2, "10", "35 min", 10), (2.0, "2000", "50 min", 8), (2.6, "2000", "55 min", 2)],
+)
+def test_what_comes_once_a_step_counts_once(
+    takes: Callable[..., str], once: float, micro: str, told: str, most: int
+) -> None:
+    """airbench: Muon takes longer than the first small batches, and was counted for each of them. A larger batch might
+    take four times as long as the smallest: the plan would be waited for.
+    """
+    tried = []
+
+    def seconds(trial: Any, _step: int | None) -> float:
+        tried.append(trial.samples)
+        return once + 0.002 * trial.samples
+
+    text = takes("classifier", seconds, 1_000_000, "--batch-size", "2000", "--micro-batch", micro)
+    assert text.startswith(f"about {told} here, ") is (most != 2)
+    assert max(tried) <= most
+
+
+def test_short_trainings_and_accelerators_are_not_measured(
+    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "Trial", lambda *_: pytest.fail("measured"))
+    config = config_of(packed, "gan", tmp_path, "--precision", "fp32", "--steps", "10")
+    assert forecast(choose(config, reader, CPU), 10**6) == ""
+    config = config_of(packed, "gan", tmp_path, "--steps", "1000000")
+    assert forecast(choose(config, reader, torch.device("cuda")), 10**6) == ""
+    assert forecast(choose(dataclasses.replace(config, precision="fp32"), reader, CPU, kept=True), 10**6) == ""
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_plan_has_the_time_and_the_run_no_trace_of_it(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], task: str
+) -> None:
+    recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
+    states = []
+    for name, least in (("without", 20_000), ("with", 1)):
+        monkeypatch.setattr(speed, "FORECAST", least)
+        assert train_in_process(recipe, tmp_path / name, "--max-steps", "4", "--precision", "fp32") == 0
+        told = re.search(r"^ *time +about \d+ s here, [\d,.e+]+ images/s$", capfd.readouterr().err, re.MULTILINE)
+        assert (told is not None) is (name == "with")
+        states.append(state_of(tmp_path / name, 4))
+    assert differing(states[0], states[1]) == []
+
+
 # --- the run
 
 
@@ -316,19 +445,18 @@ def test_auto_trains_what_the_same_precision_by_hand_does(
 def test_a_run_goes_on_in_its_precision_on_another_machine(
     packed: Path, tmp_path: Path, faster: Any, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other machine's measurement would choose fp32: the run stays in bf16 to the bit, and says what that costs."""
+    """The other machine's measurement would choose fp32: it is not made, and the run stays in bf16 to the bit."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
     faster("bf16")
     assert train_in_process(config, tmp_path / "straight", "--max-steps", "6") == 0
     assert train_in_process(config, tmp_path / "resumed", "--max-steps", "2") == 0
     capsys.readouterr()
-    faster("fp32", by=8.0)
+    compared = faster("fp32", by=8.0)
     assert train_in_process(config, tmp_path / "resumed", "--max-steps", "6") == 0
     told = capsys.readouterr().err
     assert "bf16 (kept: the run began in it)" in told
-    assert told.count("warning: fp32 trains at 8 times the speed of bf16") == 1
-    assert "--precision fp32 goes on in it, but no longer bit for bit" in told
     assert "config changed" not in told
+    assert compared == []
     assert differing(state_of(tmp_path / "straight", 6), state_of(tmp_path / "resumed", 6)) == []
     assert rows(tmp_path / "straight") == rows(tmp_path / "resumed")
     assert read_yaml(tmp_path / "resumed" / "config.yaml")["precision"] == "bf16"
@@ -381,7 +509,8 @@ def test_accelerators_search_the_fastest_convolutions(
 SLOW_BF16 = """
 import sys, torch
 from training.engine.speed import measure_recipe
-print(torch.backends.cpu.get_cpu_capability(), *measure_recipe(sys.argv[1], sys.argv[2:], device="cpu"))
+found = measure_recipe(sys.argv[1], sys.argv[2:], device="cpu")
+print(torch.backends.cpu.get_cpu_capability(), found.precision, found.images_per_second, found.ratio)
 """
 
 
