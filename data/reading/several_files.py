@@ -15,8 +15,8 @@ from data.lmdb.format import Meta
 from data.lmdb.reader import LMDBReader
 from data.reading.tar_index import index_of
 from data.sources import PACKED_TARS
-from data.sources.splits import check_complete, split_of
-from data.sources.tars import SUFFIX, is_tar_folder
+from data.sources.splits import check_complete, sharded, shards_of, split_of
+from data.sources.tars import SUFFIX
 from data.tar_files import OPEN
 from utils.errors import UserError
 
@@ -44,8 +44,8 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _paths_of(text: str) -> list[Path]:
     place = Path(text)
-    if place.is_dir() and is_tar_folder(place):
-        tars = sorted(entry for entry in place.iterdir() if not entry.name.startswith(".") and is_tar(entry))
+    if place.is_dir() and sharded(place) == SUFFIX:
+        tars, _ = shards_of(place, SUFFIX)
         splits = sorted({split_of(tar) for tar in tars}, reverse=True)
         if len(splits) > 1:
             told = " and ".join(split or "no split" for split in splits)

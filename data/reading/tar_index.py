@@ -19,7 +19,7 @@ import numpy as np
 from data.conversion import converted, make_plan, thread_count
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
-from data.sources.base import Problem
+from data.sources.base import Problem, SourceOptions
 from data.sources.download import CACHE, cache_folder
 from data.sources.tars import TarSource
 from data.tar_files import state_of
@@ -73,8 +73,7 @@ def _fits(path: Path, known: Sequence[dict[str, Any]]) -> bool:
 
 def _make(path: Path, shards: Sequence[Path], known: list[dict[str, Any]]) -> None:
     where = shards[0] if len(shards) == 1 else shards[0].parent
-    source = TarSource(where, split=None, shards=shards)
-    with source:
+    with TarSource(where, SourceOptions(), shards) as source:
         _check(source)
         plan = make_plan(source, size=None, encoding="source", channels=None, resize="auto")
         writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)

@@ -3,21 +3,20 @@
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from data.lmdb.environment import is_lmdb
-from data.sources.arrow import ArrowSource, is_arrow_folder
-from data.sources.base import Item, Problem, Source
+from data.sources.arrow import is_saved, open_arrow
+from data.sources.base import Item, Problem, Source, SourceOptions
 from data.sources.cifar10 import open_cifar10
 from data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
-from data.sources.listing import CLASSES_FROM, SPLITS
+from data.sources.listing import CLASSES_FROM
 from data.sources.lmdb_files import open_lmdb
 from data.sources.manifest import open_manifest
 from data.sources.mnist import find_idx, idx_source, open_fashion_mnist, open_sample
-from data.sources.parquet import ParquetSource, is_parquet_folder
 from data.sources.remote import RemoteSource
-from data.sources.tables import TableSource
-from data.sources.tars import TarSource, is_tar_folder
+from data.sources.splits import SPLITS, sharded
+from data.sources.tables import TableSource, open_tables
+from data.sources.tars import TarSource
 from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
@@ -41,17 +40,27 @@ NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "cifar10": open_cifar10,
     "idx": _idx,
 }
+# What reads a file, or a folder of shards, by its suffix.
+READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
+    ".lmdb": open_lmdb,
+    ".mdb": open_lmdb,
+    ".parquet": open_tables,
+    ".arrow": open_arrow,
+    ".tar": TarSource,
+    ".csv": open_manifest,
+    ".zip": ZipSource,
+}
 KINDS = f"a folder, a .zip, .tar, .csv, .parquet, .arrow or LMDB file, a URL, or a name: {', '.join(NAMED)}"
 
 
 def open_source(
     spec: str,
     *,
-    split: str | None = None,  # "train", "test" or "val"; None: train, if there are splits
     root: str | Path | None = None,  # where a named source lies
-    size: int | None = None,  # px: among the resolutions of a source that has several; else the largest
-    label_column: str | None = None,  # of a CSV, Parquet, Arrow or tar file; "none": unlabelled; None: by its name
-    classes_from: str | None = None,  # "top" or "parent"; None: see data/sources/listing.py
+    split: str | None = None,  # these as SourceOptions
+    size: int | None = None,
+    label_column: str | None = None,
+    classes_from: str | None = None,
 ) -> Source:
     """Open a source: a name of NAMED, a URL, a folder (of images, idx, Parquet, Arrow or tar files, or an LMDB's) or a
     file (zip, tar, CSV manifest, Parquet, Arrow, LMDB).
@@ -64,7 +73,7 @@ def open_source(
     place = None if root is None else Path(root).expanduser()
     if place is not None and not place.is_dir():
         raise UserError(f"--root {place}: no such folder")
-    source = _open(spec, place, Asked(split, size, label_column, classes_from))
+    source = _open(spec, place, SourceOptions(split, size, label_column, classes_from))
     manifest = isinstance(source, LocalSource) and Path(spec).expanduser().is_file()
     for option, value, applies in (
         ("label-column", label_column, manifest or isinstance(source, (TableSource, TarSource))),
@@ -76,85 +85,50 @@ def open_source(
     return source
 
 
-class Asked(NamedTuple):
-    """`open_source`'s options."""
-
-    split: str | None
-    size: int | None
-    label_column: str | None
-    classes_from: str | None
-
-    def names(self) -> dict[str, str | None]:
-        """The options of a source whose images have names, and maybe labels beside them."""
-        return {"split": self.split, "label_column": self.label_column, "classes_from": self.classes_from}
-
-
-def _open(spec: str, place: Path | None, asked: Asked) -> Source:
+def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
     name = spec.replace("_", "-")
     if name in NAMED:
-        source = NAMED[name]("test" if asked.split in ("test", "val") else "train", place)
+        source = NAMED[name]("test" if options.split in ("test", "val") else "train", place)
         source.splits = ("test", "train")
         return source
     if place is not None:
         raise UserError(f"--root does not apply to {spec}: it is for fashion-mnist, cifar10 and idx")
     if "://" in spec:
-        return RemoteSource(spec, split=asked.split, classes_from=asked.classes_from)
+        return RemoteSource(spec, options)
     path = Path(spec).expanduser()
     if path.is_dir():
-        return _open_folder(path, asked)
-    if path.is_file():
-        return _open_file(path, asked)
+        return _open_folder(path, options)
     if path.exists():
         try:
-            bounded.check(path, bounded.ARCHIVE)
+            with bounded.open_file(path, bounded.ARCHIVE) as file:
+                is_zip = zipfile.is_zipfile(file)
         except OSError as error:
             raise UserError(f"{spec} {error}; give {KINDS}") from None
+        return _open_file(path, options, is_zip)
     near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
     raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
 
 
-def _open_folder(path: Path, asked: Asked) -> Source:
+def _open_folder(path: Path, options: SourceOptions) -> Source:
     if (path / "data.mdb").is_file():
-        return open_lmdb(path / "data.mdb", split=asked.split, size=asked.size)
-    found = tuple(split for split in ("test", "train") if find_idx(path, split))
-    if found:
-        split = "test" if asked.split in ("test", "val") else "train"
+        return open_lmdb(path / "data.mdb", options)
+    splits = tuple(split for split in ("test", "train") if find_idx(path, split))
+    if splits:
+        split = "test" if options.split in ("test", "val") else "train"
         source = idx_source(f"{path.name} {split}", path, split)
-        source.splits = found
+        source.splits = splits
         return source
-    if is_parquet_folder(path):
-        return ParquetSource(path, split=asked.split, label_column=asked.label_column)
-    if is_arrow_folder(path):
-        return ArrowSource(path, split=asked.split, label_column=asked.label_column)
-    if is_tar_folder(path):
-        return _open_tar(path, asked)
-    return open_folder(path, split=asked.split, classes_from=asked.classes_from)
+    suffix = ".arrow" if is_saved(path) else sharded(path)
+    return READERS.get(suffix, open_folder)(path, options)
 
 
-def _open_tar(path: Path, asked: Asked) -> Source:
-    return TarSource(path, split=asked.split, label_column=asked.label_column, classes_from=asked.classes_from)
-
-
-def _is_zip(path: Path) -> bool:
-    with bounded.open_file(path, bounded.ARCHIVE) as file:
-        return zipfile.is_zipfile(file)
-
-
-def _open_file(path: Path, asked: Asked) -> Source:
+def _open_file(path: Path, options: SourceOptions, is_zip: bool) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
-    suffix = path.suffix.lower()
-    if is_lmdb(path) or suffix in (".lmdb", ".mdb"):
-        return open_lmdb(path, split=asked.split, size=asked.size)
-    if suffix == ".parquet":
-        return ParquetSource(path, split=asked.split, label_column=asked.label_column)
-    if suffix == ".arrow":
-        return ArrowSource(path, split=asked.split, label_column=asked.label_column)
-    if suffix == ".tar":
-        return _open_tar(path, asked)
-    if suffix == ".csv":
-        return open_manifest(path, split=asked.split, label_column=asked.label_column)
-    if suffix == ".zip" or _is_zip(path):
-        return ZipSource(path, split=asked.split, classes_from=asked.classes_from)
+    suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
+    if suffix not in READERS and is_zip:
+        suffix = ".zip"
+    if suffix in READERS:
+        return READERS[suffix](path, options)
     if path.name.lower().endswith(PACKED_TARS):
         raise UserError(
             f"{path}: its images cannot be found without unpacking all of it; make it a .tar, as gunzip does"

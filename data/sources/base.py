@@ -4,12 +4,21 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from utils.passport import Passport
 from utils.text import printable
+
+
+class SourceOptions(NamedTuple):
+    """What may be asked of a source; a reader takes those that apply to it."""
+
+    split: str | None = None  # "train", "test" or "val"; None: train, if there are splits
+    size: int | None = None  # px: among the resolutions of a source that has several; else the largest
+    label_column: str | None = None  # of a CSV, Parquet, Arrow or tar file; "none": unlabelled; None: by its name
+    classes_from: str | None = None  # "top", "parent" or "name"; None: see data/sources/listing.py
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import ImageError
-from data.sources.base import Item, Source
+from data.sources.base import Item, Source, SourceOptions
 from data.sources.listing import Listing, arrange, kind_of
 from utils import bounded
 from utils.errors import UserError
@@ -69,13 +69,13 @@ def read_file(path: Path, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
         raise ImageError(f"cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
-def open_folder(folder: Path, *, split: str | None, classes_from: str | None = None) -> LocalSource:
+def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
 
     def read(name: str) -> bytes:
         return read_file(folder / name, kind_of(name))
 
-    listing = arrange(str(folder), *_walk(folder), split, read, classes_from)
+    listing = arrange(str(folder), *_walk(folder), options.split, read, options.classes_from)
     return LocalSource(folder, folder.name or str(folder), listing)
 
 
@@ -101,17 +101,17 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
 class ZipSource(ListedSource):
     """A zip file: class folders, flat, or with StyleGAN's `dataset.json`."""
 
-    def __init__(self, path: Path, *, split: str | None, classes_from: str | None = None) -> None:
+    def __init__(self, path: Path, options: SourceOptions) -> None:
         self.path = path
         self._stored: dict[str, str] = {}  # the names in the archive of those that are written otherwise there
         self._archive = _open_zip(path)
         try:
-            super().__init__(path.name, self._list(split, classes_from))
+            super().__init__(path.name, self._list(options))
         except BaseException:
             self.__exit__()
             raise
 
-    def _list(self, split: str | None, classes_from: str | None) -> Listing:
+    def _list(self, options: SourceOptions) -> Listing:
         # Tools for Windows write backslashes, where the format has "/" only.
         members = [(member.filename.replace("\\", "/"), member.filename) for member in self._archive.infolist()]
         self._stored = {name: stored for name, stored in members if name != stored}
@@ -120,7 +120,7 @@ class ZipSource(ListedSource):
         name, times = Counter(files).most_common(1)[0] if files else ("", 0)
         if times > 1:
             raise UserError(f"{self.path} holds {name} {times} times: make the zip file again")
-        return arrange(str(self.path), files, folders, split, self.read, classes_from)
+        return arrange(str(self.path), files, folders, options.split, self.read, options.classes_from)
 
     def item_name(self, index: int) -> str:
         return f"{self.path}:{self.names[index]}"

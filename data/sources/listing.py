@@ -16,7 +16,6 @@
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
@@ -27,16 +26,13 @@ from data.errors import ImageError
 from data.images import SUFFIXES
 from data.sources.base import Problem
 from data.sources.labels import class_of_name, names_look_like_labels, one_spelling
+from data.sources.splits import SHARDED, TRAIN, choose_split, first_of, refuse_split, split_name
 from utils import bounded
 from utils.errors import UserError
 from utils.text import listed
 
 MANIFEST = "dataset.json"
-TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
-SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
-SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
 CLASSES_FROM = ("top", "parent", "name")
-TABLES = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # which are given by themselves
 LISTED = 4  # folders in a message
 
 
@@ -51,18 +47,6 @@ class Listing:
     ignored: list[str] = field(default_factory=list)
     splits: tuple[str, ...] = ()  # the source's own, as it calls them
     remarks: list[str] = field(default_factory=list)  # for people
-
-
-def split_name(text: str) -> str:
-    """The name of SPLIT_NAMES that a folder's name, or another text, stands for, or ""."""
-    name = re.sub(r"[-_ ]?set$", "", text.strip().lower())
-    return name if name in SPLIT_NAMES else ""
-
-
-def first_of(split: str, names: Iterable[str]) -> str | None:
-    """Which of the names stands for the split: the first by SPLITS."""
-    ranks = {name: SPLITS[split].index(split_name(name)) for name in names if split_name(name) in SPLITS[split]}
-    return min(sorted(ranks), key=lambda name: ranks[name], default=None)
 
 
 def kind_of(name: str) -> bounded.FileLimit:
@@ -200,9 +184,9 @@ def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     ignored = [name for name in visible if not _is_image(name)]
     if not images:
         supported = " ".join(sorted(SUFFIXES))
-        below = next((name for name in ignored if name.endswith(tuple(TABLES)) and "/" in name), None)
+        below = next((name for name in ignored if name.endswith(tuple(SHARDED)) and "/" in name), None)
         if below is not None:  # a snapshot of the Hugging Face hub
-            inner, kind = below.rpartition("/")[0], TABLES[PurePosixPath(below).suffix]
+            inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
             raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
         raise UserError(f"{where} holds no images{_what_instead(ignored)}; supported are {supported}")
     return images, ignored
@@ -249,12 +233,7 @@ def _enter(
         nested = all(len(path) > 1 for path in below)
         if nested and not splits and _are_splits(where, below, tops, split, classes_from):
             splits = tuple(sorted(filter(split_name, tops)))
-            chosen = first_of(split or "train", splits)
-            if chosen is None:
-                found = ", ".join(splits)
-                raise UserError(
-                    f"{where} has no {split or 'train'} split, its folders are {found}: pass another --split"
-                )
+            chosen = choose_split(where, split, splits)
             others = sorted({path[0] for path in below} - set(splits))
             remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
             prefix += chosen + "/"
@@ -262,12 +241,9 @@ def _enter(
                 raise UserError(f"{where}: the folder {prefix} holds no images")
         elif len(tops) == 1 and all(len(path) > 2 for path in below):
             prefix += tops.pop() + "/"
-        elif split in ("test", "val") and not splits:
-            raise UserError(
-                f"{where} has no split folders: leave --split out to take all of it, or add --val-share 0.1 to hold out"
-                " a part of it"
-            )
         else:
+            if not splits:
+                refuse_split(where, split, "split folders")
             return prefix, splits, remarks
 
 
@@ -291,13 +267,9 @@ def _are_splits(
         return False
     if split is not None:
         return True
+    side = "train" if split_name(named[0]) in TRAIN else "test"  # what --split calls it
     raise UserError(
         f"{where}: {' and '.join(named)} may be splits, but there are other folders with images:"
-        f" {listed(sorted(others), LISTED)}; pass --split {split_side(named[0])} to take {named[0]} alone, or"
+        f" {listed(sorted(others), LISTED)}; pass --split {side} to take {named[0]} alone, or"
         " --classes-from top if every folder is a class"
     )
-
-
-def split_side(name: str) -> str:
-    """train or test: what `--split` calls it."""
-    return "train" if split_name(name) in TRAIN else "test"

@@ -15,20 +15,20 @@ from data.errors import DamageError, ImageError
 from data.lmdb.environment import Handle, acquire
 from data.lmdb.format import FORMAT_KEY
 from data.lmdb.reader import LMDBReader
-from data.sources.base import Item, Source
+from data.sources.base import Item, Source, SourceOptions
+from data.sources.splits import refuse_split
 from utils.errors import UserError
 
 LENGTH_KEY = b"length"
 KEY = re.compile(rb"([1-9][0-9]{0,5})-[0-9]{5,}")
 
 
-def open_lmdb(path: Path, *, split: str | None, size: int | None = None) -> Source:
-    """Open an LMDB file of data.pack or of rosinality's StyleGAN2, at `size` px where it holds that resolution.
+def open_lmdb(path: Path, options: SourceOptions) -> Source:
+    """Open an LMDB file of data.pack or of rosinality's StyleGAN2, at `options.size` px where it holds that resolution.
 
     Raises UserError if it is damaged, truncated or of another program, or for a split other than "train".
     """
-    if split not in (None, "train"):
-        raise UserError(f"{path} has no splits: leave --split out to take all of it, or add --val-share 0.1")
+    refuse_split(path, options.split)
     handle = acquire(path)
     try:
         with handle.environment.begin() as transaction:
@@ -37,9 +37,9 @@ def open_lmdb(path: Path, *, split: str | None, size: int | None = None) -> Sour
     except lmdb.Error as error:
         raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
     if ours:
-        return PackedSource(path, size=size)
+        return PackedSource(path, size=options.size)
     if theirs:
-        return RosinalitySource(path, size=size)
+        return RosinalitySource(path, size=options.size)
     raise UserError(
         f"{path} is an LMDB file of another program: supported are those of data.pack and of rosinality's StyleGAN2"
         " (records 256-00000, ..., and length); give the images themselves"

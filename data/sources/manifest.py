@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from data.sources.base import Problem
+from data.sources.base import Problem, SourceOptions
 from data.sources.files import LocalSource
 from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels, one_spelling
-from data.sources.listing import SPLIT_NAMES, Listing, first_of, split_name
+from data.sources.listing import Listing
+from data.sources.splits import SPLIT_NAMES, choose_split, refuse_split, split_name
 from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
@@ -44,18 +45,19 @@ class Row(NamedTuple):
     split: str
 
 
-def open_manifest(path: Path, *, split: str | None, label_column: str | None = None) -> LocalSource:
+def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
     """The images that a CSV file names. Raises UserError if it cannot be used."""
-    rows, problems, columns, remarks = _parse(path, label_column)
+    rows, problems, columns, remarks = _parse(path, options.label_column)
     if not rows and not problems:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
     classes, number = _classes(path, rows) if "label" in columns else ([], {"": 0})
     rows = _without_repeats(path, rows, problems)
     splits = tuple(sorted({row.split for row in rows} - {""}))
     if "split" in columns:
-        rows = _of_split(path, rows, split or "train")
-    elif split in ("test", "val"):
-        raise UserError(f"{path} has no column split: leave --split out to take all of it, or add --val-share 0.1")
+        chosen = choose_split(path, options.split, splits) if rows else ""
+        rows = [row for row in rows if row.split == chosen]
+    else:
+        refuse_split(path, options.split, "column split")
     present = []
     for row in rows:
         if os.path.isfile(path.parent / row.path):
@@ -185,12 +187,3 @@ def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> li
                 raise UserError(f"{path} line {row.line}: {row.path} has {what} {other}, in line {known.line} {one}")
         problems.append(Problem(f"{path} line {row.line}", f"repeats {row.path} of line {known.line}"))
     return list(first.values())
-
-
-def _of_split(path: Path, rows: list[Row], split: str) -> list[Row]:
-    """The rows of a split; of several names that stand for it the first one's, as with folders."""
-    there = {row.split for row in rows}
-    chosen = first_of(split, there)
-    if rows and chosen is None:
-        raise UserError(f"{path} has no {split} split, only {', '.join(sorted(there))}: pass another --split")
-    return [row for row in rows if row.split == chosen]

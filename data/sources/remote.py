@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from data.errors import ImageError
+from data.sources.base import SourceOptions
 from data.sources.files import ListedSource
 from data.sources.listing import Listing, arrange, kind_of
 from utils import bounded
@@ -34,15 +35,15 @@ FINAL = (
 class RemoteSource(ListedSource):
     """A "folder" below a URL: class folders, flat, or with StyleGAN's `dataset.json`."""
 
-    def __init__(self, url: str, *, split: str | None, classes_from: str | None = None) -> None:
+    def __init__(self, url: str, options: SourceOptions) -> None:
         if "::" in url:
             raise UserError(f"{without_secrets(url)}: chained URLs are not read; copy the archive here and unpack it")
         self.url = without_secrets(url).rstrip("/")
         self._sizes: dict[str, int] = {}
         self._place = _connect(url)
-        super().__init__(self.url, self._list(split, classes_from))
+        super().__init__(self.url, self._list(options))
 
-    def _list(self, split: str | None, classes_from: str | None) -> Listing:
+    def _list(self, options: SourceOptions) -> Listing:
         filesystem, root = self._place
         try:
             found = attempt(lambda: filesystem.find(root, withdirs=True, detail=True))
@@ -65,7 +66,7 @@ class RemoteSource(ListedSource):
             files.append(name)
             if isinstance(details.get("size"), int):
                 self._sizes[name] = details["size"]
-        return arrange(self.url, files, folders, split, self.read, classes_from)
+        return arrange(self.url, files, folders, options.split, self.read, options.classes_from)
 
     def item_name(self, index: int) -> str:
         return f"{self.url}/{self.names[index]}"

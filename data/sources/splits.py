@@ -1,4 +1,4 @@
-"""Which files of a folder belong to a split: by their names, as data sets in shards have them.
+"""Which files or folders belong to a split: by their names.
 
 Shards are taken in order of name. Names with a split's (`train-00000-of-00002.parquet`) are its shards; `-of-N` says
 that there are N of them.
@@ -6,53 +6,100 @@ that there are N of them.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from data.sources.listing import SPLIT_NAMES, first_of
+from data.images import SUFFIXES
 from utils.errors import UserError
 
+TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
+SPLITS = {"train": TRAIN, "test": TEST + VAL, "val": VAL + TEST}  # the first name that is there
+SPLIT_NAMES = frozenset(TRAIN + TEST + VAL)
+SHARDED = {".parquet": "Parquet", ".arrow": "Arrow", ".tar": "tar"}  # what a folder of shards holds
 NAMES = "|".join(sorted(SPLIT_NAMES, key=len, reverse=True))
 SPLIT_PREFIX = re.compile(rf"({NAMES})(?=[-_.]|$)")
 SPLIT_INSIDE = re.compile(rf"(?:^|[-_.])({NAMES})(?=[-_.]|$)")
 SHARD = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})")
 
 
+def split_name(text: str) -> str:
+    """The name of SPLIT_NAMES that a folder's name, or another text, stands for, or ""."""
+    name = re.sub(r"[-_ ]?set$", "", text.strip().lower())
+    return name if name in SPLIT_NAMES else ""
+
+
+def first_of(split: str, names: Iterable[str]) -> str | None:
+    """Which of the names stands for the split: the first by SPLITS."""
+    ranks = {name: SPLITS[split].index(split_name(name)) for name in names if split_name(name) in SPLITS[split]}
+    return min(sorted(ranks), key=lambda name: ranks[name], default=None)
+
+
+def choose_split(where: str | Path, split: str | None, names: Iterable[str]) -> str:
+    """The name that stands for the split; None: for train. Raises UserError if there is none."""
+    names = sorted(names)
+    name = first_of(split or "train", names)
+    if name is None:
+        raise UserError(f"{where} has no {split or 'train'} split, only {', '.join(names)}: pass another --split")
+    return name
+
+
+def refuse_split(where: str | Path, split: str | None, what: str = "splits") -> None:
+    """Raise UserError for held-out images of what has no splits."""
+    if split in ("test", "val"):
+        raise UserError(f"{where} has no {what}: leave --split out to take all of it, or add --val-share 0.1")
+
+
+def sharded(folder: Path) -> str:
+    """The suffix of SHARDED of a folder that holds such files and neither images nor visible sub-folders; else ""."""
+    try:
+        visible = _visible(folder)
+        suffixes = {entry.suffix.lower() for entry in visible}
+        if suffixes & SUFFIXES or not suffixes & SHARDED.keys() or any(entry.is_dir() for entry in visible):
+            return ""
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; check its permissions") from None
+    return next(suffix for suffix in SHARDED if suffix in suffixes)
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def shards_of(folder: Path, suffix: str) -> tuple[list[Path], list[str]]:
+    """A folder's files of a suffix in order of name, and the names of the others."""
+    visible = _visible(folder)
+    files = [entry for entry in visible if entry.suffix.lower() == suffix]
+    return files, [entry.name for entry in visible if entry not in files]
+
+
 def choose_shards(
-    where: Path,
-    paths: Sequence[Path],
+    where: Path,  # a file of the suffix, or a folder of such files
+    suffix: str,
     split: str | None,  # None: train, if there are splits
     *,
     anywhere: bool = False,  # a split's name may stand anywhere in a file's name: `imagenet1k-train-0000.tar`
-) -> tuple[list[Path], tuple[str, ...]]:
-    """The files of a split, and the splits that there are. Raises UserError if it has none, if a shard is missing, or
-    if only some name a split.
+) -> tuple[list[Path], tuple[str, ...], list[str]]:
+    """The files of a split, the splits that there are, and the names of other files. Raises UserError if it has none,
+    if a shard is missing, or if only some name a split.
     """
+    paths, ignored = shards_of(where, suffix) if where.is_dir() else ([where], [])
     groups: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         groups[split_of(path, anywhere=anywhere)].append(path)
     if "" in groups and len(groups) > 1:
-        named = next(iter(groups[name] for name in groups if name))[0]
-        raise UserError(f"{where}: {named.name} names a split, {groups[''][0].name} does not: rename or remove one")
+        first = next(iter(groups[name] for name in groups if name))[0]
+        raise UserError(f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove one")
     if "" in groups:
-        if split in ("test", "val"):
-            raise UserError(
-                f"{where} has no splits in its files' names: leave --split out to take all of it, or add"
-                " --val-share 0.1"
-            )
-        chosen = groups[""]
+        refuse_split(where, split, "splits in its files' names")
+        chosen = paths
     elif where.is_file() and split in (None, "train"):
-        chosen = list(paths)  # a file that is named is meant, whatever its split
+        chosen = paths  # a file that is named is meant, whatever its split
     else:
-        name = first_of(split or "train", groups)
-        if name is None:
-            raise UserError(
-                f"{where} has no {split or 'train'} split, only {', '.join(sorted(groups))}: pass another --split"
-            )
-        chosen = groups[name]
-    if where.is_dir():
-        check_complete(where, chosen)
-    return chosen, tuple(sorted(filter(None, groups))) if where.is_dir() else ()
+        chosen = groups[choose_split(where, split, groups)]
+    if where.is_file():
+        return chosen, (), []
+    check_complete(where, chosen)
+    return chosen, tuple(sorted(filter(None, groups))), ignored
 
 
 def split_of(path: Path, *, anywhere: bool = True) -> str:

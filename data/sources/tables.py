@@ -1,4 +1,4 @@
-"""Tables with images' bytes in a column: what Parquet and Arrow files share.
+"""Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own (table_child.py).
 
 - Images: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
 - Labels: the column `label`, else the only one that has the name of one (data/sources/labels.py), else the only
@@ -11,22 +11,33 @@ pyarrow is imported at the first use.
 import contextlib
 import importlib
 import json
+import os
+import subprocess
+import sys
+import threading
 import unicodedata
-from abc import abstractmethod
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.errors import ImageError
-from data.sources.base import Item, Problem, Source
+from data.sources.base import Item, Problem, Source, SourceOptions
 from data.sources.labels import choose_label, looks_like_labels, one_spelling, only_label
+from data.sources.splits import choose_shards, sharded
+from utils import bounded
 from utils.errors import UserError
+from utils.memory import available_bytes
 from utils.text import listed, printable
 
+KINDS = {".parquet": "a Parquet file", ".arrow": "an Arrow file"}
+MEMORY_SHARE = 0.5  # of what is available, for the process that reads
 LOOKED_AT = 10_000  # rows of a column that may be labels
+PIECE_ROWS = 16  # of images at a time
 INSTEAD = ", perhaps only paths: give the folder of the images, or a CSV file with the column path"
 
 
@@ -38,29 +49,91 @@ def pyarrow(module: str = "") -> Any:
         raise UserError("Parquet and Arrow files need pyarrow, which is not installed: pip install pyarrow") from None
 
 
-def reason(error: Exception) -> str:
-    """The first line of pyarrow's text."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+class _Child:
+    """The process that reads, one for all tables; it is started when it is needed, and again after it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alive: tuple[int, Any, Any] | None = None  # who started it, what stops it, the connection
+
+    def ask(self, path: Path, columns: Sequence[str] | None, start: int, rows: int, kind: bounded.FileLimit) -> Any:
+        """The stream that table_child.py answers with. Raises OSError."""
+        bounded.check(path, bounded.ARCHIVE)
+        with self._lock:
+            if self._alive is None or self._alive[0] != os.getpid():
+                self._start()
+            try:
+                connection = self._alive[2]
+                connection.send_bytes(json.dumps([str(path), columns, start, rows, kind.limit]).encode())
+                answer = connection.recv_bytes()
+            except (EOFError, OSError):
+                self._alive[1]()
+                self._alive = None
+                raise bounded.Refused("reading it takes too much memory, or ends the process that reads it") from None
+            except BaseException:  # an answer that nobody waits for
+                self._alive[1]()
+                self._alive = None
+                raise
+        match answer[:1]:
+            case b"S":
+                return pyarrow("ipc").open_stream(pyarrow().py_buffer(answer)[1:])
+            case b"L":
+                raise bounded.Refused(str(bounded.too_large(int(answer[1:]), kind)))
+        raise bounded.Refused(answer[1:].decode())
+
+    def _start(self) -> None:
+        ours, theirs = Pipe()
+        memory = str(int(MEMORY_SHARE * available_bytes()))
+        process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("table_child.py")), str(theirs.fileno()), memory],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},  # the others reserve more than they use
+        )
+        theirs.close()
+        self._alive = (os.getpid(), weakref.finalize(self, _stop, process, ours, os.getpid()), ours)
+
+
+def _stop(process: "subprocess.Popen[bytes]", connection: Any, pid: int) -> None:
+    connection.close()
+    if pid == os.getpid():
+        process.kill()
+        process.wait()
+
+
+_child = _Child()
 
 
 class TableSource(Source):
-    """The images of some files of one kind. Raises UserError for what cannot be used, by name."""
+    """The images of some files of one kind. Raises UserError for what cannot be used, by name.
+
+    Rows are read forward, as packing goes; a step back begins anew.
+    """
 
     in_order = True
-    kind = "a table"  # what a file is
 
-    def __init__(self, path: Path, shards: Sequence[Path], label_column: str | None) -> None:
-        super().__init__(path.name, [])
+    def __init__(
+        self,
+        path: Path,
+        shards: Sequence[Path],
+        label_column: str | None,
+        splits: tuple[str, ...] = (),
+        ignored: Sequence[str] = (),
+    ) -> None:
+        super().__init__(path.name, [], splits=splits, ignored=list(ignored))
         self.shards = list(shards)
         schemas, counts = [], [0]
         for shard in self.shards:
-            with self.reading(shard):
-                schema, rows = self.describe(shard)
+            with _reading(shard):
+                schema = _child.ask(shard, None, 0, 0, bounded.TABLE).schema
+                rows = int(schema.metadata[b"rows"])
                 _ = [(field.name, str(field.type)) for field in schema]  # raises for names that are no UTF-8
             schemas.append(schema)
             counts.append(rows)
             if rows > (size := shard.stat().st_size):  # no image takes less than a byte
                 raise UserError(f"{shard} says that it holds {rows:,} rows in {size:,} bytes; get it again")
+        self._starts = np.cumsum(counts)  # of the shards' rows, and their end
         image, label = self._choose_columns(self.shards[0], schemas[0], label_column)
         for name in filter(None, (image, label)):
             kind = schemas[0].field(name).type
@@ -68,7 +141,6 @@ class TableSource(Source):
                 found = schema.field(name).type if name in schema.names else "missing"
                 if found != kind:
                     raise UserError(f"{shard}: the column {name} is {found}, in {self.shards[0].name} {kind}")
-        self._starts = np.cumsum(counts)  # of the shards' rows, and their end
         if not self._starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
         labels = np.zeros(self._starts[-1], np.int64)
@@ -80,36 +152,10 @@ class TableSource(Source):
         self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
         self.problems = [Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
         self._labels = labels[self._rows]
-        self._cells = self.cells(image)
-
-    # --- what a kind of file must do; each may raise OSError and what pyarrow raises
-
-    @abstractmethod
-    def describe(self, shard: Path) -> tuple[Any, int]:
-        """A file's schema and its number of rows."""
-
-    @abstractmethod
-    def first(self, shard: Path, columns: list[str]) -> Any:
-        """Some of a file's columns in a record batch of LOOKED_AT rows at most, or None if it has no rows."""
-
-    @abstractmethod
-    def column(self, shard: Path, name: str) -> Any:
-        """All of a column of small values: a ChunkedArray."""
-
-    @abstractmethod
-    def cells(self, column: str) -> Any:
-        """What reads a column: `cell(shard, row)` gives bytes, a dict with "bytes", or None; it raises ImageError."""
+        self._image = image
+        self._piece: tuple[int, int, Any] = (0, 0, [])  # the shard, the first row in it, and the images there
 
     # --- columns
-
-    @contextlib.contextmanager
-    def reading(self, path: Path) -> Iterator[None]:
-        """Around reading a file: what pyarrow raises becomes a UserError that names it."""
-        arrow = pyarrow()
-        try:
-            yield
-        except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
-            raise UserError(f"{path} cannot be read as {self.kind} ({reason(error)}); copy or get it again") from None
 
     def _choose_columns(self, path: Path, schema: Any, label_column: str | None) -> tuple[str, str | None]:
         """The columns of images and of labels (None: unlabelled); sets remarks. Raises UserError if it is unclear."""
@@ -135,20 +181,20 @@ class TableSource(Source):
 
     def _first_values(self, path: Path, columns: list[str]) -> Mapping[str, Counter[str]]:
         """How often each value appears in the first rows of some columns."""
-        if not columns:
+        if not columns or not self._starts[1]:
             return {}
-        with self.reading(path):
-            batch = self.first(path, columns)
-            return {} if batch is None else {name: Counter(map(str, batch[name].to_pylist())) for name in columns}
+        with _reading(path):
+            batch = next(iter(_child.ask(path, columns, 0, LOOKED_AT, bounded.TABLE)))
+            return {name: Counter(map(str, batch[name].to_pylist())) for name in columns}
 
     def _read_labels(self, where: Path, schemas: Sequence[Any], column: str) -> tuple[np.ndarray, list[str]]:
         """Labels int64 of all rows, below 0 where a row has none, and the names of the classes."""
         chunks, arrow = [], pyarrow()
         text = _is_text(schemas[0].field(column).type)
         kind = arrow.large_string() if text else arrow.int64()
-        for shard in self.shards:
-            with self.reading(shard):
-                chunks += self.column(shard, column).cast(kind).chunks
+        for shard, rows in zip(self.shards, np.diff(self._starts).tolist(), strict=True):
+            with _reading(shard):
+                chunks += [part.cast(kind) for part in _column(shard, column, rows)]
         values = arrow.chunked_array(chunks, kind)
         if text:
             return self._text_labels(where, values, column)
@@ -169,7 +215,7 @@ class TableSource(Source):
     def _text_labels(self, where: Path, values: Any, column: str) -> tuple[np.ndarray, list[str]]:
         """Labels and classes of a column of text; null and empty text are no labels."""
         arrow = pyarrow()
-        with self.reading(where):
+        with _reading(where):
             names = sorted(filter(None, values.unique().to_pylist()))
         found = pyarrow("compute").index_in(values, value_set=arrow.array(names, arrow.large_string()))
         places = found.fill_null(-1).to_numpy().astype(np.int64)
@@ -195,11 +241,21 @@ class TableSource(Source):
 
     def item(self, index: int) -> Item:
         shard, row = self._place(int(self._rows[index]))
-        value = self._cells.cell(shard, row)
-        content = value.get("bytes") if isinstance(value, dict) else value
-        if content is None:
+        number, first, images = self._piece
+        if number != shard or not first <= row < first + len(images):
+            try:
+                stream = _child.ask(self.shards[shard], [self._image], row, PIECE_ROWS, bounded.IMAGE)
+                first, images = row, next(iter(stream)).column(0)
+            except OSError as error:
+                raise ImageError(f"cannot be read ({error.strerror or error})") from None
+            self._piece = (shard, first, images)
+        value = images[row - first]
+        size = value.as_buffer().size if value.is_valid else 0
+        if refused := bounded.too_large(size, bounded.IMAGE):
+            raise ImageError(refused)
+        if not value.is_valid:
             raise ImageError(f"holds no bytes{INSTEAD}")
-        return Item(self.item_name(index), int(self._labels[index]), content)
+        return Item(self.item_name(index), int(self._labels[index]), value.as_py())
 
     def item_name(self, index: int) -> str:
         return self._row_name(int(self._rows[index]))
@@ -216,6 +272,36 @@ class TableSource(Source):
     def _row_name(self, row: int) -> str:
         shard, row = self._place(row)
         return f"{self.shards[shard]}: row {row}"
+
+
+def open_tables(path: Path, options: SourceOptions) -> TableSource:
+    """A Parquet or Arrow file, or a folder of one kind of them."""
+    suffix = sharded(path) if path.is_dir() else path.suffix.lower()
+    shards, splits, ignored = choose_shards(path, suffix, options.split)
+    return TableSource(path, shards, options.label_column, splits, ignored)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around reading a file: what pyarrow raises becomes a UserError that names it."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError, pyarrow().ArrowException) as error:
+        told = (
+            f"{path} cannot be read as {KINDS.get(path.suffix.lower(), 'an Arrow file')} ({str(error).splitlines()[0]})"
+        )
+        raise UserError(f"{told}; copy or get it again") from None
+
+
+def _column(path: Path, name: str, rows: int) -> Iterator[Any]:
+    """All of a column of small values, in arrays. Raises OSError."""
+    start = size = 0
+    while start < rows:
+        part = next(iter(_child.ask(path, [name], start, LOOKED_AT, bounded.TABLE))).column(0)
+        start, size = start + len(part), size + part.nbytes
+        if refused := bounded.too_large(size, bounded.TABLE):
+            raise bounded.Refused(f"its column {name} {refused}")
+        yield part
 
 
 def _check_some(where: Path, labels: np.ndarray, column: str) -> None:

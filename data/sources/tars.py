@@ -24,10 +24,10 @@ import numpy as np
 
 from data.errors import ImageError
 from data.images import SUFFIXES
-from data.sources.base import Item, Problem, Source
+from data.sources.base import Item, Problem, Source, SourceOptions
 from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, looks_like_labels
 from data.sources.listing import arrange, kind_of
-from data.sources.splits import choose_shards
+from data.sources.splits import choose_shards, refuse_split
 from data.tar_files import Member, TarFiles, read_members
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
@@ -40,13 +40,6 @@ FIELDS = ("cls", LABEL, *LABEL_COLUMNS)  # of `json`
 LOOKED_AT = 10_000  # samples whose other fields may be labels
 META = re.compile(r"__[^/]*__(/|$)")  # webdataset's own notes
 TOLD_BYTES = 1 << 20  # of a file that says something
-
-
-def is_tar_folder(folder: Path) -> bool:
-    """Whether a folder holds tar files and neither images nor visible sub-folders."""
-    visible = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-    suffixes = {entry.suffix.lower() for entry in visible}
-    return SUFFIX in suffixes and not suffixes & SUFFIXES and not any(entry.is_dir() for entry in visible)
 
 
 @dataclass
@@ -64,20 +57,14 @@ class TarSource(Source):
     def __init__(
         self,
         path: Path,
-        *,
-        split: str | None,
-        label_column: str | None = None,
-        classes_from: str | None = None,
+        options: SourceOptions,
         shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
         super().__init__(printable(path.name), [])
-        names = [path] if shards is None else list(shards)
+        split, label_column, classes_from = options.split, options.label_column, options.classes_from
+        self.path, self.shards = path, [path] if shards is None else list(shards)
         if path.is_dir() and shards is None:
-            visible = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-            names = [entry for entry in visible if entry.suffix.lower() == SUFFIX]
-            self.ignored = [entry.name for entry in visible if entry.suffix.lower() != SUFFIX]
-            names, self.splits = choose_shards(path, names, split, anywhere=True)
-        self.path, self.shards = path, names
+            self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, split, anywhere=True)
         self._files = TarFiles(self.shards)
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
@@ -85,8 +72,8 @@ class TarSource(Source):
         if label_column is not None or any(_suffix(member.name) in TOLD for member in members):
             if classes_from is not None:
                 raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
-            if split in ("test", "val") and not self.splits:
-                raise UserError(f"{path} has no splits: leave --split out to take all of it, or add --val-share 0.1")
+            if not self.splits:
+                refuse_split(path, split)
             self._take_samples(list(self._samples(members, label_column)), label_column)
         else:
             self._arrange(members, None if self.splits else split, classes_from)

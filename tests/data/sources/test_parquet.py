@@ -10,14 +10,14 @@ import pytest
 from data.errors import ImageError
 from data.pack import pack
 from data.sources import open_source
-from data.sources import parquet as parquet_source
+from data.sources import tables
 from tests.data.conftest import flip, save
 from tests.data.sources.source_files import cells, content_of, contents, parquet
 from utils.errors import UserError
 
 
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_source, "PIECE_ROWS", 2)
+    monkeypatch.setattr(tables, "PIECE_ROWS", 2)
     path = parquet(
         tmp_path / "x.parquet", {"image": cells(*range(9)), "label": [0, 1, 1] * 3}, names=["b", "a"], rows=5
     )
@@ -160,7 +160,7 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 
 def test_damage_between_pieces_of_a_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet_source, "PIECE_ROWS", 1)
+    monkeypatch.setattr(tables, "PIECE_ROWS", 1)
     path = tmp_path / "x.parquet"
     table = pytest.importorskip("pyarrow").table({"image": [content_of(shade) for shade in range(4)]})
     options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
