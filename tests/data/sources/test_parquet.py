@@ -9,8 +9,7 @@ import pytest
 
 from data.errors import ImageError
 from data.pack import pack
-from data.sources import open_source
-from data.sources import tables
+from data.sources import open_source, tables
 from tests.data.conftest import flip, save
 from tests.data.sources.source_files import cells, content_of, contents, parquet
 from utils.errors import UserError
