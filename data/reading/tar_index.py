@@ -73,7 +73,8 @@ def _fits(path: Path, known: Sequence[dict[str, Any]]) -> bool:
 
 def _make(path: Path, shards: Sequence[Path], known: list[dict[str, Any]]) -> None:
     where = shards[0] if len(shards) == 1 else shards[0].parent
-    with TarSource(where, SourceOptions(), shards) as source:
+    source = TarSource(where, SourceOptions(), shards)
+    with source:
         _check(source)
         plan = make_plan(source, size=None, encoding="source", channels=None, resize="auto")
         writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)

@@ -61,19 +61,17 @@ class _Child:
         bounded.check(path, bounded.ARCHIVE)
         with self._lock:
             if self._alive is None or self._alive[0] != os.getpid():
-                self._start()
+                self._alive = self._start()
+            _, stop, connection = self._alive
             try:
-                connection = self._alive[2]
                 connection.send_bytes(json.dumps([str(path), columns, start, rows, kind.limit]).encode())
                 answer = connection.recv_bytes()
-            except (EOFError, OSError):
-                self._alive[1]()
+            except BaseException as error:  # also an answer that nobody waits for
+                stop()
                 self._alive = None
-                raise bounded.Refused("reading it takes too much memory, or ends the process that reads it") from None
-            except BaseException:  # an answer that nobody waits for
-                self._alive[1]()
-                self._alive = None
-                raise
+                if not isinstance(error, (EOFError, OSError)):
+                    raise
+                raise bounded.Refused("it takes too much memory, or ends the process that reads it") from None
         match answer[:1]:
             case b"S":
                 return pyarrow("ipc").open_stream(pyarrow().py_buffer(answer)[1:])
@@ -81,7 +79,7 @@ class _Child:
                 raise bounded.Refused(str(bounded.too_large(int(answer[1:]), kind)))
         raise bounded.Refused(answer[1:].decode())
 
-    def _start(self) -> None:
+    def _start(self) -> tuple[int, Any, Any]:
         ours, theirs = Pipe()
         memory = str(int(MEMORY_SHARE * available_bytes()))
         process = subprocess.Popen(
@@ -92,7 +90,7 @@ class _Child:
             env=os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system"},  # the others reserve more than they use
         )
         theirs.close()
-        self._alive = (os.getpid(), weakref.finalize(self, _stop, process, ours, os.getpid()), ours)
+        return os.getpid(), weakref.finalize(self, _stop, process, ours, os.getpid()), ours
 
 
 def _stop(process: "subprocess.Popen[bytes]", connection: Any, pid: int) -> None:
