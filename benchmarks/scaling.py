@@ -36,7 +36,7 @@ from training.engine.tasks import TASKS, build_run_config
 from training.gan.ada import Ada
 from training.gan.config import GanConfig
 from training.gan.task import GanTask
-from training.optim.muon import Muon
+from training.optim.optimizers import Muon
 from training.optim.updater import Updater
 from utils.config.cli import Parser
 from utils.config.yaml_files import read_yaml

@@ -1,13 +1,12 @@
 """Exponential moving average of a network's weights."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from training.optim.updater import foreach_lerp_
 from utils.tensors import by_device
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -66,3 +65,11 @@ def half_life_beta(batch_size: int, images_seen: int, half_life_images: float, r
     """
     half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
     return 0.5 ** (batch_size / max(half_life, 1e-8))
+
+
+def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:
+    """targets += weight * (sources - targets) for a 0-d `weight` on the device, without waiting for its value."""
+    for device, (here, there) in by_device(targets, sources).items():
+        delta = torch._foreach_sub(there, here)
+        torch._foreach_mul_(delta, weight.to(device))
+        torch._foreach_add_(here, delta)

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from training.base.config import PrecisionName
-from training.optim.clipping import clip_adaptively_
 from training.optim.config import OptimizerConfig
-from training.optim.muon import Muon
-from training.optim.schedule_free import ScheduleFree
+from training.optim.optimizers import ScheduleFree, build_optimizer
 from utils.checkpoint.state_schema import check_moments
 from utils.distributed import collectives
 from utils.distributed.gradients import Compression, GradientExchange
@@ -18,50 +16,9 @@ from utils.errors import UserError
 from utils.tensors import by_device, laid_like
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALLEST_WEIGHTS = 1e-3  # norm that a unit's weights count for at least, so that new ones can leave zero
+SMALLEST_GRADIENT = 1e-6
 STATE = {"params", "param_names", "lr", "counters"}  # of a group of parameters; all else is configuration
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the parameters that train: matrices and filters with decay; norms and biases (1-D) without."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
-
-
-def build_optimizer(
-    model: nn.Module,
-    config: OptimizerConfig,
-    groups: Sequence[dict[str, Any]] | None = None,
-    head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
-) -> torch.optim.Optimizer:
-    """The fused optimizer of `config` over `groups` (None: the model's trained parameters, see `parameter_groups`);
-    fused ones can be masked on the device.
-    """
-    if groups is None:
-        groups = parameter_groups(model, config.weight_decay)
-    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
-    groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
-    betas = (float(config.betas[0]), float(config.betas[1]))
-    if config.name == "schedulefree-sgd" or config.name == "schedulefree-adamw":
-        kind: Literal["sgd", "adamw"] = "sgd" if config.name == "schedulefree-sgd" else "adamw"
-        return ScheduleFree(groups, kind=kind, lr=config.lr, betas=(config.average_beta, betas[1]), eps=config.eps)
-    if config.name == "muon":
-        more = {key: getattr(config, key) for key in ("momentum", "sgd_momentum", "ns_steps", "unit_filters")}
-        return Muon(groups, lr=config.lr, head=head, **more)
-    if config.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.momentum > 0, fused=True)
-        if config.momentum > 0:
-            # the fused kernel makes its momentum on the first step, and leaves it uninitialised where that step is
-            # masked
-            for group in sgd.param_groups:
-                for parameter in group["params"]:
-                    sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    optimizer_class = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    return optimizer_class(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 class Precision:
@@ -248,6 +205,24 @@ def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
     return [group.get("param_names", group["params"]) for group in groups]
 
 
+def _unit_norm(values: Tensor) -> Tensor:
+    """The norm of every output unit's weights, [units, 1, ...]; of a bias or a norm's weights as a whole, 0-d."""
+    if values.ndim <= 1:
+        return torch.linalg.vector_norm(values)
+    return torch.linalg.vector_norm(values, dim=tuple(range(1, values.ndim)), keepdim=True)
+
+
+@torch.no_grad()
+def clip_adaptively_(parameters: Iterable[Tensor], factor: float) -> None:
+    """Shrink each unit's gradient to at most `factor` times the norm of its weights (2102.06171, equation 3)."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        largest = _unit_norm(parameter).clamp_(min=SMALLEST_WEIGHTS).mul_(factor)
+        norm = _unit_norm(parameter.grad).clamp_(min=SMALLEST_GRADIENT)
+        parameter.grad.mul_((largest / norm).clamp_(max=1))
+
+
 @torch.no_grad()
 def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped: Tensor) -> None:
     """Put `before` back where the 0-d flag `skipped` is 1: a masked step's NaN must not stay in running statistics."""
@@ -255,11 +230,3 @@ def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped:
         masked = skipped.to(device) > 0
         for tensor, old in zip(now, then, strict=True):
             tensor.copy_(torch.where(masked, old, tensor))
-
-
-def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:
-    """targets += weight * (sources - targets) for a 0-d `weight` on the device, without waiting for its value."""
-    for device, (here, there) in by_device(targets, sources).items():
-        delta = torch._foreach_sub(there, here)
-        torch._foreach_mul_(delta, weight.to(device))
-        torch._foreach_add_(here, delta)

@@ -14,7 +14,8 @@ from training.base.config import DataConfig
 from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig, FineTuning
 from training.classifier.task import ClassifierTask
-from training.optim.updater import OptimizerConfig, Precision, Updater, parameter_groups
+from training.optim.optimizers import parameter_groups
+from training.optim.updater import OptimizerConfig, Precision, Updater
 from utils.errors import UserError
 from utils.seeding import forked
 

@@ -6,9 +6,8 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from models.classifier import Classifier, ModelConfig
-from training.optim.clipping import clip_adaptively_
 from training.optim.config import OptimizerConfig
-from training.optim.updater import Precision, Updater
+from training.optim.updater import Precision, Updater, clip_adaptively_
 from utils.seeding import forked, generator
 
 CPU = torch.device("cpu")

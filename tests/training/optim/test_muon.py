@@ -11,7 +11,7 @@ from torch import nn
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
 from training.optim.config import OptimizerConfig
-from training.optim.muon import Muon
+from training.optim.optimizers import Muon
 from training.optim.updater import Precision, Updater
 from utils.errors import UserError
 from utils.seeding import forked, generator

@@ -8,7 +8,9 @@ from torch import nn
 
 from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
-from training.optim.updater import STATE, OptimizerConfig, Precision, Updater, foreach_lerp_, parameter_groups
+from training.optim.ema import foreach_lerp_
+from training.optim.optimizers import parameter_groups
+from training.optim.updater import STATE, OptimizerConfig, Precision, Updater
 from utils.errors import UserError
 from utils.seeding import forked, generator
 

@@ -1,0 +1,225 @@
+"""The optimizers of a config: torch's, and two of our own. The step of each can be masked on the device."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+from training.optim.config import OptimizerConfig
+from utils.tensors import by_device
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups of the parameters that train: matrices and filters with decay; norms and biases (1-D) without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    groups: Sequence[dict[str, Any]] | None = None,
+    head: Iterable[Tensor] = (),  # parameters that Muon leaves to SGD
+) -> torch.optim.Optimizer:
+    """The fused optimizer of `config` over `groups` (None: the model's trained parameters, see `parameter_groups`);
+    fused ones can be masked on the device.
+    """
+    if groups is None:
+        groups = parameter_groups(model, config.weight_decay)
+    # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
+    groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
+    betas = (float(config.betas[0]), float(config.betas[1]))
+    if config.schedule_free:
+        kind, betas = config.name.removeprefix("schedulefree-"), (config.average_beta, betas[1])
+        return ScheduleFree(groups, kind=kind, lr=config.lr, betas=betas, eps=config.eps)
+    if config.name == "muon":
+        more = {key: getattr(config, key) for key in ("momentum", "sgd_momentum", "ns_steps", "unit_filters")}
+        return Muon(groups, lr=config.lr, head=head, **more)
+    if config.name == "sgd":
+        momentum = config.momentum
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True)
+        # the fused kernel makes its momentum on the first step, and leaves it uninitialised where that step is masked
+        for parameter in (p for group in optimizer.param_groups if momentum for p in group["params"]):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
+    optimizer_class = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return optimizer_class(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
+class Masked(torch.optim.Optimizer):
+    """An optimizer whose step `found_inf`, a 0-d flag on the device, can mask: parameters and state stay."""
+
+    _step_supports_amp_scaling = True  # torch's GradScaler hands over its flag instead of waiting for it
+    grad_scale: Tensor | None = None  # gradients are unscaled before the step
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters by their gradients; `closure` is not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self.update(group, parameters)
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Update a group's parameters that have gradients."""
+        raise NotImplementedError
+
+
+class Muon(Masked):
+    """Muon for matrices and filters, SGD for the rest: torch's own two, as one optimizer whose step can be masked.
+
+    Parameters of more than one row and column go by Muon, but for the `head`'s, filters as matrices [outputs, inputs x
+    height x width] (as in Keller Jordan's airbench94_muon.py); these, norms, biases and scales [C, 1, 1] by SGD
+    (Nesterov) at `sgd_momentum`. The rate is the group's for both; weight decay is decoupled for Muon alone.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        sgd_momentum: float,
+        ns_steps: int,  # Newton-Schulz iterations
+        unit_filters: bool,  # before a step Muon's matrices are scaled to the norm sqrt(outputs)
+        head: Iterable[Tensor],
+    ) -> None:
+        self.sgd_momentum, self.ns_steps, self.unit_filters = sgd_momentum, ns_steps, unit_filters
+        self.head = {id(parameter) for parameter in head}
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        matrices = [p for p in parameters if 1 < len(p) < p.numel() and id(p) not in self.head]
+        by_muon = {id(p) for p in matrices}
+        if matrices:
+            self._muon(group, matrices)
+        if rest := [p for p in parameters if id(p) not in by_muon]:
+            self._sgd(group, rest)
+
+    def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        matrices = [p.detach().clone().flatten(1) for p in parameters]
+        how = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
+        # its state is ours: it lives for this step
+        muon = torch.optim.Muon(matrices, **how, nesterov=True, ns_steps=self.ns_steps)
+        for parameter, matrix in zip(parameters, matrices, strict=True):
+            if self.unit_filters:
+                matrix.mul_(len(matrix) ** 0.5 / matrix.norm())
+            assert parameter.grad is not None
+            matrix.grad = parameter.grad.flatten(1)
+            muon.state[matrix]["momentum_buffer"] = self.state[parameter]["momentum_buffer"].clone().flatten(1)
+        muon.step()
+        for parameter, matrix in zip(parameters, matrices, strict=True):
+            buffer = self.state[parameter]["momentum_buffer"]
+            for old, new in ((parameter, matrix), (buffer, muon.state[matrix]["momentum_buffer"])):
+                new = new.view(old.shape)
+                if self.found_inf is not None:
+                    new = torch.where(self.found_inf.to(old.device) > 0, old, new)
+                old.copy_(new)
+
+    def _sgd(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        sgd(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [self.state[p]["momentum_buffer"] for p in parameters],
+            fused=True,
+            found_inf=self.found_inf,
+            lr=group["lr"],
+            momentum=self.sgd_momentum,
+            weight_decay=group["weight_decay"],
+            dampening=0.0,
+            nesterov=True,
+            maximize=False,
+        )
+
+
+class ScheduleFree(Masked):
+    """Schedule-free SGD and AdamW (2405.15682): no decay of the rate, an average of the weights in its place.
+
+    The parameters hold y, where gradients are taken; `average` gives x, the weights to evaluate and to use.
+    y = (1 - beta) z + beta x; z takes the steps, x is the mean of the z so far, weighed by the square of the highest
+    rate until then. beta is `betas[0]`. Decoupled weight decay, at y. The package `schedulefree` has its counters on
+    the host, where a step cannot be held back without waiting for the device; tests compare the two.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        kind: str,  # sgd or adamw
+        lr: float,
+        betas: tuple[float, float],  # sgd: the second is not used
+        eps: float,
+    ) -> None:
+        self.kind = kind
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        for group in self.param_groups:
+            # updates, sum of their weights, highest rate: float64, as many small weights are added up
+            group["counters"] = torch.zeros(3, dtype=torch.float64, device=group["params"][0].device)
+            for parameter in group["params"]:
+                self.state[parameter]["z"] = parameter.detach().clone()
+                if kind == "adamw":
+                    self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        counters: Tensor = group["counters"]
+        skipped = torch.zeros_like(counters[0]) if self.found_inf is None else self.found_inf.to(counters)
+        taken = 1 - (skipped > 0).to(counters.dtype)
+        updates, weight_sum, highest = counters.unbind()
+        updates += taken
+        highest.copy_(torch.maximum(highest, group["lr"] * taken))
+        weight = highest.square() * taken
+        weight_sum += weight
+        share = weight / weight_sum.clamp(min=1e-300)  # of the new z in x; 0 where every rate so far was 0
+        for device, (here,) in by_device(parameters).items():
+            numbers = [number.to(device) for number in (taken, updates, share, group["lr"] * taken)]
+            self._move(group, here, *numbers)
+
+    def _move(
+        self, group: dict[str, Any], parameters: list[Tensor], taken: Tensor, updates: Tensor, share: Tensor, lr: Tensor
+    ) -> None:
+        """The update of parameters that lie on one device, and so do the 0-d numbers."""
+        beta, dtype, grads = group["betas"][0], parameters[0].dtype, [p.grad for p in parameters if p.grad is not None]
+        zs = [self.state[p]["z"] for p in parameters]
+        # a masked step's gradients are not numbers, and would stay so whatever they are multiplied by
+        directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]
+        if self.kind == "adamw":
+            moments = [self.state[p]["exp_avg_sq"] for p in parameters]
+            kept = 1 - (1 - group["betas"][1]) * taken
+            torch._foreach_mul_(moments, kept.to(dtype))
+            torch._foreach_addcmul_(moments, directions, directions, value=1 - group["betas"][1])
+            correction = torch.where(updates > 0, 1 - group["betas"][1] ** updates, 1.0)
+            denominators = torch._foreach_div(moments, correction.to(dtype))
+            torch._foreach_sqrt_(denominators)
+            torch._foreach_add_(denominators, group["eps"])
+            torch._foreach_div_(directions, denominators)
+        if group["weight_decay"]:
+            torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+        towards_z = torch._foreach_sub(zs, parameters)
+        torch._foreach_mul_(towards_z, share.to(dtype))
+        torch._foreach_add_(parameters, towards_z)
+        torch._foreach_mul_(directions, lr.to(dtype))
+        torch._foreach_sub_(zs, directions)
+        torch._foreach_mul_(directions, (beta * (1 - share) - 1).to(dtype))
+        torch._foreach_add_(parameters, directions)
+
+    @torch.no_grad()
+    def average(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """x of each parameter: y + (1 - 1 / beta) (z - y). One that is not trained is its own average."""
+        betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
+        return [torch.lerp(p, self.state[p]["z"], 1 - 1 / betas[p]) if p in betas else p.detach() for p in parameters]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the counters come to the parameters' device too."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["counters"] = group["counters"].to(group["params"][0].device)
