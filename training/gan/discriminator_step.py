@@ -33,8 +33,6 @@ class DiscriminatorStep:
         `one_pass`: D has its gradients on the samples from the generator's half already; they are added to.
         """
         context, metrics = self.context, share.metrics
-        if not one_pass:
-            self.updater.zero_grad()
         for rows, real, fake in zip(share.micro_batches(), reals, fakes, strict=True):
             if self.objective.paired:
                 self._pairs(share, rows, real, fake)

@@ -112,7 +112,6 @@ class GeneratorStep:
         context, generator = self.context, self.context.generator
         apart = self.loss.gradients_due(share.step)
         gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
-        self.updater.zero_grad()
         context.discriminator.requires_grad_(self.one_pass(share))  # else its gradients are not this phase's business
         try:
             fakes, w_sum = self._adversarial(share, reals, gradients)

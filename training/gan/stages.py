@@ -62,7 +62,7 @@ class Stage:
 
 
 class Stages:
-    """The run's stages as functions of the step; without `config`, or without its start, there is one.
+    """The run's stages as functions of the step; without the config's start there is one.
 
     Raises UserError for a resolution that doubling does not lead to, for lengths and batch sizes of stages that do not
     exist, for a length that is missing, and for a stage without images.
@@ -70,39 +70,34 @@ class Stages:
 
     def __init__(
         self,
-        config: ProgressiveConfig | None,
+        config: ProgressiveConfig,
         resolution: int,  # px of the full networks
         steps: int,  # of the run
         batch_size: int,  # global, of stages without one of their own
     ) -> None:
-        self.config = config or ProgressiveConfig()
-        self.steps = steps
-        sides = self.resolutions = _resolutions(self.config.start, resolution)
-        sizes = self.config.batch_sizes if self.growing else {}
+        self.config, self.steps = config, steps
+        sides = self.resolutions = _resolutions(config.start, resolution)
+        sizes = config.batch_sizes if self.growing else {}
         _check_named("batch_sizes", sizes, sides)
-        fades = _images("fade_kimg", self.config.fade_kimg, sides[1:])
-        stables = _images("stable_kimg", self.config.stable_kimg, sides[:-1])
+        fades = _images("fade_kimg", config.fade_kimg, sides[1:])
+        stables = _images("stable_kimg", config.stable_kimg, sides[:-1])
         self._stages: list[Stage] = []  # each ends with the first whole batch that completes its images
         step = image = 0
         for index, side in enumerate(sides):
-            own, fade = sizes.get(side, batch_size), fades.get(side, 0)
+            size, fade = sizes.get(side, batch_size), fades.get(side, 0)
             places = {"index": index, "first_step": step, "first_image": image, "fade_images": fade}
-            self._stages.append(Stage(resolution=side, alpha=1.0, batch_size=own, **places))
-            length = fade + stables.get(side, 0)
+            self._stages.append(Stage(resolution=side, alpha=1.0, batch_size=size, **places))
+            length = -(-(fade + stables.get(side, 0)) // size)  # steps
             if not length and side != sides[-1]:
                 raise UserError(
                     f"progressive: the stage of {side} px sees no images; give it some with progressive.stable_kimg"
                 )
-            taken = -(-length // own)
-            step, image = step + taken, image + taken * own
+            step, image = step + length, image + length * size
 
     @property
     def growing(self) -> bool:
         """Whether there is more than one stage."""
         return len(self.resolutions) > 1
-
-    def __len__(self) -> int:
-        return len(self._stages)
 
     def _stage(self, step: int) -> Stage:
         """The stage of a step, at alpha 1."""
@@ -125,12 +120,7 @@ class Stages:
 
     def starts_at(self, step: int) -> bool:
         """Whether update number `step` is the first with layers that were not trained before; False at step 0."""
-        stage = self._stage(step)
-        return stage.index > 0 and step == stage.first_step
-
-    def resets_at(self, step: int) -> bool:
-        """Whether the optimizers' moments start anew before update number `step`."""
-        return self.config.reset_optimizer and self.starts_at(step)
+        return step == self._stage(step).first_step > 0
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(first step, resolution, global batch size) of every stage, reached or not: what the loader follows."""
@@ -142,37 +132,31 @@ class Stages:
         last = self._stages[-1]
         return last.first_step + -(-last.fade_images // last.batch_size)
 
-    @property
-    def complete(self) -> bool:
-        """Whether the run's steps lead to the full networks at alpha 1."""
-        return self.steps > self.total_steps
-
     # --- checks and words
 
     def check_batches(
         self,
         world_size: int,
         *,
-        micro_batch: int | None = None,
-        per_pass: Mapping[str, int] | None = None,  # key of the config -> of what a forward pass holds a multiple
-        per_process: Mapping[str, int] | None = None,  # key of the config -> of what a process holds a multiple
+        micro_batch: int | None,
+        per_pass: Mapping[str, int],  # key of the config -> of what a forward pass holds a multiple
+        per_process: Mapping[str, int],  # key of the config -> of what a process holds a multiple
     ) -> None:
         """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""
         for stage in self._stages:
             name, share, micro = self._batch_text(stage), stage.share(world_size), stage.micro(world_size, micro_batch)
-            said = f"{name} cannot be shared by {world_size} processes"
-            checks = [(stage.batch_size, world_size, f"{said}; make it a multiple of {world_size}")]
-            said = f"micro_batch {micro} does not divide the {share} samples a process holds ({name})"
-            checks += [(share, micro, f"{said}; make it a divisor of {share}")]
-            for key, multiple in (per_process or {}).items():
-                said = f"{key}: a process must hold a multiple of {multiple} samples, but holds {share} ({name})"
-                checks += [(share, multiple, f"{said}; make it a multiple of {multiple * world_size}")]
-            for key, multiple in (per_pass or {}).items():
-                said = f"{key} {multiple} does not divide the {micro} samples of a forward pass ({name})"
+            shared = f"{name} cannot be shared by {world_size} processes; make it a multiple of {world_size}"
+            split = f"micro_batch {micro} does not divide the {share} samples a process holds ({name})"
+            checks = [(stage.batch_size, world_size, shared), (share, micro, f"{split}; make it a divisor of {share}")]
+            for key, multiple in per_process.items():
+                held = f"{key}: a process must hold a multiple of {multiple} samples, but holds {share} ({name})"
+                checks.append((share, multiple, f"{held}; make it a multiple of {multiple * world_size}"))
+            for key, multiple in per_pass.items():
+                grouped = f"{key} {multiple} does not divide the {micro} samples of a forward pass ({name})"
                 remedy = f"make the batch size / processes or micro_batch a multiple of {multiple}"
-                checks += [(micro, multiple, f"{said}; {remedy}")]
-            for held, divisor, message in checks:
-                if held % divisor:
+                checks.append((micro, multiple, f"{grouped}; {remedy}"))
+            for size, divisor, message in checks:
+                if size % divisor:
                     raise UserError(message)
 
     def _batch_text(self, stage: Stage) -> str:
@@ -187,9 +171,8 @@ class Stages:
         """What the plan says, a row a stage; nothing without growth."""
         if not self.growing:
             return []
-        moments = "start anew in every stage" if self.config.reset_optimizer else "go on from stage to stage"
-        rows = [*map(self._row, self._stages), f"Adam's moments {moments} (progressive.reset_optimizer)"]
-        if not self.complete:
+        rows = [*map(self._row, self._stages), f"{self._moments()} from stage to stage (progressive.reset_optimizer)"]
+        if self.steps <= self.total_steps:
             last = self.at(self.steps - 1)
             rows.append(
                 f"warning: the run ends at {last.resolution} px with alpha {last.alpha:.2f}; {self.resolutions[-1]} px "
@@ -198,6 +181,14 @@ class Stages:
             )
         return rows
 
+    def announcement(self, step: int) -> str:
+        """What the log says where update number `step` begins a stage."""
+        stage = self._stage(step)
+        return f"stage {stage.index + 1} of {len(self._stages)}: {self._row(stage)}; {self._moments()}"
+
+    def _moments(self) -> str:
+        return f"Adam's moments {'start anew' if self.config.reset_optimizer else 'go on'}"
+
     def _row(self, stage: Stage) -> str:
         after = self._stages[stage.index + 1 :]
         length = f"{after[0].first_image - stage.first_image:,} images" if after else "until the run ends"
@@ -205,16 +196,6 @@ class Stages:
         reached = "" if stage.first_step < self.steps else " (the run ends before)"
         begins = f"{stage.resolution} px from step {stage.first_step:,}: batches of {stage.batch_size}"
         return f"{begins}, {length}{fading}{reached}"
-
-    def announcement(self, step: int) -> str | None:
-        """What the log says where update number `step` begins a stage; None elsewhere."""
-        if not self.starts_at(step):
-            return None
-        stage = self._stage(step)
-        begins = f"step {step}: stage {stage.index + 1} of {len(self)}, {stage.resolution} px in batches of"
-        fading = f"fade in over {stage.fade_images:,} images" if stage.fade_images else "count in full at once"
-        moments = "start anew" if self.config.reset_optimizer else "go on"
-        return f"{begins} {stage.batch_size}; its layers {fading}; Adam's moments {moments}"
 
 
 def _resolutions(start: int | None, full: int) -> list[int]:

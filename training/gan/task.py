@@ -36,7 +36,7 @@ from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
-from utils.runlog.run_log import say
+from utils.runlog.run_log import say_main
 from utils.seeding import forked
 
 LOGIT_IMAGES = 512  # images of which the discriminator's mean logit is taken at an evaluation
@@ -177,16 +177,15 @@ class GanTask(Task):
 
     def step(self, batches: Iterator[Batch], step: int) -> dict[str, Tensor]:
         share = self._begin(step)
-        one_pass = self.generator_step.one_pass(share)
+        for part in (self.generator_step, self.discriminator_step):
+            part.updater.zero_grad()
         reals = self.context.reals(next(batches), share)
-        if one_pass:  # D's gradients begin there
-            self.discriminator_step.updater.zero_grad()
         fakes = self.generator_step.run(share, reals)
         if self.config.loss.functions.paired:
             reals = self.context.reals(next(batches), share, "discriminator")
             with phase("discriminator/samples"):
                 fakes = self._paired_samples(share, reals)
-        self.discriminator_step.run(share, reals, fakes, one_pass=one_pass)
+        self.discriminator_step.run(share, reals, fakes, one_pass=self.generator_step.one_pass(share))
         self.precision.update_scale()
         return share.metrics
 
@@ -201,15 +200,13 @@ class GanTask(Task):
 
     def _begin(self, step: int) -> StepShare:
         """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
-        stage = self.stages.at(step)
-        announcement = self.stages.announcement(step)
-        if announcement is not None and collectives.is_main():
-            say(announcement)
-        if self.stages.resets_at(step):
-            self.generator_step.updater.reset()
-            self.discriminator_step.updater.reset()
-        self._stage = stage
-        return StepShare.of(step, self.stages.images_at(step), stage, self.config.micro_limit)
+        self._stage = self.stages.at(step)
+        if self.stages.starts_at(step):
+            say_main(self.stages.announcement(step))
+            if self.config.progressive.reset_optimizer:
+                self.generator_step.updater.reset()
+                self.discriminator_step.updater.reset()
+        return StepShare.of(step, self.stages.images_at(step), self._stage, self.config.micro_limit)
 
     def shown(self) -> Any:
         """The average generator as the last step's stage has it: what is shown and evaluated."""

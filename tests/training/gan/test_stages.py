@@ -115,7 +115,6 @@ def test_whether_the_run_is_long_enough(lengths: Lengths, steps: int) -> None:
     stages = stages_of(lengths, steps)
     full = [(side, alpha) == (lengths.sides[-1], Fraction(1)) for side, alpha, *_ in grown(lengths, 700)].index(True)
     assert stages.total_steps == full
-    assert stages.complete == (steps > full)
     rows = stages.describe()
     assert (len(rows), rows[-1].startswith("warning: ")) == (len(lengths.sides) + 1 + (steps <= full), steps <= full)
 
@@ -130,7 +129,6 @@ def test_spans_are_the_stages() -> None:
     expected = Stage(resolution=32, alpha=0.75, batch_size=2, index=2, first_step=12, first_image=75, fade_images=8)
     assert stages.at(15) == expected
     assert stages.total_steps == 16
-    assert len(stages) == 3
 
 
 def test_one_number_for_all_stages_and_batches_of_the_run() -> None:
@@ -146,34 +144,18 @@ def test_lengths_are_whole_images(length: Any) -> None:
     assert stages.spans() == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
 
 
-@pytest.mark.parametrize("config", [None, ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
-def test_without_growth_there_is_one_stage(config: ProgressiveConfig | None) -> None:
+@pytest.mark.parametrize("config", [ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
+def test_without_growth_there_is_one_stage(config: ProgressiveConfig) -> None:
     stages = Stages(config, 48, 70, 12)  # any resolution
     first = stages.at(0)
     assert (first.resolution, first.alpha, first.batch_size, first.index, first.first_step) == (48, 1.0, 12, 0, 0)
-    assert (stages.growing, len(stages), stages.complete, stages.total_steps) == (False, 1, True, 0)
+    assert (stages.growing, stages.total_steps) == (False, 0)
     for step in (0, 1, 69, 70, 10**9):
         assert stages.at(step) == first
         assert stages.images_at(step) == 12 * step
         assert not stages.starts_at(step)
-        assert not stages.resets_at(step)
-        assert stages.announcement(step) is None
     assert stages.describe() == []
     assert stages.spans() == [(0, 48, 12)]
-
-
-def test_optimizer_is_reset_where_a_stage_starts_if_so_set() -> None:
-    lengths = Lengths((8, 16), {16: 4}, {8: 6}, {8: 2, 16: 2})
-    for reset in (True, False):
-        stages = stages_of(lengths, reset_optimizer=reset)
-        assert [stages.resets_at(step) for step in range(6)] == [False, False, False, reset, False, False]
-        moments = "start anew" if reset else "go on"
-        assert any(moments in row for row in stages.describe())
-        assert stages.announcement(3) == (
-            f"step 3: stage 2 of 2, 16 px in batches of 2; its layers fade in over 4 images; Adam's moments {moments}"
-        )
-        assert [step for step in range(6) if stages.announcement(step)] == [3]
-    assert ProgressiveConfig().reset_optimizer
 
 
 def test_plan() -> None:
@@ -182,17 +164,20 @@ def test_plan() -> None:
         "8 px from step 0: batches of 64, 1,024 images",
         "16 px from step 16: batches of 20, 3,000 images, fading in over 2,000 images",
         "32 px from step 166: batches of 20, until the run ends",
-        "Adam's moments start anew in every stage (progressive.reset_optimizer)",
+        "Adam's moments start anew from stage to stage (progressive.reset_optimizer)",
     ]
     assert Stages(config, 32, 66, 20).describe()[2:] == [
         "32 px from step 166: batches of 20, until the run ends (the run ends before)",
-        "Adam's moments start anew in every stage (progressive.reset_optimizer)",
+        "Adam's moments start anew from stage to stage (progressive.reset_optimizer)",
         "warning: the run ends at 16 px with alpha 0.49; 32 px at alpha 1 begin at step 166: raise steps (66) above "
         "that or shorten the stages",
     ]
-    assert "32 px in batches of 20; its layers count in full at once" in str(
-        Stages(config, 32, 66, 20).announcement(166)
+    assert Stages(config, 32, 200, 20).announcement(16) == (
+        "stage 2 of 3: 16 px from step 16: batches of 20, 3,000 images, fading in over 2,000 images; Adam's moments "
+        "start anew"
     )
+    config = ProgressiveConfig(start=8, reset_optimizer=False)
+    assert "Adam's moments go on" in Stages(config, 32, 200, 20).announcement(0)
 
 
 # --- what is refused
@@ -243,7 +228,11 @@ def test_stages_that_do_not_fit_are_refused(options: dict[str, Any], resolution:
 
 def test_negative_steps_are_a_fault() -> None:
     with pytest.raises(ValueError, match="step -1"):
-        Stages(None, 8, 10, 4).images_at(-1)
+        Stages(ProgressiveConfig(), 8, 10, 4).images_at(-1)
+
+
+def check(stages: Stages, world: int, **options: Any) -> None:
+    stages.check_batches(world, **({"micro_batch": None, "per_pass": {}, "per_process": {}} | options))
 
 
 @pytest.mark.parametrize(
@@ -277,17 +266,17 @@ def test_negative_steps_are_a_fault() -> None:
 def test_batches_that_do_not_fit_name_their_stage(world: int, options: dict[str, Any], message: str) -> None:
     stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
     with pytest.raises(UserError, match=message):
-        stages.check_batches(world, **options)
+        check(stages, world, **options)
 
 
 def test_batches_that_fit() -> None:
     stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
-    stages.check_batches(1)
-    stages.check_batches(8)
-    stages.check_batches(2, micro_batch=4, per_pass={"group": 2}, per_process={"path": 2})
-    stages.check_batches(4, micro_batch=16, per_pass={"group": 2}, per_process={"path": 2})  # 6 samples in one pass
+    check(stages, 1)
+    check(stages, 8)
+    check(stages, 2, micro_batch=4, per_pass={"group": 2}, per_process={"path": 2})
+    check(stages, 4, micro_batch=16, per_pass={"group": 2}, per_process={"path": 2})  # 6 samples in one pass
     with pytest.raises(UserError, match=r"^batch_size 24 cannot be shared by 5 processes; make it a multiple of 5$"):
-        Stages(None, 16, 10, 24).check_batches(5)
+        check(Stages(ProgressiveConfig(), 16, 10, 24), 5)
     stage = stages.at(0)
     assert (stage.share(4), stage.micro(4, None), stage.micro(4, 8), stage.micro(4, 20)) == (16, 16, 8, 16)
 
