@@ -14,7 +14,8 @@ from data.errors import DamageError
 from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader
 from data.reading.mixture import MixedDataset, MixedSampler
-from data.reading.sampler import GlobalSampler, SampleKeys, balanced_weights
+from data.reading.sampler import GlobalSampler, SampleKeys
+from data.reading.weighted_sampling import balanced_weights
 from data.records import pack_arrays
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from data.decode import RandomCrop
 from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader, evaluation_batches
-from data.reading.sampler import GlobalSampler, SampleKeys, balanced_weights
+from data.reading.sampler import GlobalSampler, SampleKeys
+from data.reading.weighted_sampling import balanced_weights
 from data.records import pack_arrays
 from tests.data.conftest import images as sample_images
 from tests.data.reading.test_sampler import take, weighted
@@ -143,7 +144,7 @@ def test_weighted_epochs_round_every_share_down_or_up(
     weights: list[float], seed: int, groups: np.ndarray | None, bits: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.reading.sampler.FRACTION_BITS", bits)
+        patch.setattr("data.reading.weighted_sampling.FRACTION_BITS", bits)
         sampler = weighted(weights, seed, None if groups is None else groups[: len(weights)])
     line = sampler._weighted
     if line is not None:

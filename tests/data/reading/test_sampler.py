@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading.sampler import GlobalSampler, balanced_weights, class_weights, load_sample_weights, occurrences
+from data.reading.sampler import GlobalSampler, occurrences
+from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
 from utils.errors import UserError
 
 
@@ -93,7 +94,10 @@ def test_equal_weights_are_no_weights(weight: float) -> None:
 
 
 def test_rounding_errors_of_weights_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("data.reading.sampler.FRACTION_BITS", 1)  # so coarse that the least excess would be seen
+    # so coarse that the least excess would be seen
+    monkeypatch.setattr(
+        "data.reading.weighted_sampling.FRACTION_BITS", 1
+    )  # so coarse that the least excess would be seen
     labels = np.repeat([0, 1, 2], [3, 5, 7])
     sampler = weighted(balanced_weights(labels, ["a", "b", "c"]), 0, labels)
     for epoch in range(50):  # 5 draws of class b's 5 images
