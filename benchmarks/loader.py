@@ -32,7 +32,7 @@ from benchmarks.loading.timing import Rates, Stream, Window, alternate, best_of,
 from data.decode import RandomCrop
 from data.pack import pack
 from data.reading.dataset import Dataset
-from data.reading.loader import choose_workers
+from data.reading.workers import choose_workers
 from data.records import pack_arrays
 from data.sources import open_source
 from data.sources.download import CACHE

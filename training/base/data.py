@@ -11,11 +11,12 @@ from data.augment.transforms import Augment
 from data.decode import RandomCrop
 from data.errors import DamageError
 from data.reading.dataset import Dataset
-from data.reading.loader import InfiniteLoader, choose_workers
+from data.reading.loader import InfiniteLoader
 from data.reading.mixture import MixedDataset
 from data.reading.sampler import GlobalSampler
 from data.reading.several_files import open_at_once, shard_paths
 from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
+from data.reading.workers import choose_workers
 from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
 from training.base.fresh import FreshSamples

@@ -14,8 +14,8 @@ from data.reading import cache as cache_module
 from data.reading import loader as workers_module
 from data.reading.cache import SHARE
 from data.reading.dataset import Dataset
-from data.reading.loader import candidates, choose_workers
 from data.reading.sampler import SampleKeys
+from data.reading.workers import candidates, choose_workers
 from data.records import pack_arrays
 from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
