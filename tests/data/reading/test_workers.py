@@ -11,7 +11,7 @@ import pytest
 from data.decode import RandomCrop
 from data.lmdb.reader import LMDBReader
 from data.reading import cache as cache_module
-from data.reading import loader as workers_module
+from data.reading import workers as workers_module
 from data.reading.cache import SHARE
 from data.reading.dataset import Dataset
 from data.reading.sampler import SampleKeys
