@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from training.gan.generator_step import PerLossGradients
+from training.gan.loss_gradients import PerLossGradients
 from training.optim.updater import Precision
 
 CPU = torch.device("cpu")
