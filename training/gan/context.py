@@ -180,16 +180,9 @@ class Context:
         config, micro_batches = self.config, []
         for rows in share.micro_batches():
             here = slice(rows.start - share.first, rows.stop - share.first)
-            augmented = draw_and_apply(  # in uint8: a quarter of the memory
-                batch.images[here],
-                config.augment,
-                seed=config.seed,
-                step=share.step,
-                start=rows.start,
-                global_batch=share.batch_size,
-                phase=name,
-            )
-            images = to_float(augmented, channels_last=config.channels_last)
+            draw: Any = {"seed": config.seed, "step": share.step, "start": rows.start, "phase": name}
+            images = draw_and_apply(batch.images[here], config.augment, global_batch=share.batch_size, **draw)
+            images = to_float(images, channels_last=config.channels_last)  # from uint8, a quarter of the memory
             assert images.shape[-1] == share.stage.resolution  # the loader is where the stages are
             micro_batches.append(Images(faded(images, share.stage.alpha), batch.labels[here]))
         return micro_batches

@@ -1,6 +1,7 @@
 """The discriminator's half of a GAN's step: real against generated images, gradient penalties, what ADA watches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +77,7 @@ class DiscriminatorStep:
             offsets = self.context.draws.label_offsets(share.step, share.batch_size)[rows]
             logits = self.context.discriminator.project(output.features, (real.labels + offsets) % classes)
             mismatch = self.objective.fake(logits).sum() * (self.loss.mismatch_weight / share.batch_size)
-        self._backward(share, rows, self.objective.real(output.logits), [output], unlogged=mismatch)
+        self._backward(share, rows, self.objective.real(output.logits), [output], mismatch)
 
     def _pairs(self, share: StepShare, rows: slice, real: Images, fake: Images) -> None:
         of_fake = self._discriminate(share, rows, fake, "fake")
@@ -116,22 +117,17 @@ class DiscriminatorStep:
         return loss * self.loss.auxiliary_weight
 
     def _backward(
-        self,
-        share: StepShare,
-        rows: slice,
-        values: Tensor,  # [n] of the objective
-        outputs: Sequence[DiscriminatorOutput],  # what they are of
-        *,
-        unlogged: Tensor | float = 0.0,  # a further loss, 0-d
+        self, share: StepShare, rows: slice, values: Tensor, outputs: Sequence[DiscriminatorOutput], more: Any = 0.0
     ) -> None:
-        """Gradients of the objective, the auxiliary loss and the penalties that are due, in D's parameters alone.
+        """Gradients of the objective (`values` [n] of the `outputs`, and `more`, 0-d), the auxiliary loss and the
+        penalties that are due, in D's parameters alone.
 
         R1, R2 and the gradient penalty are multiplied by their interval. One update serves them all, so this gain alone
         makes up for the steps without them (no change of Adam's lr and betas).
         """
         weights, loss = self.penalty_weights(share), values.sum() / share.batch_size
         share.add("loss/discriminator", loss)
-        loss = loss + unlogged + sum(self._auxiliary_loss(output, share) for output in outputs)
+        loss = loss + more + sum(self._auxiliary_loss(output, share) for output in outputs)
         due = [output for output in outputs if PENALTIES[output.name][0] in weights]
         with phase("discriminator/penalty" if due else "discriminator/backward"):
             for output in due:
