@@ -1,7 +1,7 @@
 """A classifier: a backbone with a stem for small images, any number of input channels and a head that fits."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -10,12 +10,12 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from models.backbones import discriminator as gans
 from models.backbones.base import Backbone, in_turn
 from models.backbones.registry import backbone_of
+from models.batchnorm import statistics_kept
 from utils.config.ranges import Checked, PositiveInt, between
 from utils.errors import UserError
 from utils.passport import nothing
@@ -188,21 +188,3 @@ def fit_images(images: Tensor, side: int, channels: int) -> Tensor:
     if channels == 1 and images.shape[1] == 3:
         images = (images * images.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
     return images.expand(-1, channels, -1, -1)
-
-
-@contextlib.contextmanager
-def statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """Inside the block, training BatchNorms normalise by their batch as ever but leave their running statistics alone:
-    a batch that is computed twice must not count twice.
-    """
-    norms = [norm for module in modules for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
-    norms = [norm for norm in norms if norm.num_batches_tracked is not None]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        # 1 x running + 0 x batch; without running statistics autograd would keep other tensors than the first time
-        norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count

@@ -10,8 +10,8 @@ from torch import nn
 
 from models.backbones.base import MEAN, STD
 from models.backbones.torchvision import RESNET
-from models.classifier import Classifier, ModelConfig, normalisation, scaled, statistics_kept
-from models.sync_batchnorm import CPUSyncBatchNorm2d
+from models.batchnorm import CPUSyncBatchNorm2d, statistics_kept
+from models.classifier import Classifier, ModelConfig, normalisation, scaled
 from tests.models.test_layers import draw
 from utils.errors import UserError
 from utils.seeding import forked

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import model_parallel as split
+from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier, ModelConfig
-from models.sync_batchnorm import synchronise_batchnorm
 from tests.end_to_end.helpers import differing
 from tests.models.test_layers import draw
 from utils.errors import UserError

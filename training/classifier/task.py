@@ -15,9 +15,9 @@ from data.augment.transforms import draw_and_apply, to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, read_batch
 from metrics.evaluate_classifier import evaluate_classifier
+from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier
 from models.model_parallel import Placement, place
-from models.sync_batchnorm import synchronise_batchnorm
 from models.weights import load_pretrained
 from training.base.compiled import Compiled
 from training.base.data import label_shares

@@ -254,9 +254,7 @@ class Loop:
         rate = (self.task.images_at(self.step) - self.task.images_at(self._tick_step)) / seconds
         row: Metrics = {"images": self.images, "images_per_second": rate}
         row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
-        row["memory_mib"] = collectives.all_reduce_max(
-            peak_bytes(self.loader.device) >> 20
-        )  # of the process that has most
+        row["memory_mib"] = collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20)  # of the fullest process
         row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
         row |= {name: round(count + self.window.total(name)) for name, count in self.updates.items()}
         row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}

@@ -9,8 +9,8 @@ import torch
 
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, read_batch
+from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier, ModelConfig
-from models.sync_batchnorm import synchronise_batchnorm
 from training.base.config import DataConfig
 from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig, FineTuning

@@ -1,12 +1,36 @@
-"""BatchNorm over the batches of all processes, also on CPUs, where torch's own SyncBatchNorm does not train."""
+"""BatchNorm where a batch is computed twice, and over the batches of all processes.
 
+torch's own SyncBatchNorm does not train on CPUs.
+"""
+
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 Network = TypeVar("Network", bound=nn.Module)
+
+
+@contextlib.contextmanager
+def statistics_kept(*modules: nn.Module) -> Iterator[None]:
+    """Inside the block, training BatchNorms normalise by their batch as ever but leave their running statistics alone:
+    a batch that is computed twice must not count twice.
+    """
+    norms = [norm for module in modules for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.training]
+    norms = [norm for norm in norms if norm.num_batches_tracked is not None]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        # 1 x running + 0 x batch; without running statistics autograd would keep other tensors than the first time
+        norm.momentum, norm.num_batches_tracked = 0.0, norm.num_batches_tracked.clone()  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 class _AllReduceSum(torch.autograd.Function):
