@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from data.reading.dataset import Dataset, dataset_for_model
-from inference.export.formats import FORMATS, Format, Runner, as_runner, import_extra
-from inference.export.subject import Inputs, Subject, classifier_subject, generator_subject
+from inference.export.formats import FORMATS, Format, import_extra
+from inference.export.subject import Inputs, Runner, Subject, as_runner, classifier_subject, generator_subject
 from inference.settings import ExportConfig
 from utils.errors import TrainingHalted, UserError
 from utils.files import check_writable, replace_file
@@ -61,10 +61,10 @@ def compare(name: str, size: int, found: Tensor, original: Tensor, labels: Tenso
     difference = float((found - original).abs().max()) if found.shape == original.shape else math.inf
     row = Row(name=name, bytes=size, largest_difference=difference, agreement=None, accuracy=None, accuracy_change=None)
     if classes:
-        named, before = found.argmax(1), original.argmax(1)
-        row.agreement = float((named == before).double().mean())
+        predicted, before = found.argmax(1), original.argmax(1)
+        row.agreement = float((predicted == before).double().mean())
         if labels is not None:
-            row.accuracy = float((named == labels).double().mean())
+            row.accuracy = float((predicted == labels).double().mean())
             row.accuracy_change = row.accuracy - float((before == labels).double().mean())
     return row
 
@@ -92,24 +92,20 @@ def measure_speed(
 ) -> None:
     """Fill in the rows' times: medians of `repeats` turns, in which the contenders alternate, after one to prepare."""
     calls = [(subject.rows(1), SINGLE_CALLS), (subject.rows(batch), 1)]
-    seconds: dict[str, list[list[float]]] = {name: [[], []] for name in runs}
+    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in runs}
     with torch.inference_mode():
         for turn in range(repeats + 1):
             for name, run in runs.items():
-                for found, (inputs, times) in zip(seconds[name], calls, strict=True):
-                    taken = [_seconds(run, inputs) for _ in range(times if turn else 1)]
-                    found += taken if turn else []
-    medians = {name: [statistics.median(found) for found in both] for name, both in seconds.items()}
+                for taken, (inputs, times) in zip(seconds[name], calls, strict=True):
+                    for _ in range(times if turn else 1):
+                        started = time.perf_counter()
+                        run(inputs)
+                        taken += [time.perf_counter() - started] if turn else []
+    medians = {name: [statistics.median(taken) for taken in both] for name, both in seconds.items()}
     single, whole = next(iter(medians.values()))
     for name, row in rows.items():
         row.batch1_ms, row.batch1_speedup = 1000 * medians[name][0], single / medians[name][0]
         row.images_per_second, row.batch_speedup = batch / medians[name][1], whole / medians[name][1]
-
-
-def _seconds(run: Runner, inputs: Inputs) -> float:
-    started = time.perf_counter()
-    run(inputs)
-    return time.perf_counter() - started
 
 
 def examine(
@@ -119,8 +115,7 @@ def examine(
 
     `exported` is its name, its bytes and how it runs. Raises UserError if the original's own outputs are not finite.
     """
-    fast = subject.fast()
-    networks = {"fp32 eager": subject.network, "folded": fast, "bf16": subject.in_bfloat16()}
+    networks = {"fp32 eager": subject.network, "folded": subject.fast(), "bf16": subject.in_bfloat16()}
     if not subject.is_classifier:
         del networks["folded"]  # there is nothing to fold
     name, size, run_exported = exported
@@ -133,8 +128,8 @@ def examine(
     rows: dict[str, Row] = {}
     for what, run in runs.items():
         say(f"comparing {what}")
-        found = original if what == "fp32 eager" else outputs(run, subject.batches)
-        rows[what] = compare(what, sizes[what], found, original, subject.labels, classes=subject.is_classifier)
+        result = original if what == "fp32 eager" else outputs(run, subject.batches)
+        rows[what] = compare(what, sizes[what], result, original, subject.labels, classes=subject.is_classifier)
     wrong = judge(rows[name], form, original)
     if wrong is None:
         say("measuring speed")
@@ -168,11 +163,12 @@ def table(rows: Sequence[Row], *, batch: int) -> str:
 
 def check_job(job: ExportConfig, checkpoint: dict[str, Any]) -> None:
     """Raise UserError for what can be checked before any work."""
-    form = FORMATS[job.format]
+    form, what = FORMATS[job.format], ""
     if form.folder and job.out.exists() and not (job.out.is_dir() and not any(job.out.iterdir())):
-        raise UserError(f"{job.out}: exists; --format {job.format} makes a folder, give a new one")
-    if not form.folder and job.out.exists() and (job.out.is_dir() or not job.overwrite):
+        what = f"exists; --format {job.format} makes a folder, give a new one"
+    elif not form.folder and job.out.exists() and (job.out.is_dir() or not job.overwrite):
         what = "is a folder; name a file" if job.out.is_dir() else "exists; give --overwrite, or another name"
+    if what:
         raise UserError(f"{job.out}: {what}")
     if form.only is not None and checkpoint["task"] != form.only[0]:
         raise UserError(f"--format {job.format} {form.only[1]}")
@@ -190,8 +186,8 @@ def open_subject(job: ExportConfig, checkpoint: dict[str, Any]) -> Subject:
         images = stack.enter_context(_readable(checkpoint, job.data, (config.get("val_path"), config.get("path"))))
         calibration = None
         if job.format == "int8":
-            own = (config.get("path"), job.data, config.get("val_path"))
-            calibration = stack.enter_context(_readable(checkpoint, job.calibration, own, option="--calibration"))
+            places = (config.get("path"), job.data, config.get("val_path"))
+            calibration = stack.enter_context(_readable(checkpoint, job.calibration, places, option="--calibration"))
         sizes = {"count": job.n, "batch_size": job.batch_size, "calibrated": job.calibrated}
         return classifier_subject(checkpoint, images, calibration=calibration, **sizes)
 

@@ -1,22 +1,43 @@
 """A model folder to hand on: the weights, programs that take them, a page of Python that needs torch and safetensors
-alone, config.json and a model card. Nothing in it names a place on this machine.
+alone, config.json for programs and README.md, a model card in the form of the Hugging Face hub, for people. Nothing in
+it names a place on this machine.
 """
 
 import importlib.util
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
-from inference.export.card import described, readme
-from inference.export.pages import classifier, generator
-from inference.export.programs import noise_names, programs
-from inference.export.subject import Drawing, Runner, Subject
-from inference.export.weights_file import write_weights
+import yaml
+
+from data.images import RESIZE_FILTERS, trained_mode
+from inference.export import page
+from inference.export.programs import programs
+from inference.export.subject import Drawing, Runner, Subject, as_runner
+from inference.export.weights_file import contents, interface, write_weights
 from inference.samples import Sampler, draw_grid
+from metrics.lineage import run_folder
+from models.classifier import ModelConfig
+from models.registry import DEFAULT
+from utils import bounded
+from utils.config.build import build
+from utils.passport import recorded
 from utils.runlog.run_log import say
+from utils.text import printable
 
 PAGE = "duet_model.py"
 GRID = 64  # samples; a quarter above 64 px
+CLASSIFIER = ("accuracy", "balanced_accuracy", "top5_accuracy", "ece", "nll", "auroc", "average_precision")
+DISTANCES = ("frechet", "kernel", "clipped_density", "clipped_coverage", "precision", "recall", "diversity_ratio")
+JUDGED = ("recognised", "class_score")  # by the classifier that was the judge
+TAGS = {"classifier": "image-classification", "gan": "unconditional-image-generation"}  # the hub's names of tasks
+NAMED = 20  # classes that a card lists
+COLOURS = {1: "grey", 3: "RGB"}
+RESIZED = {
+    "crop": "the largest central square, scaled by Pillow's Lanczos filter",
+    "pad": "centred on zeros, scaled down first where it is too large, never enlarged",
+}
 
 
 def write_folder(subject: Subject, path: Path) -> None:
@@ -24,50 +45,206 @@ def write_folder(subject: Subject, path: Path) -> None:
     path.mkdir()
     write_weights(path / "model.safetensors", subject.checkpoint)
     (path / "model.safetensors").chmod(0o644)  # safetensors lets nobody else read it
-    found = programs(subject)
-    for name, program in found.items():
+    made = programs(subject)
+    for name, program in made.items():
         program.write(path / f"{name}.pt2")
-    more = {"programs": {name: program.stored for name, program in found.items()}} | _sizes(subject)
+    more: dict[str, Any] = {"programs": {name: list(program.names.values()) for name, program in made.items()}}
+    seed = None
+    if isinstance(subject.network, Drawing):
+        seed, generator = 0, subject.network.generator
+        _draw_samples(generator, path / "samples.png")
+        more |= {"z_dim": generator.z_dim, "noise": _noise_names(generator)}
+        more |= {"num_ws": generator.num_ws} if generator.has_styles else {}
     config = described(subject.checkpoint, licence=subject.licence, more=more)
     if not config["figures"]:
         say("note: the card has no figures; evaluate.py --checkpoint RUN finds some, which the next export takes up")
-    _write(path / "config.json", json.dumps(config, indent=1, allow_nan=False) + "\n")
-    _write(path / PAGE, inspect.getsource(classifier if subject.is_classifier else generator))
-    seed = None if subject.is_classifier else _draw_samples(subject, path / "samples.png")
-    _write(path / "README.md", readme(subject.title, config, seed=seed))
+    texts = {"config.json": json.dumps(config, indent=1, allow_nan=False) + "\n", PAGE: inspect.getsource(page)}
+    for name, text in (texts | {"README.md": readme(subject.title, config, seed=seed)}).items():
+        (path / name).write_text(text, encoding="utf-8")
 
 
-def _sizes(subject: Subject) -> dict[str, object]:
-    """What a generator's page must know."""
-    if subject.is_classifier:
-        return {}
-    assert isinstance(subject.network, Drawing)
-    network = subject.network.generator
-    sizes = {"z_dim": network.z_dim, "noise": noise_names(subject)}
-    return sizes | ({"num_ws": network.num_ws} if network.has_styles else {})
+def _noise_names(generator: Any) -> list[str]:
+    """The stored noise maps by their names in the state, in the order of the layers; none without styles."""
+    if not generator.has_styles:
+        return []
+    names = {id(x): name for name, x in generator.named_buffers()}
+    return [names[id(layer.noise_const)] for layer in generator.styled_layers()]
 
 
-def _draw_samples(subject: Subject, path: Path) -> int:
-    """A grid of samples, as `generate.py grid` draws them; returns its seed."""
-    assert isinstance(subject.network, Drawing)
-    network = subject.network.generator
+def _draw_samples(network: Any, path: Path) -> None:
+    """A grid of samples, as `generate.py grid --seed 0` draws them."""
     most = GRID if network.resolution <= 64 else GRID // 4
-    shown = list(range(min(network.classes, most)))
-    each = min(8, most // max(1, len(shown)))
-    draw_grid(Sampler(generator=network, chosen=shown), path, count=each * len(shown) or most)
-    return 0
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    chosen = list(range(min(network.classes, most)))
+    each = min(8, most // max(1, len(chosen)))
+    draw_grid(Sampler(generator=network, chosen=chosen), path, count=each * len(chosen) or most)
 
 
 def open_folder(_subject: Subject, path: Path) -> Runner:
     """The folder as its own page loads it."""
-    spec = importlib.util.spec_from_file_location("duet_model_of_a_folder", path / PAGE)
-    assert spec is not None
-    assert spec.loader is not None
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    model = page.load(path)
-    return lambda inputs: model(*inputs)
+    spec: Any = importlib.util.spec_from_file_location("duet_model_of_a_folder", path / PAGE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return as_runner(module.load(path))
+
+
+# --- config.json
+
+
+def evaluated(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What evaluate.py wrote into the checkpoint's run, if it evaluated this very step; else an empty dict."""
+    path = run_folder(Path(checkpoint["file"])) / "eval" / "metrics.json"
+    try:
+        document = json.loads(bounded.read_file(path, bounded.TABLE))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    same = isinstance(document, dict) and all(document.get(key) == checkpoint[key] for key in ("task", "step"))
+    return document if same else {}
+
+
+def figures(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of an evaluation: `name`, `value`, `interval` (95 %) or null, `n` images, `extractor` or null, and of
+    distances the `floor`.
+    """
+    groups: list[tuple[dict[str, Any], tuple[str, ...], str | None]] = []
+    if document.get("task") == "classifier":
+        groups.append((document, CLASSIFIER, None))
+    for distance in document.get("distances") or []:  # classifier:RUN without its path
+        groups.append((distance, DISTANCES, str(distance.get("extractor")).partition(":")[0]))
+    groups.append((document, JUDGED, "classifier"))
+    rows = []
+    for group, names, by in groups:
+        for name in names:
+            if isinstance(group.get(name), (int, float)):
+                row = {"name": name, "value": group[name], "interval": group.get(f"{name}_interval")}
+                row |= {"n": group.get("n", document.get("n")), "extractor": by}
+                floor = group.get({"frechet": "floor", "kernel": "kernel_floor"}.get(name, ""))
+                rows.append(row | ({} if floor is None else {"floor": floor}))
+    return rows
+
+
+def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any]) -> dict[str, Any]:
+    """What config.json holds; `more`: of the programs. Nothing in it is a path."""
+    task, config, shape = checkpoint["task"], checkpoint["config"], checkpoint["shape"]
+    name = (checkpoint.get("data") or {}).get("resize_filter", "none")
+    model = build(ModelConfig, config["model"], source="model") if task == "classifier" else None
+    calls, document, lineage = interface(checkpoint), evaluated(checkpoint), recorded(checkpoint)
+    inside = "ImageNet's mean and deviation" if model and model.imagenet_normalised else None
+    rule = "none: images of that size" if name == RESIZE_FILTERS["exact"] else RESIZED[trained_mode(checkpoint)]
+    return {
+        "task": task,
+        "architecture": model.name if model else config.get("architecture", DEFAULT),
+        "step": checkpoint["step"],
+        "classes": list(checkpoint["classes"]),
+        "conditional": model is not None or shape["classes"] > 0,
+        "image": {"channels": shape["channels"], "height": shape["resolution"], "width": shape["resolution"]},
+        "normalisation": {"outside": "pixels / 127.5 - 1", "inside": inside},
+        "resize": {"filter": name, "rule": rule},
+        "input": calls["input"],
+        "output": calls["output"],
+        **more,
+        "network": contents(checkpoint)["config"],
+        "figures": figures(document),
+        "data": {"trained_on": lineage["trained_on"], "synthetic": lineage["synthetic"]}
+        | {"tested_on": document.get("data_hash")},
+        "teachers": list(checkpoint.get("teachers", [])),
+        "licence": licence,
+    }
+
+
+# --- README.md
+
+
+def readme(name: str, config: dict[str, Any], *, seed: int | None) -> str:
+    """The model card; `seed`: of the samples in samples.png, None without them."""
+    image, classes = config["image"], config["classes"] if config["conditional"] else []
+    kind, use = USE[config["task"]]
+    names = ", ".join(map(_code, classes[:NAMED])) + (f" and {len(classes) - NAMED} more" * (len(classes) > NAMED))
+    of = f"of {len(classes)} classes: {names}" if classes else "without classes"
+    colours = COLOURS.get(image["channels"], f"{image['channels']}-channel")
+    grid = "" if seed is None else f"![Samples, seed {seed}](samples.png)\n\n"
+    return f"""---
+{yaml.safe_dump(metadata(name, config), sort_keys=False, allow_unicode=True)}---
+
+# {_plain(name)}
+
+A {_plain(config["architecture"])} {kind} of images ({image["width"]}x{image["height"]} px, {colours}), {of}. Trained \
+with Duet for {config["step"]:,} steps.
+
+{grid}## Use
+
+```python
+from duet_model import load
+
+model = load()
+{use}
+```
+
+`duet_model.py` lies in this folder. It needs torch and safetensors and runs on the CPU. In Duet, `model.safetensors`
+goes wherever a checkpoint goes (`--checkpoint`).
+
+- Input: {_plain(config["input"])}
+- Output: {_plain(config["output"])}
+- How the images of its training were brought to size: {config["resize"]["rule"]}
+
+## Figures
+
+{_table(config["figures"])}
+
+## Training
+
+- Data, by content hash: {", ".join(map(_code, config["data"]["trained_on"])) or "unknown"}
+- Sets of generated images among them: {len(config["data"]["synthetic"])}
+- Classifiers that supplied a loss: {", ".join(map(_code, config["teachers"])) or "none"}
+
+## Licence
+
+{_plain(config["licence"])}
+"""
+
+
+USE = {  # task -> what it is, and the lines that use it
+    "classifier": (
+        "classifier",
+        "probabilities = model.probabilities(images)  # uint8 [N, C, H, W] -> [N, classes]\n"
+        "names = [model.classes[i] for i in probabilities.argmax(1)]",
+    ),
+    "gan": ("generator", "images = model.samples(16, seed=0)  # uint8 [16, C, H, W]"),
+}
+
+
+def metadata(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """The card's head, as the hub reads it."""
+    task = TAGS[config["task"]]
+    head: dict[str, Any] = {"license": config["licence"], "library_name": "pytorch", "pipeline_tag": task}
+    head["tags"] = ["duet", config["architecture"], *(["class-conditional"] if config["classes"] else [])]
+    if config["figures"]:
+        tested = str(config["data"]["tested_on"])
+        data = {"type": "duet-packed-images", "name": f"held-out images, {tested[:16]}"}
+        metrics = []
+        for row in config["figures"]:
+            by = f", {row['extractor']}" if row["extractor"] else ""
+            metrics.append({"type": row["name"], "value": row["value"], "name": f"{row['name']} (n {row['n']}{by})"})
+        result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
+        head["model-index"] = [{"name": name, "results": [result]}]
+    return head
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return "Not evaluated."
+    lines = ["| figure | value | 95 % interval | of two real sets | n | by |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        interval = " to ".join(f"{x:.4g}" for x in row["interval"] or ())
+        floor = f"{row['floor']:.4g}" if "floor" in row else ""
+        cells = [row["name"], f"{row['value']:.4g}", interval, floor, row["n"], row["extractor"] or ""]
+        lines.append(f"| {' | '.join(_plain(str(cell)) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    """A text of someone's that Markdown takes for no more than text."""
+    return "".join(f"\\{character}" if character in "\\`*_[]<>#|!" else character for character in printable(text))
+
+
+def _code(text: str) -> str:
+    return f"`{printable(text).replace('`', chr(39))}`"

@@ -9,16 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from inference.export.folder import open_folder, write_folder
 from inference.export.official import open_official, write_nvidia, write_rosinality
 from inference.export.programs import traced
-from inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject
+from inference.export.subject import EXAMPLES, Drawing, Inputs, Runner, Subject, as_runner
 from inference.export.weights_file import ENTRY, contents, interface, read_weights, write_weights
 from models.restore import classifier_from, generator_from
 from utils.errors import UserError
@@ -50,22 +51,17 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-REMEDIES = {"executorch": "executorch"}  # package -> what to install where it is missing
+ONNX = ("onnx", "onnxscript", "onnxruntime")
 
 
-def import_extra(name: str) -> ModuleType:
+def import_extra(name: str) -> Any:
     """An optional package. Raises UserError, with what to install, where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        remedy = REMEDIES.get(package, "onnx onnxruntime onnxscript")
+        remedy = "onnx onnxruntime onnxscript" if package in ONNX else package
         raise UserError(f"this format needs {package} ({error}); `pip install {remedy}`") from error
-
-
-def as_runner(network: nn.Module) -> Runner:
-    """A network as a function of its tuple of inputs."""
-    return lambda inputs: network(*inputs)
 
 
 def open_safetensors(subject: Subject, path: Path) -> Runner:
@@ -80,17 +76,14 @@ def open_safetensors(subject: Subject, path: Path) -> Runner:
 def _program(subject: Subject) -> torch.export.ExportedProgram:
     """The network as a graph of torch's operators, BatchNorm folded, for any number of rows."""
     batch = torch.export.Dim("batch", min=1)
-    shapes = tuple({0: batch} for _ in subject.names)
-    return traced(subject.fast(), subject.rows(EXAMPLES), shapes)
+    return traced(subject.fast(), subject.rows(EXAMPLES), tuple({0: batch} for _ in subject.names))
 
 
 def write_torch_export(subject: Subject, path: Path) -> None:
     """A program of torch.export; `contents` and `interface` as JSON in its extra file `duet.json`."""
-    told = {f"{ENTRY}.json": json.dumps(interface(subject.checkpoint) | contents(subject.checkpoint))}
-    with _quiet(), torch.no_grad():
-        program = _program(subject)
-        with open(path, "wb") as file:
-            torch.export.save(program, file, extra_files=told)
+    about = {f"{ENTRY}.json": json.dumps(interface(subject.checkpoint) | contents(subject.checkpoint))}
+    with _quiet(), torch.no_grad(), open(path, "wb") as file:
+        torch.export.save(_program(subject), file, extra_files=about)
 
 
 def open_torch_export(_subject: Subject, path: Path) -> Runner:
@@ -104,15 +97,9 @@ def open_torch_export(_subject: Subject, path: Path) -> Runner:
 
 def write_onnx(subject: Subject, path: Path) -> None:
     """An ONNX graph, BatchNorm folded; `contents` as JSON in its metadata entry `duet`, `interface` beside it."""
+    names: dict[str, Any] = {"input_names": list(subject.names), "output_names": [subject.output]}
     with _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            _program(subject),
-            input_names=list(subject.names),
-            output_names=[subject.output],
-            dynamo=True,
-            verbose=False,
-        )
-        assert program is not None  # it is where dynamo is True
+        program: Any = torch.onnx.export(_program(subject), **names, dynamo=True, verbose=False)
         program.model.metadata_props[ENTRY] = json.dumps(contents(subject.checkpoint))
         program.model.metadata_props.update(interface(subject.checkpoint))
         program.save(str(path))
@@ -125,18 +112,11 @@ def open_onnx(subject: Subject, path: Path) -> Runner:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-    def run(inputs: Inputs) -> Tensor:
-        return torch.from_numpy(session.run([subject.output], _arrays(subject, inputs))[0])
-
-    return run
+    return lambda inputs: torch.from_numpy(session.run([subject.output], _arrays(subject, inputs))[0])
 
 
 def _arrays(subject: Subject, inputs: Inputs) -> dict[str, np.ndarray]:
     return {name: x.contiguous().numpy() for name, x in zip(subject.names, inputs, strict=True)}
-
-
-# --- int8
 
 
 def write_int8(subject: Subject, path: Path) -> None:
@@ -200,7 +180,6 @@ def _dense(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype).copy_(x)
 
 
-ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 CHECKABLE = (
     "classifier",
     "is for classifiers, whose accuracy can be checked; for a generator choose safetensors, torch-export or onnx",
@@ -211,8 +190,8 @@ FORMATS = {
         write=lambda subject, path: write_weights(path, subject.checkpoint), open=open_safetensors, limit=0.0
     ),
     "torch-export": Format(write=write_torch_export, open=open_torch_export, limit=1e-4),
-    "onnx": Format(write=write_onnx, open=open_onnx, limit=1e-4, needs=ONNX_PACKAGES),
-    "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX_PACKAGES, only=CHECKABLE),
+    "onnx": Format(write=write_onnx, open=open_onnx, limit=1e-4, needs=ONNX),
+    "int8": Format(write=write_int8, open=open_onnx, limit=None, needs=ONNX, only=CHECKABLE),
     "nvidia": Format(write=write_nvidia, open=open_official, limit=0.0, only=STYLEGAN2),
     "rosinality": Format(write=write_rosinality, open=open_official, limit=0.0, only=STYLEGAN2),
     "executorch": Format(write=write_executorch, open=open_executorch, limit=1e-4, needs=("executorch",)),

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from inference.export.subject import Drawing, Runner, Subject
+from inference.export.subject import Drawing, Runner, Subject, as_runner
+from inference.export.weights_file import write_tensors
 from models.convert import checkpoint_of, read
 from models.official import nvidia, rosinality
 from models.official.names import Converted
@@ -29,9 +28,8 @@ WIDTHS = 512  # of rosinality's networks at 4 to 32 px; further up they are halv
 def networks(checkpoint: dict[str, Any]) -> Converted:
     """The checkpoint's networks with their whole configurations. Raises UserError for what is no grown StyleGAN2."""
     config, shape = checkpoint["config"], dict(checkpoint["shape"])
-    found = config.get("architecture", DEFAULT)
-    if found != "stylegan2":
-        raise UserError(f"this format is for stylegan2, the checkpoint has {found}; choose safetensors")
+    if (name := config.get("architecture", DEFAULT)) != "stylegan2":
+        raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
     if tuple(checkpoint.get("stage", (shape["resolution"], 1.0))) != (shape["resolution"], 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
     sections = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
@@ -56,11 +54,8 @@ def write_nvidia(subject: Subject, path: Path) -> None:
     if not gan.generator["clamp_always"] and gan.generator["conv_clamp"] is not None:
         say("note: without conv_clamp and fp16, which here act together and there apart: the images are fp32's")
     _tell_of_groups(gan)
-    told = {"format": "pt", nvidia.ENTRY: json.dumps(arguments), "classes": json.dumps(subject.checkpoint["classes"])}
-    try:
-        save_file(tensors, str(path), told)
-    except SafetensorError as error:  # it hides the system's error in its text
-        raise OSError(f"{path}: {error}") from error
+    classes = json.dumps(subject.checkpoint["classes"])
+    write_tensors(path, tensors, {nvidia.ENTRY: json.dumps(arguments), "classes": classes})
 
 
 def write_rosinality(subject: Subject, path: Path) -> None:
@@ -92,5 +87,4 @@ def _tell_of_groups(gan: Converted, only: int | None = None) -> None:
 def open_official(subject: Subject, path: Path) -> Runner:
     """The generator that `models.convert` makes of the file, as a function of its inputs."""
     content = checkpoint_of(read(path), list(subject.checkpoint["classes"]), str(path))
-    network = Drawing(generator_from(content))
-    return lambda inputs: network(*inputs)
+    return as_runner(Drawing(generator_from(content)))

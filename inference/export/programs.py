@@ -1,6 +1,6 @@
 """A network as programs of torch.export whose weights are inputs, so that a file of weights serves them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ def traced(network: nn.Module, inputs: tuple[Any, ...], shapes: Any) -> torch.ex
 class Bare(nn.Module):
     """`forward(weights, *inputs)` of a network, without weights of its own: `names` says which they are, in order."""
 
-    def __init__(self, network: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, network: nn.Module, names: list[str]) -> None:
         super().__init__()
-        self.names = list(names)
+        self.names = names
         self.hidden = [network]  # in a list, torch does not see it
 
     def forward(self, weights: list[Tensor], *inputs: Any) -> Tensor:
@@ -49,11 +49,10 @@ class Synthesis(nn.Module):
 
 @dataclass(frozen=True)
 class Program:
-    """A network, the names of its weights in it and in the file, and what it is traced with."""
+    """A network, its weights' names in it with those in the file, and what it is traced with."""
 
     network: nn.Module
-    names: list[str]
-    stored: list[str]
+    names: dict[str, str]
     inputs: tuple[Any, ...]
 
     def write(self, path: Path) -> None:
@@ -62,43 +61,30 @@ class Program:
         weights = [state[name] for name in self.names]
         batch = torch.export.Dim("batch", min=1)
         rows = [[{0: batch} for _ in x] if isinstance(x, list) else {0: batch} for x in self.inputs]
-        shapes = ([None] * len(weights), tuple(rows))
-        bare = Bare(self.network, self.names).eval()
-        torch.export.save(traced(bare, (weights, *self.inputs), shapes), path)
+        bare = Bare(self.network, list(self.names)).eval()
+        torch.export.save(traced(bare, (weights, *self.inputs), ([None] * len(weights), tuple(rows))), path)
 
 
 def programs(subject: Subject) -> dict[str, Program]:
-    """The programs of a subject's network by their names; each stored name is one of its checkpoint's state."""
+    """The programs of a subject's network by their names; each name in the file is one of its checkpoint's state."""
+
+    def program(network: nn.Module, inputs: tuple[Any, ...], stored: Callable[[str], str]) -> Program:
+        names = {name: stored(name) for name in network.state_dict()}
+        return Program(network, {name: there for name, there in names.items() if there}, inputs)
+
+    def of_synthesis(name: str) -> str:  # "": it has no use of this one
+        stored = name.removeprefix("generator.")
+        return "" if stored.startswith(("mapping.", "w_avg")) or stored.endswith("noise_const") else stored
+
     rows, network = subject.rows(EXAMPLES), subject.network
-    if subject.is_classifier:
-        return {"network": _program(network, rows, lambda name: name)}
-    assert isinstance(network, Drawing)
+    if not isinstance(network, Drawing):
+        return {"network": program(network, rows, str)}
     generator: Any = network.generator
     if not generator.has_styles:  # one that still grows is in a network of its stage
-        return {"generator": _program(network, rows, lambda name: name.rpartition("generator.")[2])}
+        return {"generator": program(network, rows, lambda name: name.rpartition("generator.")[2])}
     ws = torch.zeros(EXAMPLES, generator.num_ws, generator.w_dim)
     maps = [torch.zeros(EXAMPLES, *shape) for shape in generator.noise_shapes()]
     return {
-        "mapping": _program(generator.mapping, rows, lambda name: f"mapping.{name}"),
-        "synthesis": _program(Synthesis(generator), (ws, maps), _of_synthesis),
+        "mapping": program(generator.mapping, rows, lambda name: f"mapping.{name}"),
+        "synthesis": program(Synthesis(generator), (ws, maps), of_synthesis),
     }
-
-
-def noise_names(subject: Subject) -> list[str]:
-    """The stored noise maps by their names in the state, in the order of the layers; none without styles."""
-    generator: Any = getattr(subject.network, "generator", None)
-    if generator is None or not generator.has_styles:
-        return []
-    names = {id(x): name for name, x in generator.named_buffers()}
-    return [names[id(layer.noise_const)] for layer in generator.styled_layers()]
-
-
-def _of_synthesis(name: str) -> str | None:
-    stored = name.removeprefix("generator.")
-    return None if stored.startswith(("mapping.", "w_avg")) or stored.endswith("noise_const") else stored
-
-
-def _program(network: nn.Module, inputs: tuple[Any, ...], stored: Callable[[str], str | None]) -> Program:
-    """`stored`: of the network's name of a weight the file's, or None where it has no use."""
-    found = {name: there for name in network.state_dict() if (there := stored(name)) is not None}
-    return Program(network, list(found), list(found.values()), inputs)

@@ -24,6 +24,12 @@ from utils.seeding import numpy_generator
 Inputs = tuple[Tensor, ...]
 Runner = Callable[[Inputs], Tensor]
 
+
+def as_runner(network: nn.Module) -> Runner:
+    """A network as a function of its tuple of inputs."""
+    return lambda inputs: network(*inputs)
+
+
 SAMPLES = 64  # of a generator, that it is checked with
 EXAMPLES = 2  # rows that a network is traced with; a batch of one would be taken for a constant
 
@@ -42,26 +48,18 @@ class Drawing(nn.Module):
 
 
 class InBfloat16(nn.Module):
-    """A copy of a network that computes in bfloat16: takes and gives float32, as the network itself."""
+    """A network in bfloat16 that takes and gives float32: a copy whose weights are reduced, too, or under autocast,
+    where what may be reduced without harm is for its layers to say.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, autocast: bool = False) -> None:
         super().__init__()
-        self.model = copy.deepcopy(model).eval().to(torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x.to(torch.bfloat16)).float()
-
-
-class InAutocast(nn.Module):
-    """A network under bfloat16 autocast: what may be reduced without harm is for its layers to say."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+        self.autocast = autocast
+        self.model = model if autocast else copy.deepcopy(model).eval().to(torch.bfloat16)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.model(*inputs).float()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+            return self.model(*(inputs if self.autocast else (x.to(torch.bfloat16) for x in inputs))).float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ class Subject:
 
     def in_bfloat16(self) -> nn.Module:
         """The fast network in bfloat16: a classifier whole, a generator as autocast has it."""
-        return InBfloat16(self.fast()) if self.is_classifier else InAutocast(self.network)
+        return InBfloat16(self.fast(), autocast=not self.is_classifier)
 
     def rows(self, count: int) -> Inputs:
         """Inputs of `count` rows, those of the check over and over."""
@@ -133,11 +131,10 @@ def classifier_subject(
     if images.classes:
         remedy = "give images of the same classes with --data"
         require_same_classes(images.path, images.classes, "the classifier", checkpoint["classes"], remedy)
-    order = _drawn(images)
-    ranges: list[Inputs] = []
+    order, ranges = _shuffled(images), []
     if calibration is not None:
         same = calibration.meta.content_hash == images.meta.content_hash
-        others = order[::-1] if same else _drawn(calibration)
+        others = order[::-1] if same else _shuffled(calibration)
         calibrated = min(calibrated, len(order) // 2 if same else len(others))
         order = order[: len(order) - calibrated] if same else order
         ranges = _inputs(classifier, calibration, others[:calibrated], batch_size)[0]
@@ -155,7 +152,7 @@ def classifier_subject(
     )
 
 
-def _drawn(reader: Dataset) -> np.ndarray:
+def _shuffled(reader: Dataset) -> np.ndarray:
     """All records in a random order: files are often packed class by class."""
     return numpy_generator(0, "eval", "export").permutation(len(reader))
 

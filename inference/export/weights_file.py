@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from utils import bounded
 from utils.checkpoint import checked, load, resolve
@@ -28,11 +29,11 @@ def contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
     the training, since such files are given to others.
     """
     task, config = checkpoint["task"], checkpoint["config"]
-    kept = {name: config[name] for name in SECTIONS[task] if name in config}
-    resolution = (config.get("data") or {}).get("resolution")
+    sections = {name: config[name] for name in SECTIONS[task] if name in config}
+    sections["data"] = {"resolution": (config.get("data") or {}).get("resolution")}
     data = {"resize_filter": checkpoint.get("data", {}).get("resize_filter", "none")}
-    told = {name: checkpoint[name] for name in (*KEYS, *MORE) if name in checkpoint}
-    return told | {"config": kept | {"data": {"resolution": resolution}}, "data": data}
+    about = {name: checkpoint[name] for name in (*KEYS, *MORE) if name in checkpoint}
+    return about | {"config": sections, "data": data}
 
 
 def interface(checkpoint: dict[str, Any]) -> dict[str, str]:
@@ -54,9 +55,13 @@ def write_weights(path: Path, checkpoint: dict[str, Any]) -> None:
     """Write the network that `checkpoint` is used for, its average one, and what it is. Raises OSError."""
     state = checkpoint["state"][NETWORKS[checkpoint["task"]]]
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    write_tensors(path, tensors, {ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)})
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a .safetensors file. Raises OSError."""
     try:
-        told = {"format": "pt", ENTRY: json.dumps(contents(checkpoint)), **interface(checkpoint)}
-        save_file(tensors, str(path), told)
+        save_file(tensors, str(path), {"format": "pt"} | metadata)
     except SafetensorError as error:  # it hides the system's error in its text
         raise OSError(f"{path}: {error}") from error
 
@@ -77,13 +82,11 @@ def read_weights(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    try:
+    with bounded.reading(path, "export it again", SafetensorError, ValueError, RecursionError):
         bounded.check(path, bounded.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
-            told = json.loads((file.metadata() or {}).get(ENTRY, "null"))
+            about = json.loads((file.metadata() or {}).get(ENTRY, "null"))
         tensors = load_file(str(path))
-    except (SafetensorError, ValueError, OSError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
-    if not isinstance(told, dict) or any(key not in told for key in KEYS) or told["task"] not in tuple(NETWORKS):
+    if not isinstance(about, dict) or any(key not in about for key in KEYS) or about["task"] not in tuple(NETWORKS):
         raise UserError(f"{path}: does not say what its weights are; write it with export.py --format safetensors")
-    return checked(told | {"state": {NETWORKS[told["task"]]: tensors}}, str(path))
+    return checked(about | {"state": {NETWORKS[about["task"]]: tensors}}, str(path))

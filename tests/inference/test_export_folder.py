@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import export as script
 from data.reading.dataset import Dataset
-from inference.export.card import described, figures, readme
 from inference.export.check import CheckFailed
+from inference.export.folder import described, figures, readme
 from inference.export.formats import FORMATS, Format
 from inference.export.subject import classifier_subject, generator_subject
 from inference.export.weights_file import read_weights

@@ -1,27 +1,31 @@
-"""The images of this folder's generator, with torch and safetensors alone: nothing else of Duet is needed.
+"""The network of this folder, with torch and safetensors alone: nothing else of Duet is needed.
 
     from duet_model import load
 
     model = load()
-    images = model.samples(16, seed=0)                    # uint8 [16, C, H, W], those of Duet's generate.py
-    images = model(z, labels, truncation_psi=0.7)         # float32 [N, C, H, W] in about [-1, 1]
+    probabilities = model.probabilities(images)     # a classifier: of uint8 [N, C, H, W] -> float64 [N, classes]
+    names = [model.classes[i] for i in probabilities.argmax(1)]
+
+    images = model.samples(16, seed=0)              # a generator: uint8 [16, C, H, W], those of Duet's generate.py
+    images = model(z, labels, truncation_psi=0.7)   # float32 [N, C, H, W] in about [-1, 1]
 
 The networks are programs of torch.export (.pt2), whose first input is the weights in model.safetensors. config.json
-has the sizes, the classes, and the names of each program's weights in order.
+has the sizes, the rule of the images, the classes, and the names of each program's weights in order.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 
-class Generator:
-    """With styles (`mapping`, `synthesis`), or in one piece (`generator`), which has neither truncation nor noise."""
+class Network:
+    """The programs of a folder and their weights."""
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -34,6 +38,25 @@ class Generator:
         weights = [self.weights[name] for name in self.config["programs"][program]]
         with torch.no_grad():
             return self.programs[program](weights, *inputs)
+
+
+class Classifier(Network):
+    """Images -> logits, one for each of `classes`."""
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits [N, classes] of float32 images [N, C, H, W] in [-1, 1]; normalisation happens inside."""
+        return self.run("network", images)
+
+    def probabilities(self, images: Tensor) -> Tensor:
+        """[N, classes] of uint8 images [N, C, H, W], brought to size as config.json's `resize` says."""
+        wanted = tuple(self.config["image"][key] for key in ("channels", "height", "width"))
+        if images.dtype != torch.uint8 or tuple(images.shape[1:]) != wanted:
+            raise ValueError(f"images are uint8 [N, {', '.join(map(str, wanted))}], not {images.dtype} {images.shape}")
+        return self(images.float() / 127.5 - 1).double().softmax(1)
+
+
+class Generator(Network):
+    """With styles (`mapping`, `synthesis`), or in one piece (`generator`), which has neither truncation nor noise."""
 
     def __call__(
         self,
@@ -66,21 +89,18 @@ class Generator:
         z, *maps = rows.split(sizes, dim=1)
         labels = torch.arange(count) % len(self.classes) if self.config["conditional"] else None
         noise = [x.reshape(-1, *shape) for x, shape in zip(maps, shapes, strict=True)]
-        return to_uint8(self(z, labels, truncation_psi, noise))
+        images = self(z, labels, truncation_psi, noise)
+        return (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def _keyed(seed: int, index: int) -> torch.Generator:
     """Duet's rule: a draw's seed is the hash of its key."""
-    key = f"int:{seed}\x1fstr:eval\x1fint:{index}".encode()
-    digest = hashlib.blake2b(key, digest_size=8).digest()
+    digest = hashlib.blake2b(f"int:{seed}\x1fstr:eval\x1fint:{index}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def to_uint8(images: Tensor) -> Tensor:
-    """[-1, 1] to 0..255; values outside are clipped."""
-    return (images * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
-def load(folder: str | Path | None = None) -> Generator:
-    """The generator of the folder, of the one that this file lies in unless said."""
-    return Generator(Path(folder or Path(__file__).parent))
+def load(folder: str | Path | None = None) -> Any:
+    """The Classifier or Generator of the folder, of the one that this file lies in unless said."""
+    place = Path(folder or Path(__file__).parent)
+    config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+    return {"classifier": Classifier, "gan": Generator}[config["task"]](place)
