@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import gan_step
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
 from models.fir import blur_fir
+from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
@@ -147,20 +149,18 @@ def test_peak_memory_of_a_process_of_its_own():
     assert math.isfinite(peak)
 
 
-@pytest.mark.parametrize(("steps", "name"), [(8, "r1_interval 16"), (0, "r1_interval"), (18, "r1_interval 16")])
-def test_a_repeat_must_hold_every_penalty_at_its_rate(steps, name):
-    config = GanConfig()
-    with pytest.raises(UserError, match=name):
+@pytest.mark.parametrize(
+    ("steps", "loss", "refused"),
+    [
+        *((steps, {}, "r1_interval") for steps in (8, 0, 18)),
+        (3, {"r1_gamma": 0.0}, None),
+        (3, {"r1_gamma": 0.0, "path_length_weight": 2.0}, "path_length_interval 4"),
+    ],
+)
+def test_a_repeat_must_hold_every_penalty_at_its_rate(steps, loss, refused):
+    config = build_run_config({"task": "gan", "loss": loss}, [], "test")
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
         gan_step.check_steps(config, steps)
-
-
-def test_a_repeat_without_penalties_may_have_any_length():
-    config = GanConfig()
-    config.loss.r1_gamma = 0.0
-    gan_step.check_steps(config, 3)
-    config.loss.path_length_weight = 2.0
-    with pytest.raises(UserError, match="path_length_interval 4"):
-        gan_step.check_steps(config, 3)
 
 
 def test_a_classifiers_recipe_is_refused():

@@ -58,30 +58,20 @@ def batches(count: int, size: int = 3) -> timing.Stream:
         yield torch.zeros(size, 1, 1, 1), torch.zeros(size)
 
 
-class Clock:
-    """Stands for the clock: every look at it takes a second."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 def test_rate_counts_the_timed_batches_only(monkeypatch):
-    monkeypatch.setattr(timing.time, "perf_counter", Clock())
-    assert stream_rate(lambda: batches(10), Window(skipped=4, timed=5)) == 15.0
+    """Every look at the clock takes a second, opening the stream four."""
+    now = [0.0]
 
-
-def test_rate_without_skipped_batches_includes_the_opening(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(timing.time, "perf_counter", clock)
+    def tick() -> float:
+        now[0] += 1.0
+        return now[0]
 
     def slow_to_open() -> timing.Stream:
-        clock.now += 4
+        now[0] += 4
         return batches(10)
 
+    monkeypatch.setattr(timing.time, "perf_counter", tick)
+    assert stream_rate(lambda: batches(10), Window(skipped=4, timed=5)) == 15.0
     assert stream_rate(slow_to_open, Window(skipped=0, timed=5)) == 3.0
     assert stream_rate(slow_to_open, Window(skipped=1, timed=5)) == 15.0
 
@@ -171,21 +161,16 @@ def test_streams_of_photographs(photos, tmp_path):
         check_floats(endless, 4, 24)
 
 
-@pytest.mark.filterwarnings("ignore")  # the package's own
-def test_webdataset_stream(photos, tmp_path):
-    package = pytest.importorskip("webdataset", exc_type=ImportError)
-    shards = peers.write_shards(photos, tmp_path / "shards")
-    stream = peers.webdataset(package, shards, peers.crop_transform(24), 4, 0)
-    for _ in range(5):
-        check_floats(stream, 4, 24)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_litdata_stream(photos, tmp_path, monkeypatch):
+@pytest.mark.filterwarnings("ignore")  # the packages' own
+@pytest.mark.parametrize("name", ["webdataset", "litdata"])
+def test_streams_of_peers(name, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("LITDATA_DISABLE_VERSION_CHECK", "1")
-    package = pytest.importorskip("litdata", exc_type=ImportError)
-    folder = peers.write_optimized(package, photos, tmp_path / "optimized")
-    stream = peers.litdata(package, folder, peers.crop_transform(24), 4, 0)
+    package = pytest.importorskip(name, exc_type=ImportError)
+    crop = peers.crop_transform(24)
+    if name == "webdataset":
+        stream = peers.webdataset(package, peers.write_shards(photos, tmp_path / "shards"), crop, 4, 0)
+    else:
+        stream = peers.litdata(package, peers.write_optimized(package, photos, tmp_path / "optimized"), crop, 4, 0)
     for _ in range(5):
         check_floats(stream, 4, 24)
 
