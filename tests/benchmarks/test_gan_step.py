@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_peak_memory_of_a_process_of_its_own():
     ],
 )
 def test_a_repeat_must_hold_every_penalty_at_its_rate(steps, loss, refused):
-    config = build_run_config({"task": "gan", "loss": loss}, [], "test")
+    config: Any = build_run_config({"task": "gan", "loss": loss}, [], "test")
     with pytest.raises(UserError, match=refused) if refused else nullcontext():
         gan_step.check_steps(config, steps)
 
