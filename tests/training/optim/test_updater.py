@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 
 from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
 from training.optim.ema import foreach_lerp_
 from training.optim.optimizers import parameter_groups
-from training.optim.updater import STATE, OptimizerConfig, Precision, Updater
+from training.optim.updater import STATE, OptimizerConfig, Precision, Updater, clip_adaptively_
 from utils.errors import UserError
 from utils.seeding import forked, generator
 
@@ -23,6 +24,12 @@ OPTIMIZERS = [
     {"name": "sgd"},
     {"name": "sgd", "momentum": 0.0},
     {"name": "sgd", "weight_decay": 0.1},
+]
+CLIPPED = [{"name": name, "clip_norm": 1.0} for name in ("adam", "sgd")]
+OURS = [
+    {"name": "muon", "weight_decay": 0.02, "momentum": 0.6, "sgd_momentum": 0.8, "unit_filters": True},
+    {"name": "schedulefree-sgd", "momentum": 0.5, "weight_decay": 0.1, "warmup_steps": 3},
+    {"name": "schedulefree-adamw", "betas": [0.8, 0.95], "weight_decay": 0.1, "warmup_steps": 3},
 ]
 
 
@@ -93,7 +100,13 @@ def build(**config):
 def set_gradients(model, step, scale=1.0):
     for index, parameter in enumerate(model.parameters()):
         keyed = generator(0, "gradient", step, index)
-        parameter.grad = scale * torch.randn(parameter.shape, generator=keyed, dtype=torch.float64)
+        parameter.grad = scale * torch.randn(parameter.shape, generator=keyed, dtype=parameter.dtype)
+
+
+def steps(model, updater, numbers):
+    for step in numbers:
+        set_gradients(model, step)
+        updater.step(step)
 
 
 def reference_step(values, state, grads, config, count):
@@ -160,16 +173,14 @@ def snapshot(model, updater):
     return copy.deepcopy((dict(model.state_dict()), updater.state_dict()))
 
 
-@pytest.mark.parametrize("options", [*OPTIMIZERS, *({"name": name, "clip_norm": 1.0} for name in ("adam", "sgd"))])
+@pytest.mark.parametrize("options", [*OPTIMIZERS, *OURS, *CLIPPED])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("good_steps", [0, 2])
 def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_steps):
     model, updater = build(**options)
     untouched, other = build(**options)
-    for step in range(good_steps):
-        for m, u in ((model, updater), (untouched, other)):
-            set_gradients(m, step)
-            u.step(step)
+    for m, u in ((model, updater), (untouched, other)):
+        steps(m, u, range(good_steps))
     set_gradients(model, 50)
     model.weight.grad[0, 0] = value
     norm, skipped, nonfinite = updater.step(good_steps)
@@ -178,10 +189,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(options, value, good_step
     for parameter, expected in zip(model.parameters(), untouched.parameters(), strict=True):
         assert torch.equal(parameter, expected)
     # moments and step counters too: the next update is the one that would have come without the bad one
-    for step in range(good_steps, good_steps + 3):
-        for m, u in ((model, updater), (untouched, other)):
-            set_gradients(m, step)
-            u.step(step)
+    for m, u in ((model, updater), (untouched, other)):
+        steps(m, u, range(good_steps, good_steps + 3))
     torch.testing.assert_close(snapshot(model, updater), snapshot(untouched, other), rtol=0, atol=0)
 
 
@@ -197,21 +206,17 @@ def test_sgds_momentum_after_a_masked_first_step_is_zero():
         assert buffer.eq(0).all()
 
 
-@pytest.mark.parametrize("options", OPTIMIZERS)
+@pytest.mark.parametrize("options", [*OPTIMIZERS, *OURS])
 def test_a_restored_updater_goes_on_as_if_nothing_had_happened(options, tmp_path):
     model, updater = build(**options)
-    for step in range(2):
-        set_gradients(model, step)
-        updater.step(step)
+    steps(model, updater, range(2))
     torch.save({"model": model.state_dict(), "updater": updater.state_dict()}, tmp_path / "x.pt")
     saved = torch.load(tmp_path / "x.pt", weights_only=True)
     other, restored = build(**options)
     other.load_state_dict(saved["model"])
     restored.load_state_dict(saved["updater"])
     for m, u in ((model, updater), (other, restored)):
-        for step in range(2, 5):
-            set_gradients(m, step)
-            u.step(step)
+        steps(m, u, range(2, 5))
     torch.testing.assert_close(snapshot(other, restored), snapshot(model, updater), rtol=0, atol=0)
 
 
@@ -279,29 +284,23 @@ def test_the_share_of_a_schedule_free_average_is_refused_if_it_changed():
         other.load_state_dict(updater.state_dict())
 
 
-def test_zero_grad_removes_the_gradients():
-    model, updater = build()
-    set_gradients(model, 0)
-    updater.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
 # --- precision
 
 
-def run_scaled(bad_step=None, precision="fp16", **config):
-    """Three updates; at `bad_step` the loss is infinite. Returns the model, its Mixed, the norms and the flags."""
+def run_scaled(bad_step=None, precision="fp16", name="sgd", **config):
+    """Three updates; at `bad_step` the loss is infinite. Returns the model, its Precision, the norms and the flags."""
     with forked(0, "init", "test optim"):
-        model = nn.Linear(3, 1)
+        model = nn.Linear(3, 2)
     mixed = Precision(precision, CPU)
-    updater = Updater(model, OptimizerConfig(lr=0.1, name="sgd", **config), mixed, 100)
+    updater = Updater(model, OptimizerConfig(lr=0.1, name=name, **config), mixed, 100)
     x, norms, flags = torch.ones(2, 3), [], []
     for step in range(3):
         updater.zero_grad()
-        loss = model(x).mean() * (math.inf if step == bad_step else 1.0)
-        mixed.backward(loss)
+        before = model.weight.detach().clone()
+        mixed.backward(model(x).square().mean() * (math.inf if step == bad_step else 1.0))
         norm, skipped, nonfinite = updater.step(step)
         assert nonfinite == 0  # the loss scale of 2^16 is the likely reason
+        assert torch.equal(model.weight, before) == (step == bad_step)
         norms.append(norm.item())
         flags.append(skipped.item())
         mixed.update_scale()
@@ -318,9 +317,10 @@ def test_with_the_scaler_norms_and_updates_are_those_without(clip_norm):
     torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adam", "muon", "schedulefree-adamw"])
 @pytest.mark.parametrize("bad_step", [0, 1])
-def test_an_overflow_is_skipped_and_halves_the_scale(bad_step):
-    model, mixed, _, flags = run_scaled(bad_step)
+def test_an_overflow_is_skipped_and_halves_the_scale(bad_step, name):
+    model, mixed, _, flags = run_scaled(bad_step, name=name)
     assert flags == [float(step == bad_step) for step in range(3)]
     assert mixed.scaler.get_scale() == 2.0**15
     assert torch.isfinite(model.weight).all()
@@ -370,3 +370,75 @@ def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
         flags.append(update.nonfinite.item())
         mixed.update_scale()
     assert flags == [0.0] * 16 + [1.0] * 4
+
+
+# --- clipping
+
+
+def build_convolution():
+    with forked(0, "init", "clipping"):
+        conv = nn.Conv2d(2, 3, 3)
+        model = nn.Sequential(conv, nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4)).double()
+    with torch.no_grad():
+        conv.weight[1] = 0  # a unit whose weights are all zero
+    return model
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.3])
+@pytest.mark.parametrize("scale", [1e-9, 1e-3, 1.0])
+def test_adaptive_clipping_is_timms(factor, scale):
+    ours, theirs = build_convolution(), build_convolution()
+    for model in (ours, theirs):
+        set_gradients(model, 0, scale)
+    clip_adaptively_(ours.parameters(), factor)
+    adaptive_clip_grad(list(theirs.parameters()), clip_factor=factor)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=0)
+
+
+def test_no_unit_keeps_more_than_its_share():
+    model = build_convolution()
+    set_gradients(model, 0)
+    clip_adaptively_([*model.parameters(), nn.Parameter(torch.zeros(1))], 0.01)
+    weight = model[0].weight
+    ratios = weight.grad.flatten(1).norm(dim=1) / weight.flatten(1).norm(dim=1).clamp(min=1e-3)
+    assert ratios.tolist() == pytest.approx([0.01] * 3)
+
+
+def classifier_update(**clip):
+    """The changes of the weights by an update of a classifier at rate 1 without momentum, and its gradients."""
+    with forked(0, "init", "clipping"):
+        model = Classifier(ModelConfig(stem="small-stride2"), channels=1, classes=3, resolution=8)
+    config = OptimizerConfig(name="sgd", lr=1.0, momentum=0.0, **clip)
+    updater = Updater(model, config, Precision("fp32", CPU), 10, head=model.network.fc.parameters())
+    set_gradients(model, 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    update = updater.step(0)
+    total = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
+    assert update.norm.item() == pytest.approx(total, rel=1e-4)  # before clipping
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}, gradients
+
+
+def test_the_head_is_not_clipped_adaptively():
+    changes, gradients = classifier_update(clip_adaptive=0.01)
+    for name, change in changes.items():
+        same = torch.allclose(change, gradients[name], atol=1e-6)
+        assert same == name.startswith("network.fc."), name
+
+
+def test_clipping_by_value():
+    changes, gradients = classifier_update(clip_value=0.5)
+    for name, change in changes.items():
+        torch.testing.assert_close(change, gradients[name].clamp(-0.5, 0.5), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_adaptive": 0.1}])
+def test_clipping_does_not_hide_what_is_not_finite(clip):
+    model = build_convolution()
+    updater = Updater(model, OptimizerConfig(name="sgd", **clip), Precision("fp32", CPU), 10)
+    before = [p.detach().clone() for p in model.parameters()]
+    set_gradients(model, 0)
+    model[0].weight.grad[0, 0, 0, 0] = math.inf
+    assert updater.step(0).skipped == 1
+    torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=0, atol=0)
