@@ -17,25 +17,18 @@ def model():
         return Generator(GeneratorConfig(**SIZES), resolution=16, channels=1, classes=3)
 
 
-class Draws:
-    """GanDraws for one model and batch size."""
+class Draws(GanDraws):
+    """Of one model and batch size."""
 
-    def __init__(self, model, batch_size, seed, histogram):
-        self.inner, self.model, self.batch_size = GanDraws(seed, CPU, list(histogram)), model, batch_size
+    def __init__(self, model, batch_size=12, seed=0, histogram=(1, 1, 1)):
+        super().__init__(seed, CPU, list(histogram))
+        self.model, self.batch_size = model, batch_size
 
-    def latents(self, step, phase, mixing):
-        sizes = {"mixing": mixing, "num_ws": self.model.num_ws}
-        return self.inner.latents(step, phase, self.batch_size, self.model.z_dim, **sizes)
+    def drawn(self, step, phase, mixing):
+        return self.latents(step, phase, self.batch_size, self.model.z_dim, mixing=mixing, num_ws=self.model.num_ws)
 
-    def noise(self, step, phase):
-        return self.inner.noise(step, phase, self.batch_size, self.model.noise_shapes())
-
-    def label_offsets(self, step):
-        return self.inner.label_offsets(step, self.batch_size)
-
-
-def draws(model, batch_size=12, seed=0, histogram=(1, 1, 1)):
-    return Draws(model, batch_size, seed, histogram)
+    def maps(self, step, phase):
+        return self.noise(step, phase, self.batch_size, self.model.noise_shapes())
 
 
 def same(one, other):
@@ -43,46 +36,37 @@ def same(one, other):
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-def test_shapes(model):
-    latents = draws(model).latents(3, "generator", 0.9)
-    assert latents.z.shape == latents.z_mixed.shape == (12, 5)
-    assert latents.labels.shape == latents.crossover.shape == (12,)
-    assert latents.labels.dtype == latents.crossover.dtype == torch.int64
-    assert [m.shape for m in draws(model).noise(3, "generator")] == [(12, *shape) for shape in model.noise_shapes()]
-
-
 def test_a_draw_depends_on_its_key_alone(model):
-    once = draws(model).latents(3, "generator", 0.9)
-    used = draws(model)
-    used.latents(2, "generator", 0.9)
-    used.noise(3, "generator")
+    once, noise = Draws(model).drawn(3, "generator", 0.9), Draws(model).maps(3, "generator")
+    assert once.z.shape == once.z_mixed.shape == (12, 5)
+    assert once.labels.shape == once.crossover.shape == (12,)
+    assert [layer.shape for layer in noise] == [(12, *shape) for shape in model.noise_shapes()]
+    first, second = (layer for layer in noise if layer.shape[-1] == 16)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first[0], first[1])
+    assert torch.cat([layer.flatten() for layer in noise]).std().item() == pytest.approx(1, abs=0.05)
+    used = Draws(model)
+    used.drawn(2, "generator", 0.9)
+    used.maps(3, "generator")
     torch.manual_seed(5)
-    assert same(used.latents(3, "generator", 0.9), once)
+    assert same(used.drawn(3, "generator", 0.9), once)
     state = torch.random.get_rng_state()
-    used.latents(4, "generator", 0.9)
+    used.drawn(4, "generator", 0.9)
     assert torch.random.get_rng_state().equal(state)
 
 
 @pytest.mark.parametrize(("seed", "step", "phase"), [(1, 3, "generator"), (0, 4, "generator"), (0, 3, "discriminator")])
 def test_seeds_steps_and_phases_differ(model, seed, step, phase):
-    one, other = draws(model).latents(3, "generator", 0.9), draws(model, seed=seed).latents(step, phase, 0.9)
+    one, other = Draws(model).drawn(3, "generator", 0.9), Draws(model, seed=seed).drawn(step, phase, 0.9)
     assert not torch.equal(one.z, other.z)
     assert not torch.equal(one.z_mixed, other.z_mixed)
     assert not torch.equal(one.z, one.z_mixed)
-    for a, b in zip(draws(model).noise(3, "generator"), draws(model, seed=seed).noise(step, phase), strict=True):
+    for a, b in zip(Draws(model).maps(3, "generator"), Draws(model, seed=seed).maps(step, phase), strict=True):
         assert not torch.equal(a, b)
 
 
-def test_layers_and_samples_have_noise_of_their_own(model):
-    noise = draws(model).noise(0, "generator")
-    first, second = (layer for layer in noise if layer.shape[-1] == 16)
-    assert not torch.equal(first, second)
-    assert not torch.equal(first[0], first[1])
-    assert torch.cat([layer.flatten() for layer in noise]).std().item() == pytest.approx(1, abs=0.05)
-
-
 def test_without_mixing_the_first_style_is_the_same(model):
-    latents, mixed = draws(model).latents(3, "generator", 0.0), draws(model).latents(3, "generator", 0.9)
+    latents, mixed = Draws(model).drawn(3, "generator", 0.0), Draws(model).drawn(3, "generator", 0.9)
     assert latents.z_mixed is None
     assert latents.crossover is None
     assert torch.equal(latents.z, mixed.z)
@@ -91,7 +75,7 @@ def test_without_mixing_the_first_style_is_the_same(model):
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.9, 1.0])
 def test_share_of_mixed_samples_and_range_of_the_crossover(model, probability):
-    crossover = draws(model, batch_size=4000).latents(0, "generator", probability).crossover
+    crossover = Draws(model, batch_size=4000).drawn(0, "generator", probability).crossover
     assert model.num_ws == 6
     mixed = crossover[crossover < 6]
     assert len(mixed) / 4000 == pytest.approx(probability, abs=0.03)
@@ -102,25 +86,25 @@ def test_share_of_mixed_samples_and_range_of_the_crossover(model, probability):
 
 
 def test_labels_are_as_frequent_as_in_the_data(model):
-    labels = draws(model, batch_size=4000, histogram=(10, 0, 30)).latents(0, "generator", 0).labels
+    labels = Draws(model, batch_size=4000, histogram=(10, 0, 30)).drawn(0, "generator", 0).labels
     shares = torch.bincount(labels, minlength=3).double() / 4000
     torch.testing.assert_close(shares, torch.tensor([0.25, 0, 0.75], dtype=torch.float64), rtol=0, atol=0.03)
     assert shares[1] == 0
-    assert draws(model, histogram=()).latents(0, "generator", 0).labels.eq(0).all()
+    assert Draws(model, histogram=()).drawn(0, "generator", 0).labels.eq(0).all()
 
 
 def test_offsets_of_wrong_labels(model):
-    offsets = draws(model, batch_size=2000).label_offsets(3)
+    offsets = Draws(model).label_offsets(3, 2000)
     assert torch.bincount(offsets, minlength=3)[0] == 0  # never the true label
     assert torch.bincount(offsets).tolist()[1:] == pytest.approx([1000, 1000], abs=120)
-    assert torch.equal(draws(model, batch_size=2000).label_offsets(3), offsets)
-    assert not torch.equal(draws(model, batch_size=2000).label_offsets(4), offsets)
+    assert torch.equal(Draws(model).label_offsets(3, 2000), offsets)
+    assert not torch.equal(Draws(model).label_offsets(4, 2000), offsets)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 12])
 @pytest.mark.parametrize("mixing", [0.0, 0.9])
 def test_styles_are_equal_for_any_slicing(model, size, mixing):
-    latents = draws(model).latents(1, "generator", mixing)
+    latents = Draws(model).drawn(1, "generator", mixing)
     ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
     assert (ws.shape, w.shape) == ((12, 6, 4), (12, 4))
     pieces = [mix_styles(model, latents, slice(start, start + size), model.num_ws) for start in range(0, 12, size)]
@@ -129,7 +113,7 @@ def test_styles_are_equal_for_any_slicing(model, size, mixing):
 
 
 def test_mixing_takes_the_second_style_from_the_crossover_on(model):
-    latents = draws(model).latents(1, "generator", 0.5)
+    latents = Draws(model).drawn(1, "generator", 0.5)
     ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
     first, second = model.mapping(latents.z, latents.labels), model.mapping(latents.z_mixed, latents.labels)
     torch.testing.assert_close(w, first)
@@ -143,7 +127,7 @@ def test_mixing_takes_the_second_style_from_the_crossover_on(model):
 def test_unconditional_models_ignore_labels():
     with forked(0, "init", "test draws"):
         model = Generator(GeneratorConfig(**SIZES), resolution=8, channels=1, classes=0)
-    latents = draws(model, histogram=()).latents(0, "generator", 0.0)
+    latents = Draws(model, histogram=()).drawn(0, "generator", 0.0)
     ws, w = mix_styles(model, latents, slice(0, 12), model.num_ws)
     torch.testing.assert_close(ws, w[:, None].expand(-1, 4, -1))
 

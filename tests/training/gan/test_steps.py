@@ -16,6 +16,7 @@ from training.engine.tasks import build_run_config
 from training.gan import losses
 from training.gan.config import GanConfig, GanLossConfig
 from training.gan.generator_step import GeneratorStep, PathLength
+from training.gan.losses import OBJECTIVES, Objective
 from training.gan.task import GanTask
 from utils.errors import UserError
 
@@ -254,6 +255,26 @@ def test_half_a_batch_must_be_whole(folder):
     odd = {"batch_size": 3, "discriminator": {"minibatch_std_group": 1}, "loss": {"path_length_weight": 1.0}}
     with pytest.raises(UserError, match="path_length_weight"):
         Run(folder, GAN, **odd)
+
+
+def test_another_loss_is_one_entry_in_the_table(folder, monkeypatch):
+    """Least squares (1611.04076): with it a network trains, and what is told of the loss is its formula."""
+    least_squares = Objective(
+        generator=lambda d: (d - 1).square(), real=lambda d: (d - 1).square(), fake=torch.square, chance_level=1.0
+    )
+    monkeypatch.setitem(OBJECTIVES, "least-squares", least_squares)
+    run = Run(folder, GAN, loss={"objective": "least-squares", "r1_gamma": 0.0})
+    task, batch = run.task, next(Run(folder, GAN).loader)
+    share = task._begin(0)
+    (real,) = task.context.reals(batch, share)
+    latents, noise = task.context.latents(share, "generator")
+    with torch.no_grad():
+        images, *_ = task.context.sample(latents, noise, slice(0, 8), share.stage)
+        fake, r = task.discriminator(images, latents.labels), task.discriminator(real.images, real.labels)
+    row = run.step()
+    assert row["loss/generator"] == pytest.approx(float((fake - 1).square().mean()), rel=1e-4)
+    assert row["loss/discriminator"] == pytest.approx(float((r - 1).square().mean() + fake.square().mean()), rel=1e-4)
+    assert row["loss/generator"] != run.step()["loss/generator"]
 
 
 @pytest.mark.parametrize(
