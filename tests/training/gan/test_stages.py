@@ -1,6 +1,5 @@
 """The schedule of progressive growing: against a loop that grows image by image, and its properties."""
 
-import itertools
 import math
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -88,25 +87,6 @@ def test_images_add_up_and_never_go_back(lengths: Lengths, step: int, more: int)
     before, after = stages.at(step), stages.at(step + more)
     assert before.resolution <= after.resolution
     assert stages.images_at(step + more) >= stages.images_at(step)
-
-
-@settings(derandomize=True, deadline=None, max_examples=50)
-@given(lengths=schedules())
-def test_alpha_grows_from_zero_to_one_in_every_stage(lengths: Lengths) -> None:
-    stages = stages_of(lengths)
-    assert stages.at(0).alpha == 1  # nothing to fade in
-    walk = [stages.at(step) for step in range(700)]
-    for index, group in itertools.groupby(walk, lambda stage: stage.index):
-        alphas = [stage.alpha for stage in group]
-        side = lengths.sides[index]
-        assert all(0 <= alpha <= 1 for alpha in alphas)
-        assert alphas == sorted(alphas)
-        if index:
-            assert (alphas[0] == 0) == (lengths.fades[side] > 0)
-        if lengths.stables.get(side, 1000) > lengths.batches[side] or index == 0:
-            assert alphas[-1] == 1
-    assert walk[-1].resolution == lengths.sides[-1]
-    assert walk[-1].alpha == 1
 
 
 @settings(derandomize=True, deadline=None)

@@ -105,7 +105,3 @@ def test_state():
 )
 def test_half_life(batch, seen, half_life, ramp, expected):
     assert half_life_beta(batch, seen, half_life, ramp) == pytest.approx(expected, rel=1e-12)
-
-
-def test_after_a_half_life_of_images_half_of_the_start_is_left():
-    assert half_life_beta(50, 10**9, 1_000) ** 20 == pytest.approx(0.5)

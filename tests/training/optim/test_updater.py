@@ -9,7 +9,6 @@ from torch import nn
 
 from models.classifier import Classifier, ModelConfig
 from models.stylegan2 import Generator, GeneratorConfig
-from training.optim.ema import foreach_lerp_
 from training.optim.optimizers import parameter_groups
 from training.optim.updater import STATE, OptimizerConfig, Precision, Updater, clip_adaptively_
 from utils.errors import UserError
@@ -45,22 +44,15 @@ def test_warm_up_is_linear_and_ends_at_the_peak():
 @pytest.mark.parametrize(("warmup", "final"), [(0, 0.0), (10, 0.0), (10, 0.25)])
 def test_cosine(warmup, final):
     config = OptimizerConfig(lr=2.0, warmup_steps=warmup, schedule="cosine", final_lr=final)
-    steps = 110
-    assert config.lr_at(warmup, steps) == pytest.approx(2.0)
-    assert config.lr_at(steps, steps) == pytest.approx(2.0 * final)
-    middle = warmup + (steps - warmup) // 2
-    assert config.lr_at(middle, steps) == pytest.approx(2.0 * (1 + final) / 2)
-    quarter = 2.0 * (final + (1 - final) * (1 + math.sqrt(0.5)) / 2)
-    assert config.lr_at(warmup + (steps - warmup) // 4, steps) == pytest.approx(quarter, rel=0.01)
-    rates = [config.lr_at(step, steps) for step in range(warmup, steps + 1)]
-    assert rates == sorted(rates, reverse=True)
-    assert config.lr_at(steps + 50, steps) == pytest.approx(2.0 * final)  # never up again
-
-
-def test_rates_are_positive_up_to_the_last_update():
-    config = OptimizerConfig(lr=1.0, warmup_steps=5, schedule="cosine")
-    assert min(config.lr_at(step, 20) for step in range(20)) > 0
-    assert config.lr_at(3, 2) == pytest.approx(0.8)  # a warm-up that is longer than the training
+    for progress, left in (
+        (0, 1.0),
+        (0.25, (2 + math.sqrt(2)) / 4),
+        (0.5, 0.5),
+        (1, 0.0),
+        (1.5, 0.0),
+    ):  # never up again
+        rate = config.lr_at(warmup + round(100 * progress), warmup + 100)
+        assert rate == pytest.approx(2.0 * (final + (1 - final) * left))
 
 
 def test_norms_biases_and_strengths_do_not_decay():
@@ -143,30 +135,6 @@ def test_updates_follow_the_papers(options):
         assert skipped.item() == 0.0
         for parameter, value in zip(model.parameters(), values, strict=True):
             torch.testing.assert_close(parameter.detach(), value, rtol=1e-6, atol=1e-8)
-
-
-def test_the_rate_of_the_step_is_used():
-    model, updater = build(name="sgd", momentum=0.0, warmup_steps=4)
-    for step in (0, 1, 3):
-        before = model.weight.detach().clone()
-        set_gradients(model, step)
-        grad = model.weight.grad.clone()
-        updater.step(step)
-        torch.testing.assert_close(before - model.weight.detach(), 0.1 * (step + 1) / 4 * grad, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(("clip", "scale"), [(1.0, 10.0), (1.0, 1e-3)])
-def test_clipping_by_the_total_norm(clip, scale):
-    model, updater = build(name="sgd", momentum=0.0, clip_norm=clip)
-    set_gradients(model, 0, scale)
-    before = [p.detach().clone() for p in model.parameters()]
-    grads = [p.grad.clone() for p in model.parameters()]
-    total = math.sqrt(sum(g.square().sum().item() for g in grads))
-    norm, _, _ = updater.step(0)
-    assert norm.item() == pytest.approx(total)  # what is reported is the norm before clipping
-    factor = min(1.0, clip / total)
-    for parameter, old, grad in zip(model.parameters(), before, grads, strict=True):
-        torch.testing.assert_close(old - parameter.detach(), 0.1 * factor * grad, rtol=1e-4, atol=1e-9)
 
 
 def snapshot(model, updater):
@@ -346,16 +314,6 @@ def test_a_run_may_be_resumed_at_another_precision(before, after):
     assert mixed.state_dict() == fresh
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
-def test_foreach_lerp(weight):
-    keyed = generator(0, "test")
-    targets, sources = ([torch.randn(2, 3, generator=keyed) for _ in range(3)] for _ in range(2))
-    expected = [t + weight * (s - t) for t, s in zip(targets, sources, strict=True)]
-    foreach_lerp_(targets, iter(sources), torch.tensor(weight))
-    torch.testing.assert_close(targets, expected)
-    foreach_lerp_([], [], torch.tensor(weight))
-
-
 def test_below_a_loss_scale_of_one_an_overflow_is_a_fault():
     """fp16's own skips must not stop a run, but a NaN that no scale can cure must."""
     model = nn.Linear(3, 1)
@@ -425,12 +383,6 @@ def test_the_head_is_not_clipped_adaptively():
     for name, change in changes.items():
         same = torch.allclose(change, gradients[name], atol=1e-6)
         assert same == name.startswith("network.fc."), name
-
-
-def test_clipping_by_value():
-    changes, gradients = classifier_update(clip_value=0.5)
-    for name, change in changes.items():
-        torch.testing.assert_close(change, gradients[name].clamp(-0.5, 0.5), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip", [{"clip_value": 1.0}, {"clip_adaptive": 0.1}])
