@@ -70,8 +70,8 @@ def read(path: Path) -> "Converted":
     except UserError:
         raise
     except (Refused, ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise UserError(f"{path}: cannot be converted: {told}; give a StyleGAN2 or R3GAN network") from error
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{path}: cannot be converted: {reason}; give a StyleGAN2 or R3GAN network") from error
 
 
 def class_names(given: str | None, count: int) -> list[str]:

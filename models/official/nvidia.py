@@ -13,7 +13,6 @@ from torch import Tensor
 from models.official.names import Converted, Place, Source, Table, by_their_names, number, sizes
 from models.official.unpickle import Inert, Refused, module_state
 from utils import bounded
-from utils.errors import UserError
 
 FILTER = [1, 3, 3, 1]
 ENTRY = "nvidia"  # of a .safetensors file's metadata: JSON of the keyword arguments
@@ -30,6 +29,15 @@ class Arguments:
     def take(self, name: str, default: Any = None) -> Any:
         """The argument, or its default."""
         return self.given.pop(name, default)
+
+    def number(self, name: str, default: int) -> int:
+        """The argument, which must be a whole number from 0 up."""
+        return number(self.take(name, default), name)
+
+    def ignore(self, *names: str) -> None:
+        """Take arguments that change nothing."""
+        for name in names:
+            self.take(name)
 
     def inner(self, name: str) -> "Arguments":
         """The arguments of a part."""
@@ -49,18 +57,15 @@ class Arguments:
 
 def convert(content: Mapping[str, Any]) -> Converted:
     """The networks of a PyTorch file: `G`, `D`, `G_ema`."""
-    for name in ("G", "D", "G_ema"):
-        if not isinstance(content.get(name), Inert):
+    networks: dict[str, Any] = {name: content.get(name) for name in ("G", "D", "G_ema")}
+    for name, network in networks.items():
+        if not isinstance(network, Inert):
             raise Refused(f"it holds no network {name!r}")
-    states, kept = {}, {}
-    for name in ("G", "G_ema", "D"):
-        network = content[name]
-        wanted = "Discriminator" if name == "D" else "Generator"
-        if network.name != wanted or "_init_kwargs" not in network.state:
+        if network.name != ("Discriminator" if name == "D" else "Generator") or "_init_kwargs" not in network.state:
             raise Refused(f"{name} is a {network.name!r}, none of StyleGAN2's networks")
-        kept[name] = network.state["_init_kwargs"]
-        states[name] = module_state(network)
-    return converted(kept["G_ema"], kept["D"], states)
+    states = {name: module_state(network) for name, network in networks.items()}
+    g, d = (networks[name].state["_init_kwargs"] for name in ("G_ema", "D"))
+    return converted(g, d, states)
 
 
 def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[str, Tensor]]) -> Converted:
@@ -93,21 +98,17 @@ def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[s
 
 def from_file(path: Path) -> Converted:
     """The networks of a .safetensors file of `theirs`. Raises UserError if it is missing, too large or damaged."""
-    try:
+    states: dict[str, dict[str, Tensor]] = {}
+    with bounded.reading(path, "export it again", SafetensorError, ValueError, RecursionError):
         bounded.check(path, bounded.WEIGHTS)
         with safe_open(str(path), framework="pt") as file:
-            told, names = json.loads((file.metadata() or {}).get(ENTRY, "null")), list(file.keys())
-            states: dict[str, dict[str, Tensor]] = {}
-            for name in names if isinstance(told, dict) else ():
+            about, names = json.loads((file.metadata() or {}).get(ENTRY, "null")), list(file.keys())
+            for name in names if isinstance(about, dict) else ():
                 network, _, theirs = name.partition(".")
                 states.setdefault(network, {})[theirs] = file.get_tensor(name)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; give a network's file") from error
-    except (SafetensorError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as safetensors ({error}); export it again") from error
     if "G_ema" not in states or not states.keys() <= {"G", "G_ema", "D"}:
         raise Refused("it holds no networks in NVIDIA's names (export.py --format nvidia writes such files)")
-    return converted(told.get("G"), told.get("D"), states)
+    return converted(about.get("G"), about.get("D"), states)
 
 
 def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -116,25 +117,28 @@ def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """
     shape, g, d = gan.shape, gan.generator, gan.discriminator
     side, conditional = shape["resolution"], shape["classes"] > 0
-    image = {"c_dim": shape["classes"], "img_resolution": side, "img_channels": shape["channels"]}
+    image = {theirs: shape[ours] for ours, theirs in SHAPE.items()}
     mapping = {"num_layers": g["mapping_layers"], "lr_multiplier": g["mapping_lr_multiplier"]}
     mapping["w_avg_beta"] = g["w_avg_beta"]
     given = {"z_dim": g["z_dim"], "w_dim": g["w_dim"], **image, "mapping_kwargs": mapping}
     arguments = {"G": given | {"synthesis_kwargs": _sizes_of(g)}}
-    parts = {}
-    table = _generator_table(side, g["mapping_layers"], conditional)
-    for ours, name in (("generator", "G"), ("generator_ema", "G_ema")):
-        if ours in gan.state:
-            parts[name] = by_their_names(gan.state[ours], table, _generator_filters(side))
+    residual, layers = d.get("architecture") == "residual", d.get("mapping_layers", 0)
     if "discriminator" in gan.state:
-        residual, layers = d["architecture"] == "residual", d["mapping_layers"]
-        group = {"mbstd_group_size": d["minibatch_std_group"], "mbstd_num_channels": int(d["minibatch_std_group"] > 1)}
+        group = d["minibatch_std_group"]
+        last = {"mbstd_group_size": group, "mbstd_num_channels": int(group > 1)}
         arguments["D"] = image | {"architecture": "resnet" if residual else "orig", **_sizes_of(d)}
-        arguments["D"] |= {"mapping_kwargs": {"num_layers": layers, "lr_multiplier": 0.01}, "epilogue_kwargs": group}
-        table = _discriminator_table(side, layers, conditional, residual)
-        filters = _discriminator_filters(side, residual)
-        parts["D"] = by_their_names(gan.state["discriminator"], table, filters)
-    return {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}, arguments
+        arguments["D"] |= {"mapping_kwargs": {"num_layers": layers, "lr_multiplier": 0.01}, "epilogue_kwargs": last}
+    tensors: dict[str, Tensor] = {}
+    for ours, part in (("generator", "G"), ("generator_ema", "G_ema"), ("discriminator", "D")):
+        if ours in gan.state:
+            table = _generator_table(side, g["mapping_layers"], conditional)
+            filters = _generator_filters(side)
+            if part == "D":
+                table = _discriminator_table(side, layers, conditional, residual)
+                filters = _discriminator_filters(side, residual)
+            named = by_their_names(gan.state[ours], table, filters)
+            tensors |= {f"{part}.{name}": x for name, x in named.items()}
+    return tensors, arguments
 
 
 def _taken(source: Source, table: Table, absent: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -151,29 +155,28 @@ def _taken(source: Source, table: Table, absent: tuple[str, ...] = ()) -> dict[s
 
 # --- what they were built with
 
+SHAPE = {"resolution": "img_resolution", "channels": "img_channels", "classes": "c_dim"}  # ours -> theirs
+
 
 def _generator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, int], bool]:
     """Our configuration, the shape, and whether there is noise."""
-    shape, w_dim = _shape(given), number(given.take("w_dim", 512), "w_dim")
-    found: dict[str, Any] = {"z_dim": number(given.take("z_dim", 512), "z_dim"), "w_dim": w_dim}
-    mapping = given.inner("mapping_kwargs")
-    found |= {"mapping_layers": number(mapping.take("num_layers", 8), "num_layers")}
-    found |= {"mapping_lr_multiplier": mapping.take("lr_multiplier", 0.01)}
-    beta = mapping.take("w_avg_beta", 0.995)
-    found |= {"w_avg_beta": 0.995 if beta in (None, 1) else beta}
-    _mapping_as_ours(mapping, w_dim)
-    inner = given.inner("synthesis_kwargs")
-    for name, value in inner.given.items():  # stylegan3's program has them at the top level
+    shape, mapping = _shape(given), given.inner("mapping_kwargs")
+    for name, value in given.inner("synthesis_kwargs").given.items():  # stylegan3's program has them at the top level
         given.given.setdefault(name, value)
-    found |= _sizes(given)
+    config: dict[str, Any] = {"z_dim": given.number("z_dim", 512), "w_dim": given.number("w_dim", 512)}
+    config |= {"mapping_layers": mapping.number("num_layers", 8)}
+    config |= {"mapping_lr_multiplier": mapping.take("lr_multiplier", 0.01), **_sizes(given)}
+    beta = mapping.take("w_avg_beta", 0.995)
+    config["w_avg_beta"] = 0.995 if beta in (None, 1) else beta
+    _mapping_as_ours(mapping, config["w_dim"])
+    mapping.done()
     given.only("architecture", "skip")
     given.only("resample_filter", FILTER)
     given.only("activation", "lrelu")
     noise = bool(given.take("use_noise", True))
-    for name in ("fp16_channels_last", "fused_modconv_default"):  # how fast, not what
-        given.take(name)
+    given.ignore("fp16_channels_last", "fused_modconv_default")  # how fast, not what
     given.done()
-    return found, shape, noise
+    return config, shape, noise
 
 
 def _discriminator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, int], float, list[str]]:
@@ -183,45 +186,41 @@ def _discriminator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str
     form = given.take("architecture", "resnet")
     if form not in forms:
         raise Refused(f"the discriminator is of architecture {str(form)[:30]!r}; Duet has {', '.join(forms)}")
-    found = {"architecture": forms[form], **_sizes(given)}
-    last = min(found["channel_base"] // 4, found["channel_max"])
-    given.only("cmap_dim", None, last)
-    block, mapping, last_block = (given.inner(f"{name}_kwargs") for name in ("block", "mapping", "epilogue"))
+    config = {"architecture": forms[form], **_sizes(given)}
+    width = min(config["channel_base"] // 4, config["channel_max"])
+    given.only("cmap_dim", None, width)
+    block, mapping, last = (given.inner(f"{name}_kwargs") for name in ("block", "mapping", "epilogue"))
     block.only("activation", "lrelu")
     block.only("resample_filter", FILTER)
-    for name in ("freeze_layers", "fp16_channels_last"):
-        block.take(name)
-    multiplier = mapping.take("lr_multiplier", 0.01)
-    layers = number(mapping.take("num_layers", 8), "num_layers")
-    _mapping_as_ours(mapping, last)
-    mapping.take("w_avg_beta")
-    group = last_block.take("mbstd_group_size", 4)
-    channels = last_block.take("mbstd_num_channels", 1)
-    last_block.only("activation", "lrelu")
+    block.ignore("freeze_layers", "fp16_channels_last")
+    multiplier, layers = mapping.take("lr_multiplier", 0.01), mapping.number("num_layers", 8)
+    _mapping_as_ours(mapping, width)
+    mapping.ignore("w_avg_beta")
+    group, channels = last.take("mbstd_group_size", 4), last.take("mbstd_num_channels", 1)
+    last.only("activation", "lrelu")
     if channels not in (0, 1):
         raise Refused(f"the discriminator has {channels!r} maps of minibatch standard deviation; Duet has 0 or 1")
     if group is None and channels:
         notes.append("D's minibatch standard deviation was over whole batches; here it is over groups of 4")
-    found |= {"minibatch_std_group": number(group or 4, "mbstd_group_size") if channels else 1}
-    found |= {"minibatch_std_order": "strided", "mapping_layers": layers if shape["classes"] else 0}
-    for part in (block, mapping, last_block, given):
+    config |= {"minibatch_std_group": number(group or 4, "mbstd_group_size") if channels else 1}
+    config |= {"minibatch_std_order": "strided", "mapping_layers": layers if shape["classes"] else 0}
+    for part in (block, mapping, last, given):
         part.done()
-    return found, shape, multiplier, notes
+    return config, shape, multiplier, notes
 
 
 def _shape(given: Arguments) -> dict[str, int]:
     side = given.take("img_resolution")
     sizes(side)
-    channels, classes = given.take("img_channels", 3), given.take("c_dim", 0)
-    return {"resolution": side, "channels": number(channels, "img_channels"), "classes": number(classes, "c_dim")}
+    return {"resolution": side, "channels": given.number("img_channels", 3), "classes": given.number("c_dim", 0)}
 
 
 def _sizes(given: Arguments) -> dict[str, Any]:
     limit = given.take("conv_clamp")
     return {
-        "channel_base": number(given.take("channel_base", 32768), "channel_base"),
-        "channel_max": number(given.take("channel_max", 512), "channel_max"),
-        "fp16_resolutions": number(given.take("num_fp16_res", 0), "num_fp16_res"),
+        "channel_base": given.number("channel_base", 32768),
+        "channel_max": given.number("channel_max", 512),
+        "fp16_resolutions": given.number("num_fp16_res", 0),
         "conv_clamp": limit if limit is None else float(limit),
         "clamp_always": limit is not None,  # theirs clamps in fp32 as well
     }
@@ -230,17 +229,15 @@ def _sizes(given: Arguments) -> dict[str, Any]:
 def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Theirs clamps in fp32, too: a clamp of ours that acts in fp16 alone is left out, and fp16 with it."""
     everywhere = config["clamp_always"] or config["conv_clamp"] is None
-    found = {"channel_base": config["channel_base"], "channel_max": config["channel_max"]}
-    found["num_fp16_res"] = config["fp16_resolutions"] if everywhere else 0
-    return found | {"conv_clamp": config["conv_clamp"] if everywhere else None}
+    sizes = {"channel_base": config["channel_base"], "channel_max": config["channel_max"]}
+    sizes["num_fp16_res"] = config["fp16_resolutions"] if everywhere else 0
+    return sizes | {"conv_clamp": config["conv_clamp"] if everywhere else None}
 
 
 def _mapping_as_ours(mapping: Arguments, width: int) -> None:
     mapping.only("activation", "lrelu")
     mapping.only("embed_features", None, width)
     mapping.only("layer_features", None, width)
-    if mapping.what.startswith("the generator"):
-        mapping.done()
 
 
 # --- names

@@ -37,19 +37,20 @@ def convert(content: Mapping[str, Any]) -> Converted:
     g = base | {"z_dim": dims, "w_dim": dims, "mapping_layers": layers}
     d = base | {"architecture": "residual", "minibatch_std_group": 4, "minibatch_std_order": "strided"}
     shape = {"resolution": side, "channels": 3, "classes": 0}
-    state, notes = {"generator_ema": _generator(average, "g_ema", side, layers)}, []
-    if "g" in content:
-        state["generator"] = _generator(content["g"], "g", side, layers)
-    if "d" in content:
-        state["discriminator"] = _discriminator(content["d"], side)
-    mean = content.get("latent_avg")
+    mean, notes = content.get("latent_avg"), []
     if mean is None:
         notes.append(f"the file has no mean w; it was taken over {DRAWS:,} draws")
-    for name, part in state.items():
-        if name.startswith("generator"):
-            part["w_avg"] = (
-                _mean(part, g, shape) if mean is None else Source({"latent_avg": mean}, "it").take("latent_avg")
-            )
+    state = {}
+    for ours, theirs in (("generator_ema", "g_ema"), ("generator", "g"), ("discriminator", "d")):
+        if theirs not in content:
+            continue
+        source = Source(content[theirs], theirs)
+        source.drop_filters(".kernel", (1.0,) if theirs == "d" else (1.0, 4.0))
+        state[ours] = source.take_all(_discriminator_table(side) if theirs == "d" else _generator_table(side, layers))
+        source.done()
+        if theirs != "d":
+            taken = None if mean is None else Source({"latent_avg": mean}, "it").take("latent_avg")
+            state[ours]["w_avg"] = _mean(state[ours], g, shape) if taken is None else taken
     return Converted("stylegan2", shape, g, d, state, notes)
 
 
@@ -65,8 +66,8 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a network's .pkl or .pt file") from error
     except Exception as error:  # a damaged file makes torch's reader and unpickler raise a dozen kinds
-        told = "damaged, or holds more than names and tensors; nothing in it was run"
-        raise UserError(f"{path}: refused, {told}; fetch it again") from error
+        reason = "damaged, or holds more than names and tensors; nothing in it was run"
+        raise UserError(f"{path}: refused, {reason}; fetch it again") from error
 
 
 def theirs(gan: Converted) -> dict[str, Any]:
@@ -75,7 +76,8 @@ def theirs(gan: Converted) -> dict[str, Any]:
     """
     shape, g, d = gan.shape, gan.generator, gan.discriminator
     if shape["classes"] or shape["channels"] != 3:
-        raise Refused(f"rosinality's networks are RGB and without classes, this one has {_described(shape)}")
+        here = f"{shape['channels']} channels and {shape['classes']} classes"
+        raise Refused(f"rosinality's networks are RGB and without classes, this one has {here}")
     if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
         raise Refused(f"rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of {LR_MULTIPLIER}")
     side = shape["resolution"]
@@ -92,10 +94,6 @@ def theirs(gan: Converted) -> dict[str, Any]:
     return content | {"latent_avg": gan.state["generator_ema"]["w_avg"].detach().cpu().float().clone()}
 
 
-def _described(shape: Mapping[str, int]) -> str:
-    return f"{shape['channels']} channels and {shape['classes']} classes"
-
-
 def _width(state: Mapping[str, Tensor], name: str) -> int:
     """The layer's inputs: of ToRGB's [1, 3, C, 1, 1] and of input and matrix [., C, ...]."""
     if name not in state or state[name].ndim < 2:
@@ -107,28 +105,9 @@ def _width(state: Mapping[str, Tensor], name: str) -> int:
 def _mean(part: Mapping[str, Tensor], config: Mapping[str, Any], shape: Mapping[str, int]) -> Tensor:
     """The mean w of draws of z, as their `mean_latent`."""
     network = Generator(GeneratorConfig(**config), **shape).mapping
-    prefix = "mapping."
-    network.load_state_dict(
-        {name.removeprefix(prefix): value for name, value in part.items() if name.startswith(prefix)}
-    )
-    z = torch.randn(DRAWS, config["z_dim"], generator=keyed(0, "eval", "mean w"))
-    return network(z, None).mean(dim=0)
-
-
-def _generator(state: Mapping[str, Tensor], what: str, side: int, layers: int) -> dict[str, Tensor]:
-    source = Source(state, what)
-    source.drop_filters(".kernel", (1.0, 4.0))
-    found = source.take_all(_generator_table(side, layers))
-    source.done()
-    return found
-
-
-def _discriminator(state: Mapping[str, Tensor], side: int) -> dict[str, Tensor]:
-    source = Source(state, "d")
-    source.drop_filters(".kernel")
-    found = source.take_all(_discriminator_table(side))
-    source.done()
-    return found
+    held = {name.partition(".")[2]: value for name, value in part.items() if name.startswith("mapping.")}
+    network.load_state_dict(held)
+    return network(torch.randn(DRAWS, config["z_dim"], generator=keyed(0, "eval", "mean w")), None).mean(dim=0)
 
 
 # --- names
@@ -162,15 +141,12 @@ def _modulated(ours: str, theirs: str) -> Table:
 
 
 def _discriminator_table(side: int) -> Table:
-    names = {"from_rgb.weight": "convs.0.0.weight", "from_rgb.bias": "convs.0.1.bias"}
+    layers = {"from_rgb": ("convs.0.0", "convs.0.1"), "last_conv": ("final_conv.0", "final_conv.1")}
+    layers |= {ours: (f"final_linear.{n}",) * 2 for n, ours in enumerate(("last_linear", "output"))}
     for j in range(len(sizes(side)) - 1):
         theirs = f"convs.{j + 1}"
-        names |= {f"blocks.{j}.first.weight": f"{theirs}.conv1.0.weight"}
-        names |= {f"blocks.{j}.first.bias": f"{theirs}.conv1.1.bias"}
-        names |= {f"blocks.{j}.second.weight": f"{theirs}.conv2.1.weight"}
-        names |= {f"blocks.{j}.second.bias": f"{theirs}.conv2.2.bias"}
-        names |= {f"blocks.{j}.skip.weight": f"{theirs}.skip.1.weight"}
-    names |= {"last_conv.weight": "final_conv.0.weight", "last_conv.bias": "final_conv.1.bias"}
-    for place, ours in enumerate(("last_linear", "output")):
-        names |= {f"{ours}.{part}": f"final_linear.{place}.{part}" for part in ("weight", "bias")}
-    return {ours: Place(theirs) for ours, theirs in names.items()}
+        layers[f"blocks.{j}.first"] = (f"{theirs}.conv1.0", f"{theirs}.conv1.1")
+        layers[f"blocks.{j}.second"] = (f"{theirs}.conv2.1", f"{theirs}.conv2.2")
+    skips = {f"blocks.{j}.skip.weight": Place(f"convs.{j + 1}.skip.1.weight") for j in range(len(sizes(side)) - 1)}
+    weights = {f"{ours}.weight": Place(f"{there}.weight") for ours, (there, _) in layers.items()}
+    return weights | {f"{ours}.bias": Place(f"{there}.bias") for ours, (_, there) in layers.items()} | skips

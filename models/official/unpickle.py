@@ -11,7 +11,6 @@ import io
 import math
 import pickle
 import pickletools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +93,6 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return _array(data, dtype, (), "C").item()
 
 
-def _reconstructed(*_: Any) -> Array:
-    return Array()
-
-
 def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
     made = Array()
     made.array = _array(bytes(data), dtype, shape, order)
@@ -166,7 +161,7 @@ KNOWN: dict[str, Any] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("float32", "float16", "bfloat16")},
 }
 for _numpy in ("numpy.core", "numpy._core"):
-    KNOWN |= {f"{_numpy}.multiarray._reconstruct": _reconstructed, f"{_numpy}.multiarray.scalar": _scalar}
+    KNOWN |= {f"{_numpy}.multiarray._reconstruct": lambda *_: Array(), f"{_numpy}.multiarray.scalar": _scalar}
     KNOWN[f"{_numpy}.numeric._frombuffer"] = _frombuffer
 
 
@@ -216,34 +211,25 @@ def read_pickle(path: Path) -> Any:
         raise UserError(f"{path}: no pickle of a network, or damaged ({reason}); fetch it again") from error
 
 
-def module_state(module: Inert) -> dict[str, Tensor]:
+def module_state(module: Any, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
     """The state dict of a torch module: parameters and buffers of it and of those in it, in order."""
-    return dict(_walk(module, "", 0))
-
-
-def _walk(module: Any, prefix: str, depth: int, count: Callable[[], int] | None = None) -> Iterator[tuple[str, Tensor]]:
     if not isinstance(module, Inert) or depth > DEPTH:
         raise Refused(f"{prefix or 'the network'} is no module, or modules lie deeper than {DEPTH}")
-    count = count or iter(range(TENSORS)).__next__
     hidden = module.state.get("_non_persistent_buffers_set") or ()
-    for kind in ("_parameters", "_buffers"):
-        for name, value in _names(module, kind, prefix):
-            if value is None or name in hidden:
+    state: dict[str, Tensor] = {}
+    for kind in ("_parameters", "_buffers", "_modules"):
+        members = module.state.get(kind) or {}
+        if not isinstance(members, dict) or not all(isinstance(name, str) for name in members):
+            raise Refused(f"{prefix}{kind} is no dictionary of names")
+        for name, value in members.items():
+            if value is None or (kind != "_modules" and name in hidden):
                 continue
-            if not isinstance(value, Tensor):
+            if kind == "_modules":
+                state |= module_state(value, f"{prefix}{name}.", depth + 1)
+            elif isinstance(value, Tensor):
+                state[prefix + name] = value
+            else:
                 raise Refused(f"{prefix}{name} is no tensor")
-            try:
-                count()
-            except StopIteration:
-                raise Refused(f"a network of more than {TENSORS:,} tensors") from None
-            yield prefix + name, value
-    for name, inner in _names(module, "_modules", prefix):
-        if inner is not None:
-            yield from _walk(inner, f"{prefix}{name}.", depth + 1, count)
-
-
-def _names(module: Inert, kind: str, prefix: str) -> list[tuple[str, Any]]:
-    held = module.state.get(kind) or {}
-    if not isinstance(held, dict) or not all(isinstance(name, str) for name in held):
-        raise Refused(f"{prefix}{kind} is no dictionary of names")
-    return list(held.items())
+            if len(state) > TENSORS:
+                raise Refused(f"a network of more than {TENSORS:,} tensors")
+    return state
