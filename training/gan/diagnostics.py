@@ -102,23 +102,23 @@ class Watch:
     def _remember(self, row: dict[str, float]) -> None:
         """Fold a log row into the moving means."""
         passed, self.images = row["images"] - self.images, row["images"]
+        if passed <= 0:
+            return
         if "logits/real" in row and "logits/fake" in row:
             row.setdefault("logits/margin", row["logits/real"] - row["logits/fake"])
         for key in MEANS:
-            self._blend(self.means, key, row.get(key), passed, self.config.memory)
+            if key in row:
+                self._blend(self.means, key, row[key], passed, self.config.memory)
         for key in NORMS:
-            value = row.get(key, 0.0)
-            logarithm = math.log(value) if value > 0 else None
-            self._blend(self.norms, f"fast/{key}", logarithm, passed, self.config.memory / 5)
-            self._blend(self.norms, f"slow/{key}", logarithm, passed, self.config.memory * 2.5)
+            if row.get(key, 0.0) > 0:
+                self._blend(self.norms, f"fast/{key}", math.log(row[key]), passed, self.config.memory / 5)
+                self._blend(self.norms, f"slow/{key}", math.log(row[key]), passed, self.config.memory * 2.5)
 
-    def _blend(self, means: dict[str, float], key: str, value: float | None, passed: float, memory: float) -> None:
+    def _blend(self, means: dict[str, float], key: str, value: float, passed: float, memory: float) -> None:
         """Moving mean with a half-life of `memory` times the images seen, so that it fits short runs and long ones.
 
         No row counts for more than half, however rare rows are: one spike is no state.
         """
-        if value is None or passed <= 0:
-            return
         keep = max(0.5, 0.5 ** (passed / (memory * self.images)))
         means[key] = keep * means.get(key, value) + (1 - keep) * value
 
@@ -141,12 +141,11 @@ class Watch:
             self._count("memorised", chance <= self.config.memorised[0])
         # r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1); these are of the
         # same evaluation, where it has them, else of the log's means
-        names = ("val/logits/held_out", "val/logits/real", "val/logits/fake")
-        held_out, real, fake = (row.get(name, self.means.get(name.removeprefix("val/"))) for name in names)
-        if held_out is None or real is None or fake is None:
-            return
-        if real - fake > 10 * self.config.margin_low[0]:  # a discriminator that tells nothing apart cannot overfit
-            figures["overfit"] = (real - held_out) / (real - fake)
+        logits = self.means | {key.removeprefix("val/"): value for key, value in row.items()}
+        real, margin = logits.get("logits/real", 0.0), logits.get("logits/real", 0.0) - logits.get("logits/fake", 0.0)
+        # a discriminator that tells nothing apart cannot overfit
+        if "logits/held_out" in logits and margin > 10 * self.config.margin_low[0]:
+            figures["overfit"] = (real - logits["logits/held_out"]) / margin
             self._count("overfit", figures["overfit"] >= self.config.overfit[0])
 
     def _count(self, name: str, bad: bool) -> None:
@@ -177,7 +176,7 @@ class Watch:
         """The discriminator knows its training images by heart."""
         ratio = self.figures.get("overfit")
         if ratio is not None:
-            shows = True if self._lasts("overfit") else False if ratio < self.config.overfit[1] else None
+            shows = _shows(self._lasts("overfit"), gone=ratio < self.config.overfit[1])
             seen = f"held-out images look {ratio:.0%} of the way from training images to fakes to it"
         else:
             sign = self.means.get("logits/real_sign", 0.0) if self.objective.signed else 0.0
@@ -188,25 +187,22 @@ class Watch:
     def _runs_away(self) -> Finding:
         """The discriminator wins outright, or ever more while the samples get worse: gamma is too small."""
         margin, figures = self.means.get("logits/margin", 0.0), self.figures
-        rises = margin > 1.1 * figures.get("margin at best", math.inf)
         shows = _above(margin, self.config.margin_high) if self.objective.bounded else None
         seen = f"D(real) - D(fake) is {margin:.2g}"
-        if self._lasts("worse") and rises:
+        if self._lasts("worse") and margin > 1.1 * figures.get("margin at best", math.inf):
             shows = True
             seen += f" and rising, while the distance went from {figures['best']:.3g} to {figures['distance']:.3g}"
         elif shows is False and self.streaks.get("worse", 0):
             shows = None
         if shows and "overfit" in self.said:  # the reason is told, and the cure with it
             shows = None
-        held_out_fine = figures.get("overfit", 1.0) < 0.5
-        cure = CALM if held_out_fine else f"{CALM}; if held-out logits are near the fakes', {ADA}"
+        cure = CALM if figures.get("overfit", 1.0) < 0.5 else f"{CALM}; if held-out logits are near the fakes', {ADA}"
         words = f"the discriminator runs away: {seen}; gamma is too small or its rate too high. Try: {cure}"
         return "runs away", shows, words
 
     def _is_blind(self) -> Finding:
         """The discriminator tells nothing apart: gamma is too large."""
-        margin = self.means.get("logits/margin")
-        said, forgotten = self.config.margin_low
+        margin, (said, forgotten) = self.means.get("logits/margin"), self.config.margin_low
         shows = None if margin is None or not self.objective.bounded else _above(-margin, (-said, -forgotten))
         loss, chance = self.means.get("loss/discriminator", math.nan), self.objective.chance_level
         seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
@@ -216,21 +212,22 @@ class Watch:
     def _collapses(self) -> Finding:
         """Samples that differ far less than real images do."""
         config, figures = self.config, self.figures
-        ratio, best = figures.get("diversity"), figures.get("best diversity", 0.0)
-        if ratio is None:
-            return "collapse", None, ""
+        ratio, best = figures.get("diversity", math.nan), figures.get("best diversity", 0.0)
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
         falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0
-        gone = ratio > config.diversity[1] and not falls
-        shows = True if low or falls or ratio < config.diversity[0] / 2 else False if gone else None
+        bad = low or falls or ratio < config.diversity[0] / 2
         seen = f"the least varied class has {ratio:.0%} of the variety of real images (its best was {best:.0%})"
-        return "collapse", shows, f"the generator collapses: {seen}. Try: {VARY}"
+        return (
+            "collapse",
+            _shows(bad, gone=ratio > config.diversity[1]),
+            f"the generator collapses: {seen}. Try: {VARY}",
+        )
 
     def _augments_in_vain(self) -> Finding:
         """ADA has come to its end."""
-        p = self.means.get("ada/p", 0.0)
+        p = self.means.get("ada/p", math.nan)
         seen = f"the augmentation probability stands at {p:.2f} and the discriminator is still too sure"
-        return "ada", _above(p, self.config.ada) if "ada/p" in self.means else None, f"{seen}. Try: {MORE_DATA}"
+        return "ada", _above(p, self.config.ada), f"{seen}. Try: {MORE_DATA}"
 
     def _norm_jumps(self, key: str, what: str) -> Iterator[Finding]:
         """A norm that has left its own long mean far behind, upwards or downwards."""
@@ -244,17 +241,20 @@ class Watch:
 
     def _memorises(self) -> Finding:
         """Samples that keep to training images more than chance allows."""
-        share, chance = self.figures.get("memorised", 0.0), self.figures.get("chance")
-        gone = chance is not None and chance > self.config.memorised[1]
-        shows = True if self._lasts("memorised") else False if gone else None
+        share, chance = self.figures.get("memorised", 0.0), self.figures.get("chance", math.nan)
         seen = f"{share:.0%} of the samples are nearer to a training image than all but 1 % of held-out images are"
         cure = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
+        shows = _shows(self._lasts("memorised"), gone=chance > self.config.memorised[1])
         return "memorised", shows, f"the generator copies training images: {seen}. Try: {cure}"
 
 
+def _shows(bad: bool, *, gone: bool) -> bool | None:
+    return True if bad else False if gone else None
+
+
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
-    """Whether a value lies above the first limit; False below the second, None between."""
-    return True if value > limits[0] else False if value < limits[1] else None
+    """Whether a value lies above the first limit; False below the second, None between, and of a NaN."""
+    return _shows(value > limits[0], gone=value < limits[1])
 
 
 def _first(row: Mapping[str, float], prefix: str) -> float | None:
