@@ -1,5 +1,6 @@
 """The GAN task: what one step does to the generator and the discriminator, what is saved, how it is evaluated."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -192,11 +193,8 @@ class GanTask(Task):
     def typical_steps(self, first: int) -> dict[int, float]:
         """One with each combination of the lazy penalties that are due together."""
         loss, steps = self.config.loss, range(first, first + 240)
-        kinds: dict[tuple[bool, bool], list[int]] = {}
-        for step in steps:
-            kinds.setdefault((loss.penalty_due(step), loss.path_length_due(step)), []).append(step)
-        often = sorted(kinds.values(), key=len, reverse=True)
-        return {numbers[0]: len(numbers) / len(steps) for numbers in often}
+        kinds = [(loss.penalty_due(step), loss.path_length_due(step)) for step in steps]
+        return {first + kinds.index(kind): count / len(steps) for kind, count in Counter(kinds).most_common()}
 
     def _begin(self, step: int) -> StepShare:
         """The step's sizes; at a new stage of growth also what the config says of the optimizers."""

@@ -1,6 +1,5 @@
 """What the watch says of healthy and of failing trainings: real curves in short, and simulated ones."""
 
-import json
 import math
 
 import pytest
@@ -270,14 +269,6 @@ def test_a_resumed_watch_says_what_an_unbroken_one_says(tmp_path):
         assert second.state_dict() == first.state_dict()
         assert said + run(second, stop // EVERY * EVERY, 6000, failing, worsening) == straight
         assert second.said is not first.said
-
-
-def test_a_state_is_a_copy():
-    watch = Watch(WatchConfig())
-    state = watch.state_dict()
-    before = json.dumps(state)
-    run(watch, 0, 3000, failing, worsening)
-    assert json.dumps(state) == before
 
 
 def test_values_that_are_not_numbers_are_passed_over():

@@ -77,19 +77,6 @@ def test_every_step_is_that_of_the_walk(lengths: Lengths) -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(lengths=schedules(), step=st.integers(0, 10**12), more=st.integers(0, 10**6))
-def test_images_add_up_and_never_go_back(lengths: Lengths, step: int, more: int) -> None:
-    stages = stages_of(lengths)
-    assert stages.images_at(step + 1) - stages.images_at(step) == stages.at(step).batch_size
-    near = range(step % 300, step % 300 + more % 50)
-    assert sum(stages.at(s).batch_size for s in near) == stages.images_at(near.stop) - stages.images_at(near.start)
-    assert type(stages.images_at(step)) is int
-    before, after = stages.at(step), stages.at(step + more)
-    assert before.resolution <= after.resolution
-    assert stages.images_at(step + more) >= stages.images_at(step)
-
-
-@settings(derandomize=True, deadline=None)
 @given(lengths=schedules(), steps=st.integers(1, 200))
 def test_whether_the_run_is_long_enough(lengths: Lengths, steps: int) -> None:
     stages = stages_of(lengths, steps)

@@ -14,7 +14,7 @@ from tests.distributed.worker import ADA, GAN, LOSSES, PAIRS, R3
 from training.base.data import make_loader
 from training.engine.tasks import build_run_config
 from training.gan import losses
-from training.gan.config import GanConfig, GanLossConfig
+from training.gan.config import GanConfig
 from training.gan.generator_step import GeneratorStep, PathLength
 from training.gan.losses import OBJECTIVES, Objective
 from training.gan.task import GanTask
@@ -151,33 +151,6 @@ def test_what_is_told_of_penalties_is_the_formulas(folder, monkeypatch):
     assert other["loss/r2"] == pytest.approx(rows[0]["loss/r2"], rel=1e-5)
 
 
-def test_gamma_goes_from_start_to_end_by_a_cosine():
-    loss = GanLossConfig(r1_gamma=2.0, gamma_final=0.2)
-    scales = [loss.gamma_scale(images, 1000) for images in (0, 500, 1000, 5000)]
-    assert scales == pytest.approx([1.0, 0.55, 0.1, 0.1])
-    assert GanLossConfig(r1_gamma=2.0).gamma_scale(500, 1000) == 1.0
-
-
-@pytest.mark.parametrize("architecture", ["stylegan2", "r3gan"])
-def test_relativistic_pairs_share_their_labels(folder, architecture, monkeypatch):
-    tree = GAN if architecture == "stylegan2" else R3GAN
-    run = Run(folder, tree, loss=PAIRS | {"mismatch_weight": 0.0})
-    asked: list[torch.Tensor] = []
-    project = run.task.discriminator.project
-
-    def spy(features, labels):
-        asked.append(labels.clone())
-        return project(features, labels)
-
-    monkeypatch.setattr(run.task.discriminator, "project", spy)
-    run.step()
-    generator_fake, generator_real, fake, real = asked
-    assert torch.equal(generator_fake, generator_real)
-    assert torch.equal(fake, real)
-    assert not torch.equal(fake, generator_fake)  # a fresh batch
-    assert run.loader.state_dict()["consumed"] == 16
-
-
 R3GAN = {key: GAN[key] for key in ("batch_size", "steps", "seed", "task")} | {
     "architecture": "r3gan",
     "generator": R3 | {"z_dim": 8},
@@ -224,17 +197,6 @@ def test_a_growing_generator_is_shown_as_its_stage_has_it(folder):
         run.step()
     assert run.task.shown() is run.task.ema.model
     assert run.task.provenance()["stage"] == [16, 1.0]
-
-
-def test_adaptive_strength_moves_and_is_saved(folder):
-    run = Run(folder, GAN, ada=ADA)
-    strengths = [run.step()["ada/p"] for _ in range(4)]
-    assert strengths[0] == pytest.approx(0.7)
-    assert strengths[-1] != strengths[0]
-    saved = run.task.registry()["ada"].state_dict()
-    again = Run(folder, GAN, ada=ADA)
-    again.task.registry()["ada"].load_state_dict(saved)
-    assert float(again.task.context.ada.p) == pytest.approx(strengths[-1])
 
 
 def test_what_does_not_go_together_is_refused():

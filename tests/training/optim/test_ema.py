@@ -83,16 +83,6 @@ def test_it_is_a_copy_in_evaluation_mode_without_gradients():
     assert ema.model[0].weight.grad_fn is None
 
 
-def test_state():
-    model = build()
-    ema, other = EMA(model, buffers="copy"), EMA(model, buffers="copy")
-    move(model, 0)
-    ema.update(model, 0.3)
-    assert ema.state_dict().keys() == model.state_dict().keys()
-    other.load_state_dict(ema.state_dict())
-    torch.testing.assert_close(other.state_dict(), ema.state_dict(), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(
     ("batch", "seen", "half_life", "ramp", "expected"),
     [

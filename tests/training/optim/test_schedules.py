@@ -35,15 +35,6 @@ def test_a_constant_stays_and_no_length_is_the_end_at_once():
         assert cosine(1.0, 2.0, 0, over) == 2.0
 
 
-def test_rates_and_beta2_of_an_optimizer_follow_it():
-    config = OptimizerConfig(lr=2e-4, betas=[0.0, 0.9], beta2_final=0.99, schedule="cosine", final_lr=0.25)
-    for step in (0, 1, 17, 50, 99, 100, 140):
-        assert config.lr_at(step, 100) == pytest.approx(cosine(2e-4, 5e-5, step, 100), rel=1e-12)
-        beta1, beta2 = config.betas_at(step, 100)
-        assert beta1 == 0
-        assert beta2 == pytest.approx(cosine(0.9, 0.99, step, 100), rel=1e-12)
-
-
 # --- a whole training's rates against torch's schedulers
 
 
