@@ -35,7 +35,7 @@ from data.reading.dataset import Dataset
 from data.reading.workers import choose_workers
 from data.records import pack_arrays
 from data.sources import open_source
-from data.sources.download import CACHE
+from data.sources.named import CACHE
 from utils.config.cli import Parser
 from utils.errors import UserError
 from utils.memory import cores

@@ -115,13 +115,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
                     raise self.damage(records, f"the checksum of its {what} does not match")
                 yield records, value[4:]
 
-    def decoded_bytes(self) -> int:
-        """Bytes of all images when they are decoded. Raises DamageError."""
-        with self.handle().environment.begin(buffers=True) as transaction:
-            entries = [self.index_record(transaction, block)[1] for block in range(self.blocks)]
-        areas = [(part["height"].astype(np.int64) * part["width"]).sum() for part in entries]
-        return self.meta.channels * int(sum(areas))
-
     @property
     def blocks(self) -> int:
         """Number of blocks (raw images) or index records (encoded ones)."""

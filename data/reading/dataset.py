@@ -2,18 +2,18 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from data.decode import Box, RandomCrop, centre_box, crop_into, decode, decode_crop, stored_image
+from data.decode import Box, RandomCrop, centre_box, crop_into, decode_crop, stored_image
 from data.errors import DamageError, ImageError
 from data.lmdb.reader import LMDBReader
-from data.reading.cache import ImageCache
 from data.reading.sampler import SampleKeys
 from data.reading.several_files import combined_meta, open_files
 from utils.errors import UserError
@@ -47,7 +47,6 @@ class Dataset(AbstractContextManager["Dataset"]):
         resolution: int | None = None,  # px; None: the largest that is stored
         crop: RandomCrop | None = None,
         workers: int = 0,  # decoding threads
-        cache: bool = False,  # keep decoded images in memory
         on_damage: Literal["stop", "skip"] = "stop",
     ) -> None:
         self.path = " + ".join(map(str, path)) if isinstance(path, (list, tuple)) else str(path)
@@ -68,12 +67,6 @@ class Dataset(AbstractContextManager["Dataset"]):
             shard.first = end - len(shard)
         self._labels: np.ndarray | None = None
         self._threads: tuple[int, int, ThreadPoolExecutor] | None = None  # process, size, pool
-        self.cache: ImageCache | None = None
-        if cache and self.meta.encoding != "raw":  # raw: nothing to decode
-            size = len(self) * self.meta.channels * self.resolution**2
-            if crop:
-                size = sum(shard.decoded_bytes() for shard in self.shards)
-            self.cache = ImageCache(self.path, size, whole=crop is not None)
 
     def __len__(self) -> int:
         return self.meta.count
@@ -194,44 +187,27 @@ class Dataset(AbstractContextManager["Dataset"]):
     def _decode_piece(self, chosen: np.ndarray, images: np.ndarray, keys: SampleKeys | None, piece: range) -> None:
         for place in piece:
             record = int(chosen[place])
-            draws = None
+            box = centre_box
             if self.crop is not None and keys is not None:
-                draws = numpy_generator(*keys.of(place, record))
-            self._decode_one(record, images[place], draws)
+                box = partial(self.crop.box, draws=numpy_generator(*keys.of(place, record)))
+            self._decode_one(record, images[place], box)
 
-    def _decode_one(self, record: int, out: np.ndarray, draws: np.random.Generator | None) -> None:
-        """Decode, crop and scale an image into `out`, uint8 [C, R, R]."""
-        if self.cache is not None and self.cache.copy(record, out, self._box, draws):
-            return
+    def _decode_one(self, record: int, out: np.ndarray, box: Callable[[int, int], Box]) -> None:
+        """Decode, crop and scale an image into `out`, uint8 [C, R, R]; `box` of height and width is the part."""
         shard = self._shard(record)
         place = record - shard.first
         if shard.meta.encoding == "raw":
             pixels = shard.raw_image(place)
-            crop_into(pixels, self._box(pixels.shape[0], pixels.shape[1], draws), out)
+            crop_into(pixels, box(*pixels.shape[:2]), out)
             return
         handle = shard.handle()  # kept: its views end with it, and another thread may close the data set
         with handle.environment.begin(buffers=True) as transaction:
             entry, payload = shard.encoded_record(transaction, place)
-            height, codec = int(entry["height"]), int(entry["codec"])
+            height, width, codec = (int(entry[name]) for name in ("height", "width", "codec"))
             try:
-                width = int(entry["width"])
-                box = self._box(height, width, draws)
-                if self.cache is not None and self.cache.whole:
-                    # Also where nothing is kept: the images must not depend on the memory that is free.
-                    image = decode(payload, codec, self.meta.channels, (height, width))
-                    self.cache.put(record, image)
-                    crop_into(image, box, out)
-                    return
-                decode_crop(payload, codec, box, height, out, width)
+                decode_crop(payload, codec, box(height, width), height, out, width)
             except ImageError as error:
                 raise shard.damage(place, str(error)) from None
-        if self.cache is not None:
-            self.cache.put(record, out.copy())
-
-    def _box(self, height: int, width: int, draws: np.random.Generator | None) -> Box:
-        if self.crop is None or draws is None:
-            return centre_box(height, width)
-        return self.crop.box(height, width, draws)
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None or self._threads[:2] != (os.getpid(), self.workers):

@@ -17,7 +17,7 @@ import torch
 
 from data.reading.dataset import Dataset
 from data.reading.sampler import GlobalSampler, SampleKeys
-from data.reading.stages import Span, checked_spans, level_of
+from data.reading.stages import Stage, at_resolution, checked_stages
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
@@ -91,33 +91,33 @@ class InfiniteLoader:
     handed out end, whatever has been read ahead, and is the loader's state. `wait_seconds` adds up the time that `next`
     took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
 
-    With `spans` resolution and batch size change with the steps (progressive growing), each of `batches_per_step`
-    batches; the number of batches handed out says which span is on. A span's level is opened when its first batch is
-    asked for and closed after its last one, and nothing is read ahead beyond it. The order of samples is one for all
-    spans: every image comes once in an epoch, whatever resolution that epoch's parts are shown at.
+    With `stages` resolution and batch size change with the steps (progressive growing), each of `batches_per_step`
+    batches; the number of batches handed out says which stage is on. A stage's images are opened when its first batch
+    is asked for and closed after its last one, and nothing is read ahead beyond it. The order of samples is one for all
+    stages: every image comes once in an epoch, whatever resolution that epoch's parts are shown at.
 
-    Raises UserError for a batch size that the ranks cannot share, ValueError for spans not ordered from step 0 on.
+    Raises UserError for a batch size that the ranks cannot share, ValueError for stages not ordered from step 0 on.
     """
 
     def __init__(
         self,
         reader: Dataset,  # of the full resolution
-        sampler: GlobalSampler,  # its batch size becomes that of the span
+        sampler: GlobalSampler,  # its batch size becomes that of the stage
         *,
         device: torch.device | str,
         prefetch: int = 2,
-        spans: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size) each
+        stages: Sequence[tuple[int, int, int]] = (),  # (first step, px, global batch size) each
         batches_per_step: int = 1,
         alternating: bool = False,  # `mirror_in_turn`
     ) -> None:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
         self.prefetch, self.batches_per_step = prefetch, batches_per_step
-        self.spans = checked_spans(spans, sampler.world_size)
+        self.stages = checked_stages(stages, sampler.world_size)
         self.wait_seconds = 0.0
         self._batches = 0  # handed out
-        self._span: Span | None = None  # the one that is open
-        self._level = reader  # its images
-        self._damaged: set[int] = set()  # records replaced in levels that are closed
+        self._stage: Stage | None = None  # the one that is open
+        self._images = reader  # of the stage
+        self._damaged: set[int] = set()  # records replaced in stages that are closed
         self._worker: _Worker | None = None
         self._sides: np.ndarray | None = None
         if alternating:
@@ -134,13 +134,13 @@ class InfiniteLoader:
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        if self.spans:
-            self._enter_span()
+        if self.stages:
+            self._enter_stage()
         if self.prefetch:
             batch = self._prefetched()
         else:
             pin = self.device.type != "cpu"
-            batch = _next_batch(self._level, copy.copy(self.sampler), pin=pin, sides=self._sides)
+            batch = _next_batch(self._images, copy.copy(self.sampler), pin=pin, sides=self._sides)
             batch = batch.to(self.device) if pin else batch
         # Advanced only now: a read that failed or was interrupted is not counted.
         self.sampler.advance()
@@ -148,20 +148,20 @@ class InfiniteLoader:
         self.wait_seconds += time.perf_counter() - started
         return batch
 
-    def _enter_span(self) -> None:
-        """Close the last span's level and open that of the next batch, if it is another one."""
-        span = max(span for span in self.spans if span.first_step <= self.step)
-        if span != self._span:
+    def _enter_stage(self) -> None:
+        """Close the last stage's images and open those of the next batch, if it is another one."""
+        stage = max(stage for stage in self.stages if stage.first_step <= self.step)
+        if stage != self._stage:
             self.close()
-            self.sampler.batch_size = span.batch_size
-            self._level = level_of(self.reader, span.resolution)
-            self._span = span
+            self.sampler.batch_size = stage.batch_size
+            self._images = at_resolution(self.reader, stage.resolution)
+            self._stage = stage
 
     def _prefetched(self) -> Batch:
         if self._worker is None:
-            later = [span.first_step for span in self.spans if span.first_step > self.step]
+            later = [stage.first_step for stage in self.stages if stage.first_step > self.step]
             left = min(later) * self.batches_per_step - self._batches if later else sys.maxsize
-            read = partial(_next_batch, self._level, copy.copy(self.sampler), sides=self._sides)
+            read = partial(_next_batch, self._images, copy.copy(self.sampler), sides=self._sides)
             self._worker = _Worker(read, self.device, self.prefetch, left)
             weakref.finalize(self, self._worker.stop)
         try:
@@ -173,27 +173,27 @@ class InfiniteLoader:
     @property
     def damaged_records(self) -> set[int]:
         """Records that this process has replaced because they are damaged (`data.on_damage: skip`)."""
-        return self._damaged.union(self.reader.replaced, self._level.replaced)
+        return self._damaged.union(self.reader.replaced, self._images.replaced)
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position after the batches handed out; with spans or a mixture, whose batches depend on the
+        """The sampler's position after the batches handed out; with stages or a mixture, whose batches depend on the
         steps, also the step and the batch within it.
         """
         step, batch = divmod(self._batches, self.batches_per_step)
-        counted = self.spans or self.reader.synthetic is not None
+        counted = self.stages or self.reader.synthetic is not None
         return self.sampler.state_dict() | ({"step": step, "batch": batch} if counted else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; what was read ahead is dropped. The spans may have changed: the step counts.
+        """Continue from `state`; what was read ahead is dropped. The stages may have changed: the step counts.
 
-        Raises UserError as the sampler does, and for the state of a run without spans if there are some.
+        Raises UserError as the sampler does, and for the state of a run without stages if there are some.
         """
-        if self.spans and "step" not in state:
+        if self.stages and "step" not in state:
             raise UserError(
                 "the order cannot be resumed in stages: the run has been trained without progressive growing; set "
                 "progressive.start to null, or use a new run folder"
             )
-        if self.spans and state["batch"] >= self.batches_per_step:
+        if self.stages and state["batch"] >= self.batches_per_step:
             raise UserError(
                 f"the order cannot be resumed: a step took more than {self.batches_per_step} batches; use the same "
                 "loss.objective, or a new run folder"
@@ -204,16 +204,16 @@ class InfiniteLoader:
         self.sampler.batches = self._batches
 
     def close(self) -> None:
-        """Stop the thread and let a level's files go. The loader can still be used: it starts again where the batches
+        """Stop the thread and let a stage's files go. The loader can still be used: it starts again where the batches
         handed out end.
         """
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-        if self._level is not self.reader:
-            self._damaged |= self._level.replaced
-            self._level.close()
-            self._level, self._span = self.reader, None
+        if self._images is not self.reader:
+            self._damaged |= self._images.replaced
+            self._images.close()
+            self._images, self._stage = self.reader, None
 
 
 class _Worker:
@@ -270,3 +270,50 @@ def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
     """Every sample once, in order, on the CPU; the last batch may be smaller."""
     for start in range(0, len(reader), batch_size):
         yield read_batch(reader, np.arange(start, min(len(reader), start + batch_size)))
+<<<<<<< HEAD
+=======
+
+
+def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, float]]:
+    """The number of decoding threads that reads batches fastest, and the images per second of each number tried.
+
+    Raw images need none: nothing is measured. Otherwise 0, 2, 4, ... threads up to the cores of this process read
+    the same few images; the count grows as long as it pays. The dataset's own number stays as it was.
+    """
+    if dataset.gathers or len(dataset) == 0:
+        return 0, {}
+    count = min(len(dataset), batch_size, MEASURED_IMAGES)
+    records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
+    before = dataset.workers
+    rates: dict[int, float] = {}
+    best = 0
+    try:
+        dataset.read(records)  # opens the file, warms the page cache
+        for workers in candidates(cores()):
+            dataset.workers = workers
+            rates[workers] = count / _seconds(dataset, records)
+            if rates[workers] > GAIN * rates[best]:
+                best = workers
+            elif workers:
+                break
+    finally:
+        dataset.workers = before
+    return best, rates
+
+
+def candidates(limit: int) -> list[int]:
+    """0 and the powers of two from 2 up to the number of cores, which itself is the last."""
+    powers = [2**power for power in range(1, limit.bit_length()) if 2**power < limit]
+    return [0, *powers, *([limit] if limit > 1 else [])]
+
+
+def _seconds(dataset: Dataset, records: np.ndarray) -> float:
+    """The median time of reading the records; once before, to start the threads."""
+    keys = SampleKeys(0, np.zeros(len(records), np.int64))
+    times = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        dataset.read(records, keys=keys)
+        times.append(time.perf_counter() - started)
+    return float(np.median(times[1:]))
+>>>>>>> 86e1684 (data.cache: ram goes, the page cache does it; CIFAR-10's pickles are torchvision's, after their MD5; sources that go by a name in one file; spans are stages)

@@ -20,7 +20,7 @@ from data.conversion import converted, make_plan, thread_count
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
 from data.sources.base import Problem, SourceOptions
-from data.sources.download import CACHE, cache_folder
+from data.sources.named import CACHE, cache_folder
 from data.sources.tars import TarSource
 from data.tar_files import state_of
 from utils import bounded

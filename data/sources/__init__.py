@@ -7,12 +7,11 @@ from pathlib import Path
 from data.lmdb.environment import is_lmdb
 from data.sources.arrow import is_saved, open_arrow
 from data.sources.base import Item, Problem, Source, SourceOptions
-from data.sources.cifar10 import open_cifar10
 from data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
 from data.sources.listing import CLASSES_FROM
 from data.sources.lmdb_files import open_lmdb
 from data.sources.manifest import open_manifest
-from data.sources.mnist import find_idx, idx_source, open_fashion_mnist, open_sample
+from data.sources.named import find_idx, idx_source, open_cifar10, open_fashion_mnist, open_sample
 from data.sources.remote import RemoteSource
 from data.sources.splits import SPLITS, sharded
 from data.sources.tables import TableSource, open_tables

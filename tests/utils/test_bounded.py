@@ -36,7 +36,7 @@ OWN = {  # what opens files otherwise, and why
     "data/images.py": "bytes in memory",
     "data/records.py": "bytes in memory",
     "data/reading/weighted_sampling.py": "NumPy maps the file, after its check",
-    "data/sources/cifar10.py": "bytes in memory",
+    "data/sources/named.py": "bytes in memory",
     "data/sources/files.py": "zipfile opens by path, after its check",
     "data/reading/tar_index.py": "its own lock",
     "data/tar_files.py": "tarfile is given an opened file",

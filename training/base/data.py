@@ -45,7 +45,6 @@ def open_training(config: DataConfig) -> Dataset:
         resolution=config.resolution,
         crop=crop,
         workers=0 if config.workers == "auto" else config.workers,
-        cache=config.cache == "ram",
         on_damage=config.on_damage,
     )
     if synthetic.on:
@@ -85,9 +84,8 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
     """
     if not config.val_path:
         return None
-    size, cached = training.resolution or None, config.cache == "ram"
     try:
-        return Dataset(config.val_path, resolution=size, workers=training.workers, cache=cached)
+        return Dataset(config.val_path, resolution=training.resolution or None, workers=training.workers)
     except UserError as error:
         if all(path.exists() for path in shard_paths(config.val_path)):
             raise
@@ -218,7 +216,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         sampler,
         device=device,
         prefetch=prefetch,
-        spans=spans if len(spans) > 1 else (),
+        stages=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
         alternating=augment is not None and augment.flip == "alternating",
     )
@@ -255,10 +253,9 @@ def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None)
         text = " (images/s by threads: " + ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items()) + ")"
     if held_out is not None:
         held_out.workers = training.workers
-    kept = ", kept in memory" if training.cache is not None and training.cache.enabled else ""
     crop = "random crops" if training.crop is not None else "whole or in the middle"
     where = f"by {training.workers} threads" if training.workers else "in the training's own thread"
-    return f"decoded {where}{text}, {crop}{kept}"
+    return f"decoded {where}{text}, {crop}"
 
 
 def data_text(dataset: Dataset) -> str:

@@ -66,7 +66,6 @@ def open_synthetic(config: SyntheticConfig, training: Dataset, shares: Sequence[
             resolution=training.resolution or None,
             crop=training.crop,
             workers=training.workers,
-            cache=training.cache is not None,
             on_damage=training.on_damage,
         )
     except UserError as error:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from data.reading.dataset import Dataset
-from data.reading.stages import levels_text
+from data.reading.stages import stages_text
 from training.base.config import RunConfig
 from training.base.data import data_text, mixture_text
 from training.base.task import Task
@@ -86,7 +86,7 @@ def plan_rows(
             + (", halved where memory runs out" if config.micro_batch == "auto" else "")
         )
     else:
-        rows["levels"] = levels_text(reader, [side for _, side, _ in spans])
+        rows["levels"] = stages_text(reader, [side for _, side, _ in spans])
     if max(size for _, _, size in spans) > len(reader):
         remedy = f"make batch_size at most {len(reader)}"
         rows["warning"] = f"batch larger than the data set: each batch holds repeats; {remedy}"

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from data.decode import RandomCrop
 from data.errors import DamageError
 from data.lmdb import format as record_format
 from data.lmdb.reader import LMDBReader
@@ -19,7 +18,7 @@ from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader
-from data.reading.sampler import GlobalSampler, SampleKeys
+from data.reading.sampler import GlobalSampler
 from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
@@ -209,17 +208,6 @@ def test_a_record_that_cannot_be_decoded_is_damaged(pack: Packer) -> None:
     with pytest.raises(DamageError, match="record 5 is damaged: cannot be decoded"):
         open_dataset(path, "stop").read([5])
     check_read(open_dataset(path), [5], [6])
-
-
-@pytest.mark.parametrize("crop", [None, RandomCrop()])
-def test_damage_and_cache(pack: Packer, crop: RandomCrop | None) -> None:
-    path = pack("png", [5])
-    keys = SampleKeys(1, np.arange(3))
-    expected = open_dataset(path, crop=crop).read([5, 6, 4], keys=keys)[0]
-    dataset = open_dataset(path, crop=crop, cache=True)
-    for _ in range(2):
-        np.testing.assert_array_equal(dataset.read([5, 6, 4], keys=keys)[0], expected)
-    assert list(dataset.damaged) == [5]
 
 
 def loader(dataset: Dataset, prefetch: int) -> InfiniteLoader:

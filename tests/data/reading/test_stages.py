@@ -20,9 +20,14 @@ from data.decode import RandomCrop
 from data.errors import DamageError
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, InfiniteLoader
+<<<<<<< HEAD
 from data.reading.sampler import GlobalSampler
 from data.reading.stages import level_of, levels_text
 from data.reading.weighted_sampling import balanced_weights
+=======
+from data.reading.sampler import GlobalSampler, balanced_weights
+from data.reading.stages import at_resolution, stages_text
+>>>>>>> 86e1684 (data.cache: ram goes, the page cache does it; CIFAR-10's pickles are torchvision's, after their MD5; sources that go by a name in one file; spans are stages)
 from data.records import pack_arrays
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
@@ -50,7 +55,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make(
     path: Path | Dataset,
-    spans: Sequence[tuple[int, int, int]] = SPANS,
+    stages: Sequence[tuple[int, int, int]] = SPANS,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -61,20 +66,20 @@ def make(
     reader = path if isinstance(path, Dataset) else Dataset(path)
     sampler = GlobalSampler(len(reader), batch_size=world_size, seed=1, rank=rank, world_size=world_size, **sampling)
     return InfiniteLoader(
-        reader, sampler, device="cpu", prefetch=prefetch, spans=spans, batches_per_step=batches_per_step
+        reader, sampler, device="cpu", prefetch=prefetch, stages=stages, batches_per_step=batches_per_step
     )
 
 
 def expected(
-    batches: int, spans: Sequence[tuple[int, int, int]] = SPANS, per_step: int = 1, **sampling: Any
+    batches: int, stages: Sequence[tuple[int, int, int]] = SPANS, per_step: int = 1, **sampling: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Records and images of the global batches: the epochs one after the other, cut by the spans."""
+    """Records and images of the global batches: the epochs one after the other, cut by the stages."""
     sampler = GlobalSampler(COUNT, batch_size=1, seed=1, **sampling)
     order = np.concatenate([sampler.order(epoch) for epoch in range(60)])
     whole, position = sample_images(COUNT, side=SIDE), 0
     for number in range(batches):
         side, size = 0, 0
-        for first, resolution, batch in spans:
+        for first, resolution, batch in stages:
             if number // per_step >= first:
                 side, size = resolution, batch
         records = order[position : position + size]
@@ -92,7 +97,7 @@ def loader_threads() -> list[threading.Thread]:
 
 
 def all_read_ahead() -> None:
-    """Wait for the thread, which ends where its span does. Raises TimeoutError for one that goes on."""
+    """Wait for the thread, which ends where its stage does. Raises TimeoutError for one that goes on."""
     deadline = time.monotonic() + 20
     while loader_threads():
         if time.monotonic() > deadline:
@@ -126,14 +131,14 @@ def test_interrupted_is_straight(grown: Path, prefetch: int, data: st.DataObject
     per_step = data.draw(st.sampled_from([1, 2]))
     lengths = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=2))
     sizes = data.draw(st.lists(st.sampled_from([4, 8, 12]), min_size=3, max_size=3))
-    spans = [(0, 8, sizes[0]), (lengths[0], 16, sizes[1]), (sum(lengths), 32, sizes[2])]
+    stages = [(0, 8, sizes[0]), (lengths[0], 16, sizes[1]), (sum(lengths), 32, sizes[2])]
     parts = data.draw(st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1, 2, 4])), min_size=2, max_size=4))
-    straight = expected(sum(batches for batches, _ in parts), spans, per_step)
+    straight = expected(sum(batches for batches, _ in parts), stages, per_step)
     options: dict[str, Any] = {"prefetch": prefetch, "batches_per_step": per_step}
-    state = make(grown, spans, batches_per_step=per_step).state_dict()
+    state = make(grown, stages, batches_per_step=per_step).state_dict()
     total = 0
     for batches, world_size in parts:
-        ranks = [make(grown, spans, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+        ranks = [make(grown, stages, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
         for loader in ranks:
             for _ in range(data.draw(st.integers(0, 2))):  # a position, and things read ahead, that must be dropped
                 next(loader)
@@ -174,7 +179,7 @@ def test_random_crops_go_on_with_the_order(tmp_path: Path) -> None:
     """A crop depends on seed, epoch and record alone: a stage that goes on with the order has new crops."""
     pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png")
     crop = RandomCrop()
-    loader = make(Dataset(tmp_path / "p.lmdb", resolution=16, crop=crop, cache=True), [(0, 8, 12), (3, 16, 12)])
+    loader = make(Dataset(tmp_path / "p.lmdb", resolution=16, crop=crop), [(0, 8, 12), (3, 16, 12)])
     sampler = GlobalSampler(COUNT, batch_size=12, seed=1)
     for number in range(6):
         indices, start = sampler.next_batch()
@@ -299,13 +304,13 @@ def test_levels_open_when_needed_and_close_behind(grown: Path, monkeypatch: pyte
 
 def test_files_and_threads_are_shared(grown: Path) -> None:
     reader = Dataset(grown)
-    level = level_of(reader, 8)
+    level = at_resolution(reader, 8)
     assert level.shards[0].handle() is reader.shards[0].handle()
-    assert level_of(reader, 32) is reader
+    assert at_resolution(reader, 32) is reader
     loader = make(grown, prefetch=2)
     for _ in range(6):
         next(loader)
-    assert len(loader_threads()) == 1  # the last span's: it has no end, while one with an end may have read all of it
+    assert len(loader_threads()) == 1  # the last stage's: it has no end, while one with an end may have read all of it
     gone = weakref.ref(loader)
     del loader
     gc.collect()
@@ -380,18 +385,13 @@ def test_a_file_that_is_replaced_while_training_is_refused(tmp_path: Path) -> No
 def test_a_level_reads_as_the_full_resolution_does(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "p.lmdb", sample_images(COUNT, side=SIDE), encoding="png", smallest=16)
     crop = RandomCrop(area=(0.5, 0.9))
-    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2, cache=True, on_damage="skip")
-    level = level_of(reader, 16)
+    reader = Dataset(tmp_path / "p.lmdb", crop=crop, workers=2, on_damage="skip")
+    level = at_resolution(reader, 16)
     assert (level.resolution, level.crop, level.workers, level.on_damage) == (16, crop, 2, "skip")
-    assert level.cache is reader.cache is not None  # whole images serve every level
-    plain = level_of(Dataset(tmp_path / "p.lmdb"), 16)
-    assert (plain.crop, plain.workers, plain.cache, plain.on_damage) == (None, 0, None, "stop")
-    sized = Dataset(tmp_path / "p.lmdb", cache=True)
-    cached = level_of(sized, 16)
-    assert cached.cache is not None
-    assert cached.cache is not sized.cache
+    plain = at_resolution(Dataset(tmp_path / "p.lmdb"), 16)
+    assert (plain.crop, plain.workers, plain.on_damage) == (None, 0, "stop")
     two = Dataset([tmp_path / "p.lmdb", tmp_path / "p.lmdb"])
-    assert len(level_of(two, 16)) == 2 * COUNT
+    assert len(at_resolution(two, 16)) == 2 * COUNT
 
 
 def test_levels_that_are_not_stored_are_scaled(tmp_path: Path) -> None:
@@ -409,16 +409,16 @@ def test_the_plan_says_where_levels_come_from(tmp_path: Path) -> None:
     for name, smallest in names.items():
         pack_arrays(tmp_path / f"{name}.lmdb", sample_images(3, side=64), smallest=smallest)
     sides = [8, 16, 32, 64]
-    texts = {name: levels_text(Dataset(tmp_path / f"{name}.lmdb"), sides) for name in names}
+    texts = {name: stages_text(Dataset(tmp_path / f"{name}.lmdb"), sides) for name in names}
     assert texts == {
         "full": "8, 16, 32, 64 px as stored",
         "part": "32, 64 px as stored, 8, 16 px scaled from 32 px while reading (data.pack --pyramid 8 stores them)",
         "none": "64 px as stored, 8, 16, 32 px scaled from 64 px while reading (data.pack --pyramid 8 stores them)",
     }
     half = Dataset(tmp_path / "none.lmdb", resolution=16)
-    assert levels_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")
+    assert stages_text(half, [8, 16]).startswith("8, 16 px scaled from 64 px")
     cropped = Dataset(tmp_path / "full.lmdb", resolution=16, crop=RandomCrop())
-    assert levels_text(cropped, [8, 16]) == "8, 16 px scaled from random crops"
+    assert stages_text(cropped, [8, 16]) == "8, 16 px scaled from random crops"
 
 
 # --- what is refused
@@ -428,6 +428,6 @@ def test_spans_are_checked(grown: Path) -> None:
     message = r"the batches of 12 images of 16 px are not divisible by 8 processes; make .* multiples of 8"
     with pytest.raises(UserError, match=message):
         make(grown, world_size=8)
-    for spans in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
-        with pytest.raises(ValueError, match="spans that begin at steps"):
-            make(grown, spans)
+    for stages in ([(1, 8, 8)], [(0, 8, 8), (0, 16, 8)], [(0, 8, 8), (5, 16, 8), (3, 32, 8)]):
+        with pytest.raises(ValueError, match="stages that begin at steps"):
+            make(grown, stages)

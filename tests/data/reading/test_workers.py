@@ -1,6 +1,5 @@
 """How many threads decode, what is kept in memory, and how much of both there is."""
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+<<<<<<< HEAD
 from data.decode import RandomCrop
 from data.lmdb.reader import LMDBReader
 from data.reading import cache as cache_module
 from data.reading import workers as workers_module
 from data.reading.cache import SHARE
+=======
+from data.reading import loader as workers_module
+>>>>>>> 86e1684 (data.cache: ram goes, the page cache does it; CIFAR-10's pickles are torchvision's, after their MD5; sources that go by a name in one file; spans are stages)
 from data.reading.dataset import Dataset
 from data.reading.sampler import SampleKeys
 from data.reading.workers import candidates, choose_workers
@@ -57,20 +60,16 @@ def test_raw_images_need_no_threads(packed: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_fastest_number_is_chosen(
     encoded: Path, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], best: int, tried: int
 ) -> None:
-    dataset = Dataset(encoded, workers=7, cache=True)
-    before = dataset.cache
+    dataset = Dataset(encoded, workers=7)
     monkeypatch.setattr(workers_module, "cores", lambda: 8)
 
     def measured(reader: Dataset, records: np.ndarray) -> float:
-        assert reader.cache is None  # an image that is kept costs nothing the second time
         assert sorted(set(records.tolist())) == list(range(12))
         return seconds[reader.workers]
 
     monkeypatch.setattr(workers_module, "_seconds", measured)
     assert choose_workers(dataset, 64) == (best, {n: 12 / seconds[n] for n in sorted(seconds)[:tried]})
     assert dataset.workers == 7
-    assert dataset.cache is before is not None
-    assert len(before) == 0
 
 
 def test_a_measurement_reads_no_more_than_a_batch(encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,94 +90,11 @@ def test_a_measurement_reads_no_more_than_a_batch(encoded: Path, monkeypatch: py
 
 
 def test_a_failed_measurement_leaves_the_data_set_as_it_was(encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = Dataset(encoded, workers=3, cache=True)
+    dataset = Dataset(encoded, workers=3)
     monkeypatch.setattr(workers_module, "_seconds", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         choose_workers(dataset, 4)
     assert dataset.workers == 3
-    assert dataset.cache is not None
-
-
-# --- images kept in memory
-
-
-def first_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on nothing is read from a file."""
-    monkeypatch.setattr(LMDBReader, "encoded_record", lambda *_: pytest.fail("the file was read again"))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("crop", [None, RandomCrop()])
-def test_the_second_read_does_not_touch_the_file(
-    encoded: Path, monkeypatch: pytest.MonkeyPatch, crop: RandomCrop | None, workers: int
-) -> None:
-    expected = Dataset(encoded, resolution=8, crop=crop).read(range(12), keys=KEYS)
-    other = Dataset(encoded, resolution=8, crop=crop).read(range(12), keys=SampleKeys(2, np.arange(12)))
-    dataset = Dataset(encoded, resolution=8, crop=crop, workers=workers, cache=True)
-    assert dataset.cache is not None
-    first = dataset.read(range(12), keys=KEYS)
-    assert len(dataset.cache) == 12
-    copied = pickle.loads(pickle.dumps(dataset))
-    assert len(copied.cache) == 0
-    np.testing.assert_array_equal(copied.read([3], keys=SampleKeys(1, np.array([3])))[0][0], expected[0][3])
-    first[0][:] = 0  # what was handed out is the reader's own
-    first_read_only(monkeypatch)
-    for images_read, keys in ((expected, KEYS), (other, SampleKeys(2, np.arange(12)))):
-        images, labels = dataset.read(range(12), keys=keys)
-        np.testing.assert_array_equal(images, images_read[0])
-        np.testing.assert_array_equal(labels, np.arange(12) % 3)
-    if crop is not None:
-        assert (expected[0] != other[0]).any()
-
-
-@pytest.mark.parametrize("crop", [None, RandomCrop()])
-@pytest.mark.parametrize("memory_share", [0.999, 1.0])
-def test_what_does_not_fit_is_not_kept(
-    encoded: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    crop: RandomCrop | None,
-    memory_share: float,
-) -> None:
-    """With random crops the images of such a data set were left unfilled."""
-    side = 8 if crop is None else 16  # random crops keep whole images
-    needed = 2 * 12 * 3 * side * side  # two processes
-    monkeypatch.setattr(cache_module, "available_bytes", lambda: memory_share * needed / SHARE)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    dataset = Dataset(encoded, resolution=8, crop=crop, cache=True)
-    error = capsys.readouterr().err
-    expected = Dataset(encoded, resolution=8, crop=crop).read(range(12), keys=KEYS)[0]
-    for _ in range(2):
-        out = np.full_like(expected, 99)
-        np.testing.assert_array_equal(dataset.read(range(12), out=out, keys=KEYS)[0], expected)
-    assert dataset.cache is not None
-    if memory_share == 1:
-        assert error == ""
-        assert len(dataset.cache) == 12
-    else:
-        assert error.startswith(f"warning: {encoded}: its decoded images take")
-        assert error.count("\n") == 1
-        assert len(dataset.cache) == 0
-        assert not dataset.cache.enabled
-
-
-def test_caches_share_the_memory(encoded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and held-out images: each alone would fit."""
-    monkeypatch.setattr(cache_module, "available_bytes", lambda: 1.5 * 12 * 3 * 16 * 16 / SHARE)
-    training, held_out = (Dataset(encoded, cache=True) for _ in range(2))
-    assert training.cache is not None
-    assert held_out.cache is not None
-    assert training.cache.enabled
-    assert not held_out.cache.enabled
-    del training
-    again = Dataset(encoded, cache=True)
-    assert again.cache is not None
-    assert again.cache.enabled
-
-
-@pytest.mark.parametrize("options", [{}, {"resolution": 4}, {"crop": RandomCrop()}])
-def test_raw_images_are_not_kept(packed: Path, options: dict[str, Any]) -> None:
-    assert Dataset(packed, cache=True, **options).cache is None
 
 
 # --- the machine

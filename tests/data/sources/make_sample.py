@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data.sources.base import ArraySource
-from data.sources.mnist import PREFIX, SAMPLE, open_fashion_mnist
+from data.sources.named import PREFIX, SAMPLE, open_fashion_mnist
 from utils.config.cli import Parser
 from utils.script import run_cli
 

@@ -1,7 +1,6 @@
 """Idx files, Fashion-MNIST and CIFAR-10: every format, every place they are looked for, and damaged files."""
 
 import gzip
-import io
 import json
 import os
 import pickle
@@ -17,9 +16,8 @@ from PIL import Image
 from data.lmdb.format import Meta
 from data.pack import pack
 from data.reading.dataset import Dataset
-from data.sources import cifar10, mnist, open_source
-from data.sources.download import cache_folder
-from data.sources.mnist import find_idx, read_idx
+from data.sources import named, open_source
+from data.sources.named import cache_folder, find_idx, read_idx
 from tests.data.sources.make_sample import idx_gz
 from utils.errors import UserError
 
@@ -107,11 +105,11 @@ def test_fashion_mnist_is_looked_for_in_order(
     debian, root = tmp_path / "debian", tmp_path / "root"
     write_idx(debian, "train", IMAGES[:3], LABELS[:3])
     write_idx(root, "train", IMAGES[:6], LABELS[:6])
-    monkeypatch.setattr(mnist, "DEBIAN", debian)
+    monkeypatch.setattr(named, "DEBIAN", debian)
     assert len(open_source("fashion-mnist")) == 3
     assert len(open_source("fashion-mnist", root=root)) == 6  # what is given wins
     assert not download.roots
-    monkeypatch.setattr(mnist, "DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
     assert len(open_source("fashion_mnist")) == 12
     assert len(open_source("fashion-mnist")) == 12
     assert download.roots == [str(tmp_path / "cache" / "duet")]  # once
@@ -124,7 +122,7 @@ def test_fashion_mnist_is_looked_for_in_order(
 def test_failed_download_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, download: type[FakeDownload]
 ) -> None:
-    monkeypatch.setattr(mnist, "DEBIAN", tmp_path / "not-installed")
+    monkeypatch.setattr(named, "DEBIAN", tmp_path / "not-installed")
     monkeypatch.setattr(download, "error", RuntimeError("Error downloading:\nTried mirror, got:\n<no network>\n"))
     with pytest.raises(UserError, match=r"Fashion-MNIST .*\(<no network>\): .*dataset-fashion-mnist or pass --root"):
         open_source("fashion-mnist")
@@ -132,7 +130,7 @@ def test_failed_download_is_one_line(
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError("<no route>")
 
-    monkeypatch.setattr("torchvision.datasets.utils.download_and_extract_archive", fail)
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", fail)
     with pytest.raises(UserError, match=r"CIFAR-10 .*\(<no route>\): pass --root"):
         open_source("cifar10")
 
@@ -169,9 +167,9 @@ def write_binary(folder: Path) -> None:
 def write_python(folder: Path) -> None:
     for name, rows in parts("train") + parts("test"):
         pixels = COLOUR[rows].transpose(0, 3, 1, 2).reshape(-1, 3072)
-        content = pickle.dumps({b"data": pixels, b"labels": CIFAR_LABELS[rows], b"batch_label": b"x"}, protocol=2)
-        # The published files were written by an old NumPy, under the old name of its module.
-        (folder / name).write_bytes(content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray"))
+        content = pickle.dumps({"data": pixels, "labels": CIFAR_LABELS[rows]}, protocol=2)
+        (folder / name).write_bytes(content)
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": []}))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +183,10 @@ def write_python(folder: Path) -> None:
         (write_python, "cifar-10-batches-py"),
     ],
 )
-def test_cifar10_formats(tmp_path: Path, write: Callable[[Path], None], inner: str) -> None:
+def test_cifar10_formats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], None], inner: str
+) -> None:
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     (tmp_path / inner).mkdir(exist_ok=True)
     write(tmp_path / inner)
     for split, rows in (("train", slice(0, 10)), ("test", slice(10, 15))):
@@ -211,27 +212,17 @@ def test_cifar10_damage(tmp_path: Path) -> None:
         open_source("cifar10", split="test", root=tmp_path)
 
 
-class Evil:
-    def __init__(self, command: str) -> None:
-        self.command = command
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, (self.command,)
-
-
-def test_cifar10_pickle_cannot_run_code(tmp_path: Path) -> None:
-    (tmp_path / "test_batch").write_bytes(pickle.dumps(Evil(f"touch {tmp_path}/was-here"), protocol=2))
-    with pytest.raises(UserError, match=r"test_batch is not a batch of CIFAR-10 \(it asks for .*system"):
+def test_cifar10_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of another MD5 than the published ones are not unpickled."""
+    monkeypatch.setattr("torchvision.datasets.cifar.download_and_extract_archive", lambda *_, **__: None)
+    write_python(tmp_path)
+    evil = f"cos\nsystem\n(S'touch {tmp_path}/was-here'\ntR."
+    (tmp_path / "test_batch").write_text(evil)
+    with pytest.raises(UserError, match=r"CIFAR-10 was not found here and cannot be downloaded \([^\n]*corrupted"):
         open_source("cifar10", split="test", root=tmp_path)
     assert not (tmp_path / "was-here").exists()
-
-
-def test_restricted_unpickler_still_reads_arrays() -> None:
-    array = np.arange(6).reshape(2, 3)
-    content = io.BytesIO(pickle.dumps([array, b"bytes", 3], protocol=2))
-    read = cifar10._NumpyUnpickler(content, encoding="bytes").load()
-    np.testing.assert_array_equal(read[0], array)
-    assert read[1:] == [b"bytes", 3]
+    pickle.loads(evil.encode())
+    assert (tmp_path / "was-here").exists()
 
 
 def test_find_idx_wants_both_files(tmp_path: Path) -> None:
@@ -251,7 +242,7 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
         return *reader.read(np.arange(len(reader))), meta
 
 
-@pytest.mark.skipif(not mnist.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
+@pytest.mark.skipif(not named.DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not there")
 @pytest.mark.parametrize(
     ("size", "split", "prefix", "count"),
     [
@@ -263,11 +254,11 @@ def packed_and_read(path: Path, name: str, **options: Any) -> tuple[np.ndarray, 
 )
 def test_full_fashion_mnist(tmp_path: Path, size: int, split: str, prefix: str, count: int) -> None:
     sample_images, labels, meta = packed_and_read(tmp_path / "x.lmdb", "fashion-mnist", split=split, size=size)
-    content = gzip.decompress((mnist.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
+    content = gzip.decompress((named.DEBIAN / f"{prefix}-images-idx3-ubyte.gz").read_bytes())
     expected = np.frombuffer(content, np.uint8, offset=16).reshape(count, 1, 28, 28)
     border = (size - 28) // 2
     np.testing.assert_array_equal(sample_images, np.pad(expected, ((0, 0), (0, 0), (border, border), (border, border))))
-    content = gzip.decompress((mnist.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
+    content = gzip.decompress((named.DEBIAN / f"{prefix}-labels-idx1-ubyte.gz").read_bytes())
     np.testing.assert_array_equal(labels, np.frombuffer(content, np.uint8, offset=8))
     assert meta.histogram == [count // 10] * 10
     assert meta.resize_filter == ("none" if size == 28 else "zero-pad")

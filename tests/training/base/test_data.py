@@ -61,13 +61,12 @@ def opened(config: RunConfig) -> tuple[Dataset, Dataset | None]:
 
 def test_every_option_reaches_the_data_set(folder: Path) -> None:
     plain = data.open_training(config_of(folder).data)
-    assert (plain.workers, plain.crop, plain.cache, plain.on_damage, plain.resolution) == (0, None, None, "stop", 8)
-    options: dict[str, Any] = {"crop": "random", "crop_area": (0.5, 0.9), "crop_aspect": (0.8, 1.25), "cache": "ram"}
+    assert (plain.workers, plain.crop, plain.on_damage, plain.resolution) == (0, None, "stop", 8)
+    options: dict[str, Any] = {"crop": "random", "crop_area": (0.5, 0.9), "crop_aspect": (0.8, 1.25)}
     config = config_of(folder, name="own.lmdb", resolution=6, workers=3, on_damage="skip", **options)
     dataset = data.open_training(config.data)
     assert dataset.crop == RandomCrop(area=(0.5, 0.9), aspect=(0.8, 1.25))
     assert (dataset.workers, dataset.on_damage, dataset.resolution) == (3, "skip", 6)
-    assert dataset.cache is not None
 
 
 def test_held_out_images_are_whole_and_at_the_same_size(folder: Path) -> None:
@@ -243,11 +242,11 @@ def test_threads_are_measured_only_where_they_are_left_open(folder: Path, monkey
     training, held_out = opened(config)
     assert data.tune_workers(config, training, held_out) == "decoded by 3 threads, whole or in the middle"
     assert asked == []
-    options: dict[str, Any] = {"crop": "random", "cache": "ram", "val_path": str(folder / "test.lmdb")}
+    options: dict[str, Any] = {"crop": "random", "val_path": str(folder / "test.lmdb")}
     config = config_of(folder, name="own.lmdb", resolution=6, **options)
     training, held_out = opened(config)
     text = data.tune_workers(config, training, held_out)
-    assert text == "decoded by 2 threads (images/s by threads: 0: 1,000, 2: 1,500), random crops, kept in memory"
+    assert text == "decoded by 2 threads (images/s by threads: 0: 1,000, 2: 1,500), random crops"
     assert held_out is not None
     assert (training.workers, held_out.workers, asked) == (2, 2, [4])
 

