@@ -23,10 +23,9 @@ def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, fl
         return 0, {}
     count = min(len(dataset), batch_size, MEASURED_IMAGES)
     records = np.linspace(0, len(dataset) - 1, count).astype(np.int64)
-    before, cache = dataset.workers, dataset.cache
+    before = dataset.workers
     rates: dict[int, float] = {}
     best = 0
-    dataset.cache = None  # the second read of an image would cost nothing
     try:
         dataset.read(records)  # opens the file, warms the page cache
         for workers in candidates(cores()):
@@ -37,7 +36,7 @@ def choose_workers(dataset: Dataset, batch_size: int) -> tuple[int, dict[int, fl
             elif workers:
                 break
     finally:
-        dataset.workers, dataset.cache = before, cache
+        dataset.workers = before
     return best, rates
 
 

@@ -20,14 +20,9 @@ from data.decode import RandomCrop
 from data.errors import DamageError
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, InfiniteLoader
-<<<<<<< HEAD
 from data.reading.sampler import GlobalSampler
-from data.reading.stages import level_of, levels_text
-from data.reading.weighted_sampling import balanced_weights
-=======
-from data.reading.sampler import GlobalSampler, balanced_weights
 from data.reading.stages import at_resolution, stages_text
->>>>>>> 86e1684 (data.cache: ram goes, the page cache does it; CIFAR-10's pickles are torchvision's, after their MD5; sources that go by a name in one file; spans are stages)
+from data.reading.weighted_sampling import balanced_weights
 from data.records import pack_arrays
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images

@@ -7,15 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-<<<<<<< HEAD
-from data.decode import RandomCrop
-from data.lmdb.reader import LMDBReader
-from data.reading import cache as cache_module
 from data.reading import workers as workers_module
-from data.reading.cache import SHARE
-=======
-from data.reading import loader as workers_module
->>>>>>> 86e1684 (data.cache: ram goes, the page cache does it; CIFAR-10's pickles are torchvision's, after their MD5; sources that go by a name in one file; spans are stages)
 from data.reading.dataset import Dataset
 from data.reading.sampler import SampleKeys
 from data.reading.workers import candidates, choose_workers
