@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from studies.subjects import SUBJECTS, load_subject
-from utils.config.build import UnknownKey, build, to_tree
-from utils.config.cli import Parser, did_you_mean, number, positive
+from utils.config.build import build, to_tree
+from utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 from utils.script import exit_cli

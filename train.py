@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from utils.config.build import UnknownKey
-from utils.config.cli import Parser, did_you_mean, number, positive
+from utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
 from utils.config.recipes import listing, recipes
 from utils.config.yaml_files import read_yaml
 from utils.distributed.launch import add_options, leaving_on_signals, start_processes, under_launcher, wanted_device

@@ -8,7 +8,6 @@ take it) over the time of the steps.
 """
 
 import contextlib
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -47,7 +46,7 @@ def settings(config: GanConfig) -> dict[str, GanConfig]:
     """What is compared, by name."""
     plain = {"bf16": ("bf16", True), "fp32": ("fp32", True), "fp32_nchw": ("fp32", False)}
     return {
-        name: dataclasses.replace(config, precision=precision, channels_last=channels_last)  # type: ignore[arg-type]
+        name: config.changed(precision=precision, channels_last=channels_last)
         for name, (precision, channels_last) in plain.items()
     }
 

@@ -7,7 +7,6 @@ model (`seconds`). docs/scaling.md holds the tables that `--markdown` prints.
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import sys
@@ -177,12 +176,12 @@ def kinds_of_steps(config: RunConfig) -> dict[int, float]:
 
 def build_task(config: RunConfig, images: Images, batch: int) -> Any:
     """The task at another batch size and without data; under a FakeTensorMode nothing is computed."""
-    config = dataclasses.replace(config, batch_size=batch, micro_batch=None)
+    config = config.changed(batch_size=batch, micro_batch=None)
     if isinstance(config, GanConfig):  # images are moved about without arithmetic to speak of
-        config = dataclasses.replace(config, augment=Augment())
+        config = config.changed(augment=Augment())
     if isinstance(config, ClassifierConfig):
-        model = dataclasses.replace(config.model, weights=None)
-        config = dataclasses.replace(config, model=model, augment=MixingAugment())
+        model = config.model.changed(weights=None)
+        config = config.changed(model=model, augment=MixingAugment())
     reader: Any = Reader(images)
     return TASKS[config.task].task(config, reader, None, torch.device("cpu"))
 

@@ -2,13 +2,13 @@
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.fx
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,15 +16,14 @@ from models.backbones import discriminator as gans
 from models.backbones.base import Backbone, in_turn
 from models.backbones.registry import backbone_of
 from models.batchnorm import statistics_kept
-from utils.config.ranges import Checked, PositiveInt, between
+from utils.config.model import Config, PositiveInt
 from utils.errors import UserError
 from utils.passport import nothing
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 
 
-@dataclass(kw_only=True)
-class ModelConfig(Checked, section="model"):
+class ModelConfig(Config):
     """Which network."""
 
     name: str = "resnet18"  # one of models/backbones/registry.py; discriminator: that of the GAN's run in weights
@@ -37,22 +36,21 @@ class ModelConfig(Checked, section="model"):
     weights: str | None = None  # to start from: torchvision's IMAGENET1K_V1, IMAGENET1K_V2, DEFAULT, or a file or run
     normalise: Literal["auto", "symmetric", "imagenet"] = "auto"  # auto: imagenet with weights, else [-1, 1] as it is
     # px that images are scaled to inside the network; None: as they come
-    input_size: Annotated[int, between(8, 8192)] | None = None
+    input_size: Annotated[int, Interval(ge=8, le=8192)] | None = None
     activation_checkpointing: bool = False  # compute each stage again in the backward pass instead of keeping it
     inplace: bool = True  # ReLUs overwrite their input
     # training over all of a process's devices (models/model_parallel.py); auto: memory shared evenly; or where each
     # further device begins: {layer3: 1}
     split: Literal["off", "auto"] | dict[str, int] = "off"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if (self.name == gans.NAME) != (self.discriminator is not None):
             if self.name != gans.NAME or self.weights is None:
-                raise UserError(f"model.name {gans.NAME} and model.weights with a GAN's run belong together: give both")
+                raise UserError(f"name {gans.NAME} and weights with a GAN's run belong together: give both")
             self.discriminator = gans.read_form(self.weights)
         if not self.backbone.in_turn and (self.activation_checkpointing or self.split != "off"):
             raise UserError(
-                f"model.activation_checkpointing and model.split are not for {self.name}: leave them out; "
+                f"activation_checkpointing and split are not for {self.name}: leave them out; "
                 "micro_batch saves memory too"
             )
 

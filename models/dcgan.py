@@ -7,7 +7,6 @@ move with the discriminator's updates instead of its forward passes.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from models.gan import ImageDiscriminator, PlainGenerator, sizes_up_to
 from models.layers import normalize_second_moment
-from utils.config.ranges import Checked, PositiveInt
+from utils.config.model import Config, PositiveInt
 
 SLOPE = 0.1  # of the discriminator's leaky ReLU
 GAIN = math.sqrt(2)  # of layers before it; with the paper's 1 logits of a few layers start near 0 and learn slowly
@@ -31,8 +30,7 @@ RECIPE = {  # of a training, where it says nothing else
 }
 
 
-@dataclass(kw_only=True)
-class DcganConfig(Checked):
+class DcganConfig(Config):
     """Size of a network."""
 
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
@@ -45,15 +43,13 @@ class DcganConfig(Checked):
         return [min(self.width * resolution // size, self.width_max) for size in sizes_up_to(resolution)]
 
 
-@dataclass(kw_only=True)
-class DcganGeneratorConfig(DcganConfig, section="generator"):
+class DcganGeneratorConfig(DcganConfig):
     """Size of the generator."""
 
     z_dim: PositiveInt = 128  # latent dimensions
 
 
-@dataclass(kw_only=True)
-class DcganDiscriminatorConfig(DcganConfig, section="discriminator"):
+class DcganDiscriminatorConfig(DcganConfig):
     """Size of the discriminator."""
 
 

@@ -7,17 +7,17 @@ cardinalities are those of the configuration up to `full_width_up_to` px and hal
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from models.fir import fir_kernel
 from models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
 from models.layers import LEAKY_SLOPE, compute_dtype
-from utils.config.ranges import Checked, PositiveInt, between
+from utils.config.model import Config, PositiveInt
 from utils.errors import UserError
 
 LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a leaky ReLU
@@ -25,23 +25,23 @@ LEAKY_GAIN = math.sqrt(2 / (1 + LEAKY_SLOPE**2))  # keeps the variance through a
 LOW_PASS = (1.0, 2.0, 1.0)
 
 
-@dataclass(kw_only=True)
-class R3Config(Checked):
+class R3Config(Config):
     """Configuration of both networks. Raises UserError for sizes that do not fit together."""
+
+    section: ClassVar[str]
 
     width: PositiveInt = 768  # channels up to full_width_up_to
     cardinality: PositiveInt = 96  # groups of the 3x3 convolutions up to full_width_up_to
     full_width_up_to: PositiveInt = 32  # px; above it both halve with every doubling (64: the paper's ImageNet-64)
-    blocks: Annotated[int, between(1, 100)] = 2  # residual blocks a resolution
+    blocks: Annotated[int, Interval(ge=1, le=100)] = 2  # residual blocks a resolution
     expansion: PositiveInt = 2  # channels inside a block / outside
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         inside = self.width * self.expansion
         if inside % self.cardinality:
             raise UserError(
-                f"{self.section}.cardinality {self.cardinality} does not divide the {inside} channels inside a block "
+                f"cardinality {self.cardinality} does not divide the {inside} channels inside a block "
                 f"(width x expansion); make it a divisor of {inside}"
             )
 
@@ -62,18 +62,19 @@ class R3Config(Checked):
         return [(size, self.width // parts, self.cardinality // parts) for size, parts in parts_at.items()]
 
 
-@dataclass(kw_only=True)
-class R3GeneratorConfig(R3Config, section="generator"):
+class R3GeneratorConfig(R3Config):
     """Size of R3GAN's generator."""
+
+    section = "generator"
 
     z_dim: PositiveInt = 64  # latent dimensions
     embed_dim: PositiveInt = 64  # conditional: dimensions of the label's embedding, which is appended to z
 
 
-@dataclass(kw_only=True)
-class R3DiscriminatorConfig(R3Config, section="discriminator"):
+class R3DiscriminatorConfig(R3Config):
     """Size of R3GAN's discriminator."""
 
+    section = "discriminator"
     group: ClassVar[int] = 1  # no statistic of the batch is looked at
 
     embed_dim: PositiveInt | None = None  # conditional: dimensions of the label's embedding; None: width

@@ -6,12 +6,12 @@ progressive growing (1812.04948): the blocks up to that resolution, the newest f
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 from torch import Tensor, nn
 
 from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, run, sizes_up_to
@@ -26,11 +26,10 @@ from models.stylegan2_layers import (
     is_one,
     minibatch_std,
 )
-from utils.config.ranges import Checked, Decay, NonNegativeInt, PositiveFloat, PositiveInt, between
+from utils.config.model import Config, Decay, NonNegativeInt, PositiveFloat, PositiveInt
 
 
-@dataclass(kw_only=True)
-class SizeConfig(Checked):
+class SizeConfig(Config):
     """What both networks have: their width, and how they save memory and time."""
 
     channel_base: PositiveInt = 16384  # channels at a resolution: min(channel_base / resolution, channel_max)
@@ -47,26 +46,25 @@ class SizeConfig(Checked):
         return Fp16Plan(resolution, self.fp16_resolutions, self.conv_clamp, self.clamp_always)
 
 
-@dataclass(kw_only=True)
-class GeneratorConfig(SizeConfig, section="generator"):
+class GeneratorConfig(SizeConfig):
     """Size of the generator."""
 
     z_dim: PositiveInt = 512  # latent dimensions
     w_dim: PositiveInt = 512  # intermediate latent dimensions
-    mapping_layers: Annotated[int, between(1, 100)] = 8  # 2 for small sets
+    mapping_layers: Annotated[int, Interval(ge=1, le=100)] = 8  # 2 for small sets
     mapping_lr_multiplier: PositiveFloat = 0.01  # of the mapping network's learning rate
     w_avg_beta: Decay = 0.995  # decay of the moving mean of w
 
 
-@dataclass(kw_only=True)
-class DiscriminatorConfig(SizeConfig, section="discriminator"):
+class DiscriminatorConfig(SizeConfig):
     """Size and form of the discriminator."""
 
     architecture: Literal["residual", "plain"] = "residual"  # plain: no skip connections; cheaper, for small images
     minibatch_std_group: PositiveInt = 4  # consecutive samples of the global batch; 1 switches the layer off
     # strided: samples N / group apart in each forward pass, as in NVIDIA's code; micro-batches then change the result
     minibatch_std_order: Literal["consecutive", "strided"] = "consecutive"
-    mapping_layers: Annotated[int, between(0, 100)] = 0  # layers that map the label's embedding before the projection
+    # layers that map the label's embedding before the projection
+    mapping_layers: Annotated[int, Interval(ge=0, le=100)] = 0
 
     @property
     def group(self) -> int:

@@ -1,7 +1,6 @@
 """Study `augment`: do a generator's samples help a classifier, beyond what weights, sampling and augmentation do?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from studies.pictures import class_rows
 from studies.samples import Selection, generator_job, samples_job
 from studies.train import QUIET, classifier_arm, train_run
 from studies.verdict import class_groups, even, groups_of
-from utils.config.ranges import Checked, PositiveFloat, PositiveInt, Probability
+from utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from utils.errors import UserError
 
 REAL, HELD, UNTRAINED = "real only", "held-back real images", "untrained generator"
@@ -38,8 +37,7 @@ GENERATOR, SELECTOR = "generator", "selector"
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 
 
-@dataclass(kw_only=True)
-class SelectionConfig(Checked, section="selection"):
+class SelectionConfig(Config):
     """Which samples the arms `selected` train on."""
 
     pool: PositiveInt = 4  # samples drawn for each that is wanted
@@ -47,23 +45,20 @@ class SelectionConfig(Checked, section="selection"):
     high: Probability = 1.0  # and at most
 
 
-@dataclass(kw_only=True)
 class AugmentConfig(StudyConfig):
     """All settings of the study."""
 
-    ratios: list[PositiveFloat] = field(default_factory=lambda: [0.25, 0.5, 1.0, 2.0])  # samples per real image
-    selected: list[bool] = field(default_factory=lambda: [False, True])  # which kinds of samples
-    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    ratios: list[PositiveFloat] = [0.25, 0.5, 1.0, 2.0]  # samples per real image
+    selected: list[bool] = [False, True]  # which kinds of samples
+    selection: SelectionConfig = SelectionConfig()
     control_ratio: PositiveFloat = 1.0  # of both controls: images per real image
     # of the arm "stronger augmentation": keys of the classifier's recipe
-    stronger: dict[str, Any] = field(
-        default_factory=lambda: {"augment.trivial_augment": True, "augment.cutmix": 1.0, "augment.mix_prob": 0.5}
-    )
+    stronger: dict[str, Any] = {"augment.trivial_augment": True, "augment.cutmix": 1.0, "augment.mix_prob": 0.5}
     # of every arm with samples, not of the controls: keys of the classifier's recipe, such as data.sampling
-    mixing: dict[str, Any] = field(default_factory=dict)
+    mixing: dict[str, Any] = {}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if not self.ratios or not self.selected:
             raise UserError("ratios and selected: give at least one each, such as [0.5] and [false]")
         if self.selection.low > self.selection.high:

@@ -2,7 +2,6 @@
 to as many real images, and what each ingredient of GaFi (2305.10118) does to it.
 """
 
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from studies.samples import generator_job, generator_run
 from studies.train import QUIET, ended, judge_classifier, run_config, train_run
 from studies.verdict import class_groups, difference, groups_of
 from utils.checkpoint import load, resolve
-from utils.config.ranges import PositiveInt
+from utils.config.model import PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.seeding import numpy_generator
@@ -31,14 +30,13 @@ GENERATOR, SELECTOR = "generator", "selector"  # jobs; the untrained generator's
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 
 
-@dataclass(kw_only=True)
 class CasConfig(StudyConfig):
     """The keys of subject `cas`."""
 
     n: PositiveInt | None = None  # images that a classifier is trained on; null: as many as the held-back ones allow
     # the classifier that selects, trained on the training images; without a config: the recipe `classifier`
-    selector: Recipe = field(default_factory=Recipe)
-    drawing: Drawing = field(default_factory=Drawing)  # the ingredients: an arm for each alone, and one for all
+    selector: Recipe = Recipe()
+    drawing: Drawing = Drawing()  # the ingredients: an arm for each alone, and one for all
 
 
 class Cas(Subject):
@@ -134,7 +132,7 @@ class Cas(Subject):
             file.unlink(missing_ok=True)
             return result
 
-        key = {"drawing": asdict(drawing) if drawing else None, "classifier": recipe.key(), "n": self.config.n}
+        key = {"drawing": drawing.model_dump() if drawing else None, "classifier": recipe.key(), "n": self.config.n}
         return Arm(
             name, what, make, key=key, needs=(NAME, *jobs, *([name] if name == UNTRAINED else [])), family=family
         )

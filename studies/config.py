@@ -1,22 +1,21 @@
 """The settings that every study has. A recipe configs/study_*.yaml sets only what differs from the defaults here."""
 
 import json
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
+from annotated_types import Ge, Interval
 
-from utils.config.ranges import Checked, InnerShare, NonNegativeInt, PositiveInt, at_least, between
+from utils.config.model import Config, InnerShare, NonNegativeInt, PositiveInt
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 HOME = Path(__file__).resolve().parent.parent
-Tail = Annotated[float, between(1, 1e6, float)]
+Tail = Annotated[float, Interval(ge=1, le=1e6)]
 
 
-@dataclass(kw_only=True)
-class StudyData(Checked, section="data"):
+class StudyData(Config):
     """The images. The study divides those of `path` into training, held-out and held-back ones and leaves out the rest;
     the test images stay as they are.
     """
@@ -25,19 +24,18 @@ class StudyData(Checked, section="data"):
     test_path: str | None = None  # packed test images
     source: Literal["sample", "fashion-mnist", "cifar10"] | None = None  # instead: a named set, which the study packs
     root: str | None = None  # folder of its files
-    size: Annotated[int, at_least(4)] | None = None  # px to which a source is packed
+    size: Annotated[int, Ge(4)] | None = None  # px to which a source is packed
     held_out: InnerShare = 0.1  # of each class: choices are made on these, never on test images
     held_back: InnerShare = 0.3  # of each class at least: only a control sees them
     largest: PositiveInt | None = None  # training images of the largest class at most; null: all that are left
     long_tail: Tail = 1.0  # largest class over rarest: classes fall off exponentially in their order; 1: as they are
     seed: int = 0  # of the division
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.held_out + self.held_back >= 1:
-            raise UserError("data.held_out and held_back leave no image to train on; make their sum less than 1")
-
     def check(self) -> None:
+        if self.held_out + self.held_back >= 1:
+            raise UserError("held_out and held_back leave no image to train on; make their sum less than 1")
+
+    def check_source(self) -> None:
         """Raise UserError unless exactly one kind of images is named."""
         if (self.source is None) == (self.path is None):
             raise UserError("data: give either source (a named set) or path and test_path (packed files)")
@@ -45,12 +43,11 @@ class StudyData(Checked, section="data"):
             raise UserError("data.path and data.test_path: give both, the packed training and test images")
 
 
-@dataclass(kw_only=True)
-class Recipe(Checked):
+class Recipe(Config):
     """What is trained, and how it differs from a recipe of configs/."""
 
     config: str = ""  # a recipe for train.py
-    overrides: dict[str, Any] = field(default_factory=dict)  # its keys, dotted: optimizer.lr: 0.1
+    overrides: dict[str, Any] = {}  # its keys, dotted: optimizer.lr: 0.1
     run: str | None = None  # a run that was trained on exactly this study's training images; nothing is trained then
 
     @property
@@ -65,25 +62,23 @@ class Recipe(Checked):
 
     def key(self) -> dict[str, Any]:
         """What defines a training: what the recipe says, not only its name."""
-        return asdict(self) | {"recipe": self.text()}
+        return self.model_dump() | {"recipe": self.text()}
 
 
-@dataclass(kw_only=True)
-class StudyConfig(Checked):
+class StudyConfig(Config):
     """The keys every study has."""
 
     seeds: PositiveInt = 5  # trainings of each arm
     first_seed: NonNegativeInt = 0
     keep_runs: bool = False  # the checkpoints of arms that are done; without them a run takes kilobytes
-    data: StudyData = field(default_factory=StudyData)
-    classifier: Recipe = field(default_factory=Recipe)
-    gan: Recipe = field(default_factory=Recipe)
+    data: StudyData = StudyData()
+    classifier: Recipe = Recipe()
+    gan: Recipe = Recipe()
     # keys that --quick sets, dotted; a mapping is merged into what is there
-    quick: dict[str, Any] = field(default_factory=dict)
+    quick: dict[str, Any] = {}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.data.check()
+    def check(self) -> None:
+        self.data.check_source()
         for name in ("classifier", "gan"):
             recipe: Recipe = getattr(self, name)
             if not recipe.config and recipe.run is None and name in self.trains:

@@ -7,7 +7,6 @@ z, so that here w is spread, about its class's mean.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from models.classifier import Classifier
 from models.restore import generator_from
 from models.sampling import draw, generate
 from utils.checkpoint import load
-from utils.config.ranges import Checked, PositiveFloat, PositiveInt
+from utils.config.model import Config, PositiveFloat, PositiveInt
 from utils.errors import UserError
 from utils.runlog.progress import Bar
 
@@ -41,8 +40,7 @@ Rule = Callable[[Tensor, int], Tensor]  # samples uint8 [n, C, H, W] and their c
 Band = tuple[float, float]
 
 
-@dataclass(kw_only=True)
-class Drawing(Checked, section="drawing"):
+class Drawing(Config):
     """What is done to samples; the defaults: nothing."""
 
     recognised: bool = False  # keep those that the selector names as asked
@@ -54,12 +52,11 @@ class Drawing(Checked, section="drawing"):
     checkpoints: PositiveInt = 1  # the last so many of the generator's run take turns
     psi: PositiveFloat = 1.0  # above 1: w is spread about its class's mean
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         for name in ("confidence", "distance"):
             band = getattr(self, name)
             if band is not None and not 0 <= band[0] < band[1] <= 1:
-                raise UserError(f"drawing.{name} {list(band)}: give two numbers from 0 to 1, the smaller one first")
+                raise UserError(f"{name} {list(band)}: give two numbers from 0 to 1, the smaller one first")
 
     @property
     def selects(self) -> bool:
@@ -78,8 +75,8 @@ class Drawing(Checked, section="drawing"):
 
     def alone(self) -> dict[str, "Drawing"]:
         """Each of the ingredients that are set, alone."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: Drawing(**{name: value}) for name, value in given.items() if value != getattr(Drawing(), name)}
+        given = self.model_dump(exclude_defaults=True)
+        return {name: Drawing(**{name: value}) for name, value in given.items()}
 
 
 class Selector:

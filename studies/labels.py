@@ -1,7 +1,6 @@
 """Study `labels`: with few labels, what do pseudo-labels, a generator's samples and a discriminator's features add?"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from studies.samples import SEED, generator_run
 from studies.train import QUIET, judge_classifier, require_trained_on, train_run
 from studies.verdict import groups_of
 from utils.checkpoint import load, resolve
-from utils.config.ranges import PositiveFloat, PositiveInt, Probability
+from utils.config.model import PositiveFloat, PositiveInt, Probability
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.seeding import numpy_generator
@@ -38,25 +37,22 @@ HEAD, TUNED = "features of D", "from D on"
 BATCH = 250  # images that are labelled at a time
 
 
-@dataclass(kw_only=True)
 class LabelsConfig(StudyConfig):
     """All settings of the study."""
 
-    per_class: list[PositiveInt] = field(default_factory=lambda: [10, 50])  # labels of each class
+    per_class: list[PositiveInt] = [10, 50]  # labels of each class
     threshold: Probability = 0.95  # least probability of a pseudo-label
     ratio: PositiveFloat = 1.0  # samples per training image, before those that are not sure are left out
     # of the arms that start from the discriminator: keys of the classifier's recipe
-    discriminator: dict[str, Any] = field(
-        default_factory=lambda: {
-            "model.stem": "imagenet",
-            "optimizer.name": "adam",
-            "optimizer.lr": 0.002,
-            "optimizer.weight_decay": 0.0,
-        }
-    )
+    discriminator: dict[str, Any] = {
+        "model.stem": "imagenet",
+        "optimizer.name": "adam",
+        "optimizer.lr": 0.002,
+        "optimizer.weight_decay": 0.0,
+    }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if not self.per_class or sorted(set(self.per_class)) != self.per_class:
             raise UserError("per_class: give numbers of labels, the smallest first, each once")
 

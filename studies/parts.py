@@ -1,7 +1,6 @@
 """A study's images: training, held-out and held-back ones of one file, drawn by a seed, and the test images."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def parts_job(data: StudyData) -> Job:
             counts[TEST] = np.bincount(tested.labels(), minlength=every)
         return {"classes": reader.classes, "counts": {name: found.tolist() for name, found in counts.items()}}
 
-    return Job(NAME, make, key=asdict(data), what="the images: training, held-out, held-back and test ones")
+    return Job(NAME, make, key=data.model_dump(), what="the images: training, held-out, held-back and test ones")
 
 
 def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
@@ -111,7 +110,7 @@ def _shares(counts: Sequence[int], data: StudyData) -> tuple[list[int], list[int
 def expected_counts(data: StudyData) -> list[int]:
     """Training images of each class, before anything is packed; but for twins that are left out."""
     if data.path is None:
-        return training_counts([EVEN_SOURCE] * 10, replace(data, largest=None))
+        return training_counts([EVEN_SOURCE] * 10, data.changed(largest=None))
     with Dataset(data.path) as reader:
         return training_counts(_shares(reader.meta.histogram, data)[1], data)
 

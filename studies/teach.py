@@ -1,7 +1,6 @@
 """Study `teach`: what does a classifier's loss do to a generator, from outside or as a head on the discriminator?"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from studies.pictures import COLUMNS
 from studies.samples import SEED
 from studies.train import QUIET, run_config, train_run
 from utils.checkpoint import Checkpoint, load, resolve
-from utils.config.ranges import InnerShare, PositiveFloat, PositiveInt
+from utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.images import save_rows
@@ -37,20 +36,19 @@ FIGURES = {"recognised": True, "frechet": False, "diversity": True}  # whether l
 SHOWN = 10  # classes in the pictures
 
 
-@dataclass(kw_only=True)
 class TeachConfig(StudyConfig):
     """All settings of the study."""
 
-    teacher: list[PositiveFloat] = field(default_factory=lambda: [1.0])  # loss.classifier_weight, an arm each
-    head: list[PositiveFloat] = field(default_factory=lambda: [1.0])  # loss.auxiliary_weight, an arm each
+    teacher: list[PositiveFloat] = [1.0]  # loss.classifier_weight, an arm each
+    head: list[PositiveFloat] = [1.0]  # loss.auxiliary_weight, an arm each
     head_learns_samples: bool = True  # whether each head has a second arm, with loss.auxiliary_fakes
     n: PositiveInt = 2000  # samples and test images of a distance
     extractor: str = JUDGE  # whose features it is taken in: judge (its own), resnet50 or inception
     weights: str | None = None  # weights file of the extractor
     short: InnerShare = 0.1  # share of the steps after which the control stops
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if self.gan.run is not None or not (self.teacher or self.head):
             raise UserError("gan.run must be null, and teacher or head must have a weight: the arms train generators")
 

@@ -18,8 +18,8 @@ from models.registry import ARCHITECTURES
 from studies.subjects import SUBJECTS, load_subject
 from tests.test_project import PROJECT
 from training.engine.tasks import TASKS, build_run_config
-from utils.config.build import keys_of
 from utils.config.cli import normalise
+from utils.config.model import keys_of
 from utils.config.yaml_files import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent

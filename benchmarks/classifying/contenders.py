@@ -1,6 +1,5 @@
 """Who trains: our task on a packed file, and timm's model, loader, optimizer and loop on a folder of PNG files."""
 
-import dataclasses
 import importlib
 import time
 from collections.abc import Iterator
@@ -41,7 +40,7 @@ class Ours:
 
     def __init__(self, config: ClassifierConfig, precision: PrecisionName, packed: Path) -> None:
         tune_malloc()  # as training does
-        self.config = dataclasses.replace(config, precision=precision, channels_last=True)
+        self.config = config.changed(precision=precision, channels_last=True)
         self.reader = Dataset(packed)
         device = torch.device("cpu")
         self.task = ClassifierTask(self.config, self.reader, None, device)

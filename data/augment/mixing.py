@@ -4,19 +4,17 @@ Partners are the neighbours 2k and 2k + 1 of the global batch. The order of samp
 and a pair never lies on two ranks, whatever their number: a rank's share only has to be even.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from data.augment.transforms import Augment, inside
-from utils.config.ranges import Probability
+from utils.config.model import Probability
 from utils.errors import UserError
 from utils.seeding import generator
 
 
-@dataclass(kw_only=True)
 class MixingAugment(Augment):
     """Augmentation of single images and, after it, of pairs. Raises UserError for values out of range."""
 
@@ -24,11 +22,10 @@ class MixingAugment(Augment):
     cutmix: float = 0.0  # alpha of CutMix (1905.04899); 0: off. With both, each image gets one of them, at random
     mix_prob: Probability = 1.0  # probability that an image is mixed at all, if mixup or cutmix is on
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
             if alpha != 0 and not 0.01 <= alpha <= 100:
-                raise UserError(f"augment.{name} {alpha}: the alpha of a Beta distribution, 0.01 to 100; 0 for none")
+                raise UserError(f"{name} {alpha}: the alpha of a Beta distribution, 0.01 to 100; 0 for none")
 
     @property
     def mixes(self) -> bool:

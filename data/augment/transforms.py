@@ -4,13 +4,13 @@ Black is 0 in integer images and -1 in floating-point ones (range [-1, 1]).
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Interval
 
-from utils.config.ranges import Checked, Probability, between
+from utils.config.model import Config, Probability
 from utils.errors import UserError
 from utils.seeding import Key, generator
 
@@ -18,13 +18,12 @@ ERASE_AREA = (0.02, 0.33)  # share of the image; Zhong et al., "Random Erasing D
 ERASE_ASPECT = (0.3, 3.3)  # height / width
 
 
-@dataclass(kw_only=True)
-class Augment(Checked, section="augment"):
+class Augment(Config):
     """Augmentation of training images. Raises UserError for values out of range."""
 
     # left-right, with probability 1/2; alternating: each image in every second epoch, from the first or second on
     flip: bool | Literal["alternating"] = False
-    shift: Annotated[int, between(0, 512)] = 0  # px: padded by so many on all sides, cropped at random
+    shift: Annotated[int, Interval(ge=0, le=512)] = 0  # px: padded by so many on all sides, cropped at random
     shift_edge: Literal["black", "reflect"] = "black"  # what it is padded with; reflect: mirrored at its edge
     trivial_augment: bool = False  # TrivialAugment: one of 14 operations at a random strength
     erase: Probability = 0.0  # probability that a random rectangle is blackened

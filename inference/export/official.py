@@ -3,7 +3,6 @@ file of plain tensors. `models.convert` reads both, which is how they are checke
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from models.registry import DEFAULT
 from models.restore import generator_from
 from models.stylegan2 import DiscriminatorConfig, GeneratorConfig, channels_at
 from utils.config.build import build
+from utils.config.model import Config
 from utils.errors import UserError
 from utils.runlog.run_log import say
 
@@ -32,8 +32,8 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
         raise UserError(f"this format is for stylegan2, the checkpoint has {name}; choose safetensors")
     if tuple(checkpoint.get("stage", (shape["resolution"], 1.0))) != (shape["resolution"], 1.0):
         raise UserError("this format is for networks at their full resolution, this one still grows; train it on")
-    sections = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
-    whole = {name: asdict(build(kind, config.get(name, {}), source=name)) for name, kind in sections.items()}
+    sections: dict[str, type[Config]] = {"generator": GeneratorConfig, "discriminator": DiscriminatorConfig}
+    whole = {name: build(kind, config.get(name, {}), source=name).model_dump() for name, kind in sections.items()}
     state = {name: part for name, part in checkpoint["state"].items() if name.removesuffix("_ema") in sections}
     if "discriminator" not in config:  # a file of weights: of the generator alone
         state.pop("discriminator", None)

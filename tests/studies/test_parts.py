@@ -1,6 +1,5 @@
 """A study's images: disjoint parts, the long tail, and exact copies."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,12 @@ def test_parts_are_disjoint_and_drawn_by_class():
     assert sorted(np.concatenate(list(drawn.values()))) == list(range(350))
     counts = {name: np.bincount(LABELS[rows]).tolist() for name, rows in drawn.items()}
     assert counts == {HELD_OUT: [20, 10, 5], TRAIN: [120, 60, 30], HELD_BACK: [60, 30, 15]}
-    other = divide(np.arange(350), LABELS, 3, replace(DATA, seed=1))
+    other = divide(np.arange(350), LABELS, 3, DATA.changed(seed=1))
     assert not np.array_equal(drawn[TRAIN], other[TRAIN])
 
 
 def test_a_long_tail_falls_exponentially_and_the_cut_images_are_held_back():
-    data = replace(DATA, largest=100, long_tail=100.0)
+    data = DATA.changed(largest=100, long_tail=100.0)
     assert training_counts([600] * 10, data) == [100, 59, 35, 21, 12, 7, 4, 2, 1, 1]
     labels = np.repeat(np.arange(10), 600)
     drawn = divide(np.arange(6000), labels, 10, data)
@@ -53,7 +52,7 @@ def test_the_files_hold_the_images_and_no_twins(tmp_path):
     test = np.concatenate([images[10:11], draw.integers(0, 256, (5, 1, 8, 8), dtype=np.uint8)])
     pack_arrays(tmp_path / "train.lmdb", images, labels, "abc")
     pack_arrays(tmp_path / "test.lmdb", test, [1, 0, 1, 2, 0, 1], "abc")
-    data = replace(DATA, path=str(tmp_path / "train.lmdb"), test_path=str(tmp_path / "test.lmdb"))
+    data = DATA.changed(path=str(tmp_path / "train.lmdb"), test_path=str(tmp_path / "test.lmdb"))
     made = parts_job(data).make(tmp_path)
     found = {}
     for name in (TRAIN, HELD_OUT, HELD_BACK, TEST):

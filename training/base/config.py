@@ -1,76 +1,63 @@
 """What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
 
-from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, Self
+
+from annotated_types import Ge, Interval
 
 from training.base.spikes import SpikesConfig
 from training.base.stopping import EarlyStoppingConfig
 from training.base.synthetic import SyntheticConfig
-from utils.config.ranges import (
-    Checked,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Share,
-    at_least,
-    between,
-)
+from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.errors import UserError
 
-Seconds = Annotated[float, between(1e-3, 1e9, float)]
+Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 
-@dataclass(kw_only=True)
-class DataConfig(Checked, section="data"):
+class DataConfig(Config):
     """Where the images are and how they are read."""
 
     # LMDB made by `python -m data.pack`, or webdataset's tar files: a file, a folder of tar files, or a pattern for
     # several as one data set: "train-*.lmdb", "train-{0000..0146}.tar"
     path: str = ""
     val_path: str | None = None  # held-out images, for evaluation; likewise
-    resolution: Annotated[int, at_least(4)] | None = None  # px; None: the largest that is stored
+    resolution: Annotated[int, Ge(4)] | None = None  # px; None: the largest that is stored
     crop: Literal["centre", "random"] = "centre"  # of training images; random: crop_area and crop_aspect
     crop_area: tuple[Share, Share] = (0.08, 1.0)  # share of the image that a random crop shows
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
     # decoding threads; auto: measured. Raw images need none
-    workers: Annotated[int, between(0, 1024)] | Literal["auto"] = "auto"
+    workers: Annotated[int, Interval(ge=0, le=1024)] | Literal["auto"] = "auto"
     cache: Literal["off", "ram"] = "off"  # ram: keep decoded images in memory where they fit
     on_damage: Literal["stop", "skip"] = "stop"  # skip: the next whole record takes a damaged one's place
     sampling: Literal["uniform", "balanced"] = "uniform"  # balanced: every class is seen equally often
     # how often images of a class are seen; others: 1
-    class_rates: dict[str, NonNegativeFloat] = field(default_factory=dict)
+    class_rates: dict[str, NonNegativeFloat] = {}
     sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
-    prefetch: Annotated[int, between(0, 1024)] = 2  # batches prepared ahead on accelerators
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    prefetch: Annotated[int, Interval(ge=0, le=1024)] = 2  # batches prepared ahead on accelerators
+    synthetic: SyntheticConfig = SyntheticConfig()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):
             if low > high:
-                raise UserError(f"data.{name} {low}, {high}: the first must be at most the second")
+                raise UserError(f"{name} {low}, {high}: the first must be at most the second")
 
 
-@dataclass(kw_only=True)
-class LogConfig(Checked, section="log"):
+class LogConfig(Config):
     """What is logged during training, and how often (in steps)."""
 
     every: PositiveInt = 50  # rows of metrics.jsonl
     samples_every: NonNegativeInt = 500  # image grids; 0 switches them off
     tensorboard: bool = True  # curves, grids and the network's graph in RUN/tensorboard
     tracker: Literal["none", "wandb", "trackio", "mlflow"] = "none"  # gets the rows too, at each checkpoint
-    layers: list[str] = field(default_factory=list)  # whose statistics go to TensorBoard: names or patterns
+    layers: list[str] = []  # whose statistics go to TensorBoard: names or patterns
     layers_every: PositiveInt = 100  # steps from one look at these layers to the next
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.layers and not self.tensorboard:
-            raise UserError("log.layers go to TensorBoard, which is off; set log.tensorboard true")
+            raise UserError("layers go to TensorBoard, which is off; set log.tensorboard true")
 
 
-@dataclass(kw_only=True)
-class CheckpointConfig(Checked, section="checkpoint"):
+class CheckpointConfig(Config):
     """Saving; the last step is always saved."""
 
     every: PositiveInt = 500  # steps
@@ -79,11 +66,10 @@ class CheckpointConfig(Checked, section="checkpoint"):
     asynchronous: bool = True  # written by a thread while training continues; the files are the same
     on_disk_full: Literal["warn", "stop"] = "warn"  # stop: a checkpoint that cannot be written ends the run, exit 4
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.keep_every is not None and self.keep_every % self.every:
             raise UserError(
-                f"checkpoint.keep_every {self.keep_every}: must be a multiple of checkpoint.every {self.every}, or "
+                f"keep_every {self.keep_every}: must be a multiple of checkpoint.every {self.every}, or "
                 "other steps would never be saved; or null"
             )
 
@@ -92,19 +78,17 @@ class CheckpointConfig(Checked, section="checkpoint"):
         return self.keep + 2 + (steps // self.keep_every if self.keep_every else 0)
 
 
-@dataclass(kw_only=True)
-class EvaluationConfig(Checked, section="evaluation"):
+class EvaluationConfig(Config):
     """Evaluation during training; it chooses the best checkpoint."""
 
     every: NonNegativeInt = 1000  # steps; 0: only at the end
-    n: Annotated[int, at_least(2)] = 1000  # GAN: generated images; fewer than for a final figure
+    n: Annotated[int, Ge(2)] = 1000  # GAN: generated images; fewer than for a final figure
     extractor: str = "pixels"  # GAN: pixels, classifier:RUN, resnet50 or inception
     weights: str | None = None  # weights file of the extractor
     batch_size: PositiveInt = 100  # images that a process takes at a time, in whole chunks (docs/evaluation.md)
 
 
-@dataclass(kw_only=True)
-class DistributedConfig(Checked, section="distributed"):
+class DistributedConfig(Config):
     """Several processes: how long they wait for each other, and how often their numbers are compared."""
 
     # seconds an operation may take until the first step is done (compiling, first reads)
@@ -115,8 +99,7 @@ class DistributedConfig(Checked, section="distributed"):
     check_every: NonNegativeInt = 100
 
 
-@dataclass(kw_only=True)
-class RunConfig(Checked):
+class RunConfig(Config):
     """The keys every task has."""
 
     can_halve: ClassVar[bool] = False  # whether the task's micro-batches can be cut up where memory runs out
@@ -134,16 +117,15 @@ class RunConfig(Checked):
     channels_last: bool = True  # memory layout of images; faster in nearly every case
     deterministic: bool = False  # deterministic kernels only: the same bits run after run on accelerators, slower
     nonfinite_cap: NonNegativeInt = 20  # updates skipped for non-finite gradients before training stops itself
-    data: DataConfig = field(default_factory=DataConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-    spikes: SpikesConfig = field(default_factory=SpikesConfig)
-    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    data: DataConfig = DataConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.micro_batch == "auto" and not self.can_halve:
             raise UserError(f"micro_batch auto is for classifiers; give a {self.task} a number that fits, or null")
         if self.early_stopping.patience is not None and not self.evaluation.every:
@@ -177,8 +159,7 @@ class RunConfig(Checked):
         """The config of a task that makes a few steps of so many samples on its own, beyond the run's, to be measured:
         all of what a step costs, and no file of weights, no evaluation.
         """
-        return replace(
-            self,
+        return self.changed(
             batch_size=samples,
             micro_batch=None,
             steps=self.steps + 1000,  # so that a step beyond the run's is one of this

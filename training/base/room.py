@@ -1,12 +1,12 @@
 """Whether a run's weights and batches fit into memory at all, known before any of it is allocated."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
 
 import torch
 from torch import nn
 
 from training.base.config import RunConfig
+from utils.config.model import Config
 from utils.errors import UserError
 from utils.memory import local_processes, total_bytes
 
@@ -36,7 +36,7 @@ def check_room(
     except NotImplementedError:  # of the meta device: a fault of the network
         raise
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
-        sections = [name for name, section in vars(config).items() if is_dataclass(section)]
+        sections = [name for name, section in vars(config).items() if isinstance(section, Config)]
         raise UserError(f"no memory holds networks of this size: {_remedy(config, sections)}") from error
     weights = sum(needs.values())
     if weights > room:
@@ -63,8 +63,8 @@ def _remedy(config: RunConfig, sections: Sequence[str]) -> str:
     """The whole number in these sections that is most above its default."""
     found = []
     for name in sections:
-        for field in fields(getattr(config, name)):
-            value, default = getattr(getattr(config, name), field.name), field.default
-            if default is not MISSING and isinstance(value, int) and isinstance(default, int) and default > 0:
-                found.append((value / default, f"make {name}.{field.name} {value} smaller"))
+        for key, value in getattr(config, name):
+            default = type(getattr(config, name)).model_fields[key].default
+            if isinstance(value, int) and isinstance(default, int) and default > 0:
+                found.append((value / default, f"make {name}.{key} {value} smaller"))
     return max(found, default=(0.0, "make it smaller"))[1]

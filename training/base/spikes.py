@@ -2,26 +2,25 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 
-from utils.config.ranges import AboveOne, Checked, PositiveInt, at_least
+from utils.config.model import AboveOne, Config, PositiveInt
 
 LEAST = 30  # steps that must have been seen before one can be told to be unusual
 GAUSS = 1.4826  # standard deviations of a normal distribution in a median absolute deviation
 
 
-@dataclass(kw_only=True)
-class SpikesConfig(Checked, section="spikes"):
+class SpikesConfig(Config):
     """What counts as a spike of the loss, and what to do then. Checked at every log tick."""
 
     # roll-back: go back to the last checkpoint before the spike and leave out the batches since
     action: Literal["off", "warn", "roll-back"] = "warn"
     metric: str | None = None  # of metrics.jsonl, one that every step has; None: the task's loss
     factor: AboveOne = 20.0  # robust standard deviations (1.4826 MAD) above the median of the last steps
-    window: Annotated[int, at_least(LEAST)] = 200  # steps it is compared with
+    window: Annotated[int, Ge(LEAST)] = 200  # steps it is compared with
     limit: PositiveInt = 3  # roll-backs; at one more training stops itself
 
 

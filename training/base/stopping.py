@@ -1,14 +1,12 @@
 """Early stopping: training ends when evaluations have not improved for a while."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from utils.config.ranges import Checked, NonNegativeFloat, PositiveInt
+from utils.config.model import Config, NonNegativeFloat, PositiveInt
 
 
-@dataclass(kw_only=True)
-class EarlyStoppingConfig(Checked, section="early_stopping"):
+class EarlyStoppingConfig(Config):
     """When to stop before the last step, by the figure that chooses the best checkpoint."""
 
     patience: PositiveInt | None = None  # evaluations in a row without a better figure; None: train to the last step

@@ -1,7 +1,6 @@
 """Synthetic images beside the real ones in training: which, how many, and how they are drawn from their file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
@@ -15,12 +14,11 @@ from data.reading.sampler import GlobalSampler
 from data.reading.several_files import shard_paths
 from training.base.fresh import FreshSamples
 from utils.classes import require_same_classes
-from utils.config.ranges import Checked, NonNegativeFloat, PositiveFloat, Share
+from utils.config.model import Config, NonNegativeFloat, PositiveFloat, Share
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class SyntheticConfig(Checked, section="data.synthetic"):
+class SyntheticConfig(Config):
     """Synthetic images that training mixes with those of data.path."""
 
     path: str | None = None  # LMDB of samples, made by `generate.py dataset` or data.pack; null: none
@@ -31,16 +29,15 @@ class SyntheticConfig(Checked, section="data.synthetic"):
     until: PositiveFloat = 1.0
     balance: Literal["off", "fill"] = "off"  # fill: samples of rare classes, to bring them up to the largest
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.on and self.share is None and self.balance == "off":
-            raise UserError("data.synthetic.share is not set; give the share of each batch, such as 0.5")
-        if not self.on and any(getattr(self, field.name) != field.default for field in fields(self)):
-            raise UserError("data.synthetic has settings but no images; give data.synthetic.path FILE")
+            raise UserError("share is not set; give the share of each batch, such as 0.5")
+        if not self.on and self != SyntheticConfig.model_construct():
+            raise UserError("has settings but no images; give data.synthetic.path FILE")
         if self.path is not None and self.checkpoint is not None:
-            raise UserError("data.synthetic.path and checkpoint are both set; give a file or a generator")
+            raise UserError("path and checkpoint are both set; give a file or a generator")
         if self.until > 1 and self.until != int(self.until):
-            raise UserError(f"data.synthetic.until {self.until}: give a share of the steps, up to 1, or a whole step")
+            raise UserError(f"until {self.until}: give a share of the steps, up to 1, or a whole step")
 
     @property
     def on(self) -> bool:

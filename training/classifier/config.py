@@ -1,6 +1,5 @@
 """The classifier's configuration, and what of it must fit the data and the number of processes."""
 
-from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Self
 
 from data.augment.mixing import MixingAugment
@@ -13,12 +12,11 @@ from training.classifier.finetune import FineTuneConfig
 from training.classifier.loss import ClassifierLossConfig
 from training.classifier.resizing import ResizingConfig
 from training.optim.updater import OptimizerConfig
-from utils.config.ranges import Checked, Decay
+from utils.config.model import Config, Decay
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class ClassifierEmaConfig(Checked, section="ema"):
+class ClassifierEmaConfig(Config):
     """The moving average of the classifier: the network that is evaluated and used. With a schedule-free optimizer that
     network has the optimizer's own average of the weights, and only BatchNorm's statistics are averaged here.
     """
@@ -30,7 +28,6 @@ def _sgd() -> OptimizerConfig:
     return OptimizerConfig(name="sgd", lr=0.1, weight_decay=5e-4, warmup_steps=200, schedule="cosine")
 
 
-@dataclass(kw_only=True)
 class ClassifierConfig(RunConfig):
     """All settings of a classifier's training."""
 
@@ -39,23 +36,23 @@ class ClassifierConfig(RunConfig):
     task: Literal["classifier"] = "classifier"
     compile: CompileSetting = "auto"  # torch.compile; auto: on accelerators
     sync_bn: Literal["auto", "off"] = "auto"  # auto: BatchNorm over all processes' samples where there are several
-    model: ModelConfig = field(default_factory=ModelConfig)
-    finetune: FineTuneConfig = field(default_factory=FineTuneConfig)
-    loss: ClassifierLossConfig = field(default_factory=ClassifierLossConfig)
-    optimizer: OptimizerConfig = field(default_factory=_sgd)
-    ema: ClassifierEmaConfig = field(default_factory=ClassifierEmaConfig)
-    augment: MixingAugment = field(default_factory=MixingAugment)
-    resizing: ResizingConfig = field(default_factory=ResizingConfig)
+    model: ModelConfig = ModelConfig()
+    finetune: FineTuneConfig = FineTuneConfig()
+    loss: ClassifierLossConfig = ClassifierLossConfig()
+    optimizer: OptimizerConfig = _sgd()
+    ema: ClassifierEmaConfig = ClassifierEmaConfig()
+    augment: MixingAugment = MixingAugment()
+    resizing: ResizingConfig = ResizingConfig()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         if self.model.split != "off" and self.compile == "on":
             reason = "a compiled network is on one device; set compile auto or off, or leave model.split out"
             raise UserError(f"compile on cannot be combined with model.split: {reason}")
 
     def for_trial(self, samples: int) -> Self:
-        model = replace(self.model, weights=None, split="off")
-        return replace(super().for_trial(samples), compile="off", model=model)
+        model = self.model.changed(weights=None, split="off")
+        return super().for_trial(samples).changed(compile="off", model=model)
 
     @property
     def several_devices(self) -> bool:

@@ -6,7 +6,6 @@ Everything here is a function of the config and the step, so there is nothing to
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from models.classifier import Classifier
 from training.optim.config import OptimizerConfig
 from utils.config.cli import did_you_mean
-from utils.config.ranges import Checked, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from utils.config.model import Config, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.errors import UserError
 from utils.text import columns
 
@@ -25,20 +24,19 @@ BACKBONE = "backbone"  # every stage but the head
 HEADINGS = ("layer", "kind", "output", "parameters", "peak lr", "weight decay", "trains")
 
 
-@dataclass(kw_only=True)
-class FineTuneConfig(Checked, section="finetune"):
+class FineTuneConfig(Config):
     """Which parameters train. A part is a stage (stem, layer1 ... layer4, head, or backbone for all but the head) or a
     pattern of parameter names (`layer4.*.conv?.weight`).
     """
 
-    freeze: list[str] = field(default_factory=list)  # parts that never train; stronger than unfreeze
+    freeze: list[str] = []  # parts that never train; stronger than unfreeze
     # part -> when it begins to train; what is not named never
-    unfreeze: dict[str, NonNegativeInt] = field(default_factory=dict)
-    freeze_at: dict[str, PositiveInt] = field(default_factory=dict)  # part -> when it stops training for good
+    unfreeze: dict[str, NonNegativeInt] = {}
+    freeze_at: dict[str, PositiveInt] = {}  # part -> when it stops training for good
     unfreeze_by: Literal["step", "epoch"] = "step"  # unit of unfreeze and freeze_at
     freeze_bn: bool = False  # every BatchNorm keeps its statistics; those of frozen layers always do
     # part -> factor of the rate; the last that fits counts
-    stage_lr: dict[str, PositiveFloat] = field(default_factory=dict)
+    stage_lr: dict[str, PositiveFloat] = {}
     layer_decay: Share = 1.0  # factor of the rate a layer further from the head, on top of stage_lr; 1: none
     layer_decay_by: Literal["stage", "block"] = "block"  # what counts as a layer there
 

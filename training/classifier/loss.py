@@ -1,7 +1,6 @@
 """The classifier's loss: cross entropy or the squared error, with soft targets and class weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from utils.config.cli import did_you_mean
-from utils.config.ranges import Checked, Decay, NonNegativeFloat
+from utils.config.model import Config, Decay, NonNegativeFloat
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class ClassifierLossConfig(Checked, section="loss"):
+class ClassifierLossConfig(Config):
     """Settings of the loss."""
 
     # squared-error: of the outputs against one-hot targets (2006.07322); its outputs are no log-probabilities

@@ -4,32 +4,29 @@ Names and defaults are those of MosaicML Composer's ProgressiveResizing. The siz
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from math import ceil
 
 from models.classifier import Classifier
-from utils.config.ranges import Checked, Probability, Share
+from utils.config.model import Config, Probability, Share
 from utils.errors import UserError
 
 SMALLEST = 8  # px, as of model.input_size
 INCREMENT = 4  # px; sizes are multiples of it, and few: torch.compile compiles for each, eight times at most
 
 
-@dataclass(kw_only=True)
-class ResizingConfig(Checked, section="resizing"):
+class ResizingConfig(Config):
     """Progressive resizing: smaller images at first. Evaluation is always at full size."""
 
     initial_scale: Share = 1.0  # of the images' side at first; 0.5: a quarter of the pixels; 1: off
     delay_fraction: Probability = 0.5  # share of the steps before the side begins to grow, linearly
     finetune_fraction: Share = 0.2  # share of the steps, the last ones, at full size
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if _exact(self.delay_fraction) + _exact(self.finetune_fraction) > 1:
             raise UserError(
-                f"resizing.delay_fraction {self.delay_fraction} and finetune_fraction {self.finetune_fraction}: "
+                f"delay_fraction {self.delay_fraction} and finetune_fraction {self.finetune_fraction}: "
                 "together they must be at most 1"
             )
 

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -90,7 +89,7 @@ def _savers(config: RunConfig, world_size: int) -> list[str]:
         if getattr(section, "activation_checkpointing", True):  # on, or no network that has it
             continue
         with suppress(UserError):  # not for this backbone
-            replace(section, activation_checkpointing=True)
+            section.changed(activation_checkpointing=True)
             found.append(f"--{name}.activation_checkpointing true")
     return found or ["smaller networks or images"]
 

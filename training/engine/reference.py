@@ -1,27 +1,24 @@
-"""A reference of all config keys, read from the config dataclasses: names, defaults, ranges, and their comments."""
+"""A reference of all config keys, read from the config models: names, defaults, ranges, and their comments."""
 
 import ast
-import dataclasses
 import inspect
 import io
 import json
 import re
 import textwrap
 import tokenize
-import types
-import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
+
+from pydantic_core import PydanticUndefined
 
 from models.registry import ARCHITECTURES
 from training.base.config import RunConfig
 from training.engine.tasks import TASKS
-from utils.config.ranges import WORDS
+from utils.config.model import Config, hints, takes
 from utils.errors import UserError
-
-NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any"}
 
 
 @dataclass(frozen=True)
@@ -48,43 +45,19 @@ def groups() -> dict[str, list[Key]]:
     return found
 
 
-def keys(config: type[Any], prefix: str = "", values: Any = None) -> Iterator[Key]:
-    """Every key of a config dataclass and its sections, in the order of the fields, with the defaults that `values`, an
+def keys(config: type[Config], prefix: str = "", values: Any = None) -> Iterator[Key]:
+    """Every key of a config model and its sections, in the order of the fields, with the defaults that `values`, an
     instance, has.
     """
-    hints = typing.get_type_hints(config, include_extras=True)
-    for field in dataclasses.fields(config):
-        name, default = prefix + field.name, _default(field) if values is None else getattr(values, field.name)
-        if dataclasses.is_dataclass(default):
-            yield from keys(type(default), f"{name}.", default)
+    for name, hint in hints(config).items():
+        if name not in config.model_fields:
+            continue
+        default = config.model_fields[name].default if values is None else getattr(values, name)
+        if isinstance(default, Config):
+            yield from keys(type(default), f"{prefix}{name}.", default)
         else:
-            told = "required" if default is dataclasses.MISSING else json.dumps(default)
-            yield Key(name, re.sub(r'^"(.+)"$', r"\1", told), takes(hints[field.name]), comment(config, field.name))
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-
-
-def takes(hint: Any) -> str:
-    """A type hint in words: `whole number above 0, or null`."""
-    origin, inside = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        rule = str(getattr(inside[1], "_expression", ""))
-        for sign, words in WORDS.items():
-            rule = rule.replace(sign, words)
-        return f"{NAMES[inside[0]]} {rule}".strip()
-    if origin in (Union, types.UnionType):
-        return ", or ".join(takes(each) for each in inside)
-    if origin is Literal:
-        return ", ".join(str(each) for each in inside)
-    if origin is list:
-        return f"list of: {takes(inside[0])}"
-    if origin is tuple:
-        return "a pair of: " + takes(inside[0])
-    if origin is dict:
-        return f"{takes(inside[0])} -> {takes(inside[1])}"
-    return NAMES.get(hint, str(hint))
+            text = "required" if default is PydanticUndefined else json.dumps(default)
+            yield Key(prefix + name, re.sub(r'^"(.+)"$', r"\1", text), takes(hint), comment(config, name))
 
 
 def comment(config: type, name: str) -> str:

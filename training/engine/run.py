@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from training.engine.tasks import TASKS, build_run_config
 from training.profile import measure as profiling
 from utils import seeding
 from utils.checkpoint import newest_first
-from utils.config.build import of_today, to_tree
+from utils.config.build import to_tree
 from utils.config.yaml_files import read_yaml
 from utils.distributed import collectives, heartbeat
 from utils.distributed.heartbeat import Heartbeat, silent_ranks
@@ -51,8 +50,7 @@ def train(
     learning rate, or (dry_run; layers: with every layer) say what would be done. Returns the exit code; raises what
     `run_cli` prints.
     """
-    tree = read_yaml(config_file)
-    config = build_run_config(of_today(tree) if _of_a_run(Path(config_file)) else tree, overrides, config_file)
+    config = build_run_config(read_yaml(config_file), overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)
     if rates is not None and (why_not := TASKS[config.task].task.no_rate_search):
         raise UserError(f"--lr-find is not for task {config.task}: {why_not}")
@@ -119,7 +117,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
     there = collectives.from_main_process(lambda: _precision_there(folder))
     if there is not None and config.precision == "auto":
-        config = replace(config, precision=there)
+        config = config.changed(precision=there)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     with collectives.raising_together():  # each node may have files of its own
         reader = data.open_training(config.data)
@@ -128,7 +126,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     data.check_same_images(config.data, reader, val_reader)
     _check_room(config, reader, device)
     choice = speed.choose(config, reader, device, kept=there == config.precision)
-    config = replace(config, precision=choice.precision)
+    config = config.changed(precision=choice.precision)
     if choice.warning:
         say_main(f"warning: {choice.warning}")
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new

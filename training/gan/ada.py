@@ -6,52 +6,48 @@ the real ones: r_t = E[sign D(real)] (section 2.2).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
-from jsonargparse.typing import restricted_number_type
+from annotated_types import Interval
 from torch import Tensor
 
 from training.gan import ada_operations as ops
 from training.gan.ada_operations import Draws, GroupDraws
 from training.optim.schedules import cosine
 from utils.config.cli import did_you_mean
-from utils.config.ranges import Checked, PositiveFloat, PositiveInt, Probability
+from utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from utils.errors import UserError
 from utils.seeding import generator
 
-INNER_SIGN = restricted_number_type(None, float, [(">", -1), ("<", 1)])
 KIMG, KIMG_TRANSFER = 500, 100  # thousand images in which p could go from 0 to 1
 
 
-@dataclass(kw_only=True)
-class AdaConfig(Checked, section="ada"):
+class AdaConfig(Config):
     """What the discriminator's images go through, and how often. Raises UserError for values out of range."""
 
     mode: Literal["off", "adaptive", "fixed", "scheduled"] = "off"  # adaptive: by the sign of D(real), for few images
     p: Probability = 0.0  # probability of each operation; fixed: always; adaptive, scheduled: where it starts
     p_final: Probability = 0.0  # scheduled: where it ends, by a cosine over schedule_kimg
-    target: Annotated[float, INNER_SIGN] = 0.6  # adaptive: mean sign of D(real) above which p grows
+    target: Annotated[float, Interval(gt=-1, lt=1)] = 0.6  # adaptive: mean sign of D(real) above which p grows
     kimg: PositiveFloat | None = None  # adaptive: thousand images for p to go from 0 to 1; None: 500, transfers 100
     interval: PositiveInt = 4  # adaptive: steps between adjustments
     # Multipliers of p; a group that is not named is off. blit: flip, turn by 90 degrees, shift by whole pixels;
     # geometry: scale, turn, stretch, shift; colour: brightness, contrast, luma flip, hue, saturation; and filter,
     # noise, cutout. The paper's bgc is the default.
-    operations: dict[str, Probability] = field(default_factory=lambda: {"blit": 1.0, "geometry": 1.0, "colour": 1.0})
+    operations: dict[str, Probability] = {"blit": 1.0, "geometry": 1.0, "colour": 1.0}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         for name in self.operations:
             if name not in ops.DRAWS:
                 near = did_you_mean(name, list(ops.DRAWS))
-                raise UserError(f"ada.operations: no group {name!r}{near}; there are {', '.join(ops.DRAWS)}")
+                raise UserError(f"operations: no group {name!r}{near}; there are {', '.join(ops.DRAWS)}")
         if self.mode == "fixed" and self.p == 0:
-            raise UserError("ada.mode fixed with ada.p 0 changes no image; set ada.p, or ada.mode off")
+            raise UserError("mode fixed with p 0 changes no image; set ada.p, or ada.mode off")
         if self.mode == "scheduled" and self.p == self.p_final == 0:
-            raise UserError("ada.mode scheduled goes from ada.p 0 to ada.p_final 0; set one of them, or ada.mode off")
+            raise UserError("mode scheduled goes from p 0 to p_final 0; set one of them, or ada.mode off")
         if self.mode != "off" and not any(self.operations.values()):
-            raise UserError(f"ada.mode {self.mode} without ada.operations changes nothing; name one, or ada.mode off")
+            raise UserError(f"mode {self.mode} without operations changes nothing; name one, or ada.mode off")
 
 
 class Ada:

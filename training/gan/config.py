@@ -1,9 +1,11 @@
 """All settings of a GAN's training."""
 
-from dataclasses import dataclass, field, fields, make_dataclass, replace
-from functools import cache, partial
+from functools import cache
 from math import lcm
 from typing import Annotated, Any, Literal, Self
+
+from annotated_types import Ge
+from pydantic import create_model
 
 from data.augment.transforms import Augment
 from models.registry import DEFAULT, architecture_of
@@ -16,21 +18,11 @@ from training.gan.losses import Objective, objective_of
 from training.gan.stages import ProgressiveConfig, Stages
 from training.optim.schedules import cosine
 from training.optim.updater import OptimizerConfig
-from utils.config.ranges import (
-    Checked,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Probability,
-    Share,
-    at_least,
-)
+from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Share
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class GanLossConfig(Checked, section="loss"):
+class GanLossConfig(Config):
     """The objective, its penalties, and further losses of the generator."""
 
     objective: str = "nonsaturating"  # see losses.py; relativistic: R3GAN's pairs
@@ -51,18 +43,17 @@ class GanLossConfig(Checked, section="loss"):
     auxiliary_weight: NonNegativeFloat = 0.0
     auxiliary_fakes: bool = False  # the head learns from samples too, as AC-GAN's; ReACGAN's (2111.01118) does not
     feature_matching_weight: NonNegativeFloat = 0.0  # of the distance between mean discriminator features (1606.03498)
-    feature_matching_group: Annotated[int, at_least(2)] = 8  # consecutive samples over which the means are taken
+    feature_matching_group: Annotated[int, Ge(2)] = 8  # consecutive samples over which the means are taken
     gradients_every: NonNegativeInt = 0  # steps between looks at each loss's own gradient: norms and cosines; 0: never
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.functions.paired and self.mismatch_weight:
-            raise UserError(f"loss.mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
+            raise UserError(f"mismatch_weight: the {self.objective} objective has pairs only; set it to 0")
         if self.auxiliary_fakes and not self.auxiliary_weight:
-            raise UserError("loss.auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight")
+            raise UserError("auxiliary_fakes is of the head that loss.auxiliary_weight adds; set a weight")
         if not self.functions.bounded and not (self.gradient_penalty_weight and self.r1_interval):
             raise UserError(
-                f"loss.objective {self.objective} needs a bound of the discriminator's slope: set "
+                f"objective {self.objective} needs a bound of the discriminator's slope: set "
                 "loss.gradient_penalty_weight (1704.00028: 10) and loss.r1_interval 1 or more"
             )
 
@@ -88,8 +79,7 @@ class GanLossConfig(Checked, section="loss"):
         return cosine(1.0, self.gamma_final / self.r1_gamma, images_seen, over_images)
 
 
-@dataclass(kw_only=True)
-class GanEmaConfig(Checked, section="ema"):
+class GanEmaConfig(Config):
     """The moving average of the generator: the network that is shown and evaluated."""
 
     ema_kimg: NonNegativeFloat | None = None  # half-life in thousand images; None: batch_size * 10 / 32
@@ -101,28 +91,27 @@ def _adam() -> OptimizerConfig:
     return OptimizerConfig(name="adam", lr=0.0025, betas=[0.0, 0.99])
 
 
-@dataclass(kw_only=True)
 class GanConfig(RunConfig):
     """A GAN of StyleGAN2's networks; `config_of` has the other architectures'."""
 
     task: Literal["gan"] = "gan"
     architecture: str = DEFAULT  # of both networks: stylegan2, r3gan or dcgan
-    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    discriminator: DiscriminatorConfig = field(default_factory=DiscriminatorConfig)
-    loss: GanLossConfig = field(default_factory=GanLossConfig)
-    generator_optimizer: OptimizerConfig = field(default_factory=_adam)
-    discriminator_optimizer: OptimizerConfig = field(default_factory=_adam)
+    generator: GeneratorConfig = GeneratorConfig()
+    discriminator: DiscriminatorConfig = DiscriminatorConfig()
+    loss: GanLossConfig = GanLossConfig()
+    generator_optimizer: OptimizerConfig = _adam()
+    discriminator_optimizer: OptimizerConfig = _adam()
     compile: CompileSetting = "auto"  # torch.compile of what needs no double backward; auto: on accelerators
     # thousand images in which rates, gamma, p and half-life reach their ends
     schedule_kimg: PositiveFloat | None = None
-    ema: GanEmaConfig = field(default_factory=GanEmaConfig)
-    augment: Augment = field(default_factory=Augment)  # of the data set: what it teaches, the generator may draw
-    ada: AdaConfig = field(default_factory=AdaConfig)  # of what the discriminator sees, in both players' steps
-    progressive: ProgressiveConfig = field(default_factory=ProgressiveConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
+    ema: GanEmaConfig = GanEmaConfig()
+    augment: Augment = Augment()  # of the data set: what it teaches, the generator may draw
+    ada: AdaConfig = AdaConfig()  # of what the discriminator sees, in both players' steps
+    progressive: ProgressiveConfig = ProgressiveConfig()
+    watch: WatchConfig = WatchConfig()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        super().check()
         generator = architecture_of(self.architecture).generator
         if not generator.has_styles and (self.loss.path_length_weight or self.loss.style_mixing):
             raise UserError(
@@ -169,7 +158,7 @@ class GanConfig(RunConfig):
 
     def for_trial(self, samples: int) -> Self:
         """Of the full networks, as in a growing run's last stage."""
-        return replace(super().for_trial(samples), compile="off", progressive=ProgressiveConfig())
+        return super().for_trial(samples).changed(compile="off", progressive=ProgressiveConfig())
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
         """Raise UserError unless every stage's batch can be shared out in whole groups."""
@@ -182,9 +171,7 @@ class GanConfig(RunConfig):
 
 
 def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:
-    config = object.__new__(config_of(architecture))
-    vars(config).update(values)
-    return config
+    return config_of(architecture).model_construct(**values)
 
 
 @cache
@@ -194,12 +181,10 @@ def config_of(architecture: str = DEFAULT) -> type[GanConfig]:
     Raises UserError for an architecture that is not in the registry.
     """
     entry = architecture_of(architecture)
-    kinds: dict[str, Any] = {"generator": entry.generator_config, "discriminator": entry.discriminator_config}
-    own: dict[str, Any] = {known.name: known.type for known in fields(GanConfig)} | kinds
-    changed = [
-        (name, own[name], field(default_factory=partial(own[name], **entry.recipe.get(name, {}))))
-        for name in {**kinds, **entry.recipe}
-    ]
-    named = ("architecture", str, field(default=architecture))
-    here = {"__module__": __name__}
-    return make_dataclass("GanConfig", [named, *changed], bases=(GanConfig,), kw_only=True, namespace=here)
+    networks = {"generator": entry.generator_config, "discriminator": entry.discriminator_config}
+    sections: dict[str, Any] = {name: field.annotation for name, field in GanConfig.model_fields.items()} | networks
+    fields: dict[str, Any] = {
+        name: (sections[name], sections[name](**entry.recipe.get(name, {}))) for name in {**networks, **entry.recipe}
+    }
+    fields["architecture"] = (str, architecture)
+    return create_model("GanConfig", __base__=GanConfig, __module__=__name__, **fields)

@@ -3,11 +3,10 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from training.gan.losses import OBJECTIVES, Objective
-from utils.config.ranges import AboveOne, Checked, InnerShare, NonNegativeFloat, PositiveInt, Share
+from utils.config.model import AboveOne, Config, InnerShare, NonNegativeFloat, PositiveInt, Share
 from utils.errors import UserError
 
 NORMS = {  # whose sudden growth or loss is told
@@ -30,8 +29,7 @@ MORE_DATA = (
 )
 
 
-@dataclass(kw_only=True)
-class WatchConfig(Checked, section="watch"):
+class WatchConfig(Config):
     """When a warning is given. Thresholds come in pairs: it appears at the first and is cleared at the second."""
 
     on: bool = True  # warnings about known failures at log ticks
@@ -49,14 +47,13 @@ class WatchConfig(Checked, section="watch"):
     norm_factor: AboveOne = 10.0  # change of a gradient norm against its own long mean
     memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.samples.memorisation
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         rising = {"margin_low": self.margin_low, "diversity": self.diversity, "memorised": self.memorised}
         falling = {"overfit": self.overfit, "sign": self.sign, "margin_high": self.margin_high, "ada": self.ada}
         for name, (said, forgotten) in {**rising, **falling}.items():
             if (said > forgotten) if name in rising else (said < forgotten):
                 order = "at most" if name in rising else "at least"
-                raise UserError(f"watch.{name} {said}, {forgotten}: the first must be {order} the second")
+                raise UserError(f"{name} {said}, {forgotten}: the first must be {order} the second")
 
 
 # (a failure, whether it shows (None: neither clearly there nor clearly gone), what to say)

@@ -9,10 +9,12 @@ function of the step number, so there is nothing to save; without growth there i
 import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
-from utils.config.ranges import Checked, NonNegativeFloat, PositiveInt, at_least
+from annotated_types import Ge
+
+from utils.config.model import Config, NonNegativeFloat, PositiveInt
 from utils.errors import UserError
 
 SMALLEST = 8  # px; the first stage's at least
@@ -21,22 +23,20 @@ KIMG = 1000  # images
 Kimg = NonNegativeFloat | dict[int, NonNegativeFloat]  # thousand images of every stage, or of each by its resolution
 
 
-@dataclass(kw_only=True)
-class ProgressiveConfig(Checked, section="progressive"):
+class ProgressiveConfig(Config):
     """Growth of both networks from low to full resolution. Lengths are in thousand images that a stage sees."""
 
     # px of the first stage; null: no growth, the full networks from the first step
-    start: Annotated[int, at_least(SMALLEST)] | None = None
+    start: Annotated[int, Ge(SMALLEST)] | None = None
     fade_kimg: Kimg = 600.0  # fading in; a number, or {px: number} for every stage but the first
     stable_kimg: Kimg = 600.0  # then at alpha 1; a number, or {px: number} for every stage but the last, which goes on
     # {px: global batch}; stages not named: batch_size
-    batch_sizes: dict[int, PositiveInt] = field(default_factory=dict)
+    batch_sizes: dict[int, PositiveInt] = {}
     reset_optimizer: bool = True  # Adam's moments start anew in every stage
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         if self.start is not None and self.start & (self.start - 1):
-            raise UserError(f"progressive.start {self.start}: must be a power of two, or null for no growth")
+            raise UserError(f"start {self.start}: must be a power of two, or null for no growth")
 
 
 @dataclass(frozen=True, kw_only=True)

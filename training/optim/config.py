@@ -2,12 +2,13 @@
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+from annotated_types import Interval
+
 from training.optim.schedules import cosine, one_cycle
-from utils.config.ranges import (
-    Checked,
+from utils.config.model import (
+    Config,
     Decay,
     InnerShare,
     NonNegativeFloat,
@@ -16,13 +17,11 @@ from utils.config.ranges import (
     PositiveInt,
     Probability,
     Share,
-    between,
 )
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class OptimizerConfig(Checked, section="optimizer"):
+class OptimizerConfig(Config):
     """Optimizer and learning-rate schedule."""
 
     # schedulefree-...: the weights' average takes the place of a decay; the network that is evaluated holds it
@@ -30,12 +29,12 @@ class OptimizerConfig(Checked, section="optimizer"):
     name: Literal["adam", "adamw", "sgd", "schedulefree-sgd", "schedulefree-adamw", "muon"] = "adam"
     lr: PositiveFloat = 0.001  # peak rate
     lr_batch_size: PositiveInt | None = None  # global batch that lr is meant for: at another it is scaled in proportion
-    betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])  # Adam's
+    betas: list[Decay] = [0.9, 0.999]  # Adam's
     beta2_final: Decay | None = None  # Adam's: where beta2 ends, by a cosine over the schedule's length; None: constant
     eps: NonNegativeFloat = 1e-8  # Adam's
     momentum: Decay = 0.9  # SGD's (Nesterov), or Muon's; for schedulefree-sgd the share of the average, beta
     sgd_momentum: InnerShare = 0.9  # muon: of the parameters that SGD takes
-    ns_steps: Annotated[int, between(1, 99)] = 5  # muon: Newton-Schulz iterations of a step
+    ns_steps: Annotated[int, Interval(ge=1, le=99)] = 5  # muon: Newton-Schulz iterations of a step
     unit_filters: bool = False  # muon: keep the norm of its matrices at sqrt(outputs); for those before a BatchNorm
     weight_decay: NonNegativeFloat = 0.0  # decoupled but for adam, sgd and muon's head; not of norms and biases
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
@@ -46,39 +45,38 @@ class OptimizerConfig(Checked, section="optimizer"):
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
     # step: updates at which the rate is multiplied by gamma; 30ep: epochs
-    milestones: list[PositiveInt] = field(default_factory=list)
+    milestones: list[PositiveInt] = []
     step_every: PositiveInt | None = None  # step: or every so many updates; 30ep: epochs
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr
     cycle_momentum: list[Decay] | None = None  # one-cycle: momentum (beta1; Muon's) at ends and peak: [0.95, 0.85]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
         clipping = [key for key in ("clip_norm", "clip_value", "clip_adaptive") if getattr(self, key) is not None]
         if len(clipping) > 1:
             given = " and ".join(clipping)
-            raise UserError(f"optimizer: {given} are given; gradients are clipped in one way, keep one")
+            raise UserError(f"{given} are given; gradients are clipped in one way, keep one")
         for key in ("betas", "cycle_momentum"):
             pair = getattr(self, key)
             if pair is not None and len(pair) != 2:
-                raise UserError(f"optimizer.{key} {pair}: must be two numbers")
+                raise UserError(f"{key} {pair}: must be two numbers")
         if self.schedule == "step" and bool(self.milestones) == bool(self.step_every):
             raise UserError(
-                "optimizer: schedule step needs milestones, the updates where the rate falls: [3000, 6000], or "
+                "schedule step needs milestones, the updates where the rate falls: [3000, 6000], or "
                 "step_every, the updates from one fall to the next: 3000; and not both"
             )
         if self.milestones != sorted(set(self.milestones)):
-            raise UserError(f"optimizer.milestones {self.milestones}: must be rising numbers of updates")
+            raise UserError(f"milestones {self.milestones}: must be rising numbers of updates")
         if self.cycle_momentum is not None and self.name in ("sgd", "muon") and not self.momentum:
-            raise UserError("optimizer: cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
+            raise UserError("cycle_momentum changes a momentum, but momentum is 0; leave out one of them")
         if self.schedule_free and self.schedule != "constant":
-            raise UserError(f"optimizer: {self.name} replaces schedules; set schedule constant")
+            raise UserError(f"name {self.name} replaces schedules; set schedule constant")
         if self.beta2_final is not None and self.name not in ("adam", "adamw"):
-            raise UserError(f"optimizer: beta2_final is adam's and adamw's; leave it out with {self.name}")
+            raise UserError(f"beta2_final is adam's and adamw's; leave it out with {self.name}")
         if self.schedule_free and not self.average_beta:
             key = "momentum" if self.name == "schedulefree-sgd" else "the first of betas"
-            raise UserError(f"optimizer: {self.name} needs {key} above 0: the average's share; 0.9 is usual")
+            raise UserError(f"name {self.name} needs {key} above 0: the average's share; 0.9 is usual")
 
     @property
     def schedule_free(self) -> bool:
@@ -94,7 +92,7 @@ class OptimizerConfig(Checked, section="optimizer"):
         """The config whose rate is the one at this global batch: lr * batch_size / lr_batch_size (1706.02677)."""
         if self.lr_batch_size is None:
             return self
-        return replace(self, lr=self.lr * batch_size / self.lr_batch_size, lr_batch_size=None)
+        return self.changed(lr=self.lr * batch_size / self.lr_batch_size, lr_batch_size=None)
 
     def momentum_at(self, step: int, steps: int) -> float | None:
         """Momentum, or Adam's beta1, of update number `step` where one-cycle changes it; None: as configured."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from utils import bounded
-from utils.config.build import of_today
 from utils.config.yaml_files import near_file
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
@@ -229,7 +228,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
 
 
 def checked(checkpoint: Any, file: str) -> Checkpoint:
-    """What was read from `file`, after a look at all but the state; the config by today's names.
+    """What was read from `file`, after a look at all but the state.
 
     Raises CorruptCheckpoint naming the key.
     """
@@ -243,11 +242,10 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
-        config = of_today(checkpoint["config"])
-        check_config("config", config)
+        check_config("config", checkpoint["config"])
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({error}); use an earlier one") from None
-    return checkpoint | {"file": file, "config": config}  # file: for messages
+    return checkpoint | {"file": file}  # file: for messages
 
 
 def _verify(path: Path) -> None:

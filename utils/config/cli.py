@@ -83,7 +83,7 @@ class UnknownKey(UserError):
         if " " in meant:
             super().__init__(f"{source}: there is no {name}; {meant}")
             return
-        keys = [key for key in known if f".{key}".endswith(f".{meant}")] if leaf in MEANT else []
+        keys = [key for key in known if f".{key}".endswith(f".{meant}")] if leaf in MEANT or not section else []
         keys = [key for key in keys if section and key.startswith(f"{section}.")] or keys
         if keys:
             hint = f" (did you mean {' or '.join(map(repr, keys))}?)"

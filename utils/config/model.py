@@ -39,7 +39,6 @@ NAMES = {
     list: "a list",
 }
 NULLS = ("null", "Null", "NULL", "~")
-MISSING = "given"
 
 
 # --- what a field takes
@@ -121,11 +120,14 @@ def shown(value: Any) -> str:
 
 
 class Unfit(ValueError):
-    """What is wrong, in a line: `key`, its `value`, what it takes (`expected`) and `how` that is written."""
+    """What is wrong, in a line: `key`, its `value`, what it takes (`expected`) and `how` that is written; or a
+    `problem` that has no value to show.
+    """
 
-    def __init__(self, key: str, value: Any, expected: str, how: str = "") -> None:
-        self.key, self.value, self.expected, self.how = key, value, expected, how
-        super().__init__(f"{key} is {shown(value)}, but must be {expected}")
+    def __init__(self, key: str, value: Any, expected: str, how: str = "", problem: str = "") -> None:
+        self.key, self.value, self.expected, self.problem = key, value, expected, problem
+        self.refusal = problem or f" {shown(value)}: must be {expected}{how}"
+        super().__init__(key + (problem or f" is {shown(value)}, but must be {expected}"))
 
 
 def _place(hint: Any, place: Sequence[Any]) -> tuple[str, Any]:
@@ -157,14 +159,15 @@ def _wrong(error: ValidationError, model: type["_Strict"]) -> UserError | Unfit:
     if unknown:
         return UnknownKey("", ".".join(map(str, line["loc"])), list(keys_of(model)))
     (key, hint), cause = _place(model, line["loc"]), line.get("ctx", {}).get("error")
-    if isinstance(cause, UserError):
-        return UserError(f"{key}.{cause}" if key else str(cause))
+    if isinstance(cause, UserError):  # of a check; most begin with the name of a field
+        fields = section.model_fields if (section := section_of(hint)) else ()
+        return UserError(f"{key}{'.' if str(cause).split()[0] in fields else ': '}{cause}" if key else str(cause))
     if isinstance(cause, Unfit):
-        return Unfit(key, cause.value, cause.expected)
+        return Unfit(key + cause.key, cause.value, cause.expected)
     if cause is not None:
-        return UserError(f"{key}: {cause}")
+        return Unfit(key, None, "", problem=f": {cause}")
     if line["type"] == "missing":
-        return Unfit(key, None, MISSING)
+        return Unfit(key, None, "", problem=" is missing")
     return Unfit(key, line["input"], takes(hint), _how(key, hint, line["input"]))
 
 
@@ -172,7 +175,7 @@ def _how(key: str, hint: Any, value: Any) -> str:
     """How a list, a mapping or a section is written, where text was given."""
     if section := section_of(hint):
         return f", such as {key}.{next(iter(section.model_fields))}"
-    if isinstance(value, str) and inside(hint, list):
+    if isinstance(value, (str, int, float)) and inside(hint, list, tuple):
         return f', written "[{value}]"'
     return ', written "{name: value}"' if isinstance(value, str) and inside(hint, dict) else ""
 
@@ -189,7 +192,7 @@ def refused(
     source = "command line" if typed else source
     if isinstance(wrong, UnknownKey):
         return UnknownKey(source, wrong.name, wrong.known)
-    return UserError(f"{source}: ".lstrip(": ") + f"{key} {shown(wrong.value)}: must be {wrong.expected}{wrong.how}")
+    return UserError(f"{source}: ".lstrip(": ") + f"{key}{wrong.refusal}")
 
 
 # --- the models
@@ -214,7 +217,7 @@ class Stored(_Strict):
         if not isinstance(wrong, Unfit):
             raise wrong
         key = f"{name}.{wrong.key}".strip(".")
-        raise Unfit(key, wrong.value, wrong.expected) if wrong.expected != MISSING else ValueError(f"{key} is missing")
+        raise Unfit(key, wrong.value, wrong.expected, problem=wrong.problem)
 
 
 class Config(_Strict):
@@ -266,20 +269,22 @@ def keys_of(model: type[_Strict], prefix: str = "") -> Iterator[str]:
                 yield from keys_of(section, f"{prefix}{name}.")
 
 
-def _read(hint: Any, value: Any) -> Any:
+def _read(hint: Any, value: Any, place: str = "") -> Any:
     """A value for a field of this type, where text may stand for what is no text, and a number for a name."""
     if isinstance(value, str) and not _is_text(hint, value):
         value = from_text(value)
+    if isinstance(value, bool) and bool not in arms(hint) and _is_text(hint, word := "on" if value else "off"):
+        return word  # YAML reads it so without quotes
     if isinstance(value, (int, float)) and not abs(value) < LIMIT:  # nan is none either
-        raise Unfit("", value, "a finite number below 2^63")
+        raise Unfit(place, value, "a finite number below 2^63")
     if isinstance(value, (list, tuple)) and (items := inside(hint, list, tuple)):
         kind = list if inside(hint, list) else tuple
-        return kind(_read(items[0], item) for item in value)
+        return kind(_read(items[0], item, f"{place}[{index}]") for index, item in enumerate(value))
     if isinstance(value, dict):
         keys, items = inside(hint, dict) or (Any, Any)
         named = keys is str  # a class or a layer may be called 1
         return {
-            str(key) if named and type(key) in (int, float) else _read(keys, key): _read(items, item)
+            str(key) if named and type(key) in (int, float) else _read(keys, key): _read(items, item, f"{place}.{key}")
             for key, item in value.items()
         }
     return value

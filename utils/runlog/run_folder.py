@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utils.config.build import differences, of_today
+from utils.config.build import differences
 from utils.config.yaml_files import Tree, read_yaml, save_yaml
 from utils.errors import UserError
 from utils.files import replace_file
@@ -63,7 +63,7 @@ class RunFolder:
         """The config of the run that is here, None in an empty folder. Raises UserError where other things are."""
         config = self.path / "config.yaml"
         if config.is_file():
-            return of_today(read_yaml(config))
+            return read_yaml(config)
         found = self.path.iterdir() if self.path.is_dir() else ()
         strangers = ", ".join(sorted(p.name for p in found if not p.name.startswith("."))[:3])
         if strangers:

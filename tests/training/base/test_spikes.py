@@ -77,7 +77,7 @@ def test_its_state_goes_on() -> None:
 
 @pytest.mark.parametrize("wrong", [{"factor": 1.0}, {"factor": math.inf}, {"window": 5}, {"limit": 0}])
 def test_settings_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"spikes.{next(iter(wrong))}"):
+    with pytest.raises(UserError, match=f"^{next(iter(wrong))} "):
         SpikesConfig(**wrong)
 
 

@@ -62,8 +62,8 @@ def refusal(config: RunConfig) -> str:
     [
         ({"path": "x"}, r"share is not set; give the share of each batch"),
         ({"share": 0.5}, r"has settings but no images; give data\.synthetic\.path"),
-        ({"path": "x", "share": 1.5}, r"data\.synthetic\.share 1\.5: must be above 0 and at most 1"),
-        ({"path": "x", "share": 0.5, "weight": -1.0}, r"data\.synthetic\.weight -1\.0: must be at least 0"),
+        ({"path": "x", "share": 1.5}, r"^share 1\.5: must be a number above 0 and at most 1"),
+        ({"path": "x", "share": 0.5, "weight": -1.0}, r"^weight -1\.0: must be a number at least 0"),
         (
             {"path": "x", "checkpoint": "y", "share": 0.5},
             r"path and checkpoint are both set",

@@ -1,46 +1,44 @@
-"""The reference of config keys says what the dataclasses say."""
+"""The reference of config keys says what the models say."""
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pytest
+from annotated_types import Ge
 
 import train
 from models.registry import ARCHITECTURES
-from training.engine.reference import Key, as_markdown, as_text, groups, keys, matching, takes
+from training.engine.reference import Key, as_markdown, as_text, groups, keys, matching
 from training.engine.tasks import TASKS
-from utils.config.build import build, keys_of
-from utils.config.ranges import PositiveInt, Share, at_least
+from utils.config.build import build
+from utils.config.model import Config, PositiveInt, Share, keys_of, takes
 from utils.errors import UserError
 
 CONFIGS = [TASKS["classifier"].config(), *(TASKS["gan"].config(name) for name in ARCHITECTURES)]
 
 
-@dataclass(kw_only=True)
-class Inner:
+class Inner(Config):
     """A section."""
 
     rate: Share = 0.5  # of change
     kind: Literal["a", "b"] = "a"
     # what they
     # are called
-    names: list[str] = field(default_factory=list)  # None: all
+    names: list[str] = []  # None: all
 
 
-@dataclass(kw_only=True)
-class Outer:
+class Outer(Config):
     """Sections with defaults of their own."""
 
     steps: PositiveInt | None = None  # how many
-    inner: Inner = field(default_factory=lambda: Inner(rate=0.25))
+    inner: Inner = Inner(rate=0.25)
 
 
-def test_keys_of_a_dataclass():
+def test_keys_of_a_model():
     assert list(keys(Outer)) == [
-        Key("steps", "null", "whole number above 0, or null", "how many"),
-        Key("inner.rate", "0.25", "number above 0 and at most 1", "of change"),
-        Key("inner.kind", "a", "a, b", ""),
-        Key("inner.names", "[]", "list of: text", "what they are called null: all"),
+        Key("steps", "null", "a whole number above 0, or null", "how many"),
+        Key("inner.rate", "0.25", "a number above 0 and at most 1", "of change"),
+        Key("inner.kind", "a", "one of a, b", ""),
+        Key("inner.names", "[]", "a list of: text", "what they are called null: all"),
     ]
 
 
@@ -48,10 +46,10 @@ def test_keys_of_a_dataclass():
     ("hint", "told"),
     [
         (bool, "true or false"),
-        (Annotated[int, at_least(4)] | None, "whole number at least 4, or null"),
-        (PositiveInt | Literal["auto"], "whole number above 0, or auto"),
-        (tuple[float, float], "a pair of: number"),
-        (dict[str, float], "text -> number"),
+        (Annotated[int, Ge(4)] | None, "a whole number at least 4, or null"),
+        (PositiveInt | Literal["auto"], "a whole number above 0, or auto"),
+        (tuple[float, float], "a pair of: a number"),
+        (dict[str, float], "a mapping of text to a number"),
     ],
 )
 def test_types_in_words(hint, told):

@@ -1,6 +1,5 @@
 """What `precision: auto` means and how long a run takes: measured in real steps, with no trace of it in the run."""
 
-import dataclasses
 import gc
 import math
 import os
@@ -494,7 +493,7 @@ def test_accelerators_search_the_fastest_convolutions(
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
     monkeypatch.setattr(collectives, "choose_device", lambda *_, **__: torch.device("meta"))
-    config = dataclasses.replace(config_of(packed, "gan", tmp_path), deterministic=deterministic)
+    config = config_of(packed, "gan", tmp_path).changed(deterministic=deterministic)
     try:
         assert run._start_process(config, None) == torch.device("meta")
         assert cudnn.benchmark == (not deterministic)

@@ -297,8 +297,8 @@ def test_switched_off_it_is_silent():
         ({"worse": 1.0}, "worse"),
         ({"norm_factor": 0.5}, "norm_factor"),
         ({"diversity_fall": 1.0}, "diversity_fall"),
-        ({"margin_low": (0.2, 0.1)}, "watch.margin_low 0.2, 0.1"),
-        ({"margin_high": (1.0, 2.0)}, "watch.margin_high 1.0, 2.0"),
+        ({"margin_low": (0.2, 0.1)}, "^margin_low 0.2, 0.1"),
+        ({"margin_high": (1.0, 2.0)}, "^margin_high 1.0, 2.0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes, told):

@@ -1,36 +1,40 @@
-from dataclasses import dataclass, field
+import re
 from typing import Literal
 
 import pytest
 
 from training.classifier.config import ClassifierConfig
 from training.gan.config import GanConfig
-from utils.config.build import RENAMED, UnknownKey, build, differences, keys_of, of_today, renamed, to_tree
+from utils.config.build import build, differences, to_tree
+from utils.config.cli import UnknownKey
+from utils.config.model import Config, keys_of
 from utils.config.yaml_files import near_file, read_yaml, save_yaml
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class Inner:
-    learning_rate: float = 0.1
-    names: list[str] = field(default_factory=lambda: ["a"])
+class Inner(Config):
+    rate: float = 0.1
+    names: list[str] = ["a"]
+    mode: Literal["off", "on"] = "off"
 
-    def __post_init__(self):
-        if self.learning_rate <= 0:
-            raise UserError("inner: learning_rate must be positive")
+    def check(self):
+        if self.rate <= 0:
+            raise UserError("rate must be positive")
 
 
-@dataclass(kw_only=True)
-class Outer:
+class Outer(Config):
     task: Literal["one", "two"] = "one"
     steps: int = 10
     path: str | None = None
-    inner: Inner = field(default_factory=Inner)
-    other_inner: Inner = field(default_factory=lambda: Inner(learning_rate=0.7))
+    inner: Inner = Inner()
+    other_inner: Inner = Inner(rate=0.7)
 
-    def __post_init__(self):
+    def check(self):
         if self.steps > 100 and self.task == "two":
-            raise ValueError("steps above 100 need task one")
+            raise UserError("steps above 100 need task one")
+
+
+SECTION = "a section with keys of its own, such as inner.rate"
 
 
 def one_line(error):
@@ -110,72 +114,82 @@ def test_a_file_of_another_name_is_no_near_match(tmp_path):
 
 
 def test_command_line_beats_yaml_beats_defaults():
-    tree = {"steps": 20, "inner": {"learning_rate": 0.5}}
-    config = build(Outer, tree, ["--inner.learning_rate", "0.25", "--path=x y"])
-    assert config == Outer(steps=20, path="x y", inner=Inner(learning_rate=0.25))
-    assert build(Outer, tree).inner.learning_rate == 0.5
+    tree = {"steps": 20, "inner": {"rate": 0.5}}
+    config = build(Outer, tree, ["--inner.rate", "0.25", "--path=x y"])
+    assert config == Outer(steps=20, path="x y", inner=Inner(rate=0.25))
+    assert build(Outer, tree).inner.rate == 0.5
     assert build(Outer, {}) == Outer()
 
 
 def test_a_section_in_yaml_keeps_the_defaults_of_its_owner():
-    # the section's own default_factory, not the class's defaults: GAN's betas are not Adam's usual ones
+    # the section's own default, not the class's defaults: GAN's betas are not Adam's usual ones
     config = build(Outer, {"other_inner": {"names": ["z"]}})
-    assert config.other_inner == Inner(learning_rate=0.7, names=["z"])
+    assert config.other_inner == Inner(rate=0.7, names=["z"])
     assert build(GanConfig, {"generator_optimizer": {"lr": 0.01}}).generator_optimizer.betas == [0.0, 0.99]
     assert build(ClassifierConfig, {"optimizer": {"lr": 0.01}}).optimizer.name == "sgd"
     assert build(ClassifierConfig, {}, ["--optimizer.lr", "0.01"]).optimizer.name == "sgd"
 
 
 def test_hyphens_are_underscores_in_names_but_not_in_values():
-    config = build(Outer, {}, ["--other-inner.learning-rate", "2", "--path=a-b_c"])
-    assert (config.other_inner.learning_rate, config.path) == (2.0, "a-b_c")
+    config = build(Outer, {}, ["--other-inner.rate", "2", "--path=a-b_c"])
+    assert (config.other_inner.rate, config.path) == (2.0, "a-b_c")
 
 
 def test_values_of_all_kinds():
-    config = build(Outer, {"inner": {"learning_rate": "1e-3"}}, ["--inner.names", "[p, q]", "--path", "null"])
-    assert config == Outer(inner=Inner(learning_rate=0.001, names=["p", "q"]))
+    config = build(Outer, {"inner": {"rate": "1e-3"}}, ["--inner.names", "[p, q]", "--path", "null"])
+    assert config == Outer(inner=Inner(rate=0.001, names=["p", "q"]))
     assert build(Outer, {"path": "x"}, ["--path", "null"]).path is None
-    assert build(Outer, {"inner": {"learning_rate": 1}}).inner.learning_rate == 1.0
+    assert build(Outer, {"inner": {"rate": 1}}).inner.rate == 1.0
     assert build(Outer, {}, ["--steps=-5"]).steps == build(Outer, {}, ["--steps", "-5"]).steps == -5
 
 
 @pytest.mark.parametrize(
-    ("tree", "overrides", "told"),
+    ("tree", "overrides", "message"),
     [
-        ({"stpes": 1}, [], r"f.yaml: unknown key 'stpes' \(did you mean 'steps'\?\)"),
-        ({"inner": {"lerning_rate": 1}}, [], r"f.yaml: unknown key 'inner.lerning_rate' \(did you mean 'inner.l"),
-        ({"learning_rates": 1}, [], r"f.yaml: unknown key 'learning_rates' \(did you mean"),
-        ({"zzz": 1}, [], r"f.yaml: unknown key 'zzz'$"),
-        ({3: 1}, [], r"f.yaml: unknown key '3'"),
-        ({}, ["--stpes", "1"], r"command line: unknown key 'stpes' \(did you mean 'steps'\?\)"),
-        ({}, ["--innr.learning-rate=1"], r"unknown key 'innr.learning_rate' \(did you mean 'inner.l"),
-        ({}, ["--step", "1"], r"command line: unknown key 'step' \(did you mean 'steps'"),  # no abbreviations
-        ({}, ["--inner", "{lerning_rate: 1}"], r"lerning_rate"),
-        ({"steps": 1.5}, [], r'f.yaml: key "steps": Expected int'),
-        ({"steps": True}, [], r'f.yaml: key "steps": Expected int'),
-        ({"inner": {"learning_rate": "fast"}}, [], r'key "inner.learning_rate": Expected float'),
-        ({"inner": {"names": "a"}}, [], r'key "inner.names"'),
-        ({"path": [1]}, [], r'f.yaml: key "path": Expected str, null. Got value: \[1\]$'),
-        ({"task": "three"}, [], r"key \"task\": Expected 'one', 'two'. Got value: three"),
-        ({}, ["--steps", "many"], r'key "steps": Expected int'),
-        ({}, ["--steps"], r"steps.*expected one argument"),
-        ({}, ["--steps", "--path", "x"], r"steps.*expected one argument"),
-        ({}, ["5"], r"command line: '5' belongs to no option"),
-        ({}, ["--steps", "5", "6"], r"command line: '6' belongs to no option"),
-        ({}, ["--steps=5", "6"], r"6"),
-        ({}, ["-s", "6"], r"'-s' belongs to no option"),
-        ({"inner": 3}, [], r"'inner' is a section with keys of its own, but holds 3"),
-        ({"inner": None}, [], r"'inner' is a section with keys of its own, but holds None"),
-        ({"inner": {"learning_rate": -1}}, [], r"inner: learning_rate must be positive"),
-        ({}, ["--inner.learning_rate", "-1"], r"inner: learning_rate must be positive"),
-        ({"task": "two", "steps": 101}, [], r"f.yaml: .*steps above 100 need task one"),
-        ({"steps": 101}, ["--task", "two"], r"steps above 100 need task one"),
+        ({"stpes": 1}, [], "f.yaml: unknown key 'stpes' (did you mean 'steps'?)"),
+        ({"inner": {"rat": 1}}, [], "f.yaml: unknown key 'inner.rat' (did you mean 'inner.rate'?)"),
+        ({"inner": {3: 1}}, [], "f.yaml: unknown key 'inner.3' (did you mean 'inner'?)"),
+        ({"ratee": 1}, [], "f.yaml: unknown key 'ratee' (did you mean 'inner.rate'?)"),
+        ({"zzz": 1}, [], "f.yaml: unknown key 'zzz'"),
+        ({3: 1}, [], "f.yaml: unknown key '3'"),
+        ({"steps": 1.5, "zzz": 1}, [], "f.yaml: unknown key 'zzz'"),  # before others
+        ({}, ["--stpes", "1"], "command line: unknown key 'stpes' (did you mean 'steps'?)"),
+        ({}, ["--innr.rate=1"], "command line: unknown key 'innr.rate' (did you mean 'inner.rate'?)"),
+        ({}, ["--step", "1"], "command line: unknown key 'step' (did you mean 'steps'?)"),  # no abbreviations
+        ({}, ["--inner", "{rat: 1}"], "command line: unknown key 'inner.rat' (did you mean 'inner.rate'?)"),
+        ({"steps": 1.5}, [], "f.yaml: steps 1.5: must be a whole number"),
+        ({"steps": True}, [], "f.yaml: steps true: must be a whole number"),
+        ({"steps": None}, [], "f.yaml: steps null: must be a whole number"),
+        ({"steps": [1]}, ["--steps", "2.5"], "command line: steps 2.5: must be a whole number"),
+        ({"inner": {"rate": "fast"}}, [], "f.yaml: inner.rate 'fast': must be a number"),
+        ({"inner": {"names": "a"}}, [], "f.yaml: inner.names 'a': must be a list of: text, written \"[a]\""),
+        ({"inner": {"names": [["a"]]}}, [], "f.yaml: inner.names[0] list: must be text"),
+        ({"path": [1]}, [], "f.yaml: path list: must be text, or null"),
+        ({"task": "three"}, [], "f.yaml: task 'three': must be one of one, two"),
+        ({}, ["--steps", "many"], "command line: steps 'many': must be a whole number"),
+        ({}, ["--steps"], "command line: --steps has no value; write --steps VALUE"),
+        ({}, ["--steps", "--path", "x"], "command line: --steps has no value; write --steps VALUE"),
+        *(
+            ({}, tokens, f"command line: {tokens[-1]!r} belongs to no option; write overrides as --section.key value")
+            for tokens in (["5"], ["--steps", "5", "6"], ["--steps=5", "6"], ["-s"])
+        ),
+        ({"inner": 3}, [], f"f.yaml: inner 3: must be {SECTION}"),
+        (
+            {"inner": 3},
+            ["--inner.rate=1"],
+            f"f.yaml: inner 3: must be {SECTION}",
+        ),
+        ({"inner": None}, [], f"f.yaml: inner null: must be {SECTION}"),
+        ({"inner": {"rate": -1}}, [], "inner.rate must be positive"),
+        ({}, ["--other_inner.rate", "-1"], "other_inner.rate must be positive"),
+        ({"task": "two", "steps": 101}, [], "steps above 100 need task one"),
+        ({"steps": 101}, ["--task", "two"], "steps above 100 need task one"),
     ],
 )
-def test_what_is_refused_is_named(tree, overrides, told):
-    with pytest.raises(UserError, match=told) as error:
+def test_what_is_refused_is_named(tree, overrides, message):
+    with pytest.raises(UserError) as error:
         build(Outer, tree, overrides, source="f.yaml")
-    assert one_line(error)
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize(
@@ -186,8 +200,8 @@ def test_what_is_refused_is_named(tree, overrides, told):
         ("gpu", "--gpus"),
         ("devise", "--device"),
         ("steps_", "steps"),  # the nearer of both
-        ("learning_rates", "inner.learning_rate"),
-        ("lerning_rate", "inner.learning_rate"),
+        ("ratess", "inner.rate"),
+        ("rte", "inner.rate"),
     ],
 )
 def test_options_of_the_script_are_candidates_too(name, near):
@@ -197,78 +211,11 @@ def test_options_of_the_script_are_candidates_too(name, near):
     assert str(told) == f"command line: unknown key {name!r} (did you mean {near!r}?)"
 
 
-def test_null_for_a_number_names_the_key():
-    with pytest.raises(UserError, match="steps"):
-        build(GanConfig, {"task": "gan", "steps": None}, source="f.yaml")
-
-
-def test_the_suggestion_for_a_bare_leaf_can_be_typed():
-    with pytest.raises(UserError, match=r"did you mean '(generator|discriminator)_optimizer\.lr'"):
-        build(GanConfig, {"task": "gan"}, ["--lr", "1"])
-
-
-def test_a_value_in_place_of_a_section_names_the_file():
-    with pytest.raises(UserError, match=r"^f.yaml: 'inner'"):
-        build(Outer, {"inner": None}, source="f.yaml")
-
-
 def test_keys_of_lists_sections_and_leaves():
     assert list(keys_of(Outer)) == [
-        *["task", "steps", "path", "inner", "inner.learning_rate", "inner.names"],
-        *["other_inner", "other_inner.learning_rate", "other_inner.names"],
+        *["task", "steps", "path", "inner", "inner.rate", "inner.names", "inner.mode"],
+        *["other_inner", "other_inner.rate", "other_inner.names", "other_inner.mode"],
     ]
-
-
-# --- keys that have another name today
-
-
-@pytest.mark.parametrize(
-    ("config_class", "old", "new"),
-    [
-        (GanConfig, "ema.half_life_kimg", "ema.ema_kimg"),
-        (GanConfig, "ema.half_life_kimg_start", "ema.ema_kimg_start"),
-        (GanConfig, "ema.ramp", "ema.ema_rampup"),
-        (GanConfig, "augment.trivial", "augment.trivial_augment"),
-        (GanConfig, "generator_optimizer.cycle_rise", "generator_optimizer.pct_start"),
-        (ClassifierConfig, "optimizer.cycle_rise", "optimizer.pct_start"),
-        (ClassifierConfig, "augment.mix", "augment.mix_prob"),
-        (ClassifierConfig, "train", "finetune"),
-        (ClassifierConfig, "train.freeze_bn", "finetune.freeze_bn"),
-    ],
-)
-def test_an_old_key_is_refused_with_the_new_name(config_class, old, new):
-    assert renamed(old) == new in keys_of(config_class)
-    assert renamed(new) == new
-    with pytest.raises(UnknownKey, match=rf"^command line: {old} is now {new}$") as error:
-        build(config_class, {}, [f"--{old}", "1"])
-    assert str(error.value.among(["--train"])) == str(error.value)
-    section, _, leaf = old.partition(".")
-    if leaf and section != "train":
-        with pytest.raises(UnknownKey, match=rf"^f.yaml: {old} is now {new}$"):
-            build(config_class, {section: {leaf: 1}}, source="f.yaml")
-
-
-def test_every_new_name_is_a_key():
-    known = {*keys_of(GanConfig), *keys_of(ClassifierConfig)}
-    assert set(RENAMED.values()) <= known
-    assert not set(RENAMED) & known
-
-
-def test_an_old_run_s_config_is_read_by_todays_names():
-    old = {
-        "train": {"freeze": ["stem"], "stage_lr": {"train": 0.5}},
-        "optimizer": {"lr": 0.1, "cycle_rise": 0.2},
-        "augment": {"mix": 0.5, "trivial": True, "cutmix": 1.0},
-        "data": {"class_rates": {"train": 2.0}},
-    }
-    assert of_today(old) == {
-        "finetune": {"freeze": ["stem"], "stage_lr": {"train": 0.5}},
-        "optimizer": {"lr": 0.1, "pct_start": 0.2},
-        "augment": {"mix_prob": 0.5, "trivial_augment": True, "cutmix": 1.0},
-        "data": {"class_rates": {"train": 2.0}},
-    }
-    assert of_today({"progressive": {"batch_sizes": {8: 4}}}) == {"progressive": {"batch_sizes": {8: 4}}}
-    assert of_today(to_tree(GanConfig())) == to_tree(GanConfig())
 
 
 # --- saving
@@ -277,7 +224,7 @@ def test_an_old_run_s_config_is_read_by_todays_names():
 @pytest.mark.parametrize(
     "config",
     [
-        Outer(steps=3, path="a: b #c", inner=Inner(learning_rate=1e-8, names=["null", "1", "yes"])),
+        Outer(steps=3, path="a: b #c", inner=Inner(rate=1e-8, names=["null", "1", "yes"])),
         GanConfig(seed=5, batch_size=32),
         ClassifierConfig(precision="bf16"),
     ],
@@ -314,9 +261,20 @@ def test_a_recipe_of_another_size_is_not_near(tmp_path):
         assert near_file(tmp_path / f"{wrong}.yaml", "*.yaml").endswith(f"{told}'?)" if told else "")
 
 
-@pytest.mark.parametrize("name", ["epochs", "num_epochs", "learning_rate", "image_size"])
-def test_a_name_without_a_near_match_is_told_what_to_give(name):
-    """U14: `--epochs` was answered by "--procs"."""
-    with pytest.raises(UnknownKey, match=rf"^command line: there is no {name}; .*--") as error:
-        build(GanConfig, {"task": "gan"}, [f"--{name}", "1"])
+@pytest.mark.parametrize(
+    ("config_class", "name", "hint"),
+    [
+        (ClassifierConfig, "optimizer.learning_rate", "did you mean 'optimizer.lr'?"),
+        (ClassifierConfig, "model.freeze", "did you mean 'finetune.freeze'?"),
+        (ClassifierConfig, "model.pretrained", "did you mean 'model.weights'?"),
+        (ClassifierConfig, "image_size", "did you mean 'data.resolution'?"),
+        (GanConfig, "lr", "did you mean 'generator_optimizer.lr' or 'discriminator_optimizer.lr'?"),
+        (GanConfig, "num_workers", "did you mean 'data.workers'?"),
+        (GanConfig, "epochs", "a training is counted in steps"),  # "--procs" was the answer once
+        (ClassifierConfig, "num_epochs", "--steps 90ep for 90 epochs"),
+    ],
+)
+def test_the_key_that_is_meant_is_named(config_class, name, hint):
+    with pytest.raises(UnknownKey, match=re.escape(hint)) as error:
+        build(config_class, {}, [f"--{name}", "1"])
     assert str(error.value.among(["--procs"])) == str(error.value)

@@ -2,52 +2,53 @@ import math
 import re
 import types
 import typing
-from dataclasses import dataclass, field, is_dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
+from annotated_types import Ge
 
 from training.base.config import DataConfig, RunConfig
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig, config_of
 from utils.config.build import build, to_tree
-from utils.config.ranges import Checked, Decay, PositiveFloat, PositiveInt, Probability, at_least
+from utils.config.model import Config, Decay, PositiveFloat, PositiveInt, Probability
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
 
-@dataclass(kw_only=True)
-class Part(Checked, section="part"):
+class Part(Config):
     rate: PositiveFloat = 1.0
-    count: Annotated[int, at_least(2)] | Literal["auto", "all"] | None = None
+    count: Annotated[int, Ge(2)] | Literal["auto", "all"] | None = None
     plain: float = 0.0
     whole: int = 0
     pair: tuple[Decay, Decay] = (0.0, 0.5)
-    steps: list[PositiveInt] = field(default_factory=list)
-    shares: dict[str, Probability] = field(default_factory=dict)
+    steps: list[PositiveInt] = []
+    shares: dict[str, Probability] = {}
     lengths: Probability | dict[int, PositiveFloat] = 1.0
 
 
-@dataclass(kw_only=True)
-class Whole(Checked):
+class Whole(Config):
     size: PositiveInt = 1
-    part: Part = field(default_factory=Part)
+    part: Part = Part()
 
 
 WRONG = [
-    ({"rate": 0.0}, "rate 0.0: must be above 0"),
-    ({"rate": math.nan}, "rate nan: must be above 0"),
+    ({"rate": 0.0}, "rate 0.0: must be a number above 0"),
+    ({"rate": math.nan}, "rate nan: must be a finite number below 2^63"),
     ({"rate": math.inf}, "rate inf: must be a finite number below 2^63"),
     ({"plain": math.nan}, "plain nan: must be a finite number below 2^63"),
     ({"plain": -math.inf}, "plain -inf: must be a finite number below 2^63"),
     ({"whole": 2**63}, "whole 9223372036854775808: must be a finite number below 2^63"),
-    ({"count": 1}, "count 1: must be at least 2, or auto, or all, or null"),
-    ({"pair": (0.5, 1.0)}, "pair 1.0: must be at least 0 and below 1"),
-    ({"steps": [3, 0]}, "steps 0: must be above 0"),
-    ({"shares": {"a": 1.0, "b": 1.5}}, "shares.b 1.5: must be at least 0 and at most 1"),
-    ({"lengths": 2.0}, "lengths 2.0: must be at least 0 and at most 1"),
-    ({"lengths": {8: 0.0}}, "lengths.8 0.0: must be above 0"),
+    ({"count": 1}, "count 1: must be a whole number at least 2, or one of auto, all, or null"),
+    ({"pair": (0.5, 1.0)}, "pair[1] 1.0: must be a number at least 0 and below 1"),
+    ({"steps": [3, 0]}, "steps[1] 0: must be a whole number above 0"),
+    ({"shares": {"a": 1.0, "b": 1.5}}, "shares.b 1.5: must be a number at least 0 and at most 1"),
+    (
+        {"lengths": 2.0},
+        "lengths 2.0: must be a number at least 0 and at most 1, or a mapping of a whole number to a number above 0",
+    ),
+    ({"lengths": {8: 0.0}}, "lengths.8 0.0: must be a number above 0"),
 ]
 
 
@@ -55,10 +56,10 @@ WRONG = [
 def test_a_number_out_of_its_range_is_refused_wherever_it_comes_from(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError) as error:
         Part(**wrong)
-    assert str(error.value) == f"part.{told}"
+    assert str(error.value) == told
     with pytest.raises(UserError) as error:
         build(Whole, {"part": wrong})
-    assert str(error.value) == f"part.{told}"
+    assert str(error.value) == f"configuration: part.{told}"
 
 
 def test_numbers_in_their_ranges_are_taken_and_stay_plain() -> None:
@@ -70,25 +71,29 @@ def test_numbers_in_their_ranges_are_taken_and_stay_plain() -> None:
 
 
 def test_a_float_is_no_whole_number_where_a_config_is_built_in_python() -> None:
-    with pytest.raises(UserError, match=r"^data\.prefetch 3\.0: must be a whole number$"):
+    with pytest.raises(UserError, match=r"^prefetch 3\.0: must be a whole number at least 0 and at most 1,024$"):
         DataConfig(prefetch=3.0)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"^data\.workers 2\.0: must be a whole number, or auto$"):
+    with pytest.raises(
+        UserError, match=r"^workers 2\.0: must be a whole number at least 0 and at most 1,024, or auto$"
+    ):
         DataConfig(workers=2.0)  # type: ignore[arg-type]
 
 
 def test_the_message_has_the_key_that_was_given() -> None:
-    with pytest.raises(UserError, match=r"^generator_optimizer\.lr 0\.0: must be above 0$"):
+    with pytest.raises(UserError, match=r"^command line: generator_optimizer\.lr 0: must be a number above 0$"):
         build(GanConfig, {}, ["--generator_optimizer.lr", "0"])
-    with pytest.raises(UserError, match=r"^optimizer\.momentum -1\.0: must be at least 0 and below 1$"):
+    with pytest.raises(
+        UserError, match=r"^configuration: optimizer\.momentum -1: must be a number at least 0 and below 1$"
+    ):
         build(ClassifierConfig, {"optimizer": {"momentum": -1}})
 
 
-def config_classes(config_class: type[Any] = Checked) -> set[type[Any]]:
+def config_classes(config_class: type[Any] = Config) -> set[type[Any]]:
     """Every config dataclass there is, of all tasks and architectures."""
     found: set[type[Any]] = {config_class}
     for below in config_class.__subclasses__():
         found |= config_classes(below)
-    return {part for part in found if part is not Checked and not part.__module__.startswith("tests.")}
+    return {part for part in found if part is not Config and not part.__module__.startswith("tests.")}
 
 
 def places(hint: Any, number: Any) -> list[Any]:
@@ -121,16 +126,20 @@ def test_no_key_of_any_config_takes_what_is_no_number_of_this_world(number: Any)
                 with pytest.raises(UserError, match=rf"(^|\.){name}\b.*: must be "):
                     config_class(**{name: value, **({"task": "gan"} if config_class is RunConfig else {})})
                 with pytest.raises(UserError, match=rf"{name}"):
-                    build(config_class, {name: value})
+                    build(config_class, {"task": "gan", name: value} if config_class is RunConfig else {name: value})
                 checked += 1
     assert checked > (140 if isinstance(number, int) else 70)
 
 
 def test_every_section_of_a_config_checks_its_numbers() -> None:
     for config_class in (GanConfig, config_of("r3gan"), config_of("dcgan"), ClassifierConfig):
-        sections: list[Any] = [hint for hint in typing.get_type_hints(config_class).values() if is_dataclass(hint)]
+        sections: list[Any] = [
+            hint
+            for hint in typing.get_type_hints(config_class).values()
+            if isinstance(hint, type) and issubclass(hint, Config)
+        ]
         assert len(sections) > 10
-        assert all(issubclass(section, Checked) for section in sections)
+        assert all(issubclass(section, Config) for section in sections)
 
 
 @pytest.mark.parametrize("text", [".nan", ".inf", "-.inf", "1" + "0" * 400, "1" + "0" * 5000, "0x" + "f" * 5000])
@@ -146,16 +155,28 @@ def test_the_command_line_takes_no_such_number_either(key: str, text: str) -> No
 @pytest.mark.parametrize(
     ("tree", "told"),
     [
-        ({"generator": {"mapping_layers": 10**9}}, "generator.mapping_layers 1000000000: must be at least 1 and at mo"),
-        ({"discriminator": {"mapping_layers": 101}}, "discriminator.mapping_layers 101: must be at least 0 and at mos"),
-        ({"data": {"workers": 10**6}}, "data.workers 1000000: must be at least 0 and at most 1024, or auto"),
-        ({"data": {"prefetch": 10**6}}, "data.prefetch 1000000: must be at least 0 and at most 1024"),
-        ({"distributed": {"timeout": 1e18}}, "distributed.timeout 1e+18: must be at least 0.001 and at most 10000000"),
+        (
+            {"generator": {"mapping_layers": 10**9}},
+            "generator.mapping_layers 1000000000: must be a whole number at",
+        ),
+        (
+            {"discriminator": {"mapping_layers": 101}},
+            "discriminator.mapping_layers 101: must be a whole number at",
+        ),
+        (
+            {"data": {"workers": 10**6}},
+            "data.workers 1000000: must be a whole number at least 0 and at most 1,024, or auto",
+        ),
+        ({"data": {"prefetch": 10**6}}, "data.prefetch 1000000: must be a whole number at least 0 and at most 1,024"),
+        (
+            {"distributed": {"timeout": 1e18}},
+            "distributed.timeout 1e+18: must be a number at least 0.001 and at most 1",
+        ),
     ],
 )
 def test_counts_that_no_machine_has_are_refused(tree: dict[str, Any], told: str) -> None:
     """H12: a billion mapping layers took minutes, which Ctrl-C did not end, and then all memory."""
-    with pytest.raises(UserError, match=f"^{re.escape(told)}"):
+    with pytest.raises(UserError, match=f"^configuration: {re.escape(told)}"):
         build(GanConfig, tree)
 
 
