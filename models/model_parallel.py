@@ -5,7 +5,7 @@ in, and logits come out, on the first device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -123,7 +123,7 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
     """Every block's bytes in training with `samples` samples a forward pass, found on torch's meta device: nothing is
     computed or allocated. `reduced`: activations take half.
     """
-    config = replace(classifier.config, activation_checkpointing=False)
+    config = classifier.config.changed(activation_checkpointing=False)
     side = config.input_size or classifier.resolution
     with torch.device("meta"):
         ghost = Classifier(config, channels=classifier.channels, classes=classifier.classes, resolution=side).train()

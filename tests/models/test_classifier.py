@@ -235,7 +235,7 @@ def test_normalisation_follows_the_networks_precision():
 
 @pytest.mark.parametrize("bad", [{"head_width": 0}, {"input_size": 7}])
 def test_bad_settings(bad):
-    with pytest.raises(UserError, match=f"model.{next(iter(bad))}"):
+    with pytest.raises(UserError, match=f"^{next(iter(bad))}"):
         ModelConfig(**bad)
 
 

@@ -364,24 +364,24 @@ def test_every_parameter_gets_a_gradient():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"width": 0}, "width 0: must be above 0"),
-        ({"blocks": 0}, "blocks 0: must be at least 1 and at most 100"),
-        ({"cardinality": -1}, "cardinality -1: must be above 0"),
-        ({"expansion": 0}, "expansion 0: must be above 0"),
+        ({"width": 0}, "width 0: must be a whole number above 0"),
+        ({"blocks": 0}, "blocks 0: must be a whole number at least 1 and at most 100"),
+        ({"cardinality": -1}, "cardinality -1: must be a whole number above 0"),
+        ({"expansion": 0}, "expansion 0: must be a whole number above 0"),
         ({"width": 10, "cardinality": 3}, r"cardinality 3 does not divide the 20 channels .* a divisor of 20"),
     ],
 )
 def test_sizes_that_do_not_fit(settings, message):
-    for config_class, section in ((R3GeneratorConfig, "generator"), (R3DiscriminatorConfig, "discriminator")):
-        with pytest.raises(UserError, match=rf"^{section}\.{message}"):
+    for config_class in (R3GeneratorConfig, R3DiscriminatorConfig):
+        with pytest.raises(UserError, match=rf"^{message}"):
             config_class(**{**TINY, **settings})
 
 
 def test_embeddings_need_dimensions():
     for name in ("z_dim", "embed_dim"):
-        with pytest.raises(UserError, match=rf"generator\.{name} 0: must be above 0"):
+        with pytest.raises(UserError, match=rf"^{name} 0: must be a whole number above 0"):
             R3GeneratorConfig(**{name: 0})  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"discriminator\.embed_dim 0"):
+    with pytest.raises(UserError, match=r"^embed_dim 0"):
         R3DiscriminatorConfig(embed_dim=0)
 
 

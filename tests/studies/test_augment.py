@@ -133,7 +133,7 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
         (["augment", "--ratio", "[1]"], "unknown key 'ratio' (did you mean 'ratios'?)"),
         (["augment", "--data.source", "null"], "data: give either source"),
         (["augment", "--selection.low", "0.9", "--selection.high", "0.5"], "selection.low lies above"),
-        (["augment", "--ratios", "[-1]"], "ratios -1.0: must be above 0"),
+        (["augment", "--ratios", "[-1]"], "ratios[0] -1: must be a number above 0"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(argv, words, capsys, tmp_path):

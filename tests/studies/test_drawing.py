@@ -141,7 +141,7 @@ def test_drawings_in_words_and_alone() -> None:
 
 def test_refusals(run: Path, tmp_path: Path) -> None:
     for band in ((0.5, 0.5), (-0.1, 1.0), (0.2, 1.1)):
-        with pytest.raises(UserError, match=r"drawing\.distance .* give two numbers from 0 to 1"):
+        with pytest.raises(UserError, match=r"^distance .* give two numbers from 0 to 1"):
             Drawing(distance=band)
     with pytest.raises(UserError, match="keeps 3 checkpoints, 4 are asked for"):
         last_checkpoints(run, 4)

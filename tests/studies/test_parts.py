@@ -119,4 +119,4 @@ def test_off_in_a_recipes_overrides_stays_off():
 )
 def test_data_that_cannot_be_is_refused(settings, words):
     with pytest.raises(UserError, match=words):
-        StudyData(**settings).check()
+        StudyData(**settings).check_source()

@@ -168,7 +168,7 @@ def _rate_of(updater: Updater) -> Iterator[Callable[[float], None]]:
     config = updater.config
     updater.config = swept = copy.copy(config)
     try:
-        yield lambda rate: setattr(swept, "lr_at", lambda *_: rate)
+        yield lambda rate: vars(swept).update(lr_at=lambda *_: rate)
     finally:
         updater.config = config
 

@@ -13,6 +13,7 @@ from utils.errors import UserError
 
 MOST = 2.0**63  # no number of an option is larger
 
+
 def normalise(argv: Sequence[str]) -> list[str]:
     """Turn `--some-name=x` into `--some_name=x`: hyphens and underscores are the same in option names, values stay."""
     normal: list[str] = []

@@ -102,11 +102,11 @@ def test_parts(part, name, fits, network):
         ({"stage_lr": {"fc.wieght": 0.1}}, r"finetune\.stage_lr: 'fc\.wieght' .*did you mean 'fc\.weight'"),
         ({"freeze": ["backbone", "head"]}, r"nothing is left to train"),
         ({"unfreeze": {"head": 3}}, r"nothing trains before step 3; let a part begin at 0, e\.g\. head: 0"),
-        ({"unfreeze": {"head": -1}}, r"finetune\.unfreeze\.head -1: must be at least 0"),
-        ({"stage_lr": {"head": 0.0}}, r"finetune\.stage_lr\.head 0\.0: must be above 0"),
-        ({"stage_lr": {"head": float("nan")}}, r"finetune\.stage_lr\.head nan"),
-        ({"layer_decay": 1.5}, r"finetune\.layer_decay 1\.5"),
-        ({"layer_decay": 0.0}, r"finetune\.layer_decay 0\.0"),
+        ({"unfreeze": {"head": -1}}, r"^unfreeze\.head -1: must be a whole number at least 0"),
+        ({"stage_lr": {"head": 0.0}}, r"^stage_lr\.head 0\.0: must be a number above 0"),
+        ({"stage_lr": {"head": float("nan")}}, r"^stage_lr\.head nan"),
+        ({"layer_decay": 1.5}, r"^layer_decay 1\.5"),
+        ({"layer_decay": 0.0}, r"^layer_decay 0\.0"),
     ],
 )
 def test_what_is_refused(options, told, network):

@@ -148,5 +148,5 @@ def test_weights_that_do_not_fit(weights, told):
 
 
 def test_a_negative_weight_is_refused():
-    with pytest.raises(UserError, match=r"loss\.class_weights\.a -1.0: must be at least 0"):
+    with pytest.raises(UserError, match=r"^class_weights\.a -1.0: must be a number at least 0"):
         ClassifierLossConfig(class_weights={"a": -1.0})

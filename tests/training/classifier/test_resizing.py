@@ -153,10 +153,10 @@ def test_images_are_scaled_once_where_the_network_enlarges_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"initial_scale": 0.0}, r"resizing\.initial_scale 0\.0: must be above 0"),
-        ({"initial_scale": 1.5}, r"resizing\.initial_scale 1\.5: must be .*at most 1"),
-        ({"delay_fraction": -0.1}, r"resizing\.delay_fraction -0\.1: must be at least 0"),
-        ({"finetune_fraction": 0}, r"resizing\.finetune_fraction 0.*: must be above 0"),
+        ({"initial_scale": 0.0}, r"^initial_scale 0\.0: must be a number above 0"),
+        ({"initial_scale": 1.5}, r"^initial_scale 1\.5: must be .*at most 1"),
+        ({"delay_fraction": -0.1}, r"^delay_fraction -0\.1: must be a number at least 0"),
+        ({"finetune_fraction": 0}, r"^finetune_fraction 0.*: must be a number above 0"),
         ({"delay_fraction": 0.9, "finetune_fraction": 0.2}, r"0\.9 and finetune_fraction 0\.2: together they must be"),
     ],
 )

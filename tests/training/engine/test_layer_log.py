@@ -74,7 +74,7 @@ def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"layers_every": 0}, "log.layers_every 0"),
+        ({"layers_every": 0}, "^layers_every 0"),
         ({"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
     ],
 )

@@ -401,7 +401,7 @@ def test_short_trainings_and_accelerators_are_not_measured(
     assert forecast(choose(config, reader, CPU), 10**6) == ""
     config = config_of(packed, "gan", tmp_path, "--steps", "1000000")
     assert forecast(choose(config, reader, torch.device("cuda")), 10**6) == ""
-    assert forecast(choose(dataclasses.replace(config, precision="fp32"), reader, CPU, kept=True), 10**6) == ""
+    assert forecast(choose(config.changed(precision="fp32"), reader, CPU, kept=True), 10**6) == ""
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -172,18 +172,18 @@ def test_bad_values_are_refused(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "resolution", "message"),
     [
-        ({}, 8, r"^start 8: the images are not larger"),
-        ({}, 4, r"^start 8: doubling it never gives the images' 4 px"),
+        ({}, 8, r"^progressive\.start 8: the images are not larger"),
+        ({}, 4, r"^progressive\.start 8: doubling it never gives the images' 4 px"),
         ({}, 48, r"doubling it never gives the images' 48 px; choose a start that does"),
         (
             {"batch_sizes": {64: 4}},
             32,
-            r"^batch_sizes: no stage of 64 px takes a value; give values for 8, 16, 32 only",
+            r"^progressive\.batch_sizes: no stage of 64 px takes a value; give values for 8, 16, 32 only",
         ),
-        ({"fade_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"^fade_kimg: no stage of 8 px .* 16, 32 only"),
-        ({"stable_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"^stable_kimg: no stage of 32 px .* 8, 16 only"),
-        ({"fade_kimg": {16: 1}}, 32, r"^fade_kimg: no value for 32 px; give one for each of 16, 32"),
-        ({"stable_kimg": {16: 1}}, 32, r"^stable_kimg: no value for 8 px"),
+        ({"fade_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"^progressive\.fade_kimg: no stage of 8 px .* 16, 32 only"),
+        ({"stable_kimg": {8: 4, 16: 1, 32: 1}}, 32, r"^progressive\.stable_kimg: no stage of 32 px .* 8, 16 only"),
+        ({"fade_kimg": {16: 1}}, 32, r"^progressive\.fade_kimg: no value for 32 px; give one for each of 16, 32"),
+        ({"stable_kimg": {16: 1}}, 32, r"^progressive\.stable_kimg: no value for 8 px"),
         ({"stable_kimg": {8: 0, 16: 1}}, 32, r"the stage of 8 px sees no images; .* progressive\.stable_kimg"),
         ({"stable_kimg": {8: 1, 16: 0}, "fade_kimg": 0}, 32, r"the stage of 16 px sees no images"),
     ],
@@ -205,7 +205,7 @@ def check(stages: Stages, world: int, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (3, {}, r"^batch_sizes 8: 64 cannot be shared by 3 processes; make it a multiple of 3$"),
+        (3, {}, r"^progressive\.batch_sizes 8: 64 cannot be shared by 3 processes; make it a multiple of 3$"),
         (64, {}, r"^batch_size 24 of the stage of 16 px cannot be shared by 64"),
         (
             2,
