@@ -126,7 +126,7 @@ def test_our_launchers_processes_take_its_options(
         (["--data.path", "nowhere/train.lmdb"], "nowhere/train.lmdb"),
         (["--data.path="], "data.path"),
         (["--model.classes", "5"], "model.classes"),
-        (["--micro-batch", "0"], "micro_batch 0: must be above 0"),
+        (["--micro-batch", "0"], "micro_batch 0: must be a whole number above 0"),
         (["--device", "cuda:99"], "cuda:99"),
         (["--device", "gpu"], "gpu"),
         (["--procs", "0"], "--procs"),

@@ -24,6 +24,8 @@ def build(config_class: type[C], tree: Tree, overrides: Sequence[str] = (), *, s
     for key, text in given.items():
         if key not in known:
             raise UnknownKey("command line", key, known)
+        if text is None:
+            raise UserError(f"command line: --{key} has no value; write --{key} VALUE")
         try:
             tree = _with(tree, key, from_text(text) if section_at(config_class, key) else text)
         except ValueError as error:
@@ -34,25 +36,19 @@ def build(config_class: type[C], tree: Tree, overrides: Sequence[str] = (), *, s
         raise refused(error, config_class, source, list(given)) from None
 
 
-def _given(overrides: Sequence[str]) -> dict[str, str]:
-    """Dotted key -> text of command-line tokens. Raises UserError for a value without a key, or a key without one."""
-    values: dict[str, str] = {}
-    waiting = ""
+def _given(overrides: Sequence[str]) -> dict[str, str | None]:
+    """Dotted key -> text of command-line tokens; None: no value is given."""
+    given: dict[str, str | None] = {}
+    key = None  # that waits for its value
     for token in normalise(overrides):
-        name, equals, text = token.partition("=")
-        if waiting and not token.startswith("--"):
-            values[waiting], waiting = token, ""
-        elif waiting:
-            break
-        elif not token.startswith("--"):
+        if token.startswith("--"):
+            name, equals, text = token[2:].partition("=")
+            given[name], key = (text, None) if equals else (None, name)
+        elif key is None:
             raise UserError(f"command line: {token!r} belongs to no option; write overrides as --section.key value")
-        elif equals:
-            values[name[2:]] = text
         else:
-            waiting = name[2:]
-    if waiting:
-        raise UserError(f"command line: --{waiting} has no value; write --{waiting} VALUE")
-    return values
+            given[key], key = token, None
+    return given
 
 
 def _with(tree: Tree, key: str, value: Any) -> Tree:

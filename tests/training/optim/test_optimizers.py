@@ -78,7 +78,7 @@ def test_what_is_refused():
         GanConfig(discriminator_optimizer=OptimizerConfig(name="muon"))
     with pytest.raises(UserError, match="cycle_momentum changes a momentum"):
         OptimizerConfig(name="muon", momentum=0.0, cycle_momentum=[0.9, 0.8])
-    with pytest.raises(UserError, match=r"optimizer\.ns_steps 100"):
+    with pytest.raises(UserError, match=r"^ns_steps 100"):
         OptimizerConfig(name="muon", ns_steps=100)
 
 

@@ -129,7 +129,7 @@ def test_the_rate_is_scaled_with_the_global_batch():
         ({"schedule": "step"}, "needs milestones, .*, or step_every"),
         ({"schedule": "step", "milestones": [3], "step_every": 2}, "needs milestones, .*, or step_every"),
         ({"milestones": [3, 2]}, "rising"),
-        ({"milestones": [0]}, "milestones 0: must be above 0"),
+        ({"milestones": [0]}, r"milestones\[0\] 0: must be a whole number above 0"),
         ({"gamma": 0.0}, "gamma"),
         ({"pct_start": 1.0}, "pct_start"),
         ({"cycle_start": 0.0}, "cycle_start"),
@@ -139,8 +139,8 @@ def test_the_rate_is_scaled_with_the_global_batch():
         ({"name": "sgd", "beta2_final": 0.99}, "beta2_final is adam's and adamw's; leave it out with sgd"),
         ({"lr_batch_size": 0}, "lr_batch_size"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, "clip_norm and clip_value"),
-        ({"clip_adaptive": 0.0}, "clip_adaptive 0.0: must be above 0, or null"),
-        ({"clip_value": -1.0}, "clip_value -1.0: must be above 0, or null"),
+        ({"clip_adaptive": 0.0}, "clip_adaptive 0.0: must be a number above 0, or null"),
+        ({"clip_value": -1.0}, "clip_value -1.0: must be a number above 0, or null"),
     ],
 )
 def test_settings_that_make_no_sense(wrong, told):
