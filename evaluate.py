@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.checkpoint import load, resolve, resolve_for_people
 from utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
 from utils.distributed.launch import add_options, start_processes, wanted_device

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from data.reading.dataset import dataset_for_model
-from metrics import GAN_IMAGES
 from metrics.evaluate_gan import evaluate_generator
 from metrics.evaluate_run import build_extractors, flattered
 from metrics.features.sets import RealFeatures
 from metrics.lineage import training_images
+from metrics.protocol import GAN_IMAGES
 from models.restore import generator_from
 from reporting.run_files import read_run
 from utils.checkpoint import Checkpoint, load, newest_first, step_of

@@ -34,9 +34,9 @@ def rows(runs: tuple[Run, Run]) -> list[Row]:
 def _results(run: Run) -> dict[str, str]:
     """The evaluation's figures by what they are."""
     side: dict[str, str] = {}
-    for key, (what, _) in figures.RESULTS.items():
-        for value, told in figures.results(run, [key]):
-            side[what] = f"{value}{told.removeprefix(what)}"
+    for row in figures.TILES:
+        for value, told in figures.results(run, [row]):
+            side[row.meaning] = f"{value}{told.removeprefix(row.meaning)}"
     for value, told in figures.headline(run):
         what, bracket, rest = told.partition(" (real images: ")  # of a distance
         if bracket:

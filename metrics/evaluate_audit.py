@@ -3,7 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
-from metrics import GAN_IMAGES, SEARCHED
-from metrics.evaluate_gan import Samples
+from metrics.evaluate_gan import Sampler
 from metrics.evaluate_run import build_extractors, training_images
 from metrics.features.extractors import Extractor, find_weights
 from metrics.features.passes import chunk_size, shared_pass
@@ -22,11 +21,11 @@ from metrics.features.precision import evaluating, full_float32
 from metrics.features.sets import RealFeatures, Selection, feature_sets
 from metrics.images import save_audit
 from metrics.lineage import identities
+from metrics.protocol import GAN_IMAGES, SEARCHED
 from metrics.samples.copies import neighbour_images, search_place
 from metrics.samples.membership_inference import (
     NOT_SHOWN,
     SHARES,
-    Attack,
     attack,
     audit_table,
     detection,
@@ -84,42 +83,39 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
         files = [(train, sides.members), (reader, sides.held_out)]
         place = collectives.main_first(lambda: _place(options, generator))
         features = RealFeatures(batch_size=options.batch_size, show=True)
-        real = torch.cat([features.get(file, selection, [place])[0].features for file, selection in files])
+        real = torch.cat([features.get(file, selection, [place])[0] for file, selection in files])
         labels = sides.members.labels[np.arange(n) % len(sides.members.labels)]
-        drawn = Samples(generator, Selection(np.arange(n), labels, n, f"samples {seed} {n}"), seed=seed)
+        drawn = Sampler(generator, Selection(np.arange(n), labels, n, f"samples {seed} {n}"), seed=seed)
         with evaluating(generator):
-            (samples,) = feature_sets(drawn.draw, [place], n=n, total=n, what="samples", show=True, **how)
+            (samples,) = feature_sets(drawn.draw, [place], total=n, what="samples", show=True, **how)
         logits = _logits(checkpoint, generator, files, seed, how)
 
         def finish() -> dict[str, Any]:
             members = len(sides.members.indices)
-            found = nearest(real, samples.features)
-            scores = {"generator": -found.distances} | ({} if logits is None else {"discriminator": logits})
+            near = nearest(real, samples)
+            scores = {"generator": -near.distances} | ({} if logits is None else {"discriminator": logits})
             document = audit_scores(scores, members=members, seed=seed)
-            document["planted"] = _planted(real, found.distances, members, n, seed)
-            images, captions = neighbour_images(generator, train, _closest(found, labels, sides), seed=seed)
+            document["planted"] = _planted(real, near.distances, members, n, seed)
+            images, captions = neighbour_images(generator, train, _closest(near, labels, sides), seed=seed)
             save_captioned(images, captions, out / "audit_nearest.png")
             save_audit(scores, members, out / "audit.png")
-            told = {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped, **document}
-            shown = {"verdict": verdict(document), "not_shown": NOT_SHOWN, "images": ["audit.png", "audit_nearest.png"]}
-            return told | shown
+            about = {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped}
+            words = {"verdict": verdict(document), "not_shown": NOT_SHOWN}
+            return about | document | words | {"images": ["audit.png", "audit_nearest.png"]}
 
         return collectives.from_main_process(finish)
 
 
 def audit_scores(scores: dict[str, Tensor], *, members: int, seed: int) -> dict[str, Any]:
     """The attack by each score [members + held out], and its control: two halves of the held-out images."""
-    attacks: dict[str, Attack] = {}
-    controls: dict[str, Attack] = {}
+    attacks: dict[str, Any] = {}
+    controls: dict[str, Any] = {}
     for name, score in scores.items():
         held_out = score[members:]
-        attacks[name] = attack(score[:members], held_out)
+        attacks[name] = asdict(attack(score[:members], held_out))
         one, other = halves(len(held_out), keyed_generator(seed, "eval", "audit", "halves"))
-        controls[name] = attack(held_out[one], held_out[other])
-    return {
-        "attacks": {name: found.document() for name, found in attacks.items()},
-        "controls": {name: found.document() for name, found in controls.items()},
-    }
+        controls[name] = asdict(attack(held_out[one], held_out[other]))
+    return {"attacks": attacks, "controls": controls}
 
 
 def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
@@ -203,7 +199,7 @@ def _logits(
     for file, selection in files:
 
         def work(rows: range, file: Dataset = file, selection: Selection = selection) -> Tensor:
-            images = torch.from_numpy(file.read(selection.indices[rows.start : rows.stop])[0])
+            images = selection.images(file, rows)
             labels = torch.from_numpy(selection.labels[rows.start : rows.stop])
             pieces = zip(*(part.split(max(1, chunk_size(side) // group)) for part in (images, labels)), strict=True)
             return torch.cat([partners.logits(discriminator, *piece) for piece in pieces])
@@ -252,20 +248,20 @@ def _planted(real: Tensor, distances: Tensor, members: int, samples: int, seed: 
     ]
 
 
-def _closest(found: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
+def _closest(near: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
     """The members that are nearest to a sample, as `metrics.samples.copies.neighbour_images` takes them."""
     count = len(sides.members.indices)
-    order = found.distances[:count].sort(stable=True).indices[:PAIRS].tolist()
+    order = near.distances[:count].sort(stable=True).indices[:PAIRS].tolist()
     pairs = [
         {
-            "sample": int(found.indices[place]),
-            "label": int(labels[found.indices[place]]),
+            "sample": int(near.indices[place]),
+            "label": int(labels[near.indices[place]]),
             "train": int(sides.members.indices[place]),
-            "distance": float(found.distances[place]),
+            "distance": float(near.distances[place]),
         }
         for place in order
     ]
-    return {"closest": pairs, "first": [], "usual_distance": float(found.distances[count:].median())}
+    return {"closest": pairs, "first": [], "usual_distance": float(near.distances[count:].median())}
 
 
 AUDIT = (audit_gan_run, audit_table)

@@ -1,168 +1,206 @@
-"""Evaluation of a classifier on labelled images: counts of right and wrong answers, and the figures made of them.
+"""Evaluation of a classifier on labelled images: passes that the ranks share, and what evaluate.py makes of them."""
 
-Everything that is accumulated is an integer, so any split over batches and any order gives the same sums.
-"""
-
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.reading.dataset import Dataset
+from data.reading.dataset import Dataset, dataset_for_model
 from data.reading.loader import read_batch
+from metrics.classification.answers import Answers, confused_pairs, outliers, per_class, reliability
+from metrics.classification.calibration import judged_temperature, negative_log_likelihood
+from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
+from metrics.comparison.predictions import keep_predictions
 from metrics.features.extractors import classifier_input
-from metrics.features.passes import shared_pass
+from metrics.features.passes import chunk_size, shared_pass
 from metrics.features.precision import device_of, evaluating, full_float32
+from metrics.figures import CLASSIFIER, measured
+from metrics.images import save_confused, save_confusion, save_corruptions, save_mistakes, save_reliability
+from metrics.lineage import leaks, training_images
+from metrics.tables import few_images
 from models.classifier import Classifier
+from models.fast import faster
+from models.restore import classifier_from
+from utils.checkpoint import Checkpoint
+from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.runlog.progress import Bar
 
-TOP = 5  # labels among so many largest logits are counted
-BINS = 15  # of the calibration error, as in Guo et al. 2017 (1706.04599)
-CONFIDENCE_UNIT = 2**-32  # confidences are summed as whole multiples of this; 2^31 images fit an int64
+GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
 
 
-class ClassificationCounts:
-    """Confusion matrix, top-k hits and calibration bins over any number of batches."""
-
-    def __init__(self, classes: int, *, bins: int = BINS) -> None:
-        self.classes = classes
-        self.confusion = torch.zeros(classes, classes, dtype=torch.int64)  # [true, predicted]
-        self.top_k_hits = torch.zeros(1, dtype=torch.int64)
-        # the last in units of CONFIDENCE_UNIT
-        self.bin_counts, self.bin_hits, self.bin_confidence = torch.zeros(3, bins, dtype=torch.int64)
-
-    def check(self, logits: Tensor, labels: Tensor) -> None:
-        """Raise UserError where a logit is not finite or a label lies beyond the classes, ValueError for shapes other
-        than [n, K] and [n].
-        """
-        if logits.shape != (len(labels), self.classes):
-            raise ValueError(f"expected logits [{len(labels)}, {self.classes}], got {list(logits.shape)}")
-        if not torch.isfinite(logits).all():
-            raise UserError("the classifier's outputs are not finite; take an earlier checkpoint")
-        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
-            raise UserError(f"a label of the data lies beyond the classifier's {self.classes} classes; give its data")
-
-    def update(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Add a batch: logits [n, K] and labels int64 [n]; returns the probabilities [n, K], float64 on the CPU.
-
-        Raises as `check` does.
-        """
-        logits, labels = logits.detach().cpu().double(), labels.detach().cpu()
-        self.check(logits, labels)
-        probabilities = logits.softmax(1)
-        predicted = logits.argmax(1)
-        pairs = labels * self.classes + predicted
-        self.confusion += torch.bincount(pairs, minlength=self.classes**2).view(self.classes, self.classes)
-        self.top_k_hits += (_rank_of_label(logits, labels) < TOP).sum()
-        self._update_bins(probabilities.amax(1), predicted == labels)
-        return probabilities
-
-    def _update_bins(self, confidence: Tensor, hits: Tensor) -> None:
-        bins = len(self.bin_counts)
-        index = bin_of(confidence, bins)
-        units = (confidence / CONFIDENCE_UNIT).round().long()
-        self.bin_counts += torch.bincount(index, minlength=bins)
-        self.bin_hits.index_add_(0, index, hits.long())
-        self.bin_confidence.index_add_(0, index, units)
-
-    def reliability(self) -> list[dict[str, float | int | None]]:
-        """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in an empty one."""
-        confidence = (self.bin_confidence.double() * CONFIDENCE_UNIT).tolist()
-        rows = zip(self.bin_counts.tolist(), confidence, self.bin_hits.tolist(), strict=True)
-        return [{"n": n, "confidence": _share(total, n), "accuracy": _share(hits, n)} for n, total, hits in rows]
-
-    def per_class(self, names: Sequence[str]) -> dict[str, dict[str, float | int | None]]:
-        """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never named, never there)."""
-        hits = self.confusion.diagonal().tolist()
-        support = self.confusion.sum(1).tolist()
-        named = self.confusion.sum(0).tolist()
-        return {
-            name: {
-                "precision": _share(hits[i], named[i]),
-                "recall": _share(hits[i], support[i]),
-                "f1": _share(2 * hits[i], support[i] + named[i]),
-                "support": support[i],
-            }
-            for i, name in enumerate(names)
-        }
-
-    def figures(self, names: Sequence[str]) -> dict[str, Any]:
-        """All of it for JSON: `n`; `accuracy`; `top5_accuracy` (None with 5 classes or fewer); `ece`, the mean
-        distance of confidence and accuracy over the bins, weighted by their share (Guo et al. 2017, eq. 3);
-        `per_class`; `confusion` [true][named]. Raises UserError where there was no image.
-        """
-        count = int(self.confusion.sum())
-        if count == 0:
-            raise UserError("there is no image to evaluate the classifier on; give some with --data")
-        confidence = self.bin_confidence.double() * CONFIDENCE_UNIT
-        return {
-            "n": count,
-            "accuracy": int(self.confusion.trace()) / count,
-            f"top{TOP}_accuracy": int(self.top_k_hits) / count if self.classes > TOP else None,
-            "ece": float((confidence - self.bin_hits).abs().sum()) / count,
-            "reliability": self.reliability(),
-            "per_class": self.per_class(names),
-            "confusion": self.confusion.tolist(),
-        }
+def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
+    """Logits float32 [n, K] on the CPU of images uint8 [n, C, H, W] of any size and channels; they are adapted as for
+    an extractor. Raises UserError where one is not finite.
+    """
+    with evaluating(classifier), full_float32(device_of(classifier)):
+        logits = classifier(classifier_input(classifier, images)).float().cpu()
+    if not torch.isfinite(logits).all():
+        raise UserError("the classifier's outputs are not finite; take an earlier checkpoint")
+    return logits
 
 
-def bin_of(confidence: Tensor, bins: int) -> Tensor:
-    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M bins."""
-    return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
-
-
-def _rank_of_label(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many classes come before the label's, [n]: larger logits, and equal ones of a lower number."""
-    own = logits.gather(1, labels[:, None])
-    lower_class = torch.arange(logits.shape[1])[None] < labels[:, None]
-    return ((logits > own) | ((logits == own) & lower_class)).sum(1)
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def evaluate_classifier(
-    classifier: Classifier,  # a models Classifier
+def classify(
+    classifier: Classifier,  # unwrapped: wrappers that talk to other ranks in `forward` hang on uneven shares
     reader: Dataset,
     *,
     batch_size: int = 256,
     limit: int | None = None,  # only the first so many images
     show: bool = False,  # a progress bar
-    kept: list[Tensor] | None = None,  # takes all logits on rank 0, float32 [b, K] on the CPU, in the images' order
-) -> dict[str, Any]:
-    """Figures over every image of the file exactly once; the ranks share the images and get the same figures.
+    what: str = "images",
+) -> Tensor:
+    """Logits of every image of a file exactly once, in their order: float32 [n, K] on rank 0, none elsewhere."""
 
-    Pass the unwrapped module: wrappers that talk to other ranks in `forward` hang on uneven shares. Returns
-    `ClassificationCounts.figures`. Raises UserError for images without labels or of other classes than the
-    classifier's, for no image, and for outputs that are not finite.
-    """
+    def work(rows: range) -> Tensor:
+        return logits_of(classifier, read_batch(reader, np.arange(rows.start, rows.stop)).images)
+
+    parts = _pass(work, reader, limit, batch_size, what, show=show)
+    return torch.cat([torch.empty(0, classifier.classes), *parts])
+
+
+def answers_of(classifier: Classifier, reader: Dataset, logits: Tensor) -> Answers:
+    """The classifier's answers to the first images of a file."""
+    return Answers(logits, torch.from_numpy(reader.labels()[: len(logits)].astype(np.int64)), reader.classes)
+
+
+def check_classes(classifier: Classifier, reader: Dataset) -> None:
+    """Raise UserError for images without labels or of another number of classes than the classifier's."""
     own, given = classifier.classes, len(reader.classes)
     if not given:
         raise UserError("the images to evaluate on have no labels; give a labelled file with --data")
     if given != own:
         raise UserError(f"the images have {given} classes, the classifier {own}; give its own data")
-    counts = ClassificationCounts(own)
-    total = min(len(reader), len(reader) if limit is None else limit)
 
-    def work(rows: range) -> tuple[Tensor, Tensor]:
+
+def evaluate_classifier(
+    classifier: Classifier, reader: Dataset, *, batch_size: int = 256, details: bool = True
+) -> dict[str, Any]:
+    """The figures over every image of a file; without `details` those that are followed during training. The ranks
+    share the images and get the same figures.
+
+    Raises UserError as `check_classes` does, for no image, and for outputs that are not finite.
+    """
+    check_classes(classifier, reader)
+    rows = [row for row in CLASSIFIER if details or row.in_training]
+    logits = classify(classifier, reader, batch_size=batch_size)
+    return collectives.from_main_process(lambda: measured(rows, answers_of(classifier, reader, logits), {}))
+
+
+def corrupted_hits(classifier: Classifier, reader: Dataset, *, seed: int, limit: int | None, batch_size: int) -> Tensor:
+    """Numbers of images predicted correctly, int64 [corruptions, STRENGTHS] in the order of CORRUPTIONS, on rank 0."""
+
+    def work(rows: range) -> Tensor:
         batch = read_batch(reader, np.arange(rows.start, rows.stop))
-        logits = classifier(classifier_input(classifier, batch.images)).cpu()
-        counts.check(logits, batch.labels)
-        return logits, batch.labels
+        hits = torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64)
+        for row, corruption in enumerate(CORRUPTIONS.values()):
+            for column in range(STRENGTHS):
+                each = zip(batch.images.numpy(), rows, strict=True)
+                spoiled = np.stack([corruption(image, column + 1, seed=seed, index=index) for image, index in each])
+                predicted = logits_of(classifier, torch.from_numpy(spoiled)).argmax(1)
+                hits[row, column] = (predicted == batch.labels).sum()
+        return hits
 
-    with (
-        Bar(total=total, desc="images", unit="image", disable=not (show and collectives.is_main())) as bar,
-        evaluating(classifier),
-        full_float32(device_of(classifier)),
-    ):
-        for logits, labels in shared_pass(total, work, side=reader.resolution, batch_size=batch_size):
-            counts.update(logits, labels)
-            if kept is not None:
-                kept.append(logits.float())
-            bar.update(len(labels))
-    return collectives.from_main_process(lambda: counts.figures(reader.classes))
+    parts = _pass(work, reader, limit, batch_size, "corrupted images", show=True)
+    return torch.stack([torch.zeros(len(CORRUPTIONS), STRENGTHS, dtype=torch.int64), *parts]).sum(0)
+
+
+def _pass(
+    work: Callable[[range], Tensor], reader: Dataset, limit: int | None, batch_size: int, what: str, *, show: bool
+) -> Iterator[Tensor]:
+    """`shared_pass` over the first `limit` images of a file (None: all), with a bar."""
+    total = len(reader) if limit is None else min(limit, len(reader))
+    with Bar(total=total, desc=what, unit="image", disable=not (show and collectives.is_main())) as bar:
+        for result in shared_pass(total, work, side=reader.resolution, batch_size=batch_size):
+            yield result
+            bar.update(min(chunk_size(reader.resolution), total - bar.n))
+
+
+# --- evaluate.py
+
+
+def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
+    """Figures and images of a classifier."""
+    for name in GAN_ONLY:
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
+    speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
+    with collectives.raising_together():
+        device = collectives.choose_device(options.device)
+        classifier = faster(classifier_from(checkpoint, device), device, **speed)
+        if reader.classes:
+            require_same_classes("the classifier", checkpoint["classes"], "the images", reader.classes)
+        check_classes(classifier, reader)
+        others = open_others(options.ood, checkpoint, reader) if options.ood else None
+    how: dict[str, Any] = {"limit": options.n, "batch_size": options.batch_size}
+    with others or nullcontext():
+        logits = classify(classifier, reader, **how, show=True)
+        hits = corrupted_hits(classifier, reader, seed=options.seed, **how) if options.robustness else None
+        outside = classify(classifier, others, **how, show=True, what="images of others") if others else None
+
+    def finish() -> dict[str, Any]:
+        document = speed | _written(checkpoint, reader, out, answers_of(classifier, reader, logits), options.seed)
+        if hits is not None:
+            document["robustness"] = robustness(hits, document["n"], reader.resolution)
+            save_corruptions(reader.read([0])[0][0], out / "robustness.png", seed=options.seed)
+            document["images"].append("robustness.png")
+        if others is not None and outside is not None:
+            document["ood"] = {"data": others.path, **outliers(logits, outside)}
+        return document
+
+    return collectives.from_main_process(finish)
+
+
+def open_others(path: str, checkpoint: Checkpoint, reader: Dataset) -> Dataset:
+    """The images that are to be told from the test images: of any classes, size and channels, but not the same file."""
+    others = dataset_for_model(path, {"config": {}, "shape": checkpoint["shape"]})
+    if others.meta.content_hash == reader.meta.content_hash:
+        raise UserError(f"--ood {path}: these are the test images themselves; give images of another kind")
+    if not len(others):
+        raise UserError(f"--ood {path}: there is no image in it; give another file")
+    return others
+
+
+def document_of(answers: Answers, *, seed: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a classifier's document says of its answers, and what is kept of every image: the columns of
+    `metrics.comparison.predictions`, each [n]. `seed`: of the halves for the temperature.
+    """
+    results = {row: row.measure(answers) for row in CLASSIFIER}
+    ranked = {row.key: result.by_class for row, result in results.items() if result.by_class}
+    rows = per_class(answers)
+    for place, row in enumerate(rows.values()):
+        row |= {key: by_class[place] for key, by_class in ranked.items()}
+    figures = {
+        "n": len(answers.labels),
+        **{key: value for row, result in results.items() for key, value in row.keys(result, answers.names).items()},
+        "reliability": reliability(answers),
+        "per_class": rows,
+        "confusion": answers.confusion.tolist(),
+        "temperature": judged_temperature(answers.logits, answers.labels, seed=seed),
+        "confused": confused_pairs(answers),
+    }
+    losses = negative_log_likelihood(answers.logits, answers.labels)
+    columns = {"label": answers.labels, "prediction": answers.predicted, "confidence": answers.confidence}
+    kept = {name: column.numpy() for name, column in (columns | {"loss": losses}).items()}
+    return figures, kept | {row.key: each.influence for row, each in results.items() if each.influence is not None}
+
+
+def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answers, seed: int) -> dict[str, Any]:
+    """The document, once everything that goes beside it is written."""
+    figures, kept = document_of(answers, seed=seed)
+    train, _ = training_images(checkpoint)
+    with train or nullcontext():
+        notes = few_images(figures["n"], interval=figures["accuracy_interval"]) | leaks(reader, train)
+    save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
+    save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
+    images, predicted = ["confusion.png", "reliability.png"], (kept["label"], kept["prediction"], kept["confidence"])
+    if save_mistakes(reader, *predicted, out / "mistakes.png"):
+        save_confused(reader, *predicted, figures["confused"], out / "confused.png")
+        images += ["mistakes.png", "confused.png"]
+    predictions = keep_predictions(out, kept, checkpoint, reader, seed=seed)
+    return {**figures, **predictions, "notes": notes, "images": images}

@@ -9,23 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data.reading.dataset import Dataset
-from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
-from metrics.classification.run import evaluate_classifier_run
 from metrics.comparison.predictions import keep_predictions
-from metrics.comparison.samples import SamplePredictions
-from metrics.evaluate_gan import evaluate_generator, judge_images
+from metrics.evaluate_classifier import evaluate_classifier_run
+from metrics.evaluate_gan import gather, judge_images
 from metrics.features.extractors import ClassifierFeatures, Extractor, Options, build, find_weights, fingerprint
 from metrics.features.passes import shared_pass
 from metrics.features.sets import select
 from metrics.images import SampleBoard
-from metrics.intervals import few_images, interval_of, wilson
+from metrics.intervals import Measured
 from metrics.lineage import leaks, load_judge, training_images
-from metrics.samples.class_score import class_score
+from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from metrics.samples.copies import neighbour_images
-from metrics.tables import classifier_table, heading, interval_words, note_lines
+from metrics.samples.judged import class_score
+from metrics.tables import classifier_table, few_images, gan_table
 from models.classifier import Classifier
 from models.restore import classifier_from, generator_from
 from utils.checkpoint import Checkpoint, load, resolve
@@ -33,7 +31,6 @@ from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import save_captioned, save_rows
-from utils.text import columns, decimal
 
 CLASSIFIER_ONLY = ("robustness", "ood")
 
@@ -56,14 +53,9 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
     extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    board, kept = SampleBoard(names), SamplePredictions()
-
-    def observe(images: Tensor, labels: Tensor, probabilities: Tensor | None) -> None:
-        board.observe(images, labels, probabilities)
-        kept.observe(images, labels, probabilities)
-
+    board = SampleBoard(names)
     with train or nullcontext():
-        figures = evaluate_generator(
+        gathered = gather(
             generator,
             reader,
             n=options.n or GAN_IMAGES,
@@ -75,26 +67,30 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             searched=SEARCHED if options.searched is None else options.searched,
             batch_size=options.batch_size,
             show=True,
-            observe=observe,
+            observe=board.observe,
         )
-        interval = interval_of(figures["recognised"], figures["n"])
-        seen = None if judge is None or interval is None else judge_accuracy(judge, reader, figures["n"], options)
+        samples = gathered.samples[0]
+        seen = judge_accuracy(judge, reader, samples.n, options) if judge is not None and names else None
 
         def finish() -> dict[str, Any]:
+            document = gathered.document(details=True)
             images = [*board.save(out), "real.png"]
-            if train is not None and figures["memorisation"] is not None:
-                pairs = neighbour_images(generator, train, figures["memorisation"], seed=options.seed)
+            if train is not None and document["memorisation"] is not None:
+                pairs = neighbour_images(generator, train, document["memorisation"], seed=options.seed)
                 save_captioned(*pairs, out / "neighbours.png")
                 images.append("neighbours.png")
             save_real(reader, names, board.columns, out / "real.png")
-            notes = figures["notes"] | leaks(reader, train)
+            notes = document["notes"] | leaks(reader, train)
             notes |= {"floor": why, "memorisation": why} if why else {}
-            notes |= few_images(figures["n"], interval=interval, distances=True)
+            notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
             notes |= flattered(extractors, checkpoint.get("teachers", []))
-            samples, source = kept.columns(figures["n"]), None if judge is None else fingerprint(judge)
-            more = keep_predictions(out, samples, checkpoint, reader, seed=options.seed, judge=source)
-            more |= {"recognised_interval": interval, "judge": seen, "notes": notes, "images": images}
-            return figures | more
+            columns = {"label": samples.labels[: samples.n].numpy()}
+            if samples.probabilities is not None:
+                confidence, predicted = samples.probabilities.max(1)
+                columns |= {"prediction": predicted.numpy(), "confidence": confidence.numpy()}
+            source = None if judge is None else fingerprint(judge)
+            kept = keep_predictions(out, columns, checkpoint, reader, seed=options.seed, judge=source)
+            return document | kept | {"judge": seen, "notes": notes, "images": images}
 
         return collectives.from_main_process(finish)
 
@@ -145,18 +141,15 @@ def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespac
     the class score that they have.
     """
     chosen = select(reader.labels(), n=n, seed=options.seed, role="judge")
-
-    def answers_to(rows: range) -> Tensor:
-        return judge_images(judge, torch.from_numpy(reader.read(chosen.indices[rows.start : rows.stop])[0]))
-
-    found = list(shared_pass(n, answers_to, side=reader.resolution, batch_size=options.batch_size))
+    how: dict[str, int] = {"side": reader.resolution, "batch_size": options.batch_size}
+    parts = list(shared_pass(n, lambda rows: judge_images(judge, chosen.images(reader, rows)), **how))
 
     def figures() -> dict[str, Any]:
-        answers = torch.cat(found)
-        hits = int((answers.argmax(1) == torch.from_numpy(chosen.labels)).sum())
-        score, interval = class_score(answers, seed=options.seed)
-        shares = {"accuracy": hits / n, "accuracy_interval": wilson(hits, n), "n": n}
-        return shares | {"class_score": score, "class_score_interval": interval}
+        answers = torch.cat(parts)
+        hits = Measured.share(answers.argmax(1) == torch.from_numpy(chosen.labels))
+        score = class_score(answers)
+        shares = {"accuracy": hits.value, "accuracy_interval": hits.interval, "n": n}
+        return shares | {"class_score": score.value, "class_score_interval": score.interval}
 
     return collectives.from_main_process(figures)
 
@@ -170,69 +163,6 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
         images, _ = reader.read(np.flatnonzero(labels == label)[:most])
         rows.append(list(torch.from_numpy(images)))
     save_rows(rows, path, columns=columns, captions=names)
-
-
-# --- for people
-
-
-GAN_FIGURES = {  # key of the document: its name in the table
-    "recognised": "recognised",
-    "clipped_density": "clipped density (fidelity)",
-    "clipped_coverage": "clipped coverage",
-    "precision": "precision",
-    "recall": "recall",
-    "density": "density",
-    "coverage": "coverage",
-    "intra_class_frechet": "frechet within classes",
-    "class_score": "class score",
-}
-
-
-def gan_table(document: dict[str, Any]) -> str:
-    """A generator's figures: distances with their floors, what was recognised, how varied the samples are."""
-    digits = {"frechet": 3, "floor": 3, "kernel": 6, "kernel_floor": 6, "diversity_ratio": 3}
-    distances = [
-        [row["extractor"], *(with_error(row, key, count) for key, count in digits.items()), str(row["n"])]
-        for row in document["distances"]
-    ]
-    figures = [
-        [name, decimal(document[key]) + interval_words(document[f"{key}_interval"])]
-        for key, name in GAN_FIGURES.items()
-        if key == "recognised" or document.get(key) is not None
-    ]
-    place = f"  (smallest class; {document['diversity_extractor']})"
-    figures.append(["diversity_ratio", with_error(document, "diversity_ratio") + place])
-    if document["judge"] is not None:
-        figures.insert(1, ["the judge itself", f"{decimal(document['judge']['accuracy'])}  of the real images"])
-    if document.get("memorisation") is not None:
-        figures.append(["memorisation", memorisation_line(document["memorisation"])])
-    head = ["extractor", "frechet", "floor", "kernel", "floor", "diversity", "n"]
-    parts = [heading(document), columns([head, *distances]), "", columns(figures, "<")]
-    if document["diversity_by_class"] is not None:
-        recognised = document["recognised_by_class"] or {}
-        ratios = document["diversity_by_class"].items()
-        within = document.get("intra_class_frechet_by_class") or {}
-        rows = [[name, *map(decimal, (recognised.get(name), ratio, within.get(name)))] for name, ratio in ratios]
-        parts += ["", columns([["class", "recognised", "diversity", "frechet"], *rows])]
-    return "\n".join([*parts, *note_lines(document)])
-
-
-def with_error(figures: dict[str, Any], key: str, digits: int = 4) -> str:
-    """`36.345 +-0.263`: a figure and how far the upper end of its 95 % interval lies from it, if it has one."""
-    value, interval = figures[key], figures.get(f"{key}_interval")
-    if value is None or interval is None:
-        return decimal(value, digits)
-    return f"{decimal(value, digits)} +-{decimal(interval[1] - value, digits)}"
-
-
-def memorisation_line(copies: dict[str, Any]) -> str:
-    """What the search for copies found, in one line."""
-    verdict = "COPIES TRAINING IMAGES" if copies["copies"] else "no sign of copies"
-    return (
-        f"{verdict} (p {copies['p_value']:.2g}): {copies['share']:.1%} of the samples unusually near to training "
-        f"images, {copies['expected']:.1%} expected; C_T {decimal(copies['c_t'], 1)} ({copies['extractor']}, "
-        f"{copies['searched']} training images searched)"
-    )
 
 
 Evaluate = Callable[[Checkpoint, Dataset, Path, Namespace], dict[str, Any]]

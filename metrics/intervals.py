@@ -1,14 +1,44 @@
-"""95 % intervals of figures over images, by formula: none draws its own resamples."""
+"""How sure a figure over images is: 95 % intervals by formula, none by resampling."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 NORMAL = 1.959964  # 97.5 % of the normal distribution lie below: intervals of 95 %
-FEW = 1000  # images a side, below which distances of features are rough
-WIDE = 0.1  # an interval's width from which on a share is rough
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure, and what is known of it."""
+
+    value: float | None  # None: it is undefined
+    interval: list[float] | None = None  # of 95 %
+    by_class: Sequence[float | None] = ()
+    images: int = 0  # the fewest images of a class that values by class rest on
+    note: str = ""  # what is to be said of it
+    influence: np.ndarray | None = None  # of each image on the value: its derivative by the image's weight, times n
+
+    @classmethod
+    def normal(cls, value: float, variance: float, *, low: float = -math.inf, high: float = math.inf) -> Self:
+        """An estimate of a known variance (its own, not an image's) and its normal interval, within what it can be."""
+        return cls(value, normal_interval(value, variance, low=low, high=high))
+
+    @classmethod
+    def influenced(cls, value: float, influence: Tensor | np.ndarray, *, high: float = 1.0) -> Self:
+        """A figure at least 0 of n images from each one's influence on it, [n]."""
+        influence = np.asarray(influence)
+        return cls(value, influence_interval(value, influence, high=high), influence=influence)
+
+    @classmethod
+    def share(cls, hits: Tensor, by_class: Sequence[float | None] = ()) -> Self:
+        """How many of n images are hits, bool [n]."""
+        count, n = int(hits.sum()), len(hits)
+        return cls(count / n, wilson(count, n), by_class)
 
 
 def wilson(hits: int, count: int) -> list[float] | None:
@@ -21,44 +51,33 @@ def wilson(hits: int, count: int) -> list[float] | None:
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
-def interval_of(share: float | None, count: int) -> list[float] | None:
-    """`wilson` of a share of `count` images."""
-    return None if share is None else wilson(round(share * count), count)
+def balanced_interval(hits: Sequence[int], counts: Sequence[int]) -> list[float]:
+    """The 95 % interval of the mean of several shares, each of at least one image.
 
-
-def balanced_interval(confusion: Sequence[Sequence[int]]) -> list[float] | None:
-    """The 95 % interval of the mean recall of the classes that have images; counts [true][predicted].
-
-    The distances from each recall to its Wilson limits are added up as independent ones are: by their squares (the
+    The distances from each share to its Wilson limits are added up as independent ones are: by their squares (the
     "method of variance estimates recovery", Zou and Donner 2008).
     """
-    rows = [(row[label], sum(row)) for label, row in enumerate(confusion) if sum(row)]
-    limits = [(hits / count, wilson(hits, count) or [0.0, 1.0]) for hits, count in rows]
-    if not limits:
-        return None
+    limits = [(some / count, wilson(some, count) or [0.0, 1.0]) for some, count in zip(hits, counts, strict=True)]
     mean = sum(share for share, _ in limits) / len(limits)
     below = math.hypot(*(share - low for share, (low, _) in limits)) / len(limits)
     above = math.hypot(*(high - share for share, (_, high) in limits)) / len(limits)
     return [max(0.0, mean - below), min(1.0, mean + above)]
 
 
-def influence_interval(
-    value: float, influence: np.ndarray, *, low: float = 0.0, high: float = 1.0
-) -> list[float] | None:
-    """The 95 % interval of a figure of n images from each one's influence on it, [n], within `low` and `high`.
+def influence_interval(value: float, influence: np.ndarray, *, high: float = 1.0) -> list[float] | None:
+    """The 95 % interval of a figure of n images from each one's influence on it, [n], within 0 and `high`.
 
-    The influence is the figure's derivative by the image's weight, times n. The standard error is the root of the mean
-    square over n, of the infinitesimal jackknife (Efron 1982); it is what the bootstrap's tends to. None where no image
-    has any: such images leave no spread to estimate it from.
+    The standard error is the root of the mean square over n, of the infinitesimal jackknife (Efron 1982); it is what
+    the bootstrap's tends to. None where no image has any: such images leave no spread to estimate it from.
     """
     half = NORMAL * float(np.sqrt(np.square(influence).sum())) / len(influence)
-    return [max(low, value - half), min(high, value + half)] if half else None
+    return [max(0.0, value - half), min(high, value + half)] if half else None
 
 
-def normal_interval(value: float, variance: float, *, low: float = -np.inf, high: float = np.inf) -> list[float]:
-    """The 95 % interval of an estimate with a known variance (its own, not an image's), within what it can be."""
+def normal_interval(value: float, variance: float, *, low: float = -math.inf, high: float = math.inf) -> list[float]:
+    """The 95 % interval of an estimate with a known variance, within `low` and `high`."""
     half = NORMAL * max(0.0, variance) ** 0.5
-    return [float(np.clip(value - half, low, high)), float(np.clip(value + half, low, high))]
+    return [min(max(end, low), high) for end in (value - half, value + half)]
 
 
 def jackknife_variance(left_out: Tensor) -> float:
@@ -70,14 +89,8 @@ def jackknife_variance(left_out: Tensor) -> float:
     return float((left_out - left_out.mean()).square().sum() * (count - 1) / count)
 
 
-def few_images(n: int, *, interval: list[float] | None = None, distances: bool = False) -> dict[str, str]:
-    """A note under the key `n` where so few images leave much to chance, else none."""
-    words = []
-    if interval is not None and interval[1] - interval[0] > WIDE:
-        words.append(f"its share is known to {100 * (interval[1] - interval[0]):.0f} points only")
-    if distances and n < FEW:
-        words.append(
-            f"distances of fewer than {FEW:,} images are rough and depend on n: compare them only with figures of the "
-            "same n, and only large differences"
-        )
-    return {"n": f"few images ({n}): {'; '.join(words)}"} if words else {}
+def shares_by_class(hits: Tensor, labels: Tensor, classes: int) -> list[float | None]:
+    """Share of hits, bool [n], of each class of labels, int64 [n]; None of a class without images."""
+    totals = torch.bincount(labels, minlength=classes).tolist()
+    counts = torch.bincount(labels[hits], minlength=classes).tolist()
+    return [count / total if total else None for count, total in zip(counts, totals, strict=True)]

@@ -1,18 +1,13 @@
-"""An evaluation's document as text for people: what both tasks share, and a classifier's table."""
+"""An evaluation's document as text for people."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from metrics.figures import CLASSIFIER, GAN, Figure
 from utils.text import columns, decimal
 
-HEADLINE = {  # key of a classifier's document, which may be None: what it is called
-    "accuracy": "accuracy",
-    "balanced_accuracy": "balanced accuracy",
-    "top5_accuracy": "top-5 accuracy",
-    "auroc": "AUROC (mean of the classes)",
-    "average_precision": "average precision",
-    "nll": "negative log-likelihood",
-    "ece": "calibration error (ECE)",
-}
+FEW = 1000  # images a side, below which distances of features are rough
+WIDE = 0.1  # an interval's width from which on a share is rough
 BY_CLASS = {  # key of a class's row: its column
     "precision": "precision",
     "recall": "recall",
@@ -22,61 +17,93 @@ BY_CLASS = {  # key of a class's row: its column
 }
 
 
-def heading(document: dict[str, Any]) -> str:
-    """What was evaluated, on what."""
-    what = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
-    return f"{what}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
-
-
-def note_lines(document: dict[str, Any]) -> list[str]:
-    """What is to be said of the figures."""
-    return [f"{key}: {note}" for key, note in document["notes"].items()]
-
-
-def interval_words(interval: list[float] | None) -> str:
-    """`  (95 %: 0.8541 to 0.8799)`, nothing where there is no interval."""
-    return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
+def few_images(n: int, *, interval: list[float] | None = None, distances: bool = False) -> dict[str, str]:
+    """A note under the key `n` where so few images leave much to chance, else none."""
+    words = []
+    if interval is not None and interval[1] - interval[0] > WIDE:
+        words.append(f"its share is known to {100 * (interval[1] - interval[0]):.0f} points only")
+    if distances and n < FEW:
+        words.append(
+            f"distances of fewer than {FEW:,} images are rough and depend on n: compare them only with figures of the "
+            "same n, and only large differences"
+        )
+    return {"n": f"few images ({n}): {'; '.join(words)}"} if words else {}
 
 
 def classifier_table(document: dict[str, Any]) -> str:
     """A classifier's figures, then those of each class, then what was asked for besides."""
-    figures = [
-        (name, decimal(document[key]) + interval_words(document[f"{key}_interval"]))
-        for key, name in HEADLINE.items()
-        if document[key] is not None
-    ]
+    figures = list(_figures(CLASSIFIER, document))
     if (fitted := document["temperature"]) is not None:
         change = f"ECE {decimal(fitted['ece_before'])} -> {decimal(fitted['ece_after'])} on the other half"
         figures.append(("temperature", f"{decimal(fitted['value'], 3)}  ({change})"))
     if pairs := document["confused"][:3]:
         words = [f"{pair['true']} as {pair['predicted']} ({pair['n']})" for pair in pairs]
         figures.append(("most confused", ", ".join(words)))
-    figures += _outlier_rows(document)
+    for key, name in (("max_probability", "outliers by probability"), ("energy", "outliers by energy")):
+        if row := document.get("ood", {}).get(key):
+            figures.append((name, f"AUROC {decimal(row['auroc'])}{_interval(row['auroc_interval'])}"))
     rows = document["per_class"].items()
     classes = [[name, *(decimal(row[key]) for key in BY_CLASS), str(row["support"])] for name, row in rows]
-    per_class = columns([["class", *BY_CLASS.values(), "images"], *classes])
-    parts = [heading(document), columns(figures, "<"), "", per_class]
+    parts = [columns(figures, "<"), "", columns([["class", *BY_CLASS.values(), "images"], *classes])]
     if "robustness" in document:
-        parts += ["", _robustness_table(document)]
-    return "\n".join([*parts, *note_lines(document)])
+        corruptions = document["robustness"]["corruptions"]
+        spoiled = [
+            [name, decimal(document["accuracy"]), *(decimal(each["accuracy"]) for each in row["strengths"])]
+            for name, row in corruptions.items()
+        ]
+        head = ["accuracy under", "none", *(f"strength {place}" for place in range(1, len(spoiled[0]) - 1))]
+        parts += ["", columns([head, *spoiled])]
+    return _page(document, parts)
 
 
-def _outlier_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    found = document.get("ood", {})
-    names = {"max_probability": "outliers by probability", "energy": "outliers by energy"}
-    return [
-        (name, f"AUROC {decimal(found[key]['auroc'])}{interval_words(found[key]['auroc_interval'])}")
-        for key, name in names.items()
-        if key in found
+def gan_table(document: dict[str, Any]) -> str:
+    """A generator's figures: distances with their floors, what was recognised, how varied the samples are."""
+    of_space = [row for row in GAN if row.place == "column" or row.key == "diversity_ratio"]
+    distances = [
+        [row["extractor"], *(_with_error(row, figure) for figure in of_space), str(row["n"])]
+        for row in document["distances"]
     ]
+    head = ["extractor", *(figure.title for figure in of_space), "n"]
+    figures = list(_figures([row for row in GAN if row.place != "column"], document))
+    if document["judge"] is not None:
+        figures.append(("the judge itself", f"{decimal(document['judge']['accuracy'])}  of the real images"))
+    if (copies := document.get("memorisation")) is not None:
+        verdict = "COPIES TRAINING IMAGES" if copies["copies"] else "no sign of copies"
+        words = (
+            f"{verdict} (p {copies['p_value']:.2g}): {copies['share']:.1%} of the samples unusually near to training "
+            f"images, {copies['expected']:.1%} expected; C_T {decimal(copies['c_t'], 1)} ({copies['extractor']}, "
+            f"{copies['searched']} training images searched)"
+        )
+        figures.append(("memorisation", words))
+    parts = [columns([head, *distances]), "", columns(figures, "<")]
+    by_class = {row.title: document[row.by_class] for row in GAN if row.by_class and document.get(row.by_class)}
+    if by_class:
+        names = next(iter(by_class.values()))
+        rows = [[name, *(decimal(each.get(name)) for each in by_class.values())] for name in names]
+        parts += ["", columns([["class", *by_class], *rows])]
+    return _page(document, parts)
 
 
-def _robustness_table(document: dict[str, Any]) -> str:
-    """Accuracy by corruption and strength."""
-    found = document["robustness"]["corruptions"]
-    rows = [
-        [name, decimal(document["accuracy"]), *(decimal(each["accuracy"]) for each in row["strengths"])]
-        for name, row in found.items()
-    ]
-    most = max(len(row["strengths"]) for row in found.values())
-    return columns([["accuracy under", "none", *(f"strength {place}" for place in range(1, most + 1))], *rows])
+def _page(document: dict[str, Any], parts: Sequence[str]) -> str:
+    """What was evaluated, on what; the tables; what is to be said of the figures."""
+    what = f"{document['checkpoint']} (step {document['step']}, {document['task']})"
+    head = f"{what}\non {document['n']} images of {document['data']}, seed {document['seed']}\n"
+    return "\n".join([head, *parts, *(f"{key}: {note}" for key, note in document["notes"].items())])
+
+
+def _figures(rows: Sequence[Figure], document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name, value and interval of those that there are."""
+    for row in rows:
+        if (value := document.get(row.key)) is not None:
+            yield row.title, decimal(value, row.digits) + _interval(document.get(f"{row.key}_interval"))
+
+
+def _interval(interval: list[float] | None) -> str:
+    return "" if interval is None else f"  (95 %: {decimal(interval[0])} to {decimal(interval[1])})"
+
+
+def _with_error(document: dict[str, Any], row: Figure) -> str:
+    """`36.345 +-0.263`: a figure and how far the upper end of its 95 % interval lies from it, if it has one."""
+    value, interval = document.get(row.key), document.get(f"{row.key}_interval")
+    error = "" if value is None or interval is None else f" +-{decimal(interval[1] - value, row.digits)}"
+    return decimal(value, row.digits) + error

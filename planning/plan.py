@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from metrics import GAN_IMAGES, PER_CLASS, SEARCHED
+from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from utils.config.model import Stored
 from utils.text import duration
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metrics.comparison.compare import cells, compare
 from reporting.charts import line_chart
-from reporting.figures import plain
 from reporting.pictures import CAPTIONS, picture
 from reporting.report import SHOWN_AT_ONCE, chart_of, render
 from reporting.run_files import Run, read_run
@@ -51,12 +51,11 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The cells of a figure's row, in the order of HEADER; and how its verdict is coloured."""
-    interval = "-" if row["interval"] is None else f"{row['interval'][0]:+.4f} to {row['interval'][1]:+.4f}"
-    p = "-" if row["p"] is None else "<0.0001" if row["p"] < 1e-4 else f"{row['p']:.4f}"
     name, *weights = row["figure"].split(" ")  # a figure of features: the extractor and its weights
-    name = " ".join([name.replace("_", " "), *weights[:1]])
-    cells = [plain(row["first"]), plain(row["second"]), f"{row['difference']:+.4f}", interval, p]
-    return {"name": name, "weights": " ".join(weights[1:]), "cells": cells} | {
+    return {
+        "name": " ".join([name.replace("_", " "), *weights[:1]]),
+        "weights": " ".join(weights[1:]),
+        "cells": cells(row),
         "verdict": row["verdict"],
         "kind": KINDS.get(row["verdict"], ""),
     }
@@ -93,8 +92,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help=text)
     options = parser.parse_args(argv)
     check_writable(options.out)
-
-    from metrics.comparison.compare import compare  # imports torch
 
     print(write_comparison(compare(options.runs), options.out))
 

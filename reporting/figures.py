@@ -5,10 +5,12 @@ A tile is a value and what it is. What a run's files do not hold gives no tile; 
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from metrics.figures import FIGURES
+from metrics.figures import Figure as Row
 from reporting.charts import number
 from reporting.run_files import Run
 
@@ -40,68 +42,49 @@ def time_taken(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-RESULTS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: what it is, how it is written
-    "accuracy": ("of the test images predicted correctly", percent),
-    "balanced_accuracy": ("balanced accuracy, the mean of the classes", percent),
-    "top5_accuracy": ("top-5 accuracy", percent),
-    "auroc": ("AUROC, the mean of the classes", plain),
-    "average_precision": ("average precision, the mean of the classes", plain),
-    "ece": ("expected calibration error", percent),
-    "recognised": ("samples recognised as asked", percent),
-    "clipped_density": ("fidelity (clipped density): samples where the features of real images are dense", percent),
-    "clipped_coverage": ("coverage (clipped): of what real images are like, samples show", percent),
-    "diversity_ratio": ("diversity of the least diverse class, 1: as real images", plain),
-    "precision": ("precision: samples among real images", percent),
-    "recall": ("recall: real images among samples", percent),
-    "density": ("density, about 1: as real images", plain),
-    "coverage": ("coverage: real images with a sample nearby", percent),
-    "intra_class_frechet": ("Frechet distance within classes, on average", plain),
-    "class_score": ("class score: classes that the judge tells apart", plain),
-}
 VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # by evaluate.py's --tta
-HEADLINE = ("accuracy", "recognised", "clipped_density", "clipped_coverage", "diversity_ratio")  # at the top of a page
-BY_CLASS: dict[str, tuple[str, Show]] = {  # key of eval/metrics.json: column of the table of classes
-    "recognised_by_class": ("recognised", percent),
-    "diversity_by_class": ("diversity ratio", plain),
-    "intra_class_frechet_by_class": ("Frechet distance", plain),
+TILES = [row for row in FIGURES if row.place in ("headline", "tile")]
+COLUMNS = [row for row in FIGURES if row.place == "column"]  # of the table of distances
+REMARKS = {row.key: row.title for row in FIGURES} | {
+    "n": "number of images",
+    "floor": "floor of the distances",
+    "memorisation": "search for copies",
 }
-DISTANCES = {  # key of each of eval/metrics.json's `distances`: column of their table
-    "frechet": "Frechet",
-    "floor": "its floor (real against real)",
-    "kernel": "kernel",
-    "kernel_floor": "its floor",
-    "n": "n",
-}
+
+
+def writer(row: Row) -> Show:
+    """How a figure of the table is written."""
+    return percent if row.unit == "share" else plain
 
 
 def headline(run: Run) -> list[Figure]:
     """What a person asks first."""
-    figures = results(run, HEADLINE)
-    for row in _distances(run)[:1]:
+    figures = results(run, [row for row in TILES if row.place == "headline"])
+    for row in _dicts(run.evaluation.get("distances"))[:1]:
         words = [f"real images: {plain(row.get('floor'))}, n {plain(row.get('n'))}"]
         words += _interval(row.get("frechet_interval"), plain)
         figures.append((plain(row.get("frechet")), f"Frechet distance on {_extractor(row)} ({'; '.join(words)})"))
     return figures
 
 
-def results(run: Run, keys: Iterable[str] = RESULTS) -> list[Figure]:
-    """Those of the named figures of the evaluation that are there, with how sure they are."""
-    found = run.evaluation
+def results(run: Run, rows: Sequence[Row] = ()) -> list[Figure]:
+    """Those of the rows' figures (none: of all tiles) that the evaluation has, with how sure they are."""
+    document = run.evaluation
     return [
-        (show(found[key]), what + _evidence(found, key, show))
-        for key, (what, show) in ((key, RESULTS[key]) for key in keys)
-        if found.get(key) is not None and (key, type(found[key])) != ("precision", str)  # a classifier's says fp32
+        (writer(row)(document[row.key]), row.meaning + _sureness(document, row))
+        for row in rows or TILES
+        if document.get(row.key) is not None and (row.key, type(document[row.key])) != ("precision", str)
     ]
 
 
-def _evidence(found: Mapping[str, Any], key: str, show: Show) -> str:
+def _sureness(document: Mapping[str, Any], row: Row) -> str:
     """A figure's 95 % interval, how many views of an image it is of, and how good the classifier is that judged it."""
-    words, judge = _interval(found.get(f"{key}_interval"), show), found.get("judge")
-    if key == "accuracy" and str(found.get("tta")) in VIEWS:
-        words.append(VIEWS[str(found["tta"])])
-    if key == "recognised" and isinstance(judge, dict):
+    words, judge = _interval(document.get(f"{row.key}_interval"), writer(row)), _dict(document.get("judge"))
+    if row.key == "accuracy" and str(document.get("tta")) in VIEWS:
+        words.append(VIEWS[str(document["tta"])])
+    if row.key == "recognised" and judge:
         words.append(f"the judge predicts {percent(judge.get('accuracy'))} of the real images correctly")
-    if key == "class_score" and isinstance(judge, dict) and judge.get("class_score") is not None:
+    if row.key == "class_score" and judge.get("class_score") is not None:
         words.append(f"real images: {plain(judge['class_score'])}")
     return f" ({'; '.join(words)})" if words else ""
 
@@ -116,44 +99,45 @@ def _interval(interval: object, show: Show) -> list[str]:
 
 def memorisation(run: Run) -> list[Figure]:
     """What the search for copies found."""
-    found = run.evaluation.get("memorisation")
-    if not isinstance(found, dict):
+    copies = _dict(run.evaluation.get("memorisation"))
+    if not copies:
         return []
-    verdict = "copies training images" if found.get("copies") else "no sign of copies"
-    near = f"{percent(found.get('share'))} of the samples unusually near to training images"
-    text = f"{near}, {percent(found.get('expected'))} expected; p {plain(found.get('p_value'))}"
-    return [(verdict, f"{text} ({found.get('extractor')}, {plain(found.get('searched'))} searched)")]
+    verdict = "copies training images" if copies.get("copies") else "no sign of copies"
+    near = f"{percent(copies.get('share'))} of the samples unusually near to training images"
+    text = f"{near}, {percent(copies.get('expected'))} expected; p {plain(copies.get('p_value'))}"
+    return [(verdict, f"{text} ({copies.get('extractor')}, {plain(copies.get('searched'))} searched)")]
 
 
 def evaluation_facts(run: Run) -> tuple[str, str]:
     """At which step the evaluation was and of what: it need not be the last one of the curves."""
-    found = run.evaluation
-    facts = [Path(str(found["checkpoint"])).name] if "checkpoint" in found else []
-    facts += [f"{plain(found['n'])} images"] if "n" in found else []
-    facts += [f"{name} {found[name]}" for name in ("data", "seed") if name in found]
-    return f" at step {found['step']:,}" if isinstance(found.get("step"), int) else "", ", ".join(facts)
-
-
-REMARKS = {"n": "number of images", "floor": "floor of the distances", "memorisation": "search for copies"}
+    document = run.evaluation
+    facts = [Path(str(document["checkpoint"])).name] if "checkpoint" in document else []
+    facts += [f"{plain(document['n'])} images"] if "n" in document else []
+    facts += [f"{name} {document[name]}" for name in ("data", "seed") if name in document]
+    return f" at step {document['step']:,}" if isinstance(document.get("step"), int) else "", ", ".join(facts)
 
 
 def remarks(run: Run) -> list[tuple[str, str]]:
     """The evaluation's notes: what each is about, as the page calls it, and its words."""
-    notes = run.evaluation.get("notes")
-    names = {key: what.partition(":")[0].partition(" (")[0] for key, (what, _) in RESULTS.items()} | REMARKS
-    found = notes.items() if isinstance(notes, dict) else ()
-    return [(names.get(key, str(key).replace("_", " ")), str(words)) for key, words in found]
+    notes = _dict(run.evaluation.get("notes")).items()
+    return [(REMARKS.get(key, str(key).replace("_", " ")), str(words)) for key, words in notes]
 
 
 def tables(run: Run) -> list[Table]:
     """The evaluation's tables: of distances and of classes, as far as they have rows."""
-    found = (_distance_table(run), _class_table(run), _robustness_table(run), _outlier_table(run))
-    return [table for table in found if table[1]]
+    document = run.evaluation
+    there = (_distance_table(document), _class_table(document), _robustness_table(document), _outlier_table(document))
+    return [table for table in there if table[1]]
 
 
-def _distances(run: Run) -> list[dict[str, Any]]:
-    rows = run.evaluation.get("distances")
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+def _dict(value: object) -> dict[str, Any]:
+    """What is a mapping; of anything else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    """The mappings of a list."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _extractor(row: Mapping[str, Any]) -> str:
@@ -162,54 +146,45 @@ def _extractor(row: Mapping[str, Any]) -> str:
     return kind if Path(path).name in ("", kind) else f"{kind} ({Path(path).name})"
 
 
-def _distance_table(run: Run) -> Table:
-    rows = [[_extractor(row), *(plain(row.get(key)) for key in DISTANCES)] for row in _distances(run)]
-    return ["extractor", *DISTANCES.values()], rows
+def _distance_table(document: Mapping[str, Any]) -> Table:
+    keys = [*(row.key for row in COLUMNS), "n"]
+    rows = [[_extractor(each), *(plain(each.get(key)) for key in keys)] for each in _dicts(document.get("distances"))]
+    return ["extractor", *(row.title for row in COLUMNS), "n"], rows
 
 
-def _class_table(run: Run) -> Table:
+def _class_table(document: Mapping[str, Any]) -> Table:
     """A row per class: precision and recall, or recognised and diversity, whatever the evaluation holds."""
     columns: dict[str, dict[str, str]] = {}
-    per_class = run.evaluation.get("per_class")
-    for name, figures in per_class.items() if isinstance(per_class, dict) else ():
-        for key, value in figures.items() if isinstance(figures, dict) else ():
+    for name, figures in _dict(document.get("per_class")).items():
+        for key, value in _dict(figures).items():
             columns.setdefault(key, {})[name] = plain(value) if key == "support" else percent(value)
-    for key, (title, show) in BY_CLASS.items():
-        by_class = run.evaluation.get(key)
-        if isinstance(by_class, dict):
-            columns[title] = {label: show(value) for label, value in by_class.items()}
+    for row in FIGURES:
+        if by_class := _dict(document.get(row.by_class)):
+            columns[row.title] = {label: writer(row)(value) for label, value in by_class.items()}
     names = dict.fromkeys(name for column in columns.values() for name in column)
     return ["class", *columns], [[name, *(column.get(name, "-") for column in columns.values())] for name in names]
 
 
-def _robustness_table(run: Run) -> Table:
+def _robustness_table(document: Mapping[str, Any]) -> Table:
     """Accuracy under each corruption, weakest first."""
-    found = run.evaluation.get("robustness")
-    corruptions = found.get("corruptions") if isinstance(found, dict) else None
     rows = []
-    for name, row in corruptions.items() if isinstance(corruptions, dict) else ():
-        strengths = row.get("strengths") if isinstance(row, dict) else None
-        there = strengths if isinstance(strengths, list) else []
-        shares = [each.get("accuracy") for each in there if isinstance(each, dict)]
-        rows.append([name, percent(run.evaluation.get("accuracy")), *map(percent, shares)])
+    for name, row in _dict(_dict(document.get("robustness")).get("corruptions")).items():
+        shares = [each.get("accuracy") for each in _dicts(_dict(row).get("strengths"))]
+        rows.append([name, percent(document.get("accuracy")), *map(percent, shares)])
     most = max(map(len, rows), default=2)
     rows = [row + ["-"] * (most - len(row)) for row in rows]
     return ["accuracy under", "none", *(f"strength {place}" for place in range(1, most - 1))], rows
 
 
-def _outlier_table(run: Run) -> Table:
+def _outlier_table(document: Mapping[str, Any]) -> Table:
     """How well images of another file are told from the test images."""
-    given = run.evaluation.get("ood")
-    found = given if isinstance(given, dict) else {}
-    names = {"max_probability": "largest probability", "energy": "energy"}
-    rows = []
-    for key, name in names.items():
-        row = found.get(key)
-        if isinstance(row, dict):
+    outliers, rows = _dict(document.get("ood")), []
+    for key, name in (("max_probability", "largest probability"), ("energy", "energy")):
+        if row := _dict(outliers.get(key)):
             ends = row.get("auroc_interval")
             interval = " to ".join(map(plain, ends)) if isinstance(ends, list) else "-"
             rows.append([name, plain(row.get("auroc")), interval, percent(row.get("fpr95"))])
-    told_by = f"outliers ({Path(str(found.get('data'))).name}) told by"
+    told_by = f"outliers ({Path(str(outliers.get('data'))).name}) told by"
     return [told_by, "AUROC", "95 % interval", "missed while 95 % pass"], rows
 
 
@@ -260,5 +235,5 @@ def data_tables(run: Run) -> list[Table]:
     counts = {role: data["by_class"] for role, data in sets.items() if isinstance(data.get("by_class"), dict)}
     names = dict.fromkeys(name for count in counts.values() for name in count)
     classes = [[name, *(plain(counts.get(role, {}).get(name)) for role in sets)] for name in names]
-    found: list[Table] = [(["data", *sets], rows)]
-    return [*found, (["class", *sets], classes)] if classes else found
+    tables: list[Table] = [(["data", *sets], rows)]
+    return [*tables, (["class", *sets], classes)] if classes else tables

@@ -6,10 +6,10 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 
 from data.reading.dataset import Dataset, dataset_for_model
-from metrics.evaluate_classifier import evaluate_classifier
+from metrics.evaluate_classifier import answers_of, check_classes, classify
 from models.restore import classifier_from
 from studies.config import Recipe, tokens
 from studies.declare import Result
@@ -81,14 +81,14 @@ def judge_classifier(
     """The answers of a run's average classifier to every image of the sets, and each set's accuracy."""
     checkpoint = load(resolve(str(folder)))
     classifier = classifier_from(checkpoint, choose_device(device))
-    figures, hits = {}, {}
+    figures: dict[str, float | None] = {}
+    hits: dict[str, np.ndarray] = {}
     for name, path in sets.items():
-        logits: list[torch.Tensor] = []
         with dataset_for_model(path, checkpoint) as reader:
-            found = evaluate_classifier(classifier, reader, batch_size=batch_size, kept=logits)
-            labels = torch.from_numpy(reader.labels().copy())
-        hits[name] = (torch.cat(logits).argmax(1) == labels).numpy()
-        figures[f"{name}_accuracy"] = found["accuracy"]
+            check_classes(classifier, reader)
+            answers = answers_of(classifier, reader, classify(classifier, reader, batch_size=batch_size))
+        hits[name] = answers.hits.numpy()
+        figures[f"{name}_accuracy"] = float(hits[name].mean())
     return Result(figures, hits)
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from metrics.comparison.compare import LEVEL
-from metrics.comparison.paired import Difference, by_seeds, by_seeds_and_images, holm
+from metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
 from reporting.figures import change
 from studies.declare import Comparison, Control, Results
 

@@ -291,6 +291,14 @@ ROOMS = {
         "classifier": {"classifier", "optim", "profile", "base"},
         "engine": {"engine", "gan", "classifier", "optim", "profile", "base"},
     },
+    # evaluation -> comparison -> figures (the table) -> samples -> classification -> features; intervals at the ground
+    "metrics": {
+        "": {"", "comparison", "samples", "classification", "features"},
+        "features": {"features"},
+        "classification": {"classification", "intervals"},
+        "samples": {"samples", "classification", "features", "intervals", "protocol"},
+        "comparison": {"comparison", "figures", "intervals"},
+    },
 }
 
 

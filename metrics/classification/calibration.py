@@ -7,12 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.evaluate_classifier import BINS, bin_of
 from metrics.intervals import influence_interval
 from utils.seeding import numpy_generator
 
+BINS = 15  # of the calibration error, as in Guo et al. 2017 (1706.04599)
 COLDEST, HOTTEST = 0.01, 100.0  # a temperature beyond is not looked for
 HALVINGS = 60  # of that range's logarithm: to the last digits of a float64
+
+
+def bin_of(confidence: Tensor, bins: int) -> Tensor:
+    """Bins 0 to M - 1 of confidences float64 [n]: bin m - 1 holds those in ((m - 1)/M, m/M], M bins."""
+    return (confidence * bins).ceil().long().sub(1).clamp(0, bins - 1)
 
 
 def calibration_error(confidence: Tensor, hits: Tensor, bins: int = BINS) -> tuple[float, Tensor]:
@@ -70,12 +75,12 @@ def judged_temperature(logits: Tensor, labels: Tensor, *, seed: int) -> dict[str
         return None
     fitted, judged = (torch.from_numpy(half) for half in halves(labels.numpy(), seed))
     temperature = fit_temperature(logits[fitted], labels[fitted])
-    found: dict[str, Any] = {"value": temperature, "fitted_on": len(fitted), "judged_on": len(judged)}
+    result: dict[str, Any] = {"value": temperature, "fitted_on": len(fitted), "judged_on": len(judged)}
     for name, divisor in (("before", 1.0), ("after", temperature)):
         scaled, wanted = logits[judged].double() / divisor, labels[judged]
-        confidence, named = scaled.softmax(1).max(1)
-        error, influence = calibration_error(confidence, named == wanted)
-        found[f"nll_{name}"] = float(negative_log_likelihood(scaled, wanted).mean())
-        found[f"ece_{name}"] = error
-        found[f"ece_interval_{name}"] = influence_interval(error, influence.numpy())
-    return found
+        confidence, predicted = scaled.softmax(1).max(1)
+        error, influence = calibration_error(confidence, predicted == wanted)
+        result[f"nll_{name}"] = float(negative_log_likelihood(scaled, wanted).mean())
+        result[f"ece_{name}"] = error
+        result[f"ece_interval_{name}"] = influence_interval(error, influence.numpy())
+    return result

@@ -7,10 +7,13 @@ eye averages, with its square root; JPEG's quality falls with it. Brightness and
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import simplejpeg
+from torch import Tensor
 
+from metrics.intervals import wilson
 from utils.seeding import numpy_generator
 
 SIDE = 32  # px that the strengths below are for
@@ -82,3 +85,20 @@ CORRUPTIONS = {
     "brightness": Corruption((0.1, 0.2, 0.3, 0.4, 0.5), "of the range", 0.0, _brightness),
     "contrast": Corruption((0.75, 0.5, 0.4, 0.3, 0.15), "of the distance from the mean", 0.0, _contrast),
 }
+
+
+def robustness(hits: Tensor, n: int, side: int) -> dict[str, Any]:
+    """Accuracy under each corruption and strength, from hits int64 [corruptions, STRENGTHS] of n images of `side` px.
+
+    Returns `n`; `accuracy`, the mean over all of them; `corruptions`: name -> `unit` and `strengths`, a list of
+    `amount`, `accuracy` and `accuracy_interval`, weakest first.
+    """
+    rows = {}
+    for (name, corruption), counts in zip(CORRUPTIONS.items(), hits.tolist(), strict=True):
+        amounts = [corruption.amount(strength, side) for strength in range(1, len(counts) + 1)]
+        strengths = [
+            {"amount": amount, "accuracy": count / n, "accuracy_interval": wilson(count, n)}
+            for amount, count in zip(amounts, counts, strict=True)
+        ]
+        rows[name] = {"unit": corruption.unit, "strengths": strengths}
+    return {"n": n, "accuracy": int(hits.sum()) / (n * hits.numel()), "corruptions": rows}

@@ -4,14 +4,18 @@ A group is one run, or several that were trained alike with other seeds. Every g
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Len
+from pydantic import create_model
 
 from metrics.comparison.paired import (
+    LEVEL,
     Difference,
     by_seeds,
     holm,
@@ -20,46 +24,36 @@ from metrics.comparison.paired import (
     paired_shares,
 )
 from metrics.comparison.predictions import Predictions, load_predictions
+from metrics.figures import FIGURES, GAN, Figure
 from utils import bounded
+from utils.config.model import PositiveInt, Stored, Whole
 from utils.errors import UserError
-from utils.schema import anything, items, mapping, maybe, number, record, text, whole
 from utils.text import columns, decimal
 
-LEVEL = 0.05  # of a verdict
-BETTER = {  # figure of a document, or of one of a GAN's `distances`: whether a larger one is better
-    "accuracy": True,
-    "balanced_accuracy": True,
-    "top5_accuracy": True,
-    "auroc": True,
-    "average_precision": True,
-    "nll": False,
-    "ece": False,
-    "recognised": True,
-    "class_score": True,
-}
-BETTER_SPACE = {  # the same for each extractor's figures
-    "frechet": False,
-    "kernel": False,
-    "intra_class_frechet": False,
-    "precision": True,
-    "recall": True,
-    "coverage": True,
-    "clipped_density": True,
-    "clipped_coverage": True,
-}
+ROWS = {row.key: row for row in FIGURES if row.better}
 SHARES = ("accuracy", "recognised")  # of images that are predicted as their label says
-JUDGED = ("recognised", "class_score")  # by a classifier
 SPEED = {"precision": None, "fold": False, "tta": "off"}  # a classifier's options, as in older documents
-INTERVAL = maybe(items(number(), 2, 2))
-FIGURES, SPACE = (
-    {name: maybe(number()) for name in names} | {f"{name}_interval": INTERVAL for name in names}
-    for names in (BETTER, BETTER_SPACE)
-)
-DISTANCE = record({"extractor": text, "weights": text}, SPACE)
-DOCUMENT = record(
-    {"task": text, "n": whole(1), "seed": whole(-(2**63)), "predictions": record({"sha256": text})},
-    {**FIGURES, "distances": items(DISTANCE), "notes": mapping(anything)},
-)
+
+
+Interval = Annotated[list[float], Len(2, 2)]
+
+
+class _Sha(Stored):
+    sha256: str
+
+
+def _stored(name: str, rows: Iterable[Figure], **more: Any) -> type[Stored]:
+    """The model of a document that may hold figures and their intervals."""
+    for row in rows:
+        more |= {row.key: (float | None, None), f"{row.key}_interval": (Interval | None, None)}
+    return create_model(name, __base__=Stored, **more)
+
+
+_FEATURES = [row for row in ROWS.values() if row in GAN and not row.by_judge]
+_Distance = _stored("_Distance", _FEATURES, extractor=(str, ...), weights=(str, ...))
+_HEAD: dict[str, Any] = {"task": (str, ...), "n": (PositiveInt, ...), "seed": (Whole, ...), "predictions": (_Sha, ...)}
+_OWN = [row for row in ROWS.values() if row not in _FEATURES]
+_Document = _stored("_Document", _OWN, **_HEAD, distances=(list[_Distance], []), notes=(dict[str, Any], {}))  # type: ignore[valid-type]
 
 
 @dataclass(frozen=True)
@@ -70,49 +64,27 @@ class Evaluated:
     document: dict[str, Any]
     predictions: Predictions
 
+    @cached_property
     def figures(self) -> dict[str, tuple[float, list[float] | None]]:
         """(value, interval) of every figure that can be compared; distances by their extractor and its weights."""
-        found = _figures(self.document, BETTER, "")
+        parts = [("", self.document, _OWN)]
         for row in self.document.get("distances", []):
-            found |= _figures(row, BETTER_SPACE, f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip())
-        return found
-
-    def influences(self) -> dict[str, np.ndarray]:
-        """Each image's influence, [n], on those figures that it was kept for or that labels and predictions give."""
-        kept, hits = self.predictions.columns, self.predictions.hits
-        found: dict[str, np.ndarray] = {
-            name: kept[name] for name in ("auroc", "average_precision", "ece") if name in kept
+            parts.append((f" {row['extractor'].partition(':')[0]} {row['weights']}".rstrip(), row, _FEATURES))
+        return {
+            row.key + suffix: (values[row.key], values.get(f"{row.key}_interval"))
+            for suffix, values, rows in parts
+            for row in rows
+            if values.get(row.key) is not None
         }
-        if "loss" in kept:
-            found["nll"] = kept["loss"] - kept["loss"].mean()
-            assert hits is not None
-            counts = np.bincount(kept["label"])
-            recalls = np.bincount(kept["label"], hits) / np.maximum(counts, 1)
-            weights = len(hits) / (counts[kept["label"]] * (counts > 0).sum())
-            found["balanced_accuracy"] = weights * (hits - recalls[kept["label"]])
-        return found
-
-
-def _figures(values: dict[str, Any], names: Iterable[str], suffix: str) -> dict[str, tuple[float, list[float] | None]]:
-    return {
-        name + suffix: (values[name], values.get(f"{name}_interval")) for name in names if values.get(name) is not None
-    }
 
 
 def load_evaluated(run: str) -> Evaluated:
     """What evaluate.py wrote into RUN/eval, or into the folder itself. UserError for what is missing or unfit."""
     folder = Path(run) / "eval" if (Path(run) / "eval").is_dir() else Path(run)
     path = folder / "metrics.json"
-    remedy = f"evaluate it with evaluate.py --checkpoint {run}"
-    try:
+    with bounded.reading(path, f"evaluate it with evaluate.py --checkpoint {run}", ValueError, RecursionError):
         document = json.loads(bounded.read_file(path, bounded.TABLE))
-        DOCUMENT("", document)
-    except FileNotFoundError:
-        raise UserError(f"{run}: {path} is not there; {remedy}") from None
-    except OSError as error:
-        raise UserError(f"{path} {error}; {remedy}") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())[:120]}; {remedy} once more") from error
+        _Document.read(document)
     return Evaluated(run, document, load_predictions(folder, document["predictions"]["sha256"]))
 
 
@@ -152,20 +124,20 @@ def compare(groups: Sequence[str]) -> dict[str, Any]:
 
 def _check_alike(first: Evaluated, other: Evaluated) -> None:
     """Raise UserError unless both were evaluated on the same images in the same way."""
-    told = {"task": "task", "data": "test file (hash)", "n": "number of images", "seed": "seed", "classes": "classes"}
-    for key, name in told.items():
+    words = {"task": "task", "data": "test file (hash)", "n": "number of images", "seed": "seed", "classes": "classes"}
+    for key, name in words.items():
         own, its = first.predictions.about[key], other.predictions.about[key]
         if own != its:
-            shown = "" if key == "classes" else f" ({str(own)[:12]} and {str(its)[:12]})"
+            values = "" if key == "classes" else f" ({str(own)[:12]} and {str(its)[:12]})"
             raise UserError(
-                f"{first.name} and {other.name} were evaluated with another {name}{shown}; evaluate both with the same "
-                "--data, --n and --seed"
+                f"{first.name} and {other.name} were evaluated with another {name}{values}; evaluate both with the "
+                "same --data, --n and --seed"
             )
     for key, older in SPEED.items() if first.predictions.about["task"] == "classifier" else ():
         pair = [run.document.get(key, older) for run in (first, other)]
         if pair[0] != pair[1] and None not in pair:
-            shown = " and ".join(str(value).lower()[:12] for value in pair)
-            raise UserError(f"{first.name} and {other.name} were evaluated with --{key} {shown}; evaluate both alike")
+            values = " and ".join(str(value).lower()[:12] for value in pair)
+            raise UserError(f"{first.name} and {other.name} were evaluated with --{key} {values}; evaluate both alike")
 
 
 def _by_training_seed(group: list[Evaluated]) -> list[Evaluated]:
@@ -184,14 +156,14 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
         raise UserError(f"the groups have the training seeds {seeds[0]} and {seeds[1]}; give runs of equal seeds")
     runs = [*first, *second]
     judges = {run.predictions.about["judge"] for run in runs}
-    found = {}
-    for name in runs[0].figures():
-        values = [run.figures().get(name) for run in runs]
-        if None in values or (name in JUDGED and len(judges) > 1):
+    rows = {}
+    for name in runs[0].figures:
+        values = [run.figures.get(name) for run in runs]
+        if None in values or (_row(name).by_judge and len(judges) > 1):
             continue
-        one, other = ([run.figures()[name][0] for run in group] for group in (first, second))
+        one, other = ([run.figures[name][0] for run in group] for group in (first, second))
         difference = by_seeds(one, other) if len(first) > 1 else _difference(name, first[0], second[0])
-        found[name] = {
+        rows[name] = {
             "figure": name,
             "first": float(np.mean(one)),
             "second": float(np.mean(other)),
@@ -201,7 +173,12 @@ def _differences(first: list[Evaluated], second: list[Evaluated]) -> dict[str, d
             "verdict": "",
             "method": difference.method,
         }
-    return found
+    return rows
+
+
+def _row(name: str) -> Figure:
+    """The row of the table of a figure, which may be followed by its extractor."""
+    return ROWS[name.partition(" ")[0]]
 
 
 def _difference(name: str, first: Evaluated, second: Evaluated) -> Difference:
@@ -209,10 +186,10 @@ def _difference(name: str, first: Evaluated, second: Evaluated) -> Difference:
     hits, others = first.predictions.hits, second.predictions.hits
     if name in SHARES and hits is not None and others is not None:
         return paired_shares(hits, others)
-    (value, interval), (its_value, its_interval) = first.figures()[name], second.figures()[name]
-    own, its = first.influences(), second.influences()
-    if name in own and name in its:
-        return paired_figures(its_value - value, own[name], its[name])
+    (value, interval), (its_value, its_interval) = first.figures[name], second.figures[name]
+    own, its = (run.predictions.columns.get(name) for run in (first, second))  # each image's influence
+    if own is not None and its is not None:
+        return paired_figures(its_value - value, own, its)
     if interval is not None and its_interval is not None:
         return independent_figures(value, interval, its_value, its_interval)
     return Difference(its_value - value, None, None, "no interval")
@@ -221,8 +198,7 @@ def _difference(name: str, first: Evaluated, second: Evaluated) -> Difference:
 def _verdict(name: str, row: dict[str, Any]) -> str:
     if row["p"] is None or row["p"] >= LEVEL:
         return "cannot tell"
-    larger_is_better = (BETTER | BETTER_SPACE)[name.partition(" ")[0]]
-    return "better" if (row["difference"] > 0) == larger_is_better else "worse"
+    return "better" if (row["difference"] > 0) == (_row(name).better == "larger") else "worse"
 
 
 def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
@@ -241,22 +217,23 @@ def _notes(sets: list[list[Evaluated]]) -> dict[str, str]:
     return notes
 
 
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """First, second, difference, interval and p of a figure in writing."""
+    interval, p = row["interval"], row["p"]
+    return [
+        decimal(row["first"]),
+        decimal(row["second"]),
+        f"{row['difference']:+.4f}",
+        "-" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}",
+        "<0.0001" if p is not None and p < 1e-4 else decimal(p),
+    ]
+
+
 def comparison_table(document: dict[str, Any]) -> str:
     """The comparison for people: a table for every group after the first."""
     parts = [f"{document['task']}, {document['n']} images, seed {document['seed']}"]
-    for found in document["comparisons"]:
-        rows = [
-            [
-                row["figure"],
-                decimal(row["first"]),
-                decimal(row["second"]),
-                f"{row['difference']:+.4f}",
-                "-" if row["interval"] is None else f"{row['interval'][0]:+.4f} to {row['interval'][1]:+.4f}",
-                "<0.0001" if row["p"] is not None and row["p"] < 1e-4 else decimal(row["p"]),
-                row["verdict"],
-            ]
-            for row in found["figures"]
-        ]
+    for pair in document["comparisons"]:
+        rows = [[row["figure"], *cells(row), row["verdict"]] for row in pair["figures"]]
         head = ["", "first", "second", "difference", "95 % interval", "p", "the second is"]
-        parts += ["", f"{document['runs'][0]} and {found['run']}", columns([head, *rows], "<>>>>><")]
+        parts += ["", f"{document['runs'][0]} and {pair['run']}", columns([head, *rows], "<>>>>><")]
     return "\n".join([*parts, "", *(f"{key}: {note}" for key, note in document["notes"].items())])

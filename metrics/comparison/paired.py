@@ -8,6 +8,7 @@ import numpy as np
 
 from metrics.intervals import NORMAL
 
+LEVEL = 0.05  # of a verdict: an interval of 95 % leaves 0 out where p is below
 ROUNDS = 100  # of a bisection
 
 
@@ -25,13 +26,16 @@ def paired_shares(first: np.ndarray, second: np.ndarray) -> Difference:
     """Two shares over the same images: `first` and `second` bool [n].
 
     p is McNemar's exact test: of the images where only one is right, each is as likely to be in the right. The interval
-    is Tango's (1998), which keeps its level for few images and for shares near 0 and 1.
+    is Tango's (1998), which keeps its level for few images and for shares near 0 and 1; where the exact test, which is
+    the more cautious one, cannot tell at `LEVEL`, it is stretched to 0.
     """
     from scipy.stats import binomtest  # where it is used: SciPy takes its time to import
 
     gained, lost = int((second & ~first).sum()), int((first & ~second).sum())
     p = float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-    return Difference((gained - lost) / len(first), tango(gained, lost, len(first)), p, "McNemar")
+    low, high = tango(gained, lost, len(first))
+    interval = [low, high] if p < LEVEL else [min(low, 0.0), max(high, 0.0)]
+    return Difference((gained - lost) / len(first), interval, p, "McNemar")
 
 
 def tango(gained: int, lost: int, n: int) -> list[float]:
@@ -124,8 +128,8 @@ def by_seeds_and_images(first: np.ndarray, second: np.ndarray, weights: np.ndarr
     by_image = seeds * float(of_image.var(ddof=1)) if count > 1 else 0.0
     rest = float(np.square(left).sum()) / max(1, (seeds - 1) * (count - 1))
     both = by_seed + max(0.0, by_image - rest)
-    if both == 0 or by_seed == 0:
-        return _normal(value, math.sqrt(both / (seeds * count)), method)
+    if by_seed <= 1e-12 * (by_image + rest):  # but for rounding the seeds do not differ: over the images alone
+        return _normal(value, math.sqrt(by_image / (seeds * count)), method)
     degrees, error = (seeds - 1) * (both / by_seed) ** 2, math.sqrt(both / (seeds * count))
     half = float(t.ppf(0.975, degrees)) * error
     return Difference(value, [value - half, value + half], float(2 * t.sf(abs(value) / error, degrees)), method)

@@ -1,7 +1,7 @@
 """What an evaluation keeps of every image, beside metrics.json, so that two of them can be compared image by image.
 
 `predictions.safetensors`: a column for each of COLUMNS that there is, each of n rows, and in its metadata under `about`
-JSON of what was evaluated (ABOUT). Nothing in it is executed when it is read.
+JSON of what was evaluated (`About`). Nothing in it is executed when it is read.
 """
 
 import hashlib
@@ -9,17 +9,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from data.reading.dataset import Dataset
+from metrics.figures import CLASSIFIER
 from utils import bounded
+from utils.config.model import PositiveInt, Stored, Whole
 from utils.errors import UserError
 from utils.files import write_atomic
-from utils.schema import items, maybe, record, text, whole
 
 FILE = "predictions.safetensors"
 SCHEMA = 1
@@ -28,22 +30,21 @@ COLUMNS = {
     "prediction": np.int64,  # the most likely class
     "confidence": np.float64,  # its probability
     "loss": np.float64,  # -log of the true class's probability
-    "auroc": np.float64,  # the image's influence on the document's figure of this name, see `metrics.intervals`
-    "average_precision": np.float64,
-    "ece": np.float64,
+    **{row.key: np.float64 for row in CLASSIFIER},  # the image's influence on the document's figure of this name
 }
-ABOUT = record(
-    {
-        "schema": whole(SCHEMA, SCHEMA),
-        "task": text,
-        "data": text,  # content hash of the test file
-        "n": whole(1),
-        "seed": whole(-(2**63)),  # of the evaluation
-        "training_seed": maybe(whole(-(2**63))),
-        "classes": items(text),
-        "judge": maybe(text),  # fingerprint of the classifier that predicts a GAN's samples
-    }
-)
+
+
+class About(Stored):
+    """What was evaluated."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")]
+    task: str
+    data: str  # content hash of the test file
+    n: PositiveInt
+    seed: Whole  # of the evaluation
+    training_seed: Whole | None = None
+    classes: list[str]
+    judge: str | None = None  # fingerprint of the classifier that predicts a GAN's samples
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,11 @@ def keep_predictions(
 
 
 def save_predictions(folder: Path, about: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> dict[str, str]:
-    """Write FILE into a folder; `about` is ABOUT without `schema`. Returns what metrics.json says of it: `file`,
+    """Write FILE into a folder; `about` is `About` without `schema`. Returns what metrics.json says of it: `file`,
     `sha256`.
     """
     arrays = {name: np.ascontiguousarray(column, dtype=COLUMNS[name]) for name, column in columns.items()}
-    told = json.dumps({"schema": SCHEMA, **about})
-    content = save(arrays, {"about": told})
+    content = save(arrays, {"about": json.dumps({"schema": SCHEMA, **about})})
     write_atomic(folder / FILE, content)
     return {"file": FILE, "sha256": hashlib.sha256(content).hexdigest()}
 
@@ -93,23 +93,16 @@ def load_predictions(folder: Path, sha256: str) -> Predictions:
     """
     path = folder / FILE
     remedy = "evaluate that run once more with evaluate.py --checkpoint"
-    try:
+    faults = SafetensorError, KeyError, TypeError, ValueError, RecursionError
+    with bounded.reading(path, remedy, *faults):
         content = bounded.read_file(path, bounded.TABLE)
-    except FileNotFoundError:
-        raise UserError(f"{folder} has no {FILE}; {remedy}") from None
-    except OSError as error:
-        raise UserError(f"{path} {error}; {remedy}") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
-    try:
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise UserError(f"{path} is not of the evaluation that metrics.json beside it is of; {remedy}")
         columns = load(content)
         head = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
         about = json.loads(head["__metadata__"]["about"])
-        ABOUT("about", about)
+        About.read(about, "about")
         check_columns(columns, about["n"], len(about["classes"]))
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        told = " ".join(str(error).split())[:120]
-        raise UserError(f"{path} is damaged or none of ours ({told}); {remedy}") from error
     return Predictions(about, columns)
 
 

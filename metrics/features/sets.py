@@ -1,8 +1,7 @@
-"""From images to feature sets: which images are taken, and one pass over them for all extractors."""
+"""From images to features: which images are taken, and one pass over them for all extractors."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,15 +11,12 @@ from torch import Tensor
 from data.reading.dataset import Dataset
 from metrics.features.extractors import Extractor, extract
 from metrics.features.passes import shared_pass
-from metrics.samples.frechet import Moments
 from utils.distributed.collectives import is_main
 from utils.runlog.progress import Bar
 from utils.seeding import numpy_generator
 
 Source = Callable[[range], tuple[Tensor, Any]]
 """Images of a range, uint8 [b, C, H, W], and whatever else rank 0 shall get of them (plain data, CPU tensors)."""
-
-MOMENT_ROWS = 1024  # features added up at a time, whatever pass they come from
 
 
 @dataclass(frozen=True)
@@ -32,26 +28,9 @@ class Selection:
     n: int
     key: str  # tells this draw from every other one of the same file
 
-
-@dataclass(frozen=True)
-class FeatureSet:
-    """Features of one set of images under one extractor; on ranks other than 0 without rows."""
-
-    features: Tensor  # float32 [m, F] on the CPU
-    n: int
-
-    @property
-    def counted(self) -> Tensor:
-        """The features that distances are computed from, [n, F]."""
-        return self.features[: self.n]
-
-    @cached_property
-    def moments(self) -> Moments:
-        """Of the first n."""
-        moments = Moments(self.features.shape[1])
-        for rows in self.counted.split(MOMENT_ROWS):
-            moments.update(rows)
-        return moments
+    def images(self, reader: Dataset, rows: range) -> Tensor:
+        """Those at some places of the draw, uint8 [b, C, H, W]."""
+        return torch.from_numpy(reader.read(self.indices[rows.start : rows.stop])[0])
 
 
 def select(labels: np.ndarray, *, n: int, seed: int, role: str, per_class: int = 0) -> Selection:
@@ -71,15 +50,15 @@ def feature_sets(
     source: Source,
     extractors: Sequence[Extractor],
     *,
-    n: int,
-    total: int,  # images; at least n
+    total: int,  # images
     side: int,  # of the images, in px
     what: str,
     batch_size: int = 64,
     show: bool = False,  # a progress bar
     take: Callable[[Any], None] = lambda _: None,
-) -> list[FeatureSet]:
-    """One pass over the images for all extractors, shared by the ranks: a feature set for each of them, on rank 0.
+) -> list[Tensor]:
+    """One pass over the images for all extractors, shared by the ranks: float32 [total, F] of each on rank 0, [0, F]
+    on the others.
 
     `take` is called on rank 0 with what `source` gave besides the images, in their order. All ranks must call this.
     """
@@ -96,7 +75,7 @@ def feature_sets(
             take(besides)
             bar.update(len(features[0]))
     none = [torch.empty(0, extractor.dim) for extractor in extractors]
-    return [FeatureSet(torch.cat([empty, *part]), n) for empty, part in zip(none, rows, strict=True)]
+    return [torch.cat([empty, *part]) for empty, part in zip(none, rows, strict=True)]
 
 
 @dataclass
@@ -108,24 +87,23 @@ class RealFeatures:
 
     batch_size: int = 64
     show: bool = False  # a progress bar
-    _sets: dict[tuple[str, ...], FeatureSet] = field(default_factory=dict)
+    _sets: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
 
-    def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[FeatureSet]:
-        """The feature set of `selection` under each extractor; reads images only for those not kept yet. All ranks must
+    def get(self, reader: Dataset, selection: Selection, extractors: Sequence[Extractor]) -> list[Tensor]:
+        """The features of `selection` under each extractor; reads images only for those not kept yet. All ranks must
         call this; rank 0 has the features.
         """
         keys = [(reader.meta.content_hash, selection.key, each.name, each.source) for each in extractors]
         missing = {key: each for key, each in zip(keys, extractors, strict=True) if key not in self._sets}
         if missing:
-            found = feature_sets(
-                lambda rows: (torch.from_numpy(reader.read(selection.indices[rows.start : rows.stop])[0]), None),
+            features = feature_sets(
+                lambda rows: (selection.images(reader, rows), None),
                 list(missing.values()),
-                n=selection.n,
                 total=len(selection.indices),
                 side=reader.resolution,
                 what=f"real {selection.key.split()[0]} images",
                 batch_size=self.batch_size,
                 show=self.show,
             )
-            self._sets.update(zip(missing, found, strict=True))
+            self._sets.update(zip(missing, features, strict=True))
         return [self._sets[key] for key in keys]

@@ -11,7 +11,7 @@ from torch import Tensor
 from data.reading.dataset import Dataset
 from metrics.features.extractors import ClassifierFeatures, Extractor, PixelFeatures
 from metrics.features.precision import full_float32
-from metrics.features.sets import FeatureSet, RealFeatures, Selection, select
+from metrics.features.sets import Selection, select
 from metrics.samples.memorisation import RealSet, memorisation
 from models.gan import ImageGenerator
 from models.sampling import generate
@@ -35,78 +35,53 @@ def training_selection(labels: np.ndarray, *, n: int, searched: int, seed: int) 
 
 
 @dataclass(frozen=True)
-class TrainingSets:
-    """Features of training images: n for the floors, more of them if copies are searched."""
+class Drawn:
+    """Real images that were drawn from a file."""
 
     reader: Dataset
-    side: Selection  # of all that are searched
-    place: Extractor | None  # the space in which copies are searched
-    sets: dict[str, FeatureSet]  # by the extractor's name
-
-    def of(self, space: Extractor) -> FeatureSet:
-        """The features under one extractor; the first n are those of the floor."""
-        return self.sets[space.name]
+    side: Selection
+    features: Tensor  # [m, F]
 
 
-def training_sets(
-    reader: Dataset, side: Selection, real: RealFeatures, *, floors: Sequence[Extractor], place: Extractor | None
-) -> TrainingSets:
-    """The features that `floors` and the search in `place` (None: no search) need. All ranks must call this."""
-    n, sets = side.n, {}
-    for space in dict.fromkeys([*floors, *([] if place is None else [place])]):
-        drawn = side
-        if space is not place:
-            drawn = replace(side, indices=side.indices[:n], labels=side.labels[:n], key=f"{side.key}, the first {n}")
-        (sets[space.name],) = real.get(reader, drawn, [space])
-    return TrainingSets(reader, side, place, sets)
-
-
-def search_copies(
-    train: TrainingSets,
-    samples: FeatureSet,
-    held_out: FeatureSet,
-    reader: Dataset,  # of the held-out images
-    side: Selection,  # the draw of them, whose labels the samples were asked for
-) -> dict[str, Any]:
-    """The figures of `metrics.samples.memorisation.memorisation` for the first n samples and held-out images.
+def search_copies(place: Extractor, samples: Tensor, held_out: Drawn, train: Drawn) -> dict[str, Any]:
+    """The figures of `metrics.samples.memorisation.memorisation` for samples [n, F], which were asked for the labels of
+    the first n held-out images.
 
     With `extractor` and `weights`, and two lists of {`sample` (its index), `label`, `train` (record of the nearest
     training image), `distance`}: `closest`, the smallest distances first, and `first`, the first samples as drawn.
     """
-    assert train.place is not None
-    features, classes = train.of(train.place).features, reader.classes
-    if classes and classes == train.reader.classes:
-        draws = ((reader, side), (train.reader, train.side))
-        labels = [torch.from_numpy(file.labels()[draw.indices]).long() for file, draw in draws]
-    else:
-        labels = [torch.zeros(len(s.indices), dtype=torch.int64) for s in (side, train.side)]
-    real = RealSet(held_out.counted, labels[0][: held_out.n])
-    figures, neighbours = memorisation(samples.counted, RealSet(features, labels[1]), real)
+    n, labels = len(samples), []
+    alike = held_out.reader.classes == train.reader.classes  # if not, they are all of one kind
+    for drawn, count in ((held_out, n), (train, len(train.features))):
+        of_file = drawn.reader.labels()[drawn.side.indices[:count]].astype(np.int64)
+        labels.append(torch.from_numpy(of_file if alike and drawn.reader.classes else np.zeros_like(of_file)))
+    real = RealSet(held_out.features[:n], labels[0])
+    figures, neighbours = memorisation(samples, RealSet(train.features, labels[1]), real)
     order = neighbours.distances.sort(stable=True).indices
     records = train.side.indices[neighbours.indices.numpy()]
     pairs = [
-        {"sample": i, "label": int(side.labels[i]), "train": int(records[i]), "distance": float(distance)}
+        {"sample": i, "label": int(held_out.side.labels[i]), "train": int(records[i]), "distance": float(distance)}
         for i, distance in enumerate(neighbours.distances)
     ]
     lists = {"closest": [pairs[i] for i in order[:PAIRS].tolist()], "first": pairs[:PAIRS]}
-    return {"extractor": train.place.name, "weights": train.place.source, **figures, **lists}
+    return {"extractor": place.name, "weights": place.source, **figures, **lists}
 
 
 def neighbour_images(
-    generator: ImageGenerator, train: Dataset, found: dict[str, Any], *, seed: int
+    generator: ImageGenerator, train: Dataset, copies: dict[str, Any], *, seed: int
 ) -> tuple[list[Tensor], list[str]]:
     """The pairs of `search_copies` as images uint8 [C, H, 2 * W + gap], the sample on the left, with captions.
 
     The samples are drawn again: sample i depends on the seed, i and its label alone.
     """
-    pairs = [*found["closest"], *found["first"]]
+    pairs = [*copies["closest"], *copies["first"]]
     labels = torch.tensor([pair["label"] for pair in pairs]) if generator.classes else None
     device = next(generator.parameters()).device
     with full_float32(device):
         samples = generate(generator, labels=labels, indices=[pair["sample"] for pair in pairs], seed=seed)
     real = torch.cat([torch.from_numpy(train.read(np.array([pair["train"]]))[0]) for pair in pairs])
     gap = torch.full_like(samples[..., : max(1, samples.shape[-1] // 16)], 255)
-    usual = found["usual_distance"]
+    usual = copies["usual_distance"]
     captions = [
         f"sample {pair['sample']} | record {pair['train']}\n"
         + (f"{pair['distance'] / usual:.2f} of the usual distance" if usual else f"distance {pair['distance']:.3g}")

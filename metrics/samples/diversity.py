@@ -1,65 +1,35 @@
-"""Do the samples differ from one another as much as real images do, and are they what was asked for?"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+"""Do the samples differ from one another as much as real images do?"""
 
 import torch
 from torch import Tensor
 
-from metrics import PER_CLASS
-from metrics.intervals import normal_interval
+from metrics.intervals import Measured
+from metrics.protocol import PER_CLASS
 
 
-def mean_pairwise_distance(features: Tensor) -> float:
-    """Mean Euclidean distance over all pairs of features [n, F], computed in float64; n at least 2."""
-    if len(features) < 2:
-        raise ValueError(f"a pairwise distance needs at least 2 feature vectors, not {len(features)}")
-    return float(torch.pdist(features.detach().cpu().double()).mean())
+def mean_distances(features: Tensor) -> Tensor:
+    """Mean Euclidean distance of each of the features [n, F] to the others, float64 [n]; n at least 2."""
+    rows = features.detach().cpu().double()
+    return torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").sum(1) / (len(rows) - 1)
 
 
-def diversity_ratio(samples: Tensor, real: Tensor) -> float | None:
-    """Mean pairwise distance of samples [n, F] over that of real images [m, F].
+def diversity_ratio(samples: Tensor, real: Tensor) -> Measured:
+    """Mean pairwise distance of samples [n, F] over that of real images [m, F], with its 95 % interval over draws of
+    both sets by the infinitesimal jackknife.
 
-    1 is as varied as the real ones, 0 is one image over and over. None where it is undefined: fewer than two vectors
-    on a side, or real images that are all the same.
+    1 is as varied as the real ones, 0 is one image over and over. Undefined for fewer than two vectors on a side, or
+    real images that are all the same. A bootstrap would be biased: an image that is drawn twice is at distance 0 from
+    itself.
     """
-    if len(samples) < 2 or len(real) < 2:
-        return None
-    reference = mean_pairwise_distance(real)
-    return mean_pairwise_distance(samples) / reference if reference > 0 else None
-
-
-def diversity_interval(samples: Tensor, real: Tensor) -> list[float] | None:
-    """95 % interval of `diversity_ratio` over draws of both sets, by the infinitesimal jackknife; None where undefined.
-
-    A bootstrap would be biased: an image that is drawn twice is at distance 0 from itself.
-    """
-    ratio = diversity_ratio(samples, real)
-    if ratio is None:
-        return None
-    variances = []
-    for features in (samples, real):
-        rows = features.detach().cpu().double()
-        exact = "donot_use_mm_for_euclid_dist"
-        means = torch.cdist(rows, rows, compute_mode=exact).sum(1) / (len(rows) - 1)  # of each image's pairs
-        variances.append(4 * float(means.var()) / len(rows))  # of the mean over all pairs, in which each is twice
-    variance = (variances[0] + ratio**2 * variances[1]) / mean_pairwise_distance(real) ** 2
-    return normal_interval(ratio, variance, low=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diversity:
-    """The ratio of each class (None: undefined), and the smallest, which is the figure of the whole generator."""
-
-    smallest: float | None
-    interval: list[float] | None  # 95 %, of the class that is the smallest
-    by_class: list[float | None]
-    images: int  # the least number of images on either side that a ratio above rests on
-
-    def smallest_figures(self) -> dict[str, Any]:
-        """Its two keys in an evaluation's document."""
-        return {"diversity_ratio": self.smallest, "diversity_ratio_interval": self.interval}
+    if min(len(samples), len(real)) < 2:
+        return Measured(None)
+    means = [mean_distances(features) for features in (samples, real)]
+    spread, reference = (float(each.mean()) for each in means)
+    if reference == 0:
+        return Measured(None)
+    variances = [4 * float(each.var()) / len(each) for each in means]  # over all pairs, in which each image is twice
+    ratio = spread / reference
+    return Measured.normal(ratio, (variances[0] + ratio**2 * variances[1]) / reference**2, low=0.0)
 
 
 def diversity_by_class(
@@ -70,34 +40,19 @@ def diversity_by_class(
     *,
     classes: int,
     images: int = PER_CLASS,
-) -> Diversity:
-    """The diversity ratio of each class, over its first `images` samples and real images, as many of each."""
-    ratios: list[float | None] = []
-    intervals: dict[float, list[float] | None] = {}
-    least = images
+) -> Measured:
+    """The diversity ratio of each class, over its first `images` samples and real images, as many of each; the smallest
+    is the figure of the whole generator, with its interval.
+    """
+    results, sizes = [], []
     for label in range(classes):
-        drawn = samples[sample_labels == label][:images]
-        shown = real[real_labels == label][:images]
-        size = min(len(drawn), len(shown))
-        ratio = diversity_ratio(drawn[:size], shown[:size])
-        ratios.append(ratio)
-        if ratio is not None:
-            intervals[ratio] = diversity_interval(drawn[:size], shown[:size])
-        least = least if ratio is None else min(least, size)
-    smallest = min(intervals, default=None)
-    interval = None if smallest is None else intervals[smallest]
-    return Diversity(smallest=smallest, interval=interval, by_class=ratios, images=least if intervals else 0)
-
-
-def recognised_share(
-    predictions: Tensor,  # int64 [n], the class that the judge names
-    labels: Tensor,  # int64 [n], the class that was asked for
-    *,
-    classes: int,
-) -> tuple[float, list[float | None]]:
-    """Share of samples whose class a classifier predicts: over all, and of each class (None: none was asked for)."""
-    hits = predictions == labels
-    if len(hits) == 0:
-        raise ValueError("the recognised share of no samples is undefined")
-    by_class: Sequence[Tensor] = [hits[labels == label] for label in range(classes)]
-    return float(hits.double().mean()), [float(part.double().mean()) if len(part) else None for part in by_class]
+        pair = [samples[sample_labels == label][:images], real[real_labels == label][:images]]
+        size = min(map(len, pair))
+        results.append(diversity_ratio(pair[0][:size], pair[1][:size]))
+        sizes.append(size if results[-1].value is not None else images)
+    by_class = [each.value for each in results]
+    defined = [each for each in results if each.value is not None]
+    if not defined:
+        return Measured(None, by_class=by_class)
+    smallest = min(defined, key=lambda each: each.value or 0.0)
+    return Measured(smallest.value, smallest.interval, by_class, min(sizes))

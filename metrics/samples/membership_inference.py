@@ -7,14 +7,17 @@ top, where a few copied images show that the whole would hide (2112.03570 advise
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from metrics.intervals import NORMAL, wilson
-from metrics.samples.memorisation import QUERY_BLOCK, mann_whitney
+from metrics.classification.ranking import Ranking
+from metrics.intervals import normal_interval, wilson
+from metrics.samples.memorisation import mann_whitney
+from metrics.samples.neighbours import distance_blocks
 from utils.text import columns, decimal
 
 LEVEL = 0.01  # of significance of an audit: one that finds nothing is accused once in a hundred
@@ -41,10 +44,6 @@ class Attack:
     members: int
     held_out: int
 
-    def document(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        return asdict(self)
-
 
 def attack(members: Tensor, held_out: Tensor) -> Attack:
     """How well scores [m] and [n] tell members from held-out images, both drawn from one distribution.
@@ -59,42 +58,24 @@ def attack(members: Tensor, held_out: Tensor) -> Attack:
     chances = [math.erfc(z / math.sqrt(2)) / 2, *(crowding(members, held_out, rank) for rank in sorted(set(ranks)))]
     ordered = held_out.sort(descending=True).values
     top = {f"{rank / len(held_out):.4g}": float((members > ordered[rank - 1]).double().mean()) for rank in ranks[1:]}
-    found = auc(members, held_out)
     p_value = min(1.0, len(chances) * min(chances))
-    return Attack(found, interval(members, held_out), p_value, top, len(members), len(held_out))
+    return Attack(*auc(members, held_out), p_value, top, len(members), len(held_out))
 
 
-def auc(members: Tensor, held_out: Tensor) -> float:
-    """The area under the ROC curve from scores [m] and [n]: by ranks, equal scores count half."""
-    m, n = len(members), len(held_out)
-    return (_ranks(torch.cat([members, held_out]))[:m].sum().item() - m * (m + 1) / 2) / (m * n)
+def auc(members: Tensor, held_out: Tensor) -> tuple[float, list[float]]:
+    """The area under the ROC curve from scores [m] and [n], equal ones count half; and its 95 % interval, by DeLong,
+    DeLong and Clarke-Pearson (1988).
 
-
-def _ranks(values: Tensor) -> Tensor:
-    """From 1, float64; equal values share the mean of their ranks."""
-    _, places, counts = values.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    return (ends - (counts - 1) / 2)[places]
-
-
-def interval(members: Tensor, held_out: Tensor) -> list[float]:
-    """The AUC's interval at 95 %, by DeLong, DeLong and Clarke-Pearson (1988).
-
-    An image's placement is the share of the other side that it is told from; the AUC is the mean of either side's, and
-    its variance the sum of the variances of both means. Where all are told apart that variance is 0: then Wilson's
-    interval of as many images as the smaller side has.
+    Where all are told apart their variance is 0: then Wilson's interval of as many images as the smaller side has.
     """
-    m, n = len(members), len(held_out)
-    together = _ranks(torch.cat([members, held_out]))
-    of_members = (together[:m] - _ranks(members)) / n
-    of_held_out = 1 - (together[m:] - _ranks(held_out)) / m
-    centre = float(of_members.mean())
-    variance = sum(float(part.var()) / len(part) for part in (of_members, of_held_out) if len(part) > 1)
+    sizes = len(members), len(held_out)
+    ranking = Ranking(torch.cat([members, held_out]).numpy(), np.arange(sum(sizes)) < sizes[0])
+    area, influence = ranking.auroc(), ranking.auroc_influence() / sum(sizes)
+    sides = influence[: sizes[0]], influence[sizes[0] :]
+    variance = sum(float(np.square(side).sum()) * len(side) / (len(side) - 1) for side in sides if len(side) > 1)
     if variance == 0:
-        least = min(m, n)
-        return wilson(round(centre * least), least) or [0.0, 1.0]
-    half = NORMAL * math.sqrt(variance)
-    return [max(0.0, centre - half), min(1.0, centre + half)]
+        return area, wilson(round(area * min(sizes)), min(sizes)) or [0.0, 1.0]
+    return area, normal_interval(area, variance, low=0.0, high=1.0)
 
 
 def crowding(members: Tensor, held_out: Tensor, rank: int) -> float:
@@ -123,16 +104,13 @@ def distances_with_copies(
 ) -> Tensor:
     """The distances [R, r] where k of the real images are added to the samples as they are. In blocks, in float64."""
     pool, places = draws.unique(return_inverse=True)
-    centre = real[pool].double().mean(0)
-    planted = real[pool].double() - centre
-    norms, parts = planted.square().sum(1), []
-    for block in real.split(QUERY_BLOCK):
-        rows = block.double() - centre
-        squares = (rows.square().sum(1)[:, None] - 2 * rows @ planted.T + norms).clamp(min=0)  # [b, pool]
-        parts.append(torch.stack([squares[:, each].min(1).values for each in places]))
-    nearest = torch.cat(parts, dim=1).sqrt()
-    nearest.scatter_(1, draws, 0.0)  # a copy's is 0, not a rounding error
-    return torch.minimum(nearest, distances)
+    nearest = distances.repeat(len(draws), 1)
+    for rows, block, squares in distance_blocks(real[pool], real):
+        for each, planted in zip(nearest, places, strict=True):
+            near = planted[(planted >= rows.start) & (planted < rows.stop)] - rows.start
+            if len(near):
+                each[block] = torch.minimum(each[block], squares[near].amin(0).sqrt())
+    return nearest.scatter_(1, draws, 0.0)  # a copy's is 0, not a rounding error
 
 
 def detection(
@@ -161,26 +139,24 @@ def detection(
 
 def verdict(document: dict[str, Any]) -> str:
     """What was found, in words. `attacks` and `controls` by name, and `planted`."""
-    told = []
-    trusted = all(control["p_value"] >= LEVEL / 2 for control in document["controls"].values())
-    if not trusted:
-        told.append("the control found a difference between two halves of the held-out images: do not trust this audit")
+    words = []
+    if any(control["p_value"] < LEVEL / 2 for control in document["controls"].values()):
+        words.append("the control found a difference between halves of the held-out images: do not trust this audit")
     leaks = [name for name, found in document["attacks"].items() if found["p_value"] < LEVEL / 2]
-    words = {
+    remedies = {
         "generator": "the samples tell of training images: do not hand them on as they are",
         "discriminator": "the discriminator knows its training images: hand on the generator, never the checkpoint",
     }
-    told += [words[name] for name in leaks]
+    words += [remedies[name] for name in leaks]
     last = document["planted"][-1]
-    weak = last["found"] < ENOUGH * last["repeats"]
-    if "generator" not in leaks and weak:
-        told.append(
+    if "generator" not in leaks and last["found"] < ENOUGH * last["repeats"]:
+        words.append(
             f"too weak to tell: of {last['repeats']} tries, copies at {last['share']:.0%} of the samples were found in "
             f"{last['found']}; give more held-out images or a larger --n"
         )
-    if not told:
-        told.append("neither attack found anything")
-    return "; ".join(told)
+    if not words:
+        words.append("neither attack found anything")
+    return "; ".join(words)
 
 
 def _share(planted: dict[str, Any], samples: int) -> str:

@@ -1,4 +1,4 @@
-"""Which images lie in whose neighbourhood: counts of balls around features, which precision, density and so on share.
+"""Which images lie in whose neighbourhood: precision, recall, density and coverage, plain and clipped, in one pass.
 
 The ball of an image reaches to its k-th nearest neighbour in its own set. Everything is computed in float64 and in
 blocks, so that memory does not grow with the square of the number of images. Counts are kept for each of `GROUPS`
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from metrics.intervals import jackknife_variance, normal_interval
+from metrics.intervals import Measured, jackknife_variance, normal_interval
 
 K_MANIFOLD = 3  # neighbours of precision and recall, as in 1904.06991
 K_DENSITY = 5  # of density and coverage, as in 2002.09797
@@ -136,10 +136,10 @@ class Estimate:
     without_own: Tensor  # [G]
     without_other: Tensor  # [G]
 
-    def interval(self, *, high: float = torch.inf) -> list[float]:
-        """95 %, from the jackknife over the groups of both sets."""
+    def measured(self, *, high: float = 1.0) -> Measured:
+        """With its 95 % interval, from the jackknife over the groups of both sets."""
         variance = jackknife_variance(self.without_own) + jackknife_variance(self.without_other)
-        return normal_interval(self.value, variance, low=0.0, high=high)
+        return Measured.normal(self.value, variance, low=0.0, high=high)
 
 
 def estimate(counts: Tensor, figure: Callable[[Tensor], Tensor], others: int, *, rescale: bool = False) -> Estimate:
@@ -156,3 +156,92 @@ def estimate(counts: Tensor, figure: Callable[[Tensor], Tensor], others: int, *,
         rest = totals - counts[:, group]
         without.append(figure(rest * (others / (others - size)) if rescale else rest).mean())
     return Estimate(float(each.mean()), left, torch.stack(without))
+
+
+# --- Kynkäänniemi et al. 2019, 1904.06991, eq. 1 and 2
+
+
+def precision(near: Neighbourhoods) -> Measured:
+    """Share of samples inside the manifold of real images: in the ball of at least one of them."""
+    return estimate(near.manifold_of_real, _any, len(near.manifold_of_samples)).measured()
+
+
+def recall(near: Neighbourhoods) -> Measured:
+    """Share of real images inside the manifold of samples."""
+    return estimate(near.manifold_of_samples, _any, len(near.manifold_of_real)).measured()
+
+
+# --- Naeem et al. 2020, 2002.09797, eq. 6 and 7
+
+
+def density(near: Neighbourhoods) -> Measured:
+    """Real images' balls that hold a sample, over k, on average. About 1 for samples like real images; may be above 1
+    where samples crowd in dense regions.
+    """
+    result = estimate(near.dense, lambda counts: counts / near.k_density, len(near.covering), rescale=True)
+    return result.measured(high=torch.inf)
+
+
+def coverage(near: Neighbourhoods) -> Measured:
+    """Share of real images whose ball holds at least one sample. 1 - (1/2)^k is expected of real images."""
+    return estimate(near.covering, _any, len(near.dense)).measured()
+
+
+# --- Salvy et al. 2025, 2507.01761: shares that can be read as percentages. Where x % of the samples are noise, clipped
+# density is about 1 - x %. Where samples leave out x % of the real images' kinds, so is clipped coverage. Real images
+# have about 1.
+
+
+def clipped_density(near: Neighbourhoods) -> Measured:
+    """Density of balls no wider than the median one, each sample's share at most 1, over the same of real images; at
+    most 1. 0 where the real images have none (more than half of them are twins).
+    """
+    samples, real = (
+        estimate(counts, _up_to(near.k_density), len(near.covering), rescale=True)
+        for counts in (near.clipped, near.clipped_real)
+    )
+    if real.value == 0:
+        return Measured(0.0, [0.0, 1.0])
+    value = samples.value / real.value
+    # a group of real images is left out both as centres and as the images that lie in others' balls
+    centres, both = samples.without_other, real.without_own + real.without_other - real.value
+    variance = jackknife_variance(samples.without_own / real.value) + jackknife_variance(centres / both)
+    return Measured(min(1.0, value), normal_interval(value, variance, low=0.0, high=1.0))
+
+
+def clipped_coverage(near: Neighbourhoods) -> Measured:
+    """How full the real images' balls are of samples, at most k in each, as the share of good samples that is expected
+    to give that.
+    """
+    k, samples = near.k_density, len(near.dense)
+    fullness = estimate(near.covering, _up_to(k), samples, rescale=True).measured()
+    expected = expected_fullness(samples, len(near.covering), k)
+    value, low, high = (
+        int(torch.searchsorted(expected, each)) / len(expected) for each in (fullness.value, *(fullness.interval or ()))
+    )
+    return Measured(value, [low, high])
+
+
+def expected_fullness(samples: int, real: int, k: int) -> Tensor:
+    """Expected min(J, k) / k for M = 0 to `samples` draws of the real distribution, float64 [samples + 1].
+
+    J is how many of M lie in the ball that reaches to the k-th of N - 1 others: beta-binomial,
+    P(J = j) = C(M, j) B(k + j, N - k + M - j) / B(k, N - k), whatever the distribution (section 4.2 of the paper).
+    """
+    m = torch.arange(samples + 1, dtype=torch.float64)[:, None]  # [M, 1]
+    j = torch.arange(k, dtype=torch.float64)[None]  # [1, k]
+    rest = (m - j).clamp(min=0)
+    choose = torch.lgamma(m + 1) - torch.lgamma(j + 1) - torch.lgamma(rest + 1)
+    beta = torch.lgamma(k + j) + torch.lgamma(real - k + rest) - torch.lgamma(real + m)
+    fixed = torch.lgamma(torch.tensor([k, real - k, real], dtype=torch.float64))
+    chances = (choose + beta - fixed[0] - fixed[1] + fixed[2]).exp() * (m >= j)
+    return 1 - (chances * (k - j)).sum(1) / k
+
+
+def _any(counts: Tensor) -> Tensor:
+    return (counts > 0).double()
+
+
+def _up_to(k: int) -> Callable[[Tensor], Tensor]:
+    """The share of k places that counts fill."""
+    return lambda counts: (counts / k).clamp(max=1)

@@ -1,14 +1,23 @@
 import io
+import json
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from sklearn.metrics import roc_auc_score
 from tqdm import tqdm
 
+import evaluate
 from data.reading.dataset import Dataset
-from metrics.evaluate_classifier import evaluate_classifier
+from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
+from metrics.evaluate_classifier import answers_of, classify, corrupted_hits, evaluate_classifier, logits_of
+from metrics.figures import CLASSIFIER, history
 from models.classifier import Classifier
-from tests.metrics.conftest import CLASSES, SIDE, pack
+from models.restore import classifier_from
+from tests.metrics.conftest import CLASSES, SIDE, pack, read_json
+from tests.metrics.test_scripts import call, refused
+from utils.checkpoint import load, resolve
 from utils.errors import UserError
 
 
@@ -30,27 +39,28 @@ class ByBrightness(Classifier):
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 500])
 def test_every_image_counts_once_at_any_batch_size(test_reader, batch_size):
     """And at any number of ranks: tests/distributed/test_evaluation.py."""
-    found = evaluate_classifier(ByBrightness(), test_reader, batch_size=batch_size)
-    assert found["n"] == sum(map(sum, found["confusion"])) == 60
-    assert found == evaluate_classifier(ByBrightness(), test_reader)
+    logits = classify(ByBrightness(), test_reader, batch_size=batch_size)
+    assert len(logits) == 60
+    assert torch.equal(logits, classify(ByBrightness(), test_reader))
 
 
 def test_limit_takes_the_first_images(test_reader):
-    found = evaluate_classifier(ByBrightness(), test_reader, limit=20)
-    assert found["n"] == 20
-    assert found["per_class"]["dark"]["support"] == 20  # packed in the order of classes
+    answers = answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, limit=20))
+    assert answers.labels.tolist() == [0] * 20  # packed in the order of classes
+    assert answers.names == CLASSES
 
 
-def test_mode_comes_back_and_classes_are_named(test_reader):
+def test_mode_comes_back_and_training_pays_for_what_it_follows(test_reader):
     model = ByBrightness().train()
-    found = evaluate_classifier(model, test_reader)
+    document = evaluate_classifier(model, test_reader)
     assert model.training
-    assert list(found["per_class"]) == CLASSES
-    assert found["top5_accuracy"] is None
+    assert document["top5_accuracy"] is None
+    few = evaluate_classifier(model, test_reader, details=False)
+    assert few == {key: document[key] for key in ("accuracy", "accuracy_interval", "ece", "ece_interval")}
+    assert history(CLASSIFIER, few).keys() == {"accuracy", "ece"}
 
 
 def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
-    kept: list[torch.Tensor] = []
     bars: list[tqdm] = []
 
     def bar(**named):
@@ -60,11 +70,10 @@ def test_logits_and_progress_are_of_every_image_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr("metrics.evaluate_classifier.Bar", bar)
     model = ByBrightness().eval()
     with Dataset(pack(tmp_path / "many.lmdb", count=150)) as reader:
-        evaluate_classifier(model, reader, batch_size=25, kept=kept, show=True)
+        logits = classify(model, reader, batch_size=25, show=True)
         images = torch.from_numpy(reader.read(np.arange(150))[0])
-    assert [len(logits) for logits in kept] == [64, 64, 22]  # whole chunks, whatever the batch size
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat(kept), model(images.float() / 127.5 - 1))
+        torch.testing.assert_close(logits, model(images.float() / 127.5 - 1))
     assert [(each.n, each.total) for each in bars] == [(150, 150)]
 
 
@@ -77,4 +86,84 @@ def test_data_without_its_labels_is_told(tmp_path):
 
 def test_no_image_is_told(test_reader):
     with pytest.raises(UserError, match="no image"):
-        evaluate_classifier(ByBrightness(), test_reader, limit=0)
+        answers_of(ByBrightness(), test_reader, classify(ByBrightness(), test_reader, limit=0))
+
+
+def test_outputs_that_are_not_finite_are_told(test_reader):
+    model = ByBrightness()
+    model.gain.data.fill_(float("nan"))
+    with pytest.raises(UserError, match="not finite"):
+        evaluate_classifier(model, test_reader)
+
+
+# --- evaluate.py --robustness and --ood
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Images of other classes, size and channels."""
+    return pack(tmp_path_factory.mktemp("others") / "x.lmdb", count=40, classes=["a", "b"], channels=3, side=24, seed=9)
+
+
+def test_corrupted_images_are_counted_one_by_one(test_reader):
+    """Against a slow loop over images, corruptions and strengths."""
+    model = ByBrightness()
+    found = corrupted_hits(model, test_reader, seed=3, limit=20, batch_size=64)
+    images, labels = test_reader.read(np.arange(20))
+    for row, corruption in enumerate(CORRUPTIONS.values()):
+        for strength in range(1, STRENGTHS + 1):
+            hits = 0
+            for index, (image, label) in enumerate(zip(images, labels, strict=True)):
+                spoiled = corruption(image, strength, seed=3, index=index)
+                hits += int(logits_of(model, torch.from_numpy(spoiled[None])).argmax()) == label
+            assert int(found[row, strength - 1]) == hits
+    brightness = found[list(CORRUPTIONS).index("brightness")]
+    assert int(brightness[-1]) < int(brightness[0])  # dark images are named by their brightness
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64])
+def test_batches_do_not_change_the_counts(test_reader, batch_size):
+    whole = corrupted_hits(ByBrightness(), test_reader, seed=0, limit=None, batch_size=256)
+    assert torch.equal(corrupted_hits(ByBrightness(), test_reader, seed=0, limit=None, batch_size=batch_size), whole)
+
+
+def test_both_options_by_the_command_line(runs, files, others, tmp_path, capsys):
+    plain = ["--checkpoint", runs["classifier"]]
+    asked = ["--robustness", "--ood", others, "--out", tmp_path, "--json"]
+    assert call(evaluate, *plain, *asked) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == read_json(tmp_path / "metrics.json")
+    rows = document["robustness"]["corruptions"]
+    assert list(rows) == list(CORRUPTIONS)
+    shares = [each["accuracy"] for row in rows.values() for each in row["strengths"]]
+    assert len(shares) == 25
+    assert document["robustness"]["accuracy"] == pytest.approx(np.mean(shares))
+    with Image.open(tmp_path / "robustness.png") as image:
+        assert image.height > 5 * 96
+    assert "robustness.png" in document["images"]
+
+    model = classifier_from(load(resolve(runs["classifier"])))
+    with Dataset(files["val_path"]) as own, Dataset(others) as outside:
+        both = [logits_of(model, torch.from_numpy(each.read(np.arange(len(each)))[0])) for each in (own, outside)]
+        assert torch.allclose(classify(model, outside, batch_size=7), both[1], atol=1e-5)
+    scores = torch.cat(both).double().softmax(1).amax(1).numpy()
+    expected = roc_auc_score(np.arange(100) < 60, scores)
+    assert document["ood"]["max_probability"]["auroc"] == pytest.approx(expected, abs=2e-3)  # equal but for rounding
+    assert (document["ood"]["data"], document["ood"]["n"]) == (str(others), 40)
+
+    assert call(evaluate, *plain, "--out", tmp_path / "plain") == 0
+    bare = read_json(tmp_path / "plain" / "metrics.json")
+    assert "robustness" not in bare
+    assert "ood" not in bare
+    assert {key: document[key] for key in bare if key != "images"} == {k: v for k, v in bare.items() if k != "images"}
+
+
+def test_refusals(runs, files, others, tmp_path, capsys):
+    classifier, gan = ["--checkpoint", runs["classifier"]], ["--checkpoint", runs["gan"], "--extractor", "pixels"]
+    for argv, told in (
+        ([*classifier, "--ood", files["val_path"]], "these are the test images themselves"),
+        ([*classifier, "--ood", tmp_path / "absent.lmdb"], "absent.lmdb"),
+        ([*gan, "--ood", others], "--ood is for a classifier"),
+        ([*gan, "--robustness"], "--robustness is for a classifier"),
+    ):
+        assert told in refused(capsys, evaluate, *argv)

@@ -8,12 +8,11 @@ import torch
 from data.reading.dataset import Dataset
 from metrics.evaluate_gan import evaluate_generator
 from metrics.features.extractors import ClassifierFeatures, PixelFeatures, extract
-from metrics.features.sets import RealFeatures, feature_sets, select
-from metrics.sample_figures import HEADLINE, NEIGHBOURS, sample_figures
-from metrics.samples.class_score import class_score
+from metrics.features.sets import RealFeatures, select
+from metrics.figures import GAN, Samples, history, measured
 from metrics.samples.copies import neighbour_images
 from metrics.samples.diversity import diversity_ratio
-from metrics.samples.frechet import Moments, frechet_distance
+from metrics.samples.frechet import frechet_distance
 from metrics.samples.kernel import kernel_distance
 from metrics.samples.memorisation import RealSet, memorisation
 from models.classifier import Classifier, ModelConfig
@@ -60,12 +59,6 @@ class Counting(PixelFeatures):
         return super().__call__(images)
 
 
-def moments_of(features):
-    moments = Moments(features.shape[1])
-    moments.update(features)
-    return moments
-
-
 def evaluate(generator, reader, **options):
     settings: dict[str, Any] = {"n": 30, "seed": 3, "extractors": [PIXELS], "per_class": 8}
     return evaluate_generator(generator, reader, **settings | options)
@@ -87,12 +80,12 @@ def test_figures_are_those_of_the_protocol(generator, test_reader, train_reader)
     other = extract(PIXELS, torch.from_numpy(train_reader.read(train.indices)[0]))
     (row,) = found["distances"]
     assert (row["extractor"], row["n"], found["n"], found["seed"]) == ("pixels", 30, 30, 3)
-    assert row["frechet"] == pytest.approx(frechet_distance(moments_of(fake[:30]), moments_of(real[:30])), rel=1e-6)
-    assert row["floor"] == pytest.approx(frechet_distance(moments_of(other), moments_of(real[:30])), rel=1e-6)
-    assert row["kernel"] == pytest.approx(kernel_distance(fake[:30], real[:30], seed=3), rel=1e-6)
-    assert row["kernel_floor"] == pytest.approx(kernel_distance(other, real[:30], seed=3), rel=1e-6)
+    assert row["frechet"] == pytest.approx(frechet_distance(fake[:30], real[:30])[0], rel=1e-6)
+    assert row["floor"] == pytest.approx(frechet_distance(other, real[:30])[0], rel=1e-6)
+    assert row["kernel"] == pytest.approx(kernel_distance(fake[:30], real[:30], seed=3)[0], rel=1e-6)
+    assert row["kernel_floor"] == pytest.approx(kernel_distance(other, real[:30], seed=3)[0], rel=1e-6)
     for label, name in enumerate(CLASSES):
-        ratio = diversity_ratio(fake[labels == label][:16], real[labels == label][:16])
+        ratio = diversity_ratio(fake[labels == label][:16], real[labels == label][:16]).value
         assert found["diversity_by_class"][name] == pytest.approx(ratio, rel=1e-6)
     assert found["diversity_ratio"] == row["diversity_ratio"] == min(found["diversity_by_class"].values())
     assert (found["diversity_extractor"], found["diversity_images"]) == ("pixels", 16)
@@ -133,16 +126,28 @@ def test_every_figure_has_its_value_and_interval(generator, test_reader):
     samples = generate(generator, labels=labels, indices=range(30), seed=3)
     fake, real = extract(PIXELS, samples), extract(PIXELS, torch.from_numpy(test_reader.read(test.indices)[0]))
     row, other = found["distances"]
-    expected = sample_figures(fake, real, labels.long(), CLASSES, {})
+    answers = judge(samples.float() / 127.5 - 1).double().softmax(1)
+    more: dict[str, Any] = {
+        "training": None,
+        "labels": labels.long(),
+        "n": 30,
+        "names": CLASSES,
+        "seed": 3,
+        "per_class": 8,
+    }
+    expected = measured(GAN, Samples(fake=fake, real=real, probabilities=answers, **more), {})
+    assert expected.keys() > {"recognised", "class_score", "frechet", "diversity_ratio"}
     for key, value in expected.items():
-        assert row[key] == pytest.approx(value, rel=1e-6, abs=1e-9), key
+        if "diversity" not in key:  # for which some were added
+            assert (row | found)[key] == (value if value is None else pytest.approx(value, rel=1e-6, abs=1e-9)), key
     assert set(other) == set(row)
-    assert {key: found[key] for key in HEADLINE} == {key: row[key] for key in HEADLINE}
-    for name in ("frechet", "kernel", "diversity_ratio", *NEIGHBOURS, "intra_class_frechet"):
-        low, high = row[f"{name}_interval"]
-        assert low <= row[name] <= high, name
-    answers = judge(samples.float() / 127.5 - 1).softmax(1)
-    assert found["class_score"] == pytest.approx(class_score(answers, seed=3)[0], rel=1e-6)
+    for figure in GAN:
+        assert figure.by_judge == (figure.key not in row)
+        if not figure.by_judge and figure.place != "column":
+            assert found[figure.key] == row[figure.key], figure.key
+        if figure.interval:
+            low, high = (row | found)[f"{figure.key}_interval"]
+            assert low <= (row | found)[figure.key] <= high, figure.key
     json.dumps(found, allow_nan=False)
 
 
@@ -150,6 +155,7 @@ def test_without_details_training_pays_for_none(generator, test_reader):
     found = evaluate(generator, test_reader, details=False)
     assert "clipped_density" not in found["distances"][0]
     assert found["clipped_density"] is None
+    assert history(GAN, found["distances"][0]).keys() == {"frechet", "kernel", "diversity_ratio"}
 
 
 def test_too_few_images_for_neighbourhoods(generator, test_reader):
@@ -381,18 +387,6 @@ def test_selection_draws_n_and_fills_up_classes():
     alone = select(labels, n=20, seed=0, role="test")
     np.testing.assert_array_equal(alone.indices, drawn.indices[:20])  # filling up does not change the n
     assert set(select(labels, n=20, seed=0, role="train").indices) != set(alone.indices)
-
-
-def test_moments_hold_the_first_n_only(test_reader):
-    images = torch.from_numpy(test_reader.read(np.arange(20))[0])
-
-    def source(rows):
-        return images[rows.start : rows.stop], None
-
-    (found,) = feature_sets(source, [PIXELS], n=9, total=20, side=SIDE, what="x")
-    assert len(found.features) == 20
-    assert found.moments.count == len(found.counted) == 9
-    torch.testing.assert_close(found.moments.mean, found.features[:9].double().mean(0))
 
 
 def test_a_judge_of_another_size_sees_scaled_images(generator, test_reader):

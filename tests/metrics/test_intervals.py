@@ -1,11 +1,12 @@
-"""How far figures can be trusted (U12)."""
+"""How far figures can be trusted."""
 
 import numpy as np
 import pytest
 
 from data.reading.dataset import Dataset
-from metrics.intervals import balanced_interval, few_images, influence_interval, interval_of, wilson
+from metrics.intervals import Measured, balanced_interval, influence_interval, normal_interval, wilson
 from metrics.lineage import leaks
+from metrics.tables import few_images
 from tests.metrics.conftest import pack
 
 
@@ -30,22 +31,17 @@ def test_both_ends_solve_the_score_equation(hits, count):
 
 def test_no_share_has_no_interval():
     assert wilson(0, 0) is None
-    assert interval_of(None, 10) is None
 
 
 def test_balanced_interval_of_one_class_is_wilsons():
-    assert balanced_interval([[81, 182], [0, 0]]) == pytest.approx(wilson(81, 263))
-    assert balanced_interval([[0, 0], [0, 0]]) is None
+    assert balanced_interval([81], [263]) == pytest.approx(wilson(81, 263))
 
 
 def test_balanced_interval_covers():
     draw = np.random.default_rng(0)
     shares, counts, inside = np.array([0.99, 0.8, 0.3]), np.array([40, 60, 20]), 0
     for hits in draw.binomial(counts, shares, (500, 3)):
-        confusion = np.diag(hits)
-        confusion[:, 0] += [0, *(counts - hits)[1:]]
-        confusion[0, 1] = counts[0] - hits[0]
-        low, high = balanced_interval(confusion.tolist()) or [1, 0]
+        low, high = balanced_interval(hits.tolist(), counts.tolist())
         inside += low <= shares.mean() <= high
     assert 0.93 <= inside / 500 <= 0.98
 
@@ -57,6 +53,12 @@ def test_influence_interval_of_a_mean_is_the_normal_one_within_its_range():
     assert found == pytest.approx([values.mean() - half, values.mean() + half])
     assert influence_interval(0.5, np.array([3.0, -3.0])) == [0, 1]
     assert influence_interval(1.0, np.zeros(4)) is None
+
+
+def test_normal_interval_stays_within_what_is_possible():
+    assert normal_interval(0.5, 0.01) == pytest.approx([0.5 - 0.1959964, 0.5 + 0.1959964])
+    assert normal_interval(0.9, 0.01, low=0, high=1) == pytest.approx([0.9 - 0.1959964, 1.0])
+    assert Measured.normal(0.9, 0.01, high=1.0).interval == normal_interval(0.9, 0.01, high=1.0)
 
 
 def test_few_images_are_told_and_many_are_not():

@@ -149,7 +149,7 @@ def test_accuracy_says_how_many_views_it_is_of(tmp_path, tta, told):
     path = make_classifier(tmp_path) / "eval" / "metrics.json"
     more = {"accuracy_interval": [0.89, 0.905]} | ({} if tta is None else {"tta": tta})
     write(path, json.loads(path.read_text()) | more)
-    words = f"of the test images predicted correctly (95 % interval 89.0 to 90.5 %{told})"
+    words = f"share of the test images predicted correctly (95 % interval 89.0 to 90.5 %{told})"
     assert words in page(write_report(tmp_path)).text
 
 
@@ -261,7 +261,8 @@ def make_told_run(folder: Path) -> Path:
 def test_headline_and_images_come_before_training_and_curves(tmp_path):
     run = make_told_run(tmp_path / "gan")
     text = page(write_report(run)).text
-    order = ["samples recognised as asked", "Samples, a row for each class", "Real test images", "Evaluation at step"]
+    order = ["share of samples that the judge predicts as asked"]
+    order += ["Samples, a row for each class", "Real test images", "Evaluation at step"]
     order += ["Images over time", "Training", "images seen", "adversarial losses", "Data", "How this was made"]
     places = [text.index(words) for words in order]
     assert places == sorted(places)
@@ -290,14 +291,14 @@ def test_a_classifiers_further_figures_and_odd_ones(tmp_path):
     write(run / "eval" / "metrics.json", found | more)
     text = page(write_report(run)).text
     for words in (
-        "balanced accuracy, the mean of the classes (95 % interval 43.8 to 56.2 %)",
-        "AUROC, the mean of the classes (95 % interval 0.812 to 0.938)",
+        "as much as a frequent one (95 % interval 43.8 to 56.2 %)",
+        "the mean of the classes (95 % interval 0.812 to 0.938)",
         "outliers (others.lmdb) told by",
         "0.875 to 0.969",
         "strength 2",
     ):
         assert words in text, words
-    assert "samples among real images" not in text  # a GAN's precision
+    assert "within reach (3rd neighbour) of a real" not in text  # a GAN's precision
     for odd in (3, {"corruptions": 3}, {"corruptions": {"blur": 3, "jpeg": {"strengths": 3}, "x": {"strengths": [3]}}}):
         write(run / "eval" / "metrics.json", found | {"robustness": odd, "ood": odd})
         assert "0.875" in page(write_report(run)).text
@@ -439,6 +440,6 @@ def test_what_a_note_is_about_is_said_as_the_page_says_it(tmp_path):
     notes = {"intra_class_frechet": "too few", "floor": "none", "n": "few images", "own_thing": "x"}
     write(tmp_path / "eval" / "metrics.json", {"notes": notes})
     text = page(write_report(tmp_path)).text
-    told = ["Frechet distance within classes, on average: too few", "floor of the distances: none"]
+    told = ["frechet within classes: too few", "floor of the distances: none"]
     assert [words for words in [*told, "number of images: few images", "own thing: x"] if words not in text] == []
     assert "intra_class" not in text

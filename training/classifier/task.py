@@ -15,6 +15,7 @@ from data.augment.transforms import draw_and_apply, to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, read_batch
 from metrics.evaluate_classifier import evaluate_classifier
+from metrics.figures import CLASSIFIER, history
 from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier
 from models.model_parallel import Placement, place
@@ -310,5 +311,4 @@ class ClassifierTask(Task):
         if self.val_reader is None:
             return {}
         size = self.config.evaluation.batch_size
-        found = evaluate_classifier(self.ema.model, self.val_reader, batch_size=size)
-        return {"accuracy": found["accuracy"], "ece": found["ece"]}
+        return history(CLASSIFIER, evaluate_classifier(self.ema.model, self.val_reader, batch_size=size, details=False))

@@ -16,6 +16,7 @@ from metrics.features.extractors import Options, build, fingerprint
 from metrics.features.passes import shared_pass
 from metrics.features.precision import evaluating
 from metrics.features.sets import RealFeatures
+from metrics.figures import GAN, history
 from models.classifier import Classifier
 from models.gan import StageGenerator
 from models.registry import architecture_of
@@ -239,7 +240,7 @@ class GanTask(Task):
         ranks share the images.
         """
         config = self.config.evaluation
-        found = evaluate_generator(
+        document = evaluate_generator(
             self.shown(),
             self.val_reader or self.reader,
             n=config.n,
@@ -252,9 +253,9 @@ class GanTask(Task):
             details=False,
             searched=SEARCHED_PER_SAMPLE * config.n,
         )
-        names = ("frechet", "kernel", "diversity_ratio")
-        figures = {"n": found["n"]} | {f"{name}/{config.extractor}": found["distances"][0][name] for name in names}
-        copies = found["memorisation"]
+        followed = history(GAN, document["distances"][0])
+        figures = {"n": document["n"]} | {f"{key}/{config.extractor}": value for key, value in followed.items()}
+        copies = document["memorisation"]
         if copies:
             figures |= {f"memorised/{copies['extractor']}": copies["share"]}
             figures |= {f"memorised_p/{copies['extractor']}": copies["p_value"]}

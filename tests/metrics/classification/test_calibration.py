@@ -7,13 +7,12 @@ from torch.nn.functional import cross_entropy
 from metrics.classification.calibration import (
     COLDEST,
     HOTTEST,
-    calibration_error,
     fit_temperature,
     halves,
     judged_temperature,
     negative_log_likelihood,
 )
-from tests.metrics.classification.test_counts import answers, figures_of
+from tests.metrics.classification.test_answers import answers, figures_of
 
 
 def sharpened(factor, *, n=2000, seed=0):
@@ -22,15 +21,6 @@ def sharpened(factor, *, n=2000, seed=0):
     logits = torch.randn(n, 5, generator=draw) * 1.5
     labels = torch.multinomial(logits.softmax(1), 1, generator=draw)[:, 0]
     return logits * factor, labels
-
-
-@pytest.mark.parametrize("sharpness", [0.3, 2.0, 8.0])
-def test_calibration_error_is_the_counts_own(sharpness):
-    logits, labels = answers(sharpness=sharpness)
-    confidence, named = logits.double().softmax(1).max(1)
-    error, influence = calibration_error(confidence, named == labels)
-    assert error == pytest.approx(figures_of(logits, labels)["ece"], abs=1e-8)
-    assert float(influence.sum()) == pytest.approx(0, abs=1e-9)
 
 
 def test_likelihood_is_torchs():

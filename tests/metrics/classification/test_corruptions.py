@@ -3,9 +3,11 @@ import io
 import cv2
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
+from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS, robustness
+from metrics.intervals import wilson
 from utils.seeding import numpy_generator
 
 
@@ -86,3 +88,14 @@ def test_brightness_and_contrast_by_hand():
     mean = 137.5
     found = CORRUPTIONS["contrast"](image, 2, seed=0, index=0)
     assert found.ravel().tolist() == [round(mean + (value - mean) / 2) for value in (0, 100, 200, 250)]
+
+
+def test_robustness_is_a_table_of_shares():
+    hits = torch.arange(len(CORRUPTIONS) * STRENGTHS).view(len(CORRUPTIONS), STRENGTHS)
+    found = robustness(hits, 50, 64)
+    assert found["accuracy"] == pytest.approx(hits.double().mean().item() / 50)
+    row = found["corruptions"]["noise"]["strengths"][2]
+    place = list(CORRUPTIONS).index("noise")
+    assert row["accuracy"] == int(hits[place, 2]) / 50
+    assert row["accuracy_interval"] == wilson(int(hits[place, 2]), 50)
+    assert row["amount"] == CORRUPTIONS["noise"].amount(3, 64)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import evaluate
-from metrics.classification.figures import further_figures
 from metrics.comparison.compare import compare, comparison_table
 from metrics.comparison.predictions import save_predictions
-from tests.metrics.classification.test_counts import answers, figures_of
+from metrics.evaluate_classifier import document_of
+from tests.metrics.classification.test_answers import answers, figures_of, given
 from tests.metrics.conftest import classifier_run, gan_run, read_json
 from tests.metrics.test_scripts import call, refused
 from utils.errors import UserError
@@ -23,9 +23,7 @@ def classified(folder, *, better=0.0, seed=0, n=500, noise=0):
     other, _ = answers(n=n, seed=100 + noise)
     logits = logits + (0.5 * other if noise else 0)
     logits[np.arange(n), labels] += better
-    counted = figures_of(logits, labels)
-    further, kept = further_figures(counted, logits, labels, seed=0)
-    return written(folder, counted | further, kept, "classifier", n, training_seed=seed)
+    return written(folder, *document_of(given(logits, labels), seed=0), "classifier", n, training_seed=seed)
 
 
 def written(folder, figures, kept, task, n, **about):
@@ -88,11 +86,7 @@ def test_the_interval_of_a_difference_is_the_paired_bootstraps(tmp_path):
     names, values = ("balanced_accuracy", "nll", "auroc"), []
     for _ in range(80):
         chosen = draw.integers(0, 500, 500)
-        counted = [figures_of(each[chosen], labels[chosen]) for each in pair]
-        figures = [
-            further_figures(counts, each[chosen], labels[chosen], seed=0)[0]
-            for counts, each in zip(counted, pair, strict=True)
-        ]
+        figures = [figures_of(each[chosen], labels[chosen]) for each in pair]
         values.append([figures[1][name] - figures[0][name] for name in names])
     for name, spread in zip(names, np.std(values, 0), strict=True):
         low, high = found[name]["interval"]
@@ -238,8 +232,8 @@ def test_damaged_evaluations_are_refused_in_one_line(tmp_path):
     good = read_json(other / "metrics.json")
     for change, told in (
         ({"accuracy": "high"}, "accuracy is 'high'"),
-        ({"accuracy_interval": [0.1]}, "length of accuracy_interval"),
-        ({"predictions": None}, "predictions is None"),
+        ({"accuracy_interval": [0.1]}, "accuracy_interval is list"),
+        ({"predictions": None}, "predictions is null"),
         ({"predictions": {"sha256": "0"}}, "is not of the evaluation"),
     ):
         (other / "metrics.json").write_text(json.dumps(good | change))

@@ -198,3 +198,28 @@ def test_by_chance_one_in_twenty_seems_different():
         first, second = level + draw.standard_normal((2, 4, 60)) > 0
         hits += (by_seeds_and_images(first, second, np.full(60, 1 / 60)).p or 1) < 0.05
     assert 20 <= hits <= 75
+
+
+def test_an_interval_leaves_0_out_where_its_p_says_so():
+    """J15: of every number of images that only one of two gets right, out of 100."""
+    for gained in range(12):
+        for lost in range(12):
+            result = paired_shares(*pair(gained, lost, both=60, neither=40 - gained - lost))
+            low, high = result.interval or [1, 0]
+            assert result.p is not None
+            assert (result.p < 0.05) == (low > 0 or high < 0), (gained, lost)
+            assert low <= result.value <= high
+
+
+def test_seeds_that_agree_leave_the_chance_of_images():
+    """R2: every seed gains one image, another one each; also where all gain the same ones."""
+    first = np.zeros((3, 20), dtype=bool)
+    for places in (range(3), (7, 7, 7)):
+        second = first.copy()
+        second[range(3), list(places)] = True
+        result = by_seeds_and_images(first, second, np.full(20, 1 / 20))
+        assert result.value == pytest.approx(1 / 20)
+        assert result.p is not None
+        assert 0.05 < result.p < 1
+        low, high = result.interval or [1, 0]
+        assert low < 0 < result.value < high

@@ -51,10 +51,10 @@ def bad(about=None, columns=None):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (b"", "damaged"),
-        (b"\x10\0\0\0\0\0\0\0not json at all!", "damaged"),
-        (bad()[:-8], "damaged"),
-        (save(COLUMNS), "damaged"),
+        (b"", "cannot be read"),
+        (b"\x10\0\0\0\0\0\0\0not json at all!", "cannot be read"),
+        (bad()[:-8], "cannot be read"),
+        (save(COLUMNS), "cannot be read"),
         (save(COLUMNS, {"about": "[]"}), "about is list"),
         (bad({"schema": 2}), "about.schema is 2"),
         (bad({"n": 5}), "n is 5"),
@@ -75,7 +75,7 @@ def test_a_file_that_is_none_of_ours_is_refused_in_one_line(tmp_path, content, t
 
 
 def test_a_missing_file_and_a_pipe_are_told(tmp_path):
-    with pytest.raises(UserError, match=f"has no {FILE}; evaluate that run once more"):
+    with pytest.raises(UserError, match=f"{FILE} cannot be read .*; evaluate that run once more"):
         load_predictions(tmp_path, "")
     (tmp_path / FILE).symlink_to("/dev/zero")
     with pytest.raises(UserError, match="is a device"):

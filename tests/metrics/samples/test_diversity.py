@@ -2,7 +2,7 @@ import pytest
 import torch
 from scipy.spatial.distance import pdist
 
-from metrics.samples.diversity import diversity_by_class, diversity_ratio, mean_pairwise_distance, recognised_share
+from metrics.samples.diversity import diversity_by_class, diversity_ratio, mean_distances
 
 
 def normal(n, seed, scale=1.0):
@@ -17,13 +17,13 @@ def by_class(samples, sample_labels, real, real_labels, classes, **options):
 
 def test_mean_pairwise_distance_is_scipys():
     features = normal(30, 0)
-    assert mean_pairwise_distance(features) == pytest.approx(pdist(features.double().numpy()).mean(), rel=1e-9)
-    assert mean_pairwise_distance(torch.tensor([[0.0, 0.0], [3.0, 4.0]])) == 5
+    assert mean_distances(features).mean().item() == pytest.approx(pdist(features.double().numpy()).mean(), rel=1e-9)
+    assert mean_distances(torch.tensor([[0.0, 0.0], [3.0, 4.0]])).tolist() == [5, 5]
 
 
 def test_ratio_of_equal_distributions_is_about_one_and_scales():
-    assert diversity_ratio(normal(200, 1), normal(200, 2)) == pytest.approx(1, abs=0.05)
-    assert diversity_ratio(normal(200, 1, scale=0.25), normal(200, 2)) == pytest.approx(0.25, abs=0.02)
+    assert diversity_ratio(normal(200, 1), normal(200, 2)).value == pytest.approx(1, abs=0.05)
+    assert diversity_ratio(normal(200, 1, scale=0.25), normal(200, 2)).value == pytest.approx(0.25, abs=0.02)
 
 
 def test_a_collapsed_generator_fails():
@@ -34,7 +34,7 @@ def test_a_collapsed_generator_fails():
     samples[200:] = samples[200] + 0.01 * samples[200:]
     found = by_class(samples, labels, real, labels, 2)
     assert found.by_class[0] > 0.9
-    assert found.smallest == found.by_class[1] < 0.05
+    assert found.value == found.by_class[1] < 0.05
     assert found.images == 200
 
 
@@ -42,10 +42,10 @@ def test_only_the_first_images_count_and_as_many_on_both_sides():
     samples, real = normal(50, 5), normal(30, 6)
     found = by_class(samples, [0] * 50, real, [0] * 30, 1, images=40)
     assert found.images == 30
-    assert found.smallest == diversity_ratio(samples[:30], real)
-    assert by_class(real, [0] * 30, samples, [0] * 50, 1).smallest == diversity_ratio(real, samples[:30])
+    assert found.value == diversity_ratio(samples[:30], real).value
+    assert by_class(real, [0] * 30, samples, [0] * 50, 1).value == diversity_ratio(real, samples[:30]).value
     fewer = by_class(samples, [0] * 50, real, [0] * 30, 1, images=10)
-    assert fewer.smallest == diversity_ratio(samples[:10], real[:10])
+    assert fewer.value == diversity_ratio(samples[:10], real[:10]).value
 
 
 def test_undefined_classes_are_none_and_do_not_count():
@@ -54,16 +54,7 @@ def test_undefined_classes_are_none_and_do_not_count():
     samples = normal(8, 9)
     found = by_class(samples, [0, 0, 0, 1, 1, 2, 2, 2], real, [0, 0, 0, 1, 2, 2, 2, 3, 3, 3], 4)
     assert found.by_class[1:] == [None, None, None]
-    assert found.smallest == found.by_class[0] is not None
+    assert found.value == found.by_class[0] is not None
     assert found.images == 3
     nothing = by_class(samples[:1], [0], real, [0] * 10, 1)
-    assert (nothing.smallest, nothing.images) == (None, 0)
-
-
-def test_recognised_share_over_all_and_by_class():
-    predictions, labels = torch.tensor([0, 0, 1, 2]), torch.tensor([0, 1, 1, 1])
-    share, by_label = recognised_share(predictions, labels, classes=3)
-    assert share == 0.5
-    assert by_label == [1.0, pytest.approx(1 / 3), None]
-    with pytest.raises(ValueError, match="no samples"):
-        recognised_share(predictions[:0], labels[:0], classes=3)
+    assert (nothing.value, nothing.images) == (None, 0)

@@ -1,3 +1,5 @@
+"""The Frechet distance against scipy, torchmetrics and closed forms; its variance against numeric derivatives."""
+
 import math
 
 import numpy as np
@@ -5,7 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from metrics.samples.frechet import Moments, frechet_distance, gaussian_frechet_distance
+from metrics.samples.frechet import frechet_distance, intra_class_frechet
 
 
 def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):
@@ -14,66 +16,148 @@ def normal(n, dim, seed, *, scale=1.0, shift=0.0, dtype=torch.float64):
     return features @ mixing * scale + shift
 
 
-def moments_of(features):
-    moments = Moments(features.shape[1])
-    moments.update(features)
-    return moments
+def distance(first, second):
+    return frechet_distance(first, second)[0]
+
+
+def of_gaussians(mean1, covariance1, mean2, covariance2):
+    root = scipy.linalg.sqrtm(covariance1 @ covariance2).real
+    return ((mean1 - mean2) ** 2).sum() + np.trace(covariance1 + covariance2 - 2 * root)
 
 
 def by_scipy(first, second):
     a, b = first.numpy(), second.numpy()
-    covariance1, covariance2 = np.cov(a.T), np.cov(b.T)
-    root = scipy.linalg.sqrtm(covariance1 @ covariance2).real
-    return ((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(covariance1 + covariance2 - 2 * root)
+    return of_gaussians(a.mean(0), np.cov(a.T), b.mean(0), np.cov(b.T))
 
 
 def test_agrees_with_scipys_matrix_square_root():
     first, second = normal(300, 12, 0), normal(200, 12, 1, scale=1.7, shift=0.4)
-    assert frechet_distance(moments_of(first), moments_of(second)) == pytest.approx(by_scipy(first, second), rel=1e-9)
+    assert distance(first, second) == pytest.approx(by_scipy(first, second), rel=1e-9)
 
 
 def test_agrees_with_torchmetrics():
     fid = pytest.importorskip("torchmetrics.image.fid")
-    first, second = moments_of(normal(300, 12, 2)), moments_of(normal(300, 12, 3, shift=1.0))
-    expected = fid._compute_fid(first.mean, first.covariance, second.mean, second.covariance)
-    assert frechet_distance(first, second) == pytest.approx(expected.item(), rel=1e-9)
+    sets = normal(300, 12, 2), normal(300, 12, 3, shift=1.0)
+    moments = [moment for each in sets for moment in (each.mean(0), torch.cov(each.T))]
+    assert distance(*sets) == pytest.approx(fid._compute_fid(*moments).item(), rel=1e-9)
 
 
 def test_closed_form_of_diagonal_gaussians():
+    """Columns that are exactly uncorrelated: |m1 - m2|^2 + |s1 - s2|^2, one of them without any spread."""
     mean1, mean2 = torch.tensor([1.0, -2.0, 0.0]).double(), torch.tensor([1.5, 0.0, 0.0]).double()
     sigma1, sigma2 = torch.tensor([1.0, 2.0, 0.5]).double(), torch.tensor([3.0, 2.0, 0.0]).double()
+    columns = torch.linalg.qr(torch.cat([torch.ones(50, 1), normal(50, 3, 9)], 1).double())[0][:, 1:] * 7  # mean 0
+    sets = mean1 + columns * sigma1, mean2 + columns * sigma2
     expected = float((mean1 - mean2).square().sum() + (sigma1 - sigma2).square().sum())
-    found = gaussian_frechet_distance(mean1, sigma1.square().diag(), mean2, sigma2.square().diag())
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert distance(*sets) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_set_is_at_no_distance_from_itself_and_the_order_of_sets_does_not_matter():
-    first, second = moments_of(normal(64, 20, 4)), moments_of(normal(64, 20, 5))
-    assert frechet_distance(first, first) == pytest.approx(0, abs=1e-9)
-    assert frechet_distance(first, second) == pytest.approx(frechet_distance(second, first), rel=1e-9)
-    assert frechet_distance(first, second) > 0.1
+@pytest.mark.parametrize("n", [64, 15])
+def test_a_set_is_at_no_distance_from_itself_and_the_order_of_sets_does_not_matter(n):
+    first, second = normal(n, 20, 4), normal(n, 20, 5)
+    assert distance(first, first) == pytest.approx(0, abs=1e-9)
+    assert distance(first, second) == pytest.approx(distance(second, first), rel=1e-9)
+    assert distance(first, second) > 0.1
 
 
-@pytest.mark.parametrize(("n", "m"), [(20, 30), (300, 5), (5, 300)])
-def test_fewer_vectors_than_dimensions(n, m):
+@pytest.mark.parametrize(("n", "m", "dim"), [(20, 30, 128), (300, 5, 128), (5, 300, 128), (65, 64, 64)])
+def test_fewer_vectors_than_dimensions(n, m, dim):
     """The trace of the root is then the nuclear norm of X Y' / sqrt((n - 1)(m - 1)), X and Y centred."""
-    first, second = normal(n, 128, 6), normal(m, 128, 7, shift=0.1)
+    first, second = normal(n, dim, 6), normal(m, dim, 7, shift=0.1)
     x, y = first - first.mean(0), second - second.mean(0)
     trace = torch.linalg.svdvals(x @ y.T).sum() / math.sqrt((n - 1) * (m - 1))
     spread = x.square().sum() / (n - 1) + y.square().sum() / (m - 1)
     expected = float((first.mean(0) - second.mean(0)).square().sum() + spread - 2 * trace)
-    assert frechet_distance(moments_of(first), moments_of(second)) == pytest.approx(expected, rel=1e-9)
-    assert frechet_distance(moments_of(first), moments_of(first)) == pytest.approx(0, abs=1e-9 * float(spread))
+    assert distance(first, second) == pytest.approx(expected, rel=1e-9)
+    assert distance(first, first) == pytest.approx(0, abs=1e-9 * float(spread))
 
 
 def test_a_generator_that_draws_one_image_only():
-    one = torch.ones(50, 6, dtype=torch.float64)
-    real = normal(50, 6, 8)
+    one, real = torch.ones(50, 6, dtype=torch.float64), normal(50, 6, 8)
     expected = float((real.mean(0) - 1).square().sum() + torch.cov(real.T).trace())
-    assert frechet_distance(moments_of(one), moments_of(real)) == pytest.approx(expected, rel=1e-9)
-    assert frechet_distance(moments_of(real), moments_of(one)) == pytest.approx(expected, rel=1e-6)
+    assert distance(one, real) == pytest.approx(expected, rel=1e-9)
+    assert distance(real, one) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(one, one) == (0.0, 0.0)
 
 
-def test_different_dimensions_are_refused():
-    with pytest.raises(ValueError, match="dimensions"):
-        frechet_distance(moments_of(torch.randn(9, 3)), moments_of(torch.randn(9, 4)))
+def test_half_precision_is_summed_in_float64_and_far_means_cost_nothing():
+    half = torch.full((4096, 1), 1.0009765625, dtype=torch.bfloat16)  # a bfloat16 sum would stop at 256
+    assert distance(half, torch.zeros(9, 1)) == pytest.approx(half[0].double().item() ** 2, rel=1e-12)
+    first, second = normal(80, 5, 1), normal(80, 5, 2)
+    assert distance(first + 1000, second + 1000) == pytest.approx(distance(first, second), rel=1e-6)
+
+
+@pytest.mark.parametrize("second", [torch.randn(9, 4), torch.randn(1, 3)])
+def test_sets_without_a_distance_are_refused(second):
+    with pytest.raises(ValueError, match="no Frechet distance"):
+        frechet_distance(torch.randn(9, 3), second)
+
+
+# --- its variance
+
+
+def features(seed, n, dim, shift=0.0, spread=1.0):
+    return torch.randn(n, dim, generator=torch.Generator().manual_seed(seed)) * spread + shift
+
+
+@pytest.mark.parametrize(("n", "dim"), [(60, 5), (30, 20)])
+def test_variance_is_that_of_the_numeric_derivatives(n, dim):
+    """The distance between weighted Gaussians, moved by the weight of each image of both sets."""
+    sets = [features(0, n, dim).double(), features(1, n, dim, 0.4, 1.3).double()]
+
+    def weighted(weights):
+        parts = []
+        for part, weight in zip(sets, weights, strict=True):
+            mean = (weight[:, None] * part).sum(0) / weight.sum()
+            covariance = (part - mean).T @ (weight[:, None] * (part - mean)) / weight.sum() * n / (n - 1)
+            parts += [mean.numpy(), covariance.numpy()]
+        return of_gaussians(*parts)
+
+    step, expected = 1e-5, 0.0
+    for side in range(2):
+        answers = []
+        for i in range(n):
+            weights = [torch.ones(n, dtype=torch.float64) for _ in sets]
+            weights[side][i] += step
+            up = weighted(weights)
+            weights[side][i] -= 2 * step
+            answers.append((up - weighted(weights)) / (2 * step))
+        moved = torch.tensor(answers, dtype=torch.float64)
+        expected += float((moved - moved.mean()).square().sum()) * n / (n - 1)
+    assert frechet_distance(*sets)[1] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("n", "dim", "shift"), [(400, 8, 0.3), (200, 64, 0.3), (60, 100, 0.2), (300, 16, 0.0)])
+def test_told_spread_is_that_of_other_draws(n, dim, shift):
+    """Up to twice the variance where the sets are equal but for chance; a little more than the truth elsewhere."""
+    results = torch.tensor(
+        [frechet_distance(features(2 * i, n, dim), features(2 * i + 1, n, dim, shift)) for i in range(80)],
+        dtype=torch.float64,
+    )
+    told = results[:, 1].mean().sqrt() / results[:, 0].std()
+    assert 0.8 < float(told) < 1.7
+
+
+# --- within classes
+
+
+def test_mean_of_each_class_on_its_own():
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(120) % 4
+    labels[labels == 3] = torch.where(torch.arange(30) == 0, 3, 0)  # one image of class 3
+    samples, real = torch.randn(120, 6, generator=draw), torch.randn(120, 6, generator=draw) + labels[:, None]
+    result = intra_class_frechet(samples, real, labels, 5)
+    expected = [distance(samples[labels == label], real[labels == label]) for label in range(3)]
+    assert result.by_class[:3] == pytest.approx(expected, rel=1e-6)
+    assert result.by_class[3:] == [None, None]
+    assert result.value == pytest.approx(sum(expected) / 3, rel=1e-6)
+    assert result.interval is not None
+    assert result.value is not None
+    assert result.interval[0] < result.value < result.interval[1]
+    assert result.images == 30
+    assert "a class has 30 images a side" in result.note
+
+
+def test_no_class_with_two_images():
+    result = intra_class_frechet(torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(1, dtype=torch.int64), 2)
+    assert (result.value, result.interval, result.by_class, result.images) == (None, None, [None, None], 0)

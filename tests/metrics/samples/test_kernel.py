@@ -25,31 +25,40 @@ def test_estimate_is_the_sum_over_pairs():
     within1 = sum(k(a, b) for i, a in enumerate(first) for j, b in enumerate(first) if i != j) / (6 * 5)
     within2 = sum(k(a, b) for i, a in enumerate(second) for j, b in enumerate(second) if i != j) / (5 * 4)
     across = sum(k(a, b) for a in first for b in second) / (6 * 5)
-    assert squared_mmd(first, second) == pytest.approx(within1 + within2 - 2 * across, rel=1e-10)
+    assert squared_mmd(first, second)[0] == pytest.approx(within1 + within2 - 2 * across, rel=1e-10)
 
 
 def test_agrees_with_torchmetrics():
     kid = pytest.importorskip("torchmetrics.image.kid")
     first, second = normal(40, 8, 4), normal(40, 8, 5, shift=0.5)
-    assert kernel_distance(first, second, seed=0) == pytest.approx(kid.poly_mmd(first, second).item(), rel=1e-9)
+    assert kernel_distance(first, second, seed=0)[0] == pytest.approx(kid.poly_mmd(first, second).item(), rel=1e-9)
 
 
 def test_unbiased():
     """Over many draws from one distribution the mean is 0 within its error, and some estimates lie below it."""
-    values = [squared_mmd(normal(20, 4, 10 + 2 * i), normal(20, 4, 11 + 2 * i)) for i in range(300)]
+    values = [squared_mmd(normal(20, 4, 10 + 2 * i), normal(20, 4, 11 + 2 * i))[0] for i in range(300)]
     assert abs(np.mean(values)) < 3 * np.std(values) / 300**0.5
     assert min(values) < 0
 
 
 def test_subsets_are_the_seeds_and_average_near_the_whole():
     first, second = normal(400, 6, 6), normal(300, 6, 7, shift=0.3)
-    found = [kernel_distance(first, second, seed=seed, subset_size=100) for seed in (0, 0, 1)]
+    found = [kernel_distance(first, second, seed=seed, subset_size=100)[0] for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
-    assert found[0] == pytest.approx(squared_mmd(first, second), rel=0.2)
+    assert found[0] == pytest.approx(squared_mmd(first, second)[0], rel=0.2)
 
 
-def test_sets_without_a_distance_are_refused():
+@pytest.mark.parametrize(("n", "size", "shift"), [(150, 1000, 0.3), (150, 50, 0.3), (150, 1000, 0.0)])
+def test_told_spread_is_that_of_other_draws(n, size, shift):
+    results = [
+        kernel_distance(normal(n, 8, 2 * i), normal(n, 8, 2 * i + 1, shift), seed=0, subset_size=size)
+        for i in range(80)
+    ]
+    values, variances = torch.tensor(results, dtype=torch.float64).T
+    assert 0.75 < float(variances.mean().sqrt() / values.std()) < 1.7
+
+
+@pytest.mark.parametrize("sets", [(normal(1, 3, 0), normal(9, 3, 1)), (normal(9, 3, 0), normal(9, 4, 1))])
+def test_sets_without_a_distance_are_refused(sets):
     with pytest.raises(ValueError, match="no kernel distance"):
-        kernel_distance(normal(1, 3, 0), normal(9, 3, 1), seed=0)
-    with pytest.raises(ValueError, match="no kernel distance"):
-        kernel_distance(normal(9, 3, 0), normal(9, 4, 1), seed=0)
+        kernel_distance(*sets, seed=0)

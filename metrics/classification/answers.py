@@ -1,0 +1,202 @@
+"""A classifier's answers to labelled images, and its figures: pure functions of the logits in the images' order.
+
+So they depend neither on batches nor on processes. Every figure has its 95 % interval.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from metrics.classification.calibration import BINS, bin_of, calibration_error, negative_log_likelihood
+from metrics.classification.ranking import Ranking
+from metrics.intervals import Measured, balanced_interval, influence_interval
+from utils.errors import UserError
+
+TOP = 5  # labels among so many largest logits are counted
+PAIRS = 10  # most confused pairs of classes that are listed
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What figures are made of. Raises UserError for no image, or a label beyond the classes."""
+
+    logits: Tensor  # float32 [n, K]
+    labels: Tensor  # int64 [n]
+    names: Sequence[str]  # [K], of the classes
+
+    def __post_init__(self) -> None:
+        if self.logits.shape != (len(self.labels), len(self.names)):
+            raise ValueError(f"expected logits [{len(self.labels)}, {len(self.names)}], got {list(self.logits.shape)}")
+        if not len(self.labels):
+            raise UserError("there is no image to evaluate the classifier on; give some with --data")
+        if not 0 <= int(self.labels.min()) <= int(self.labels.max()) < len(self.names):
+            classes = len(self.names)
+            raise UserError(f"a label of the data lies beyond the classifier's {classes} classes; give its data")
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        """float64 [n, K]."""
+        return self.logits.double().softmax(1)
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """int64 [n]; of equally likely classes the first."""
+        return self.logits.argmax(1)
+
+    @cached_property
+    def confidence(self) -> Tensor:
+        """The predicted class's probability, float64 [n]."""
+        return self.probabilities.amax(1)
+
+    @cached_property
+    def hits(self) -> Tensor:
+        """Whether the prediction is right, bool [n]."""
+        return self.predicted == self.labels
+
+    @cached_property
+    def confusion(self) -> Tensor:
+        """Counts int64 [K, K], [true, predicted]."""
+        classes = len(self.names)
+        return torch.bincount(self.labels * classes + self.predicted, minlength=classes**2).view(classes, classes)
+
+    @cached_property
+    def rankings(self) -> list[Ranking | None]:
+        """Of the images by each class's probability; None for a class without images, or that all images have."""
+        positive = (self.labels.numpy() == label for label in range(len(self.names)))
+        return [
+            Ranking(self.probabilities[:, label].numpy(), each) if each.any() and not each.all() else None
+            for label, each in enumerate(positive)
+        ]
+
+
+# --- the figures
+
+
+def accuracy(answers: Answers) -> Measured:
+    """Share of images whose class is the likeliest."""
+    return Measured.share(answers.hits)
+
+
+def top5_accuracy(answers: Answers) -> Measured:
+    """Share of images whose class is among the five likeliest; of equal ones the first count. None for five or less."""
+    logits, labels = answers.logits, answers.labels
+    if len(answers.names) <= TOP:
+        return Measured(None)
+    own = logits.gather(1, labels[:, None])
+    before = torch.arange(logits.shape[1])[None] < labels[:, None]
+    return Measured.share(((logits > own) | ((logits == own) & before)).sum(1) < TOP)
+
+
+def balanced_accuracy(answers: Answers) -> Measured:
+    """Mean recall of the classes that have images."""
+    counts, hits = answers.confusion.sum(1), answers.confusion.diagonal()
+    there = counts > 0
+    recalls = hits.double() / counts.clamp(min=1)
+    interval = balanced_interval(hits[there].tolist(), counts[there].tolist())
+    weights = len(answers.labels) / (counts[answers.labels].double() * there.sum())
+    influence = weights * (answers.hits.double() - recalls[answers.labels])
+    return Measured(float(recalls[there].mean()), interval, influence=influence.numpy())
+
+
+def ece(answers: Answers) -> Measured:
+    """Mean distance of confidence and accuracy over bins of confidence, weighted by their share (Guo et al. 2017)."""
+    return Measured.influenced(*calibration_error(answers.confidence, answers.hits))
+
+
+def nll(answers: Answers) -> Measured:
+    """Mean of -log of the true class's probability."""
+    losses = negative_log_likelihood(answers.logits, answers.labels)
+    return Measured.influenced(float(losses.mean()), losses - losses.mean(), high=math.inf)
+
+
+def auroc(answers: Answers) -> Measured:
+    """Mean over the classes of the area under the ROC curve of each against all others."""
+    return _ranked(answers, "auroc")
+
+
+def average_precision(answers: Answers) -> Measured:
+    """Mean over the classes of the average precision of each against all others."""
+    return _ranked(answers, "average_precision")
+
+
+def _ranked(answers: Answers, name: str) -> Measured:
+    """The mean of a figure of the rankings that there are, and each class's."""
+    values = [None if ranking is None else float(getattr(ranking, name)()) for ranking in answers.rankings]
+    there = [value for value in values if value is not None]
+    if not there:
+        return Measured(None, by_class=values)
+    influence = np.zeros(len(answers.labels))
+    for ranking in filter(None, answers.rankings):
+        influence += getattr(ranking, f"{name}_influence")() / len(there)
+    mean = sum(there) / len(there)
+    return Measured(mean, influence_interval(mean, influence), values, influence=influence)
+
+
+# --- more of what a document says
+
+
+def per_class(answers: Answers) -> dict[str, dict[str, float | int | None]]:
+    """Precision, recall, F1 and support of each class; None where a figure is 0/0 (never predicted, never there)."""
+    hits, support, predicted = (
+        counts.tolist() for counts in (answers.confusion.diagonal(), answers.confusion.sum(1), answers.confusion.sum(0))
+    )
+    return {
+        name: {
+            "precision": _share(hits[i], predicted[i]),
+            "recall": _share(hits[i], support[i]),
+            "f1": _share(2 * hits[i], support[i] + predicted[i]),
+            "support": support[i],
+        }
+        for i, name in enumerate(answers.names)
+    }
+
+
+def _share(part: float, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+def reliability(answers: Answers, bins: int = BINS) -> list[dict[str, float | int | None]]:
+    """Of each bin of confidence, least sure first: `n`, mean `confidence` and `accuracy`; None in an empty one."""
+    index = bin_of(answers.confidence, bins)
+    counts, hits, confidence = (
+        torch.bincount(index, weights, bins).tolist() for weights in (None, answers.hits.double(), answers.confidence)
+    )
+    rows = zip(counts, confidence, hits, strict=True)
+    return [{"n": n, "confidence": _share(total, n), "accuracy": _share(right, n)} for n, total, right in rows]
+
+
+def confused_pairs(answers: Answers) -> list[dict[str, Any]]:
+    """The pairs of a true and a predicted class with the most images, at most PAIRS: `true`, `predicted`, `n`."""
+    counts, names = answers.confusion.numpy().copy(), answers.names
+    np.fill_diagonal(counts, 0)
+    order = np.argsort(-counts, axis=None, kind="stable")[:PAIRS]
+    places = [divmod(int(place), len(names)) for place in order]
+    return [{"true": names[i], "predicted": names[j], "n": int(counts[i, j])} for i, j in places if counts[i, j]]
+
+
+def outliers(logits: Tensor, others: Tensor) -> dict[str, Any]:
+    """How well two scores tell the classifier's own images from others: logits [n, K] of both.
+
+    `max_probability` is the largest probability (Hendrycks and Gimpel 1610.02136), `energy` the logarithm of the sum
+    of e^logit (Liu et al. 2010.03759); own images should have the larger ones. Each has `auroc`, `auroc_interval` and
+    `fpr95`: the share of others above the score that 95 % of the own images reach.
+    """
+    both = torch.cat([logits, others]).double()
+    own = np.arange(len(both)) < len(logits)
+    document: dict[str, Any] = {"n": len(others)}
+    for name, scores in (("max_probability", both.softmax(1).amax(1)), ("energy", both.logsumexp(1))):
+        values = scores.numpy()
+        ranking = Ranking(values, own)
+        reached = np.sort(values[own])[len(logits) - -(-95 * len(logits) // 100)]
+        document[name] = {
+            "auroc": ranking.auroc(),
+            "auroc_interval": influence_interval(ranking.auroc(), ranking.auroc_influence()),
+            "fpr95": float((values[~own] >= reached).mean()),
+        }
+    return document
