@@ -27,17 +27,15 @@ def find_layer(model: nn.Module, name: str) -> nn.Module:
     Raises:
         UserError: no layer has the name (the near one is told), or several do.
     """
-    layers = _layers(model)
-    if name in layers:
-        return layers[name]
-    ends = [full for full in layers if full.endswith(f".{name}")]
+    layers = dict(model.named_modules())
+    ends = [name] if name in layers else [full for full in layers if full.endswith(f".{name}")]
     depth = min((full.count(".") for full in ends), default=0)
-    found = [full for full in ends if full.count(".") == depth]
-    if not found:
+    matches = [full for full in ends if full.count(".") == depth]
+    if not name or not matches:
         raise UserError(f"no layer is called {name!r}{_near(name, layers)}")
-    if len(found) > 1:
-        raise UserError(f"layer {name!r} could be {', '.join(found[:4])}; give the whole name")
-    return layers[found[0]]
+    if len(matches) > 1:
+        raise UserError(f"layer {name!r} could be {', '.join(matches[:4])}; give the whole name")
+    return layers[matches[0]]
 
 
 def matching_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
@@ -45,24 +43,19 @@ def matching_layers(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.M
 
     In a pattern `*` stands for anything, dots too: `layer*.0.conv1`. Raises UserError for a pattern that fits none.
     """
-    layers = _layers(model)
-    found = set()
-    for pattern in patterns:
-        fits = {name for name in layers if fnmatch.fnmatchcase(f".{name}", f"*.{pattern}")}
-        if not fits:
+    layers = {name: layer for name, layer in model.named_modules() if name}
+    matches = {pattern: {n for n in layers if fnmatch.fnmatchcase(f".{n}", f"*.{pattern}")} for pattern in patterns}
+    for pattern, names in matches.items():
+        if not names:
             raise UserError(f"no layer fits {pattern!r}{_near(pattern, layers)}")
-        found |= fits
-    return {name: layer for name, layer in layers.items() if name in found}
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: layer for name, layer in model.named_modules() if name}
+    return {name: layer for name, layer in layers.items() if any(name in names for names in matches.values())}
 
 
 def _near(name: str, layers: Mapping[str, nn.Module]) -> str:
     """A layer's name that is near, its end alone if that is what is near; and where there is none, some layers."""
-    ends = [".".join(full.split(".")[start:]) for full in layers for start in range(full.count(".") + 1)]
-    return did_you_mean(name, sorted(set(ends))) or f"; there are {', '.join(list(layers)[:6])}, ..."
+    names = list(filter(None, layers))
+    ends = {".".join(full.split(".")[start:]) for full in names for start in range(full.count(".") + 1)}
+    return did_you_mean(name, sorted(ends)) or f"; there are {', '.join(names[:6])}, ..."
 
 
 # --- gradients of one layer
@@ -85,12 +78,8 @@ def output_gradient(model: nn.Module, name: str, inputs: Sequence[Any], objectiv
         kept[:] = [leaf := output.detach().requires_grad_()]
         return leaf.clone()  # a leaf must not be written into, and what comes after may
 
-    handle = find_layer(model, name).register_forward_hook(cut)
-    try:
-        with torch.enable_grad():
-            value = objective(model(*inputs))
-    finally:
-        handle.remove()
+    with find_layer(model, name).register_forward_hook(cut), torch.enable_grad():
+        value = objective(model(*inputs))
     gradient = torch.autograd.grad(value, kept, allow_unused=True)[0] if kept and value.requires_grad else None
     if gradient is None:
         raise UserError(f"layer {name!r} does not contribute to this output; choose another layer")
@@ -135,8 +124,7 @@ class LayerStatistics:
 
     def _add(self, key: tuple[str, str], values: Tensor) -> None:
         moments = _moments(values)
-        before = self._moments.get(key)
-        self._moments[key] = moments if before is None else merge(before, moments)
+        self._moments[key] = merge(self._moments[key], moments) if key in self._moments else moments
 
     def packed(self) -> Tensor:
         """The moments of all layers, [layers, 2, 6] on the device; zeros for what has not been seen. See `merge`."""
@@ -152,14 +140,14 @@ class LayerStatistics:
         """
         packed = self.packed() if packed is None else packed
         self._moments.clear()
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         for name, kinds in zip(self.layers, packed.tolist(), strict=True):
             for kind, (finite, mean, squares, largest, zeros, nonfinite) in zip(KINDS, kinds, strict=True):
                 if total := finite + nonfinite:
                     std = (squares / finite) ** 0.5 if finite else 0.0
                     values = (mean, std, largest, zeros / total, nonfinite / total)
-                    found |= {f"{name}/{kind}_{what}": value for what, value in zip(STATISTICS, values, strict=True)}
-        return found
+                    figures |= {f"{name}/{kind}_{what}": value for what, value in zip(STATISTICS, values, strict=True)}
+        return figures
 
 
 def _moments(values: Tensor) -> Tensor:

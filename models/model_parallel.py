@@ -67,9 +67,9 @@ def place(classifier: Classifier, devices: Sequence[torch.device], *, samples: i
     split = classifier.config.split
     assert split != "off"
     if len(devices) < 2:
-        shown = split if split == "auto" else ", ".join(f"{block}: {number}" for block, number in split.items())
+        text = split if split == "auto" else ", ".join(f"{block}: {number}" for block, number in split.items())
         raise UserError(
-            f"model.split {shown}: needs two devices or more, but this process has one ({devices[0]}); leave it out, "
+            f"model.split {text}: needs two devices or more, but this process has one ({devices[0]}); leave it out, "
             "or give each process several: fewer processes, or more GPUs"
         )
     blocks = measure(classifier, samples, reduced=reduced)
@@ -106,14 +106,12 @@ def _move(classifier: Classifier, shares: Sequence[Share]) -> None:
 
 
 def _arrive(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The activations come to where the weights lie; their gradients go back by themselves."""
     device = next(module.parameters()).device
-    return tuple(x.to(device) for x in inputs)
+    return tuple(x.to(device) for x in inputs)  # gradients go back by themselves
 
 
 def _return(_module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-    """Whoever gives the images has the labels there too."""
-    return logits.to(inputs[0].device)
+    return logits.to(inputs[0].device)  # whoever gives the images has the labels there, too
 
 
 # --- how much memory the blocks take

@@ -114,8 +114,7 @@ class Generator(StyledGenerator):
         self.register_buffer("w_avg", torch.zeros(config.w_dim))
 
     def _blocks(self, resolution: int | None) -> list[SynthesisBlock]:
-        count = _blocks_at(self.resolution if resolution is None else resolution, self.resolution)
-        return list(self.blocks[:count])  # type: ignore[arg-type]
+        return list(self.blocks[: _blocks_at(resolution or self.resolution, self.resolution)])  # type: ignore[arg-type]
 
     def num_ws_at(self, resolution: int | None = None) -> int:
         """Styles that a stage takes: one for each of its layers, and one for the last ToRGB."""
@@ -220,7 +219,6 @@ class Discriminator(ImageDiscriminator):
         return {"stem": self.from_rgb} | {f"stage{n}": block for n, block in enumerate(self.blocks, 1)}
 
     def _entry(self, images: Tensor, clamp: float | None) -> Tensor:
-        """What the block of the images' resolution takes."""
         side = images.shape[-1]
         return clamped((self.from_rgb if side == self.resolution else self.from_rgbs[str(side)])(images), clamp)
 
