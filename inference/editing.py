@@ -24,8 +24,7 @@ from inference.settings import EditConfig
 from metrics.evaluate_gan import judge_images
 from metrics.features.precision import full_float32
 from models.classifier import Classifier, fit_images
-from models.gan import NoiseMode, StyledGenerator
-from models.sampling import to_uint8
+from models.gan import NoiseMode, StyledGenerator, to_uint8
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.seeding import generator as keyed_generator

@@ -16,8 +16,7 @@ from torch import Tensor
 from inference.samples import Sampler, default_count, with_styles
 from inference.settings import FilmConfig, check_film
 from metrics.features.precision import full_float32
-from models.gan import NoiseMode, one_hot
-from models.sampling import to_uint8
+from models.gan import NoiseMode, one_hot, to_uint8
 from utils.errors import UserError
 from utils.files import building
 from utils.runlog.progress import Bar

@@ -21,8 +21,7 @@ from inference.predictions import read_image
 from inference.samples import Sampler, with_styles
 from inference.settings import SPACES, ProjectionConfig, Space
 from metrics.features.precision import device_of, full_float32
-from models.gan import StyledGenerator
-from models.sampling import to_uint8
+from models.gan import StyledGenerator, to_uint8
 from utils.errors import UserError
 from utils.files import write_atomic
 from utils.images import save_table

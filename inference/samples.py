@@ -12,9 +12,8 @@ from torch import Tensor
 
 from inference.settings import GRID
 from metrics.features.precision import device_of, full_float32
-from models.gan import ImageGenerator, NoiseMode, StyledGenerator
+from models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
 from models.restore import generator_from
-from models.sampling import draw, generate, to_uint8
 from utils.checkpoint import Checkpoint
 from utils.config.cli import did_you_mean
 from utils.errors import UserError

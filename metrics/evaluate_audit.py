@@ -33,9 +33,8 @@ from metrics.samples.membership_inference import (
     verdict,
 )
 from metrics.samples.memorisation import Nearest, nearest
-from models.gan import ImageDiscriminator, ImageGenerator
+from models.gan import ImageDiscriminator, ImageGenerator, generate
 from models.restore import discriminator_from, generator_from
-from models.sampling import generate
 from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
 from utils.distributed import collectives

@@ -18,8 +18,7 @@ from metrics.intervals import Measured
 from metrics.protocol import PER_CLASS, SEARCHED
 from metrics.samples.copies import Drawn, search_copies, search_place, training_selection
 from models.classifier import Classifier
-from models.gan import ImageGenerator
-from models.sampling import generate
+from models.gan import ImageGenerator, generate
 from utils.distributed import collectives
 from utils.errors import UserError
 

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from annotated_types import Interval
 from torch import Tensor, nn
 
-from models.fir import fir_kernel
 from models.gan import ImageDiscriminator, PlainGenerator, run, sizes_up_to
-from models.layers import LEAKY_SLOPE, compute_dtype
+from models.layers import LEAKY_SLOPE, compute_dtype, fir_kernel
 from utils.config.model import Config, PositiveInt
 from utils.errors import UserError
 

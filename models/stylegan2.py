@@ -1,6 +1,6 @@
 """StyleGAN2's generator and discriminator (1912.04958), conditional by projection (1802.05637), without custom CUDA.
 
-Formulas as in the papers; the parts are in `models/stylegan2_layers.py`. Both networks can run at a smaller stage of
+Formulas as in the papers; the parts are in `models/layers/stylegan2.py`. Both networks can run at a smaller stage of
 progressive growing (1812.04948): the blocks up to that resolution, the newest faded in by `alpha`.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.gan import Alpha, ImageDiscriminator, NoiseMode, StyledGenerator, run, sizes_up_to
 from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
-from models.stylegan2_layers import (
+from models.layers.stylegan2 import (
     DiscriminatorBlock,
     Fp16Plan,
     MappingNetwork,

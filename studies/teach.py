@@ -13,8 +13,8 @@ from inference.pseudo_labels import write_labelled
 from metrics.evaluate_gan import evaluate_generator
 from metrics.features.extractors import Options, build
 from metrics.lineage import load_judge
+from models.gan import generate
 from models.restore import classifier_from, generator_from
-from models.sampling import generate
 from reporting.figures import plain
 from studies.config import StudyConfig
 from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
+from models.gan import generate
 from models.restore import generator_from
-from models.sampling import generate
 from utils.checkpoint import load, resolve
 from utils.config.cli import Parser
 from utils.script import run_cli

@@ -14,9 +14,8 @@ from data.reading.loader import read_batch
 from metrics.features.extractors import classifier_input
 from models.classifier import Classifier
 from models.fast import fold_batchnorm
-from models.gan import ImageGenerator
+from models.gan import ImageGenerator, draw
 from models.restore import classifier_from, generator_from
-from models.sampling import draw
 from utils.classes import require_same_classes
 from utils.errors import UserError
 from utils.seeding import numpy_generator

@@ -13,8 +13,7 @@ from metrics.features.extractors import ClassifierFeatures, Extractor, PixelFeat
 from metrics.features.precision import full_float32
 from metrics.features.sets import Selection, select
 from metrics.samples.memorisation import RealSet, memorisation
-from models.gan import ImageGenerator
-from models.sampling import generate
+from models.gan import ImageGenerator, generate
 
 PAIRS = 12  # samples listed with their nearest training image: the closest of all, and the first ones
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from models.fir import TAPS
+from models.layers import TAPS
 from models.official.unpickle import Refused
 
 FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2  # of resampling, [4, 4]

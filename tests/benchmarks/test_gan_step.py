@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import gan_step
 from benchmarks.gan.convolutions import Recorder, bare_seconds, flops
-from models.fir import blur_fir
+from models.layers import blur_fir
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
 from utils.config.yaml_files import read_yaml

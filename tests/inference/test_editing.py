@@ -10,8 +10,7 @@ from torch import nn
 from inference.editing import Editor, Start, first_reached, gradient_slopes, pixel_rows, steer
 from inference.samples import Sampler
 from inference.settings import EditConfig
-from models.gan import StyledGenerator
-from models.sampling import to_uint8
+from models.gan import StyledGenerator, to_uint8
 from tests.inference.conftest import DCGAN, draws, sampler_of, styled, without_w
 from tests.metrics.conftest import CLASSES
 from utils.errors import UserError

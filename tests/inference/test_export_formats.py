@@ -16,8 +16,8 @@ from inference.export.formats import FORMATS, import_extra
 from inference.export.subject import SAMPLES, classifier_subject, generator_subject
 from inference.predictions import predict
 from metrics.features.extractors import classifier_input
+from models.gan import draw
 from models.restore import classifier_from
-from models.sampling import draw
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, pack
 from utils.checkpoint import load, resolve

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from inference.interpolate import FilmConfig, Journey, draw_film, slerp
-from models.sampling import draw, to_uint8
+from models.gan import draw, to_uint8
 from tests.inference.conftest import draws, sampler_of, styled, without_w
 from utils.errors import UserError
 

@@ -8,7 +8,7 @@ from torch.autograd import gradcheck
 
 from inference.perceptual import Distance
 from inference.projection import ProjectionConfig, Projector, correlation, normalise_, rate
-from models.sampling import to_uint8
+from models.gan import to_uint8
 from tests.inference.conftest import draws, sampler_of, styled
 from utils.seeding import generator as keyed_generator
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from inference.samples import chosen_classes
-from models.sampling import draw, generate
+from models.gan import draw, generate
 from tests.inference.conftest import sampler_of, styled, without_w
 from utils.errors import UserError
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from inference import samples as tables
 from inference.samples import draw_grid, draw_mix, draw_truncation, parse_layers
-from models.sampling import draw, to_uint8
+from models.gan import draw, to_uint8
 from tests.inference.conftest import sampler_of, styled, without_w
 from tests.inference.test_samples import apart
 from tests.metrics.conftest import CLASSES

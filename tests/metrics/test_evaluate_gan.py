@@ -16,9 +16,8 @@ from metrics.samples.frechet import frechet_distance
 from metrics.samples.kernel import kernel_distance
 from metrics.samples.memorisation import RealSet, memorisation
 from models.classifier import Classifier, ModelConfig
-from models.gan import ImageGenerator
+from models.gan import ImageGenerator, generate
 from models.restore import classifier_from, generator_from
-from models.sampling import generate
 from tests.metrics.conftest import CLASSES, SIDE, gan_run, pack
 from utils.checkpoint import load, resolve
 from utils.errors import UserError

@@ -3,8 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models import fir
-from models.fir import blur_fir, downsample_fir, fir_kernel, upsample_fir
+from models import layers
+from models.layers import blur_fir, downsample_fir, fir_kernel, upsample_fir
 from tests.models import reference
 from tests.models.test_layers import close, draw
 
@@ -34,7 +34,7 @@ def test_fir_kernel_is_the_outer_product_of_1331():
 
 
 def test_fir_kernel_first_made_in_inference_mode_can_be_trained_with():
-    fir._kept.clear()
+    layers._kept.clear()
     with torch.inference_mode():
         blur_fir(torch.zeros(1, 1, 4, 4), padding=1)
     x = torch.ones(1, 1, 4, 4, requires_grad=True)
@@ -169,7 +169,7 @@ def test_every_derivative_is_a_node_of_our_own(name):
 
 @each_case
 def test_plain_operators_where_there_is_no_graph(name, monkeypatch):
-    monkeypatch.setattr(fir, "_Resample", None)  # not looked at
+    monkeypatch.setattr(layers, "_Resample", None)  # not looked at
     function, _ = CASES[name]
     function(torch.ones(1, 1, 4, 4))
     with torch.no_grad():

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from models.layers.stylegan2 import DiscriminatorBlock, ModulatedConv2d, StyledLayer, ToRGB
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from models.stylegan2_layers import DiscriminatorBlock, ModulatedConv2d, StyledLayer, ToRGB
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
 from utils.seeding import forked

@@ -8,8 +8,8 @@ import torch
 from torch.func import functional_call
 
 from models.layers import EqualizedConv2d, EqualizedLinear, normalize_second_moment
+from models.layers.stylegan2 import DiscriminatorBlock, MappingNetwork, StyledLayer, SynthesisBlock, ToRGB
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
-from models.stylegan2_layers import DiscriminatorBlock, MappingNetwork, StyledLayer, SynthesisBlock, ToRGB
 from tests.models.test_layers import draw, randomised
 from utils.seeding import forked
 

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from models.fir import downsample_fir, upsample_fir
 from models.layers import (
     LEAKY_SLOPE,
     EqualizedConv2d,
     EqualizedLinear,
     compute_dtype,
+    downsample_fir,
     normalize_second_moment,
     pointwise,
     scaled_activation,
+    upsample_fir,
 )
 from tests.models import reference
 from utils.seeding import forked, generator

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from models.fir import upsample_fir
-from models.stylegan2_layers import ModulatedConv2d, StyledLayer, ToRGB
+from models.layers import upsample_fir
+from models.layers.stylegan2 import ModulatedConv2d, StyledLayer, ToRGB
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
 from utils.seeding import forked

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models.fir import upsample_fir
-from models.gan import StageGenerator
-from models.sampling import generate
+from models.gan import StageGenerator, generate
+from models.layers import upsample_fir
 from tests.models import reference, test_discriminator, test_generator
 from tests.models.test_layers import close, draw
 

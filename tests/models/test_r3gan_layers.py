@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from models import fir, r3gan
-from models.fir import downsample_fir, upsample_fir
+from models import layers, r3gan
+from models.layers import downsample_fir, upsample_fir
 from models.r3gan import Block, Convolution, Linear, Stage, convolve_twice, downsample, upsample
 from tests.models import reference_r3gan as reference
 from utils.seeding import forked, generator
@@ -145,14 +145,14 @@ def test_resampling_can_be_differentiated_twice(resample):
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, FakeTensorMode])
 def test_low_pass_first_used_in_another_mode_can_be_trained_with(mode):
-    fir._kept.clear()
+    layers._kept.clear()
     with mode():
         upsample(torch.zeros(1, 1, 2, 2))
     x = torch.ones(1, 1, 2, 2, requires_grad=True)
     upsample(x).sum().backward()
     assert x.grad is not None
     assert type(x.grad) is torch.Tensor
-    assert len(fir._kept) == 1
+    assert len(layers._kept) == 1
 
 
 @pytest.mark.parametrize(("size", "groups", "gain"), [(1, 1, 1.0), (3, 4, 1.3), (3, 1, 0.7)])

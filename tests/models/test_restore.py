@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from models.classifier import Classifier, ModelConfig
+from models.gan import generate
 from models.r3gan import R3Generator, R3GeneratorConfig
 from models.restore import classifier_from, generator_from
-from models.sampling import generate
 from models.stylegan2 import Generator, GeneratorConfig
 from tests.models.test_layers import draw
 from utils.errors import UserError

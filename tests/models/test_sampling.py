@@ -3,8 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.gan import ImageGenerator
-from models.sampling import draw, generate, to_uint8
+from models.gan import ImageGenerator, draw, generate, to_uint8
 from models.stylegan2 import Generator, GeneratorConfig
 from utils.seeding import forked, seed_of
 

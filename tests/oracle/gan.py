@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.classifier import fit_images
-from models.fir import upsample_fir
+from models.layers import upsample_fir
 from tests.oracle.optimizer import Optimizer, half_cosine
 
 DEFAULTS: dict[str, dict[str, Any]] = {

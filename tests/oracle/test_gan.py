@@ -9,7 +9,7 @@ import torch
 
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
-from models.sampling import generate
+from models.gan import generate
 from tests.distributed.test_oracle import CLASSES, untrained_classifier
 from tests.oracle.gan import GanReference
 from tests.oracle.ranks import of_two_ranks

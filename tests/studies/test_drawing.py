@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
+from models.gan import draw, generate, to_uint8
 from models.restore import generator_from
-from models.sampling import draw, generate, to_uint8
 from studies.drawing import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack

@@ -12,8 +12,8 @@ from data.reading.sampler import SampleKeys
 from metrics.features.extractors import fingerprint
 from metrics.features.precision import full_float32
 from metrics.lineage import passport_of
+from models.gan import generate
 from models.restore import generator_from
-from models.sampling import generate
 from utils.checkpoint import load, resolve
 from utils.errors import UserError
 from utils.passport import Passport

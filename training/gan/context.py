@@ -10,8 +10,8 @@ from torch import Tensor
 
 from data.augment.transforms import draw_and_apply, to_float
 from data.reading.loader import Batch
-from models.fir import upsample_fir
 from models.gan import StyledGenerator
+from models.layers import upsample_fir
 from training.base.compiled import Compiled
 from training.gan.ada import Ada
 from training.gan.config import GanConfig

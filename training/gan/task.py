@@ -18,10 +18,9 @@ from metrics.features.precision import evaluating
 from metrics.features.sets import RealFeatures
 from metrics.figures import GAN, history
 from models.classifier import Classifier
-from models.gan import StageGenerator
+from models.gan import StageGenerator, generate
 from models.registry import architecture_of
 from models.restore import classifier_from
-from models.sampling import generate
 from training.base.data import check_same_classes, label_shares
 from training.base.room import Outline
 from training.base.task import Task

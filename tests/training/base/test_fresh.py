@@ -10,7 +10,7 @@ import torch
 from data.reading.mixture import MixedDataset
 from data.reading.sampler import SampleKeys
 from data.records import pack_arrays
-from models.sampling import generate
+from models.gan import generate
 from tests.data.conftest import images as sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 from training.base import data

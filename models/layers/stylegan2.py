@@ -15,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.fir import blur_fir, upsample_fir
 from models.gan import Alpha, one_hot
 from models.layers import (
     ACTIVATION_GAIN,
     EqualizedConv2d,
     EqualizedLinear,
+    blur_fir,
     compute_dtype,
     normalize_second_moment,
     pointwise,
     scaled_activation,
+    upsample_fir,
 )
 
 
