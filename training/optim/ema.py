@@ -1,7 +1,7 @@
 """Exponential moving average of a network's weights."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -46,7 +46,10 @@ class EMA(Generic[Network]):
         else:
             for here, there in by_device(self.model.parameters(), average).values():
                 torch._foreach_copy_(here, there)
-        foreach_lerp_(mine, theirs, weight)
+        for device, (here, there) in by_device(mine, theirs).items():
+            difference = torch._foreach_sub(there, here)
+            torch._foreach_mul_(difference, weight.to(device))
+            torch._foreach_add_(here, difference)
         for a, b in pairs:
             if not (self.average_buffers and a.is_floating_point()):
                 a.copy_(b)
@@ -65,11 +68,3 @@ def half_life_beta(batch_size: int, images_seen: int, half_life_images: float, r
     """
     half_life = half_life_images if ramp is None else min(half_life_images, ramp * images_seen)
     return 0.5 ** (batch_size / max(half_life, 1e-8))
-
-
-def foreach_lerp_(targets: Iterable[Tensor], sources: Iterable[Tensor], weight: Tensor) -> None:
-    """targets += weight * (sources - targets) for a 0-d `weight` on the device, without waiting for its value."""
-    for device, (here, there) in by_device(targets, sources).items():
-        delta = torch._foreach_sub(there, here)
-        torch._foreach_mul_(delta, weight.to(device))
-        torch._foreach_add_(here, delta)

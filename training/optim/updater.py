@@ -178,26 +178,25 @@ class Updater:
         """Take over moments and counters; decay, momentum and the like stay as configured. Raises UserError for the
         state of other parameter groups: it would go to the wrong parameters.
         """
-        here = self.optimizer.state_dict()
-        if _members(state["param_groups"]) != _members(here["param_groups"]):
+        here, saved = self.optimizer.state_dict()["param_groups"], state["param_groups"]
+        if _members(saved) != _members(here):
             raise UserError(
                 "the checkpoint's optimizer has other groups of parameters: the finetune section was changed since; "
                 "give the run's own, or start in another --run-dir with --init-from and this run"
             )
         check_moments(self.optimizer, state)
-        configured = [{key: group[key] for key in group.keys() - STATE} for group in self.optimizer.param_groups]
-        self.optimizer.load_state_dict(state)
-        for parameter, kept in self.optimizer.state.items():  # `channels_last` may be another than it was
-            for key, value in kept.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    kept[key] = laid_like(value, parameter)
-        for group, settings in zip(self.optimizer.param_groups, configured, strict=True):
-            if isinstance(self.optimizer, ScheduleFree) and settings["betas"][0] != group["betas"][0]:
+        for mine, group in zip(here, saved, strict=True):
+            if isinstance(self.optimizer, ScheduleFree) and mine["betas"][0] != group["betas"][0]:
                 raise UserError(
                     f"the average of schedule-free weights was begun with a share of {group['betas'][0]}, which a "
                     "resume cannot change; give the same optimizer.momentum (schedulefree-adamw: betas)"
                 )
-            group.update(settings)
+            mine |= {key: group[key] for key in STATE & group.keys()}
+        self.optimizer.load_state_dict({"state": state["state"], "param_groups": here})
+        for parameter, moments in self.optimizer.state.items():  # `channels_last` may be another than it was
+            for key, value in moments.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    moments[key] = laid_like(value, parameter)
 
 
 def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
