@@ -42,7 +42,7 @@ def test_no_file_imports_one_that_comes_later() -> None:
 def test_the_names_of_a_stop_are_in_its_file() -> None:
     for _, path, text in STOPS:
         source = (REPOSITORY / path).read_text()
-        names = list(re.findall(r"`([^`]+)`", text))
+        names = [name for name in re.findall(r"`([^`]+)`", text) if not name.endswith(".py")]
         assert names, path
         missing = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", source)]
         assert missing == [], f"{path}: {missing}"
