@@ -28,10 +28,10 @@ from data.reading.dataset import Dataset
 from data.reading.loader import Batch, InfiniteLoader
 from data.reading.sampler import GlobalSampler
 from data.records import pack_arrays
+from training.base.phases import OTHER, PhaseClock, listening, phase
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
 from training.gan.task import GanTask
-from training.profile.ranges import OTHER, PhaseClock, listening, phase
 from utils.config.cli import Parser
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError

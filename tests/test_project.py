@@ -282,14 +282,13 @@ def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, show
 
 # wing -> room -> the rooms of the same wing whose modules it may import; "" is the wing's own files
 ROOMS = {
-    # engine -> gan, classifier -> optim -> profile -> base: the engine knows no model, optimizer and EMA import none
+    # engine -> gan, classifier -> optim -> base: the engine knows no model, optimizer and EMA import none
     "training": {
         "base": {"base"},
-        "profile": {"profile", "base"},
-        "optim": {"optim", "profile", "base"},
-        "gan": {"gan", "optim", "profile", "base"},
-        "classifier": {"classifier", "optim", "profile", "base"},
-        "engine": {"engine", "gan", "classifier", "optim", "profile", "base"},
+        "optim": {"optim", "base"},
+        "gan": {"gan", "optim", "base"},
+        "classifier": {"classifier", "optim", "base"},
+        "engine": {"engine", "gan", "classifier", "optim", "base"},
     },
     # evaluation -> comparison -> figures (the table) -> samples -> classification -> features; intervals at the ground
     "metrics": {

@@ -16,10 +16,10 @@ from data.reading.dataset import Dataset
 from data.reading.loader import Batch, InfiniteLoader
 from data.reading.sampler import GlobalSampler
 from training.base.config import PrecisionName
+from training.base.phases import PhaseClock, listening, phase
 from training.classifier.config import ClassifierConfig
 from training.classifier.task import ClassifierTask
-from training.engine.window import MetricWindow
-from training.profile.ranges import PhaseClock, listening, phase
+from training.engine.metric_window import MetricWindow
 from utils.errors import UserError
 from utils.memory import tune_malloc
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from training.base.data import make_loader, open_training
+from training.engine.metric_window import MetricWindow
 from training.engine.tasks import TASKS, build_run_config
-from training.engine.window import MetricWindow
 from utils.distributed import collectives
 
 STEPS = 4

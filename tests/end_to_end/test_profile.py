@@ -9,8 +9,8 @@ import pytest
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
-from tests.training.profile.test_profile import phases_of
-from training.profile.measure import WARM_UP
+from tests.training.engine.test_profile import phases_of
+from training.engine.profile import WARM_UP
 from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim_module")

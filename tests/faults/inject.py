@@ -139,7 +139,7 @@ PATCHES: dict[str, Callable[[Any, Set], None]] = {
     "training.optim.updater": patch_updater,
     "training.classifier.task": patch_classifier,
     "utils.checkpoint.writer": patch_writer,
-    "metrics.shards": patch_passes,
+    "metrics.features.passes": patch_passes,
 }
 
 

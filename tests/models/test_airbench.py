@@ -16,7 +16,7 @@ from models.backbones.airbench import EPS, whitening
 from models.classifier import Classifier, ModelConfig
 from models.fast import fold_batchnorm
 from training.base.config import DataConfig
-from training.classifier import whitening as fitting
+from training.classifier import network as fitting
 from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig, FineTuning
 from training.classifier.task import ClassifierTask

@@ -4,8 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Interval
 
-from training.base.spikes import SpikesConfig
-from training.base.stopping import EarlyStoppingConfig
+from training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from training.base.synthetic import SyntheticConfig
 from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.errors import UserError

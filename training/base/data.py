@@ -19,7 +19,7 @@ from data.reading.weighted_sampling import balanced_weights, class_weights, load
 from data.reading.workers import choose_workers
 from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
-from training.base.fresh import FreshSamples
+from training.base.generated import GeneratedSamples
 from training.base.synthetic import check_synthetic, class_shares, make_sampler, open_synthetic, synthetic_text
 from utils.classes import require_same_classes
 from utils.distributed import collectives
@@ -73,7 +73,7 @@ def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, An
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
     """What the checkpoints of a run on these images record of them: the files, and who drew the synthetic ones."""
     second = training.synthetic
-    if isinstance(second, FreshSamples):
+    if isinstance(second, GeneratedSamples):
         return lineage_of(training, passports=[second.passport(config.seed)])
     return lineage_of(training, *([] if second is None else [second]))
 
@@ -206,7 +206,7 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     sampler = make_sampler_of(config, dataset)
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
-    if isinstance(dataset.synthetic, FreshSamples):  # drawn between the steps: a thread would change their precision
+    if isinstance(dataset.synthetic, GeneratedSamples):  # between the steps: a thread would change their precision
         dataset.synthetic.to(device)
         prefetch = 0
     spans = config.spans(dataset.resolution)

@@ -12,7 +12,7 @@ from data.reading.dataset import Dataset
 from data.reading.mixture import MixedDataset, MixedSampler, SyntheticSource
 from data.reading.sampler import GlobalSampler
 from data.reading.several_files import shard_paths
-from training.base.fresh import FreshSamples
+from training.base.generated import GeneratedSamples
 from utils.classes import require_same_classes
 from utils.config.model import Config, NonNegativeFloat, PositiveFloat, Share
 from utils.errors import UserError
@@ -55,7 +55,7 @@ def open_synthetic(config: SyntheticConfig, training: Dataset, shares: Sequence[
     """
     if config.checkpoint is not None:
         lack = lack_of(shares).tolist() if config.balance == "fill" else None
-        return FreshSamples(config.checkpoint, len(training), lack)
+        return GeneratedSamples(config.checkpoint, len(training), lack)
     assert config.path is not None
     try:
         return Dataset(

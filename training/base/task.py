@@ -10,8 +10,9 @@ from torch import Tensor
 
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch
-from training.base.room import Outline
 from utils.passport import Lineage, nothing
+
+Outline = Mapping[str, tuple[torch.nn.Module, int]]  # section of the config -> its network, least copies of its weights
 
 
 class Task(ABC):
@@ -29,7 +30,7 @@ class Task(ABC):
 
     @staticmethod
     def outline(config: Any, shape: Mapping[str, int]) -> Outline:
-        """The networks whose size the config says: what `training.base.room` weighs before the task is made."""
+        """The networks whose size the config says: what the preflight weighs before the task is made."""
         return {}
 
     @abstractmethod

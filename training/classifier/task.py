@@ -22,19 +22,16 @@ from models.model_parallel import Placement, place
 from models.weights import load_pretrained
 from training.base.compiled import Compiled
 from training.base.data import label_shares
-from training.base.room import Outline
-from training.base.task import Task
+from training.base.phases import phase
+from training.base.task import Outline, Task
 from training.classifier.config import ClassifierConfig, check_batches, check_classes
-from training.classifier.discriminator import load_discriminator
 from training.classifier.finetune import FineTuning, layer_table, plain
 from training.classifier.loss import Targets, class_weight_list, classifier_loss, sample_weights
 from training.classifier.micro_batch import MicroBatch
-from training.classifier.narrow import widen_narrow_maps
+from training.classifier.network import fit_first_filters, load_discriminator, widen_narrow_maps
 from training.classifier.resizing import Resizing
-from training.classifier.whitening import fit_first_filters
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater, restore_where_
-from training.profile.ranges import phase
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid

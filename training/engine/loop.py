@@ -1,28 +1,29 @@
 """The training loop: steps, cadence, signals, checkpoints, logging. It knows no model, see `training.base.task`."""
 
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from data.errors import DamageError
 from data.reading.loader import Batch, InfiniteLoader
 from training.base.config import RunConfig
-from training.base.spikes import SpikeDetector
-from training.base.stopping import EarlyStopping
+from training.base.monitors import EarlyStopping, SpikeDetector
+from training.base.phases import phase
 from training.base.task import Task
 from training.engine import health
+from training.engine import profile as profiling
 from training.engine.checkpoints import CheckpointManager
 from training.engine.layer_log import LayerLog
-from training.engine.signals import StopSignals
-from training.engine.window import MetricWindow, learning_rates
-from training.profile import measure as profiling
-from training.profile.ranges import phase
+from training.engine.metric_window import MetricWindow, learning_rates
 from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
+from utils.distributed.launch import handling, obeyed_signals
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.images import save_png
 from utils.memory import peak_bytes
@@ -75,13 +76,10 @@ class Loop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
-        self.images = state.get("images", self.task.images_at(self.step))  # older runs have none
-        if "stopping" in state:  # older runs have none
-            self.stopping.load_state_dict(state["stopping"])
-        if "spikes" in state:
-            self.spikes.load_state_dict(state["spikes"])
-            self.roll_backs = state["roll_backs"]
-        self.damaged |= set(state.get("damaged", []))
+        self.images, self.roll_backs = state["images"], state["roll_backs"]
+        self.stopping.load_state_dict(state["stopping"])
+        self.spikes.load_state_dict(state["spikes"])
+        self.damaged |= set(state["damaged"])
 
     # --- saving and resuming
 
@@ -111,9 +109,6 @@ class Loop:
         if content is None:
             return False
         self.origin = content.get("origin")
-        if "images" not in content["state"]["loop"]:  # an older version's, seen in batches of the size of then
-            self.images = self.images * content["config"].get("batch_size", self.config.batch_size)
-            self.images //= self.config.batch_size
         return True
 
     # --- the run
@@ -138,7 +133,7 @@ class Loop:
                 if profile is not None:
                     target = self.step + profiling.WARM_UP + profile
                     self._run_until(target - profile)
-                    self._pause(lambda: self._profile(profile))
+                    self._pause(lambda: profiling.profile_steps(self, profile))
                 self._run_until(target)
                 self._pause(self.save)
                 self._pause(self.manager.wait)
@@ -157,14 +152,14 @@ class Loop:
             if self.config.log.tensorboard and collectives.is_main():
                 self.log.graph(self.task.networks())
 
-    def _batches(self) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         while True:
             with phase("data"):
                 batch = next(self.loader)
             yield batch
 
     def _run_until(self, target: int) -> None:
-        config, batches = self.config, self._batches()
+        config, batches = self.config, self.batches()
         while self.step < target and not self.stopping.reached:
             self._take_step(batches)
             self.log.advance()
@@ -216,29 +211,6 @@ class Loop:
             unused = health.unused_parameters(self.task.registry())
             if unused:
                 say_main(f"warning: {unused}")
-
-    def _profile(self, count: int) -> None:
-        """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
-        self.window.fold()
-        waited, batches, registry = self.loader.wait_seconds, self._batches(), self.registry()
-
-        def step() -> bool:
-            self.window.add(self.task.step(batches, self.step))
-            self.step += 1
-            return not self.signals.agreed()
-
-        folder = self.folder.path / "profile" if collectives.is_main() else None
-        profiling.measure(step, count, registry, self.loader.device, folder, self._profile_heading(count))
-        self.loader.wait_seconds = waited
-
-    def _profile_heading(self, count: int) -> str:
-        world = collectives.world_size()
-        images = (self.task.images_at(self.step + count) - self.task.images_at(self.step)) / count
-        return (
-            f"{self.config.task}: steps {self.step} to {self.step + count - 1}, {images:g} images a step on {world} "
-            f"process{'es' * (world > 1)}, rank 0 measured ({self.loader.device}, {torch.get_num_threads()} threads, "
-            f"{self.config.precision})"
-        )
 
     def _pause(self, action: Any) -> None:
         """Do what is not training, not counted in images per second. The ranks wait for one another, however long."""
@@ -388,3 +360,36 @@ class Loop:
                 self.folder.write_status(state, self.step, reason, exit_code)
             except OSError as error:
                 say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")
+
+
+class StopSignals:
+    """Signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM warns of the end of a job.
+    `saved_step`: gives the step of the last checkpoint, for the message.
+    """
+
+    def __init__(self, saved_step: Callable[[], int]) -> None:
+        self._saved_step = saved_step
+        self._received = 0
+
+    def listening(self) -> AbstractContextManager[None]:
+        """Inside the block the first signal is kept for `agreed`, and a second one ends the process at once."""
+        return handling(self._receive, obeyed_signals())
+
+    def agreed(self) -> int:
+        """The signal that a rank has received, the same on all ranks; 0: none has."""
+        return collectives.all_reduce_max(self._received)
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        # SIGUSR1 may come twice: SLURM gives it to all processes and to their launcher
+        if self._received and signum != signal.SIGUSR1:
+            self._tell(signum, f"left without saving; the last checkpoint is of step {self._saved_step()}")
+            os._exit(128 + signum)
+        if not self._received:
+            self._tell(signum, "saving after this step, and what is under way; a second signal leaves at once")
+        self._received = self._received or signum
+
+    def _tell(self, signum: int, what: str) -> None:
+        """A line on stderr, from within a signal handler (rank 0)."""
+        if collectives.is_main():
+            with suppress(OSError):  # a terminal that is gone, or a full disk
+                os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.base.rewind import Rewind
 from training.engine.loop import Loop
+from training.engine.profile import Rewind
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Updater
 from utils.distributed import collectives

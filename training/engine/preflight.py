@@ -1,10 +1,10 @@
-"""What is checked and shown before the first step: the preflight's table and `--dry-run`'s plan."""
+"""What is checked and shown before the first step: memory, disk, the preflight's table and `--dry-run`'s plan."""
 
 import copy
 import shutil
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -20,11 +20,12 @@ from data.reading.dataset import Dataset
 from data.reading.stages import stages_text
 from training.base.config import RunConfig
 from training.base.data import data_text, mixture_text
-from training.base.task import Task
+from training.base.task import Outline, Task
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Updater
 from utils.distributed import collectives
 from utils.errors import UserError
+from utils.memory import local_processes, total_bytes
 from utils.text import columns
 
 GIB = 2**30
@@ -54,6 +55,58 @@ def check_disk(folder: Path, task: Task, keep: int) -> None:
             f"{existing}: {free / MIB:.0f} MiB free, checkpoints need {needed / MIB:.0f} MiB; free some space or "
             "choose another --run-dir"
         )
+
+
+def check_memory(
+    config: RunConfig,
+    outline: Callable[[], Outline],  # makes the networks; called where tensors have shapes only
+    shape: Mapping[str, int],  # of the images: channels, resolution
+    device: torch.device,
+) -> None:
+    """Raise UserError where weights and batches need, at the least, more memory than there is. What a network's passes
+    hold comes on top: it is told by `--dry-run`, and where memory runs out.
+    """
+    world_size, processes = collectives.world_size(), 1 if device.type == "cuda" else local_processes()
+    room = total_bytes(device, several=config.several_devices) // processes
+    place = f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {room / GIB:,.1f} GiB for a process"
+    try:
+        with torch.device("meta"):
+            needs = {name: copies * _weight_bytes(network) for name, (network, copies) in outline().items()}
+    except NotImplementedError:  # of the meta device: a fault of the network
+        raise
+    except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
+        raise UserError(f"no memory holds networks of this size: {_remedy(config, vars(config))}") from error
+    weights = sum(needs.values())
+    if weights > room:
+        most = max(needs, key=lambda name: needs[name])
+        told = f"{most}: its weights and what belongs to each need {weights / GIB:,.1f} GiB or more"
+        raise UserError(f"{told}, but {place}: {_remedy(config, [most])}")
+    for _, side, batch_size in config.spans(shape["resolution"]):
+        share = max(1, batch_size // world_size)
+        a_pass = 1 if config.micro_batch == "auto" else min(config.micro_limit or share, share)
+        image = shape["channels"] * side * side  # bytes; a pass has them as floats
+        if weights + (share + 4 * a_pass) * image > room:
+            fits = int((room - weights) / ((1 + 4 * a_pass / share) * image)) * world_size
+            raise UserError(
+                f"batch_size {batch_size}: {share} images of {side} px need {(share + 4 * a_pass) * image / GIB:,.1f} "
+                f"GiB or more, but {place}; a --batch-size of {fits} might be held, and training needs room besides"
+            )
+
+
+def _weight_bytes(network: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+
+
+def _remedy(config: RunConfig, names: Iterable[str]) -> str:
+    """The whole number in these sections that is most above its default."""
+    numbers = [
+        (value / default, f"make {name}.{key} {value} smaller")
+        for name in names
+        if hasattr(section := getattr(config, name), "__dict__")
+        for key, default in vars(type(section)()).items()
+        if isinstance(default, int) and default > 0 and isinstance(value := getattr(section, key), int)
+    ]
+    return max(numbers, default=(0.0, "make it smaller"))[1]
 
 
 def plan_rows(

@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 
-from data.reading.dataset import Dataset
 from reporting.report import write_report
 from training.base import data
 from training.base.config import RunConfig
-from training.base.room import check_room
 from training.base.task import Task
 from training.engine import health, lr_find, preflight, speed, transfer
+from training.engine import profile as profiling
 from training.engine.loop import Loop
 from training.engine.tasks import TASKS, build_run_config
-from training.profile import measure as profiling
 from utils import seeding
 from utils.checkpoint import newest_first
 from utils.config.build import to_tree
@@ -124,7 +122,9 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
         val_reader = data.open_held_out(config.data, reader)
         data.check_data(config, reader, val_reader)
     data.check_same_images(config.data, reader, val_reader)
-    _check_room(config, reader, device)
+    shape = {"channels": reader.meta.channels, "classes": len(reader.meta.classes), "resolution": reader.resolution}
+    with collectives.raising_together():  # before anything of the configured sizes is made; machines differ
+        preflight.check_memory(config, partial(TASKS[config.task].task.outline, config, shape), shape, device)
     choice = speed.choose(config, reader, device, kept=there == config.precision)
     config = config.changed(precision=choice.precision)
     if choice.warning:
@@ -150,21 +150,6 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     loop.manager.lineage = join(data.lineage(config, reader), task.lineage(), before)
     loop.origin = None if donor is None else donor.origin()
     return loop
-
-
-def _check_room(config: RunConfig, reader: Dataset, device: torch.device) -> None:
-    """Before anything of the configured sizes is made: on any of the ranks, for machines differ."""
-    shape = {"channels": reader.meta.channels, "classes": len(reader.meta.classes), "resolution": reader.resolution}
-    outline = partial(TASKS[config.task].task.outline, config, shape)
-    with collectives.raising_together():
-        check_room(
-            config,
-            outline,
-            channels=shape["channels"],
-            resolution=shape["resolution"],
-            world_size=collectives.world_size(),
-            device=device,
-        )
 
 
 def _print_plan(loop: Loop, layers: bool) -> None:

@@ -13,11 +13,11 @@ from data.reading.loader import Batch
 from models.gan import StyledGenerator
 from models.layers import upsample_fir
 from training.base.compiled import Compiled
+from training.base.phases import phase
 from training.gan.ada import Ada
 from training.gan.config import GanConfig
 from training.gan.stages import Stage
 from training.optim.updater import Precision
-from training.profile.ranges import phase
 from utils.distributed import collectives
 from utils.seeding import generator as keyed_generator
 

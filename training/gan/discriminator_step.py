@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from training.base.phases import phase
 from training.gan import losses
 from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
 from training.optim.updater import Updater
-from training.profile.ranges import phase
 from utils.distributed import collectives
 
 # name of the images -> the penalty that is taken of them, and its value for each image, of the logits and the images

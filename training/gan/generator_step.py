@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.classifier import Classifier, fit_images
+from training.base.phases import phase
 from training.gan import losses
 from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
 from training.gan.loss_gradients import PerLossGradients
 from training.optim.ema import EMA, half_life_beta
 from training.optim.schedules import cosine
 from training.optim.updater import Updater
-from training.profile.ranges import phase
 from utils.distributed import collectives
 
 

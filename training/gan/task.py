@@ -22,8 +22,8 @@ from models.gan import StageGenerator, generate
 from models.registry import architecture_of
 from models.restore import classifier_from
 from training.base.data import check_same_classes, label_shares
-from training.base.room import Outline
-from training.base.task import Task
+from training.base.phases import phase
+from training.base.task import Outline, Task
 from training.gan.ada import Ada
 from training.gan.config import GanConfig
 from training.gan.context import Context, GanDraws, Images, StepShare
@@ -32,7 +32,6 @@ from training.gan.discriminator_step import DiscriminatorStep
 from training.gan.generator_step import GeneratorStep
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater
-from training.profile.ranges import phase
 from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.faults import inject
-from training.base.spikes import LEAST, SpikeDetector, SpikesConfig
+from training.base.monitors import LEAST, SpikeDetector, SpikesConfig
 from utils import checkpoint as checkpoints
 from utils.errors import UserError
 from utils.script import run_cli

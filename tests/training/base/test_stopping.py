@@ -7,7 +7,7 @@ import torch
 
 from data.reading.dataset import Dataset
 from training.base.data import make_loader
-from training.base.stopping import EarlyStopping, EarlyStoppingConfig
+from training.base.monitors import EarlyStopping, EarlyStoppingConfig
 from training.base.task import Task
 from training.classifier.task import ClassifierTask
 from training.engine.loop import Loop

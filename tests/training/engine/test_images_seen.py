@@ -3,9 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-import torch
-
 from tests.training.base.test_stopping import Judged, judged_loop
 
 
@@ -40,22 +37,3 @@ def test_images_are_counted_over_a_resume_with_another_batch_size(packed: Path, 
     loop = trained(packed, tmp_path / "run", 4)
     assert counts(tmp_path / "run") == {2: 16, 4: 32, 6: 48, 8: 56, 10: 64, 12: 72}
     assert loop.images == loop.state_dict()["images"] == 72
-
-
-@pytest.mark.parametrize("saved_size", [8, None])
-def test_a_checkpoint_from_before_is_counted_once_at_its_own_batch_size(packed: Path, tmp_path: Path, saved_size):
-    trained(packed, tmp_path / "run", 8, until=6)
-    path = tmp_path / "run" / "checkpoints" / "step-00000006.pt"
-    content = torch.load(path, weights_only=True)
-    del content["state"]["loop"]["images"]
-    if saved_size is None:  # nothing says what it was: that of today is taken
-        del content["config"]["batch_size"]
-    torch.save(content, path)
-    path.with_name(path.name + ".sha256").unlink()
-    trained(packed, tmp_path / "run", 4)
-    first = 48 if saved_size else 24
-    assert {step: found - first for step, found in counts(tmp_path / "run").items() if step > 6} == {
-        8: 8,
-        10: 16,
-        12: 24,
-    }

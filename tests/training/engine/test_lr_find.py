@@ -16,9 +16,9 @@ from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
 from training.engine.loop import Loop
 from training.engine.lr_find import Found, SmoothedMean, Sweep, only_searched, search, steepest, text, valley, write
+from training.engine.metric_window import MetricWindow
 from training.engine.run import prepare
 from training.engine.tasks import build_run_config
-from training.engine.window import MetricWindow
 from training.optim.config import OptimizerConfig
 from training.optim.updater import Precision, Updater
 from utils.config.yaml_files import read_yaml

@@ -13,7 +13,7 @@ from tests.end_to_end.helpers import differing
 from tests.metrics.conftest import gan_run
 from tests.training.classifier.test_task import train
 from training.base import data
-from training.base.fresh import FreshSamples
+from training.base.generated import GeneratedSamples
 from training.classifier.task import ClassifierTask
 from training.engine.tasks import build_run_config
 from utils.checkpoint import load
@@ -85,7 +85,7 @@ def test_a_run_cannot_go_on_with_another_mixture(packed: Path, tmp_path: Path) -
 def test_checkpoints_record_who_drew_the_images(packed: Path, tmp_path: Path) -> None:
     images, labels, classes = sample_images("test", 5)
     run = gan_run(tmp_path / "generator", classes=classes, side=16)
-    passport = FreshSamples(str(run), 10).passport(0)
+    passport = GeneratedSamples(str(run), 10).passport(0)
     pack_arrays(tmp_path / "drawn.lmdb", images, labels=labels, classes=classes, passport=passport)
     file, fresh = {"path": str(tmp_path / "drawn.lmdb")}, {"path": None, "checkpoint": str(run)}
     for settings in (file, fresh):

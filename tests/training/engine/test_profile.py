@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.base.rewind import Rewind
-from training.profile.measure import measure
-from training.profile.ranges import PhaseClock, listening, phase
+from training.base.phases import PhaseClock, listening, phase
+from training.engine.profile import Rewind, measure
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,11 @@ import torch
 
 from tests.end_to_end.helpers import write_config
 from train import main
-from training.base import room
+from training.engine import preflight
 from training.engine.tasks import TASKS, build_run_config
 from utils.config.recipes import STUDIES
 from utils.config.yaml_files import read_yaml
+from utils.distributed import collectives
 from utils.errors import UserError
 from utils.memory import total_bytes
 
@@ -23,13 +24,14 @@ RECIPES = sorted(path.stem for path in Path("configs").glob("*.yaml") if not pat
 
 
 def check(tree: Mapping[str, Any], *, gib: float, resolution: int = 32, world_size: int = 1) -> None:
-    """`check_room` on a machine of so much memory."""
+    """`check_memory` on a machine of so much memory."""
     config = build_run_config(dict(tree), [], "x.yaml")
     shape = {"channels": 3, "classes": 10, "resolution": resolution}
     outline = partial(TASKS[config.task].task.outline, config, shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "total_bytes", lambda *_, **__: int(gib * 2**30))
-        room.check_room(config, outline, channels=3, resolution=resolution, world_size=world_size, device=CPU)
+        patch.setattr(preflight, "total_bytes", lambda *_, **__: int(gib * 2**30))
+        patch.setattr(collectives, "world_size", lambda: world_size)
+        preflight.check_memory(config, outline, shape, CPU)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tests.data.conftest import images as sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 from training.base import data
 from training.base.config import DataConfig, RunConfig
-from training.base.fresh import BLOCK, FreshSamples, even_labels
+from training.base.generated import BLOCK, GeneratedSamples, even_labels
 from training.base.synthetic import SyntheticConfig
 from utils.errors import UserError
 
@@ -34,13 +34,13 @@ def keys(epochs: Any, seed: int = 5) -> SampleKeys:
 
 
 def test_a_sample_depends_on_its_epoch_and_number_alone(run: Path) -> None:
-    whole, labels = FreshSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT))
+    whole, labels = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT))
     np.testing.assert_array_equal(labels, np.arange(COUNT) % 3)
-    later, _ = FreshSamples(str(run), COUNT).read(range(COUNT), keys=keys([1] * COUNT))
+    later, _ = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([1] * COUNT))
     assert all(not np.array_equal(a, b) for a, b in zip(whole, later, strict=True))
-    other, _ = FreshSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT, seed=6))
+    other, _ = GeneratedSamples(str(run), COUNT).read(range(COUNT), keys=keys([0] * COUNT, seed=6))
     assert not np.array_equal(whole, other)
-    samples = FreshSamples(str(run), COUNT)
+    samples = GeneratedSamples(str(run), COUNT)
     order = [36, 3, 17, 3, 0]
     found, labels = samples.read(order, keys=keys([0, 0, 1, 1, 0]))
     for place, (number, epoch) in enumerate(zip(order, [0, 0, 1, 1, 0], strict=True)):
@@ -51,7 +51,7 @@ def test_a_sample_depends_on_its_epoch_and_number_alone(run: Path) -> None:
 
 
 def test_they_are_the_generators_own_with_their_labels(run: Path) -> None:
-    samples = FreshSamples(str(run), COUNT)
+    samples = GeneratedSamples(str(run), COUNT)
     found, labels = samples.read(range(BLOCK), keys=keys([4] * BLOCK))
     expected = generate(
         samples.generator, labels=torch.from_numpy(labels), indices=range(BLOCK), seed=5, stream=("synthetic", 4)
@@ -63,20 +63,20 @@ def test_they_are_the_generators_own_with_their_labels(run: Path) -> None:
 
 def test_what_makes_other_samples_has_another_hash(run: Path, tmp_path: Path) -> None:
     hashes = {
-        FreshSamples(str(run), COUNT).meta.content_hash,
-        FreshSamples(str(run), COUNT + 1).meta.content_hash,
-        FreshSamples(str(run), COUNT, [0.0, 1.0, 2.0]).meta.content_hash,
-        FreshSamples(str(gan_run(tmp_path / "grown", side=16)), COUNT).meta.content_hash,
+        GeneratedSamples(str(run), COUNT).meta.content_hash,
+        GeneratedSamples(str(run), COUNT + 1).meta.content_hash,
+        GeneratedSamples(str(run), COUNT, [0.0, 1.0, 2.0]).meta.content_hash,
+        GeneratedSamples(str(gan_run(tmp_path / "grown", side=16)), COUNT).meta.content_hash,
     }
     assert len(hashes) == 4
-    assert FreshSamples(str(run), COUNT).meta.content_hash in hashes
+    assert GeneratedSamples(str(run), COUNT).meta.content_hash in hashes
 
 
 def test_a_run_that_does_not_fit_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a 'gan' checkpoint is needed"):
-        FreshSamples(str(classifier_run(tmp_path / "judge")), COUNT)
+        GeneratedSamples(str(classifier_run(tmp_path / "judge")), COUNT)
     with pytest.raises(UserError, match="its generator has 3 classes, the images 2"):
-        FreshSamples(str(run), COUNT, [1.0, 2.0])
+        GeneratedSamples(str(run), COUNT, [1.0, 2.0])
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class MetricWindow:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
-        self.values = list(state.get("values", []))  # older runs kept none
+        self.values = list(state["values"])
 
 
 def learning_rates(registry: dict[str, Any]) -> dict[str, float]:

@@ -5,28 +5,76 @@ phases, once under the profiler. Afterwards the state is restored, and training 
 measured.
 """
 
+import copy
 import os
-import resource
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from training.base.rewind import Rewind
-from training.profile.ranges import OTHER, PhaseClock, listening, phase
+from training.base.phases import OTHER, PhaseClock, listening, phase
+from utils.distributed import collectives
 from utils.files import write_atomic
+from utils.memory import peak_bytes
 from utils.text import columns
+
+if TYPE_CHECKING:
+    from training.engine.loop import Loop
 
 WARM_UP = 3  # steps before the measured ones: caches fill, optimizers make their moments
 TRACE, SUMMARY = "trace.json.gz", "summary.txt"  # in RUN/profile
 TOP = 12  # rows of the table of operators
 MIB = 2**20
 
+
+class Rewind:
+    """The state at one moment, kept in main memory: a profile and a search of the learning rate train for a few steps
+    and undo them. `registry`: name -> state_dict, load_state_dict.
+    """
+
+    def __init__(self, registry: Mapping[str, Any]) -> None:
+        self._registry = registry
+        state = {name: part.state_dict() for name, part in registry.items()}
+        self._state = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        self.bytes = sum(leaf.nbytes for leaf in tree_leaves(self._state) if isinstance(leaf, torch.Tensor))
+
+    def rewind(self) -> None:
+        """Go back. A copy is loaded: what is loaded may be kept, and trained on."""
+        for name, part in self._registry.items():
+            part.load_state_dict(copy.deepcopy(self._state[name]))
+            if isinstance(part, torch.nn.Module):
+                part.zero_grad(set_to_none=True)
+
+
 Step = Callable[[], bool]  # does one training step; False: stop here, a signal has come
+
+
+def profile_steps(loop: "Loop", count: int) -> None:
+    """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
+    loop.window.fold()
+    task, device, world = loop.task, loop.loader.device, collectives.world_size()
+    waited, batches, first = loop.loader.wait_seconds, loop.batches(), loop.step
+
+    def step() -> bool:
+        loop.window.add(task.step(batches, loop.step))
+        loop.step += 1
+        return not loop.signals.agreed()
+
+    images = (task.images_at(first + count) - task.images_at(first)) / count
+    heading = (
+        f"{loop.config.task}: steps {first} to {first + count - 1}, {images:g} images a step on {world} "
+        f"process{'es' * (world > 1)}, rank 0 measured ({device}, {torch.get_num_threads()} threads, "
+        f"{loop.config.precision})"
+    )
+    measure(
+        step, count, loop.registry(), device, loop.folder.path / "profile" if collectives.is_main() else None, heading
+    )
+    loop.loader.wait_seconds = waited
 
 
 def measure(
@@ -84,13 +132,6 @@ def operators(profiler: profile, device: torch.device) -> str:
     """torch's table of the operators that cost most, by their own time on the device."""
     by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
     return profiler.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=40)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Most memory so far: what the accelerator had allocated, or the process's resident set."""
-    if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def summary(seconds: Mapping[str, float], overhead: float, peak: int, operators: str, device: torch.device) -> str:

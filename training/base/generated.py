@@ -21,7 +21,7 @@ from utils.passport import Passport
 BLOCK = 16  # samples a forward pass, always the same ones together: rounding depends on a batch's size
 
 
-class FreshSamples:
+class GeneratedSamples:
     """`count` samples an epoch of a run's average generator, as a source of synthetic images (data/reading/mixture.py).
 
     Sample i of epoch e depends on the key (seed, "synthetic", e, i) and its label alone, to the bit on one kind of

@@ -1,0 +1,93 @@
+"""What the classifier's training does to its network before the first step: weights of a GAN's discriminator, filters
+made of training images, and padding.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data.augment.transforms import to_float
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
+from metrics.lineage import passport_of
+from models.backbones.discriminator import Trunk, form_of
+from models.classifier import Classifier
+from models.restore import discriminator_from, generator_from
+from utils.checkpoint import load, resolve
+from utils.distributed import collectives
+from utils.errors import UserError
+from utils.passport import join, recorded
+
+IMAGES = 5000  # that are looked at, at most
+PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most
+_last: dict[tuple[object, ...], list[float]] = {}  # what was found last: one start of a training builds several tasks
+
+
+def load_discriminator(model: Classifier) -> str:
+    """Copy the weights of the discriminator of the GAN's run that `model.config.weights` names, and leave the head new;
+    returns what was taken, for a person.
+
+    The discriminator has seen its generator's samples: the classifier's lineage says so, and it cannot judge any.
+    Raises UserError for another task's checkpoint, and for a discriminator of another form than the config's.
+    """
+    run = model.config.weights
+    assert run is not None
+    path = resolve(run)
+    content = load(path)
+    state = Trunk(discriminator_from(content)).state_dict()
+    taken = {name: value for name, value in state.items() if not name.startswith("fc.")}
+    if form_of(content) != model.config.discriminator:
+        raise UserError(f"model.weights {run}: its discriminator is not model.discriminator; leave that out")
+    model.network.load_state_dict(taken, strict=False)
+    passport = passport_of(generator_from(content), content, seed=content["config"].get("seed", 0))
+    model.lineage = join(recorded(content), {"trained_on": [], "synthetic": [passport]})
+    return f"weights from {path}: its discriminator up to 4 px, {len(taken)} tensors; head new"
+
+
+@torch.no_grad()
+def fit_first_filters(model: Classifier, reader: Dataset) -> None:
+    """Where the backbone wants it, give the first convolution filters of images that lie evenly over the data, without
+    augmentation; those that rank 0 finds, on all ranks. Another network stays as it is.
+    """
+    first_filters = model.backbone.first_filters
+    if first_filters is None:
+        return
+
+    def filters() -> list[float]:
+        data, config = (reader.meta.content_hash, reader.resolution, reader.crop is None), model.config
+        key = (*data, config.name, config.imagenet_normalised, model.side)
+        if key not in _last:
+            rows = np.linspace(0, len(reader) - 1, min(IMAGES, len(reader))).astype(np.int64)
+            size = max(1, min(PART, PIXELS // max(reader.resolution, model.side or 0) ** 2))
+            parts = (read_batch(reader, rows[start : start + size]).images for start in range(0, len(rows), size))
+            _last.clear()
+            _last[key] = first_filters(model.prepare(to_float(part)) for part in parts).flatten().tolist()
+        return _last[key]
+
+    weight = model.network.get_submodule(model.backbone.first).weight
+    weight.copy_(torch.tensor(collectives.from_main_process(filters), dtype=weight.dtype).view_as(weight))
+
+
+def widen_narrow_maps(model: nn.Module) -> None:
+    """From now on the model's strided convolutions pad, in bf16 on CPUs, maps narrower than the stride up to it.
+
+    oneDNN (torch 2.15, AVX-512) leaves parts of such a convolution's weight gradient as the memory was: of 3x3 with
+    stride 2 those taps that see nothing but padding. Zeros beside the map are padding like any other, so the output
+    stays as it is. Covered are odd kernels padded by half of them with zeros, as in torchvision's networks.
+    """
+    for module in model.modules():
+        if not (isinstance(module, nn.Conv2d) and isinstance(module.padding, tuple)) or module.padding_mode != "zeros":
+            continue
+        stays_narrow = module.kernel_size[1] == 2 * module.padding[1] + 1  # the output has 1 px either way
+        if module.stride[1] > 1 and stays_narrow:
+            module.register_forward_pre_hook(_widened)
+
+
+def _widened(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    (x,), stride = inputs, module.stride[1]  # type: ignore[index]
+    if x.shape[-1] >= stride or not torch.is_autocast_enabled("cpu"):
+        return None
+    return (F.pad(x, (0, stride - x.shape[-1])),)
