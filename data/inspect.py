@@ -7,7 +7,6 @@ The image grid goes beside the file as `X.grid.png`, or to `--out`; with `--json
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ BAR = 40  # characters of the longest bar of the histogram
 
 def description(reader: LMDBReader) -> dict[str, object]:
     """The metadata and the file as one flat document."""
-    return {"file": str(reader.path), "bytes": reader.path.stat().st_size, **asdict(reader.meta)}
+    return {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
 
 
 def lines(document: dict[str, object], meta: Meta) -> list[str]:

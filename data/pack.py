@@ -22,8 +22,7 @@ from data.duplicates import Name, Report, brief, find
 from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
-from data.packing.parts import Written, publish_both, write_parts
-from data.packing.split import check_splittable, to_share, val_path
+from data.packing.split import Written, check_splittable, publish_both, to_share, val_path, write_parts
 from data.packing.summary import Summary, list_skipped, summary_lines
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from utils.classes import require_same_classes

@@ -172,7 +172,7 @@ def unfit(judge: Checkpoint, reader: Dataset | None) -> str:
 def identities(reader: Dataset) -> set[str]:
     """What test images are known by: hashes of content and source, of every file, and of the set it was drawn from."""
     metas = metas_of(reader)
-    known = [text for meta in metas for text in (meta.content_hash, meta.fingerprint, (meta.split or {}).get("whole"))]
+    known = [text for meta in metas for text in (meta.content_hash, meta.fingerprint, meta.split and meta.split.whole)]
     return {text for text in known if text}
 
 

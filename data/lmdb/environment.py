@@ -16,15 +16,13 @@ from pathlib import Path
 import lmdb
 import numpy as np
 
-from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Meta
+from data.lmdb.format import COMPLETE_KEY, FORMAT, FORMAT_KEY, META_KEY, VERSION, Completion, Meta
 from data.lmdb.tree import check_tree
 from data.tar_files import TarFiles
 from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
-from utils.schema import record, whole
 
-COMPLETE = record({"meta_checksum": whole(0, 2**32 - 1)})
 GATHER_BYTES = 512 << 10  # gathered at once: NumPy makes a copy on the way, which should not leave the cache
 MAGIC = bytes.fromhex("dec0efbe")  # LMDB's, little-endian, 16 bytes into its first page
 
@@ -186,12 +184,11 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
     try:
-        end = json.loads(complete)
-        COMPLETE("the completion record", end)
-        if end["meta_checksum"] != zlib.crc32(meta_record):
+        end = Completion.read(json.loads(complete), "the completion record")
+        if end.meta_checksum != zlib.crc32(meta_record):
             raise ValueError("checksum does not match")
         meta = Meta.from_json(meta_record)
-        if any(end.get(name, getattr(meta, name)) != getattr(meta, name) for name in ("count", "content_hash")):
+        if end.count not in (None, meta.count) or end.content_hash not in (None, meta.content_hash):
             raise ValueError("the completion record has another count or content_hash")
         meta.check_room((environment.info()["last_pgno"] + 1) * environment.stat()["psize"], entries)
         return meta

@@ -5,20 +5,21 @@ import itertools
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
+from annotated_types import Interval, MinLen
 
 from data.errors import MOST_SIDE
-from utils.passport import Passport, check_passport
-from utils.schema import items, maybe, number, one_of, record, text, whole
+from utils.config.model import Count, PositiveInt, Probability, Stored, Whole
+from utils.passport import check_passport
 
 FORMAT = "duet-lmdb"
 VERSION = 1
 FORMAT_KEY, META_KEY, COMPLETE_KEY = b"format", b"meta", b"complete"
 SIGNATURES = 4096  # per record, as of names
-ENCODINGS = ("raw", "jpeg", "png", "source")
+Encoding = Literal["raw", "jpeg", "png", "source"]
+ENCODINGS = get_args(Encoding)
 
 BLOCK_IMAGES = 4096  # images per block at most
 BLOCK_BYTES = 8 << 20  # bytes of pixels per raw block at most (an image larger than this has a block of its own)
@@ -40,42 +41,36 @@ SIGNATURE = np.dtype([("digest", "<u8"), ("dhash", "<u8")])
 # In place of an image's bytes, where a file is an index of tar files: the tar's number in `shards`, the first byte.
 LINK = np.dtype([("shard", "<u4"), ("start", "<u8")])
 
-# What the metadata may say; `check` looks at what the fields say together.
-FIELDS = {
-    "version": one_of(VERSION),
-    "count": whole(1, 10**10 - 1),  # as many digits as a key has
-    "classes": items(text),
-    "channels": one_of(1, 3),
-    "resolutions": items(whole(0, MOST_SIDE), least=1),
-    "encoding": one_of(*ENCODINGS),
-    "histogram": items(whole()),
-    "mean": items(number(0, 1)),
-    "std": items(number(0, 1)),
-    "resize_filter": text,
-    "source": text,
-    "fingerprint": text,
-    "content_hash": text,
-    "blocks": items(whole(1, 2**31)),
-}
-SPLIT = {
-    "part": text,
-    "share": number(0, 1),
-    "seed": whole(-(2**63)),
-    "whole": text,
-    "images": whole(1),
-}
-SHARD = {"path": text, "size": whole(), "changed": whole(-(2**63))}  # bytes, and ns since 1970
-OPTIONAL = {
-    "split": maybe(record(SPLIT)),
-    "passport": maybe(check_passport),
-    "shards": maybe(items(record(SHARD), 1)),
-}
-check_fields = record(FIELDS, OPTIONAL)
-check_names = items(text)  # of a record of names
+Side = Annotated[int, Interval(ge=0, le=MOST_SIDE)]  # px
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meta:
+class Split(Stored):
+    """How a file was drawn from a larger set (data/packing/split.py)."""
+
+    part: Literal["train", "val"]
+    share: Probability
+    seed: Whole
+    whole: str  # fingerprint of all images
+    images: PositiveInt  # of the larger set
+
+
+class Shard(Stored):
+    """A tar file that holds images, as it was when it was indexed."""
+
+    path: str
+    size: Count  # bytes
+    changed: Whole  # ns since 1970
+
+
+class Completion(Stored):
+    """The record that is written last."""
+
+    meta_checksum: Annotated[int, Interval(ge=0, lt=2**32)]
+    count: Any = None
+    content_hash: Any = None
+
+
+class Meta(Stored):
     """What a packed data set says about itself.
 
     `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
@@ -89,38 +84,38 @@ class Meta:
     (data/reading/tar_index.py); None: it holds them itself.
     """
 
-    version: int = VERSION
-    count: int  # images
+    version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
+    count: Annotated[int, Interval(ge=1, lt=10**10)]  # images; as many digits as a key has
     classes: list[str]  # names by label; empty: unlabelled
-    channels: int  # 1 or 3
-    resolutions: list[int]  # px
-    encoding: str  # one of ENCODINGS
-    histogram: list[int]  # images per class; empty: unlabelled
-    mean: list[float]
-    std: list[float]
+    channels: Literal[1, 3]
+    resolutions: list[Side]
+    encoding: Encoding
+    histogram: list[Count]  # images per class; empty: unlabelled
+    mean: list[Probability]
+    std: list[Probability]
     resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
     source: str  # what was packed, for people
     fingerprint: str
     content_hash: str
-    blocks: list[int]  # images per block, one number for each resolution
-    split: dict[str, Any] | None = None
-    passport: Passport | None = None
-    shards: list[dict[str, Any]] | None = None
+    blocks: list[Annotated[int, Interval(ge=1, le=2**31)]]  # images per block, one number for each resolution
+    split: Split | None = None
+    passport: dict[str, Any] | None = None
+    shards: Annotated[list[Shard], MinLen(1)] | None = None
 
     def to_json(self) -> bytes:
         """The metadata record."""
-        known = asdict(self)
-        known = {key: value for key, value in known.items() if key not in OPTIONAL or value is not None}
-        return json.dumps(known, sort_keys=True).encode()
+        return json.dumps(self.model_dump(exclude_none=True), sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, record: bytes) -> "Meta":
-        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError if it contradicts FIELDS
-        or itself, RecursionError if it is too deep.
+        """Read a metadata record; keys of later minor changes are ignored. Raises ValueError if it contradicts itself,
+        RecursionError if it is too deep.
         """
-        found = json.loads(record)
-        check_fields("", found)
-        meta = cls(**{field.name: found[field.name] for field in fields(cls) if field.name in found})
+        meta = cls.read(json.loads(record))
+        if "version" not in meta.model_fields_set:
+            raise ValueError("version is missing")
+        if meta.passport is not None:
+            check_passport("passport", meta.passport)
         meta.check()
         return meta
 

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -20,7 +19,7 @@ from data.lmdb.format import (
     LINK,
     SIGNATURE,
     SIGNATURES,
-    check_names,
+    Shard,
     entry_checksum,
     image_key,
     index_key,
@@ -96,13 +95,14 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         names: list[str] = []
         for records, value in self._beside(name_key, "names"):
             try:
-                found = json.loads(value) if value else [""] * len(records)
-                check_names("names", found)
+                stored = json.loads(value) if value else [""] * len(records)
             except (ValueError, RecursionError) as error:
                 raise self.damage(records, f"its names are none ({error})") from None
-            if len(found) != len(records):
-                raise self.damage(records, f"it has {len(found)} names")
-            names += found
+            if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+                raise self.damage(records, "its names are none (they must be a list of text)")
+            if len(stored) != len(records):
+                raise self.damage(records, f"it has {len(stored)} names")
+            names += stored
         return names
 
     def _beside(self, key: Callable[[int], bytes], what: str) -> Iterator[tuple[range, bytes]]:
@@ -169,7 +169,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             raise self.damage(index, "its checksum does not match")
         return entry, payload
 
-    def _of_tar(self, shards: list[dict[str, Any]], index: int, size: int, link: memoryview) -> memoryview:
+    def _of_tar(self, shards: list[Shard], index: int, size: int, link: memoryview) -> memoryview:
         """An image's bytes from its place in a tar. Raises DamageError, and UserError for a tar that was changed."""
         if len(link) != LINK.itemsize:
             raise self.damage(index, "its place in the shards is missing")
@@ -179,8 +179,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         handle = self.handle()
         with handle.lock:
             if handle.tars is None:
-                states = [(shard["size"], shard["changed"]) for shard in shards]
-                handle.tars = TarFiles([Path(shard["path"]) for shard in shards], states)
+                states = [(shard.size, shard.changed) for shard in shards]
+                handle.tars = TarFiles([Path(shard.path) for shard in shards], states)
         try:
             return memoryview(handle.tars.read(Member("", number, start, size)))
         except ImageError as error:
@@ -205,7 +205,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if self.meta.shards is None:
             return DamageError(self.path, records, reason, self.first)
         name = self.names()[records[0]] if len(records) == 1 else ""
-        return DamageError(Path(self.meta.shards[0]["path"]).parent, records, f"{name} {reason}".strip(), self.first)
+        return DamageError(Path(self.meta.shards[0].path).parent, records, f"{name} {reason}".strip(), self.first)
 
     def close(self) -> None:
         """Let the file go; it is closed when no reader of the process uses it. The next read opens it again."""

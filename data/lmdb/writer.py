@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -24,6 +23,8 @@ from data.lmdb.format import (
     SIGNATURES,
     VERSION,
     Meta,
+    Shard,
+    Split,
     block_length,
     content_hash,
     image_key,
@@ -77,7 +78,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         resize_filter: str = "none",
         source: str = "",
         passport: Passport | None = None,  # of generated images
-        shards: list[dict[str, Any]] | None = None,  # tar files that hold the images: the file becomes their index
+        shards: list[Shard] | None = None,  # tar files that hold the images: the file becomes their index
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
@@ -216,7 +217,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self.publish()
         return meta
 
-    def complete(self, split: dict[str, Any] | None = None) -> Meta:
+    def complete(self, split: Split | None = None) -> Meta:
         """`finish` up to the renaming, which `publish` does: for files that are to appear together."""
         if not self.count:
             raise ValueError("no images were added")
@@ -228,9 +229,9 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         meta = Meta(
             count=self.count,
             classes=self.classes,
-            channels=self.layout.channels,
+            channels=self.layout.channels,  # type: ignore[arg-type]  # checked there
             resolutions=list(self.layout.resolutions),
-            encoding=self.layout.encoding,
+            encoding=self.layout.encoding,  # type: ignore[arg-type]
             histogram=self.histogram.tolist(),
             mean=mean,
             std=std,

@@ -94,7 +94,7 @@ def _held_out_rows(summary: Summary) -> list[tuple[str, str]]:
     count = meta.count + summary.meta.count
     rows = [
         ("held out", f"{path} ({path.stat().st_size:,} bytes)"),
-        ("", f"{meta.count:,} of {count:,} images, {meta.count / count:.1%}; seed {meta.split['seed']}"),
+        ("", f"{meta.count:,} of {count:,} images, {meta.count / count:.1%}; seed {meta.split.seed}"),
     ]
     without = [name for name, number in zip(meta.classes, meta.histogram, strict=True) if not number]
     if without:

@@ -1,6 +1,5 @@
 """Several files as one data set: which they are and what they say together."""
 
-import dataclasses
 import glob
 import hashlib
 import itertools
@@ -129,18 +128,18 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
     share = np.array([meta.count for meta in metas]) / sum(meta.count for meta in metas)
     mean = share @ np.array([meta.mean for meta in metas])
     square = share @ (np.array([meta.std for meta in metas]) ** 2 + np.array([meta.mean for meta in metas]) ** 2)
-    return dataclasses.replace(
-        first,
-        count=sum(meta.count for meta in metas),
-        histogram=np.sum([meta.histogram for meta in metas], axis=0).astype(int).tolist(),
-        mean=mean.tolist(),
-        std=np.sqrt(np.maximum(square - mean**2, 0)).tolist(),
-        source=" + ".join(meta.source for meta in metas),
-        fingerprint=_joined([meta.fingerprint for meta in metas]) if all(meta.fingerprint for meta in metas) else "",
-        content_hash=_joined([meta.content_hash for meta in metas]),
-        split=None,
-        passport=next((meta.passport for meta in metas if meta.passport), None),
-    )
+    together = {
+        "count": sum(meta.count for meta in metas),
+        "histogram": np.sum([meta.histogram for meta in metas], axis=0).astype(int).tolist(),
+        "mean": mean.tolist(),
+        "std": np.sqrt(np.maximum(square - mean**2, 0)).tolist(),
+        "source": " + ".join(meta.source for meta in metas),
+        "fingerprint": _joined([meta.fingerprint for meta in metas]) if all(meta.fingerprint for meta in metas) else "",
+        "content_hash": _joined([meta.content_hash for meta in metas]),
+        "split": None,
+        "passport": next((meta.passport for meta in metas if meta.passport), None),
+    }
+    return first.model_copy(update=together)
 
 
 def _joined(hashes: Sequence[str]) -> str:

@@ -12,11 +12,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from data.conversion import converted, make_plan, thread_count
+from data.lmdb.format import Shard
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
 from data.sources.base import Problem, SourceOptions
@@ -34,7 +34,7 @@ def index_of(shards: Sequence[Path]) -> Path:
     wait for the one that makes it. Raises UserError for shards that cannot be trained from as they are.
     """
     known = [_state(shard) for shard in shards]
-    names = json.dumps([shard["path"] for shard in known])
+    names = json.dumps([shard.path for shard in known])
     path = cache_folder() / "shards" / f"{hashlib.sha256(names.encode()).hexdigest()[:20]}.lmdb"
     if _fits(path, known):
         return path
@@ -52,17 +52,17 @@ def index_of(shards: Sequence[Path]) -> Path:
     return path
 
 
-def _state(shard: Path) -> dict[str, Any]:
+def _state(shard: Path) -> Shard:
     try:
         size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
     except FileNotFoundError:
         raise UserError(f"{shard}: no such file; check the path") from None
     except OSError as error:
         raise UserError(f"{shard} {error.strerror}; give tar files of images") from None
-    return {"path": str(shard.absolute()), "size": size, "changed": changed}
+    return Shard(path=str(shard.absolute()), size=size, changed=changed)
 
 
-def _fits(path: Path, known: Sequence[dict[str, Any]]) -> bool:
+def _fits(path: Path, known: Sequence[Shard]) -> bool:
     """Whether there is an index of shards in this state."""
     try:
         with LMDBReader(path) as reader:
@@ -71,7 +71,7 @@ def _fits(path: Path, known: Sequence[dict[str, Any]]) -> bool:
         return False
 
 
-def _make(path: Path, shards: Sequence[Path], known: list[dict[str, Any]]) -> None:
+def _make(path: Path, shards: Sequence[Path], known: list[Shard]) -> None:
     where = shards[0] if len(shards) == 1 else shards[0].parent
     source = TarSource(where, SourceOptions(), shards)
     with source:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import evaluate
+from data.lmdb.format import Split
 from data.reading.dataset import Dataset
 from data.records import pack_arrays
 from metrics.lineage import TOLERATED, identities, lineage_of, passport_of, unfit
@@ -60,7 +61,7 @@ def test_a_file_of_several_or_the_whole_that_was_split_counts(tmp_path, files):
     with Dataset([files["path"], files["val_path"]]) as both, Dataset(files["val_path"]) as reader:
         assert not identities(both).isdisjoint(lineage_of(reader)["trained_on"])
         assert not identities(reader).isdisjoint(lineage_of(both)["trained_on"])
-        split = {"part": "val", "share": 0.1, "seed": 0, "whole": "50ce", "images": 60}
+        split = Split(part="val", share=0.1, seed=0, whole="50ce", images=60)
         object.__setattr__(reader.meta, "split", split)
         told = unfit(judge_of(tmp_path / "a", lineage={"trained_on": ["50ce"], "synthetic": []}), reader)
     assert "was trained on the test images" in told

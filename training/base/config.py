@@ -1,8 +1,9 @@
 """What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Interval
+from pydantic import model_validator
 
 from training.base.monitors import EarlyStoppingConfig, SpikesConfig
 from training.base.synthetic import SyntheticConfig
@@ -26,7 +27,6 @@ class DataConfig(Config):
     crop_aspect: tuple[PositiveFloat, PositiveFloat] = (0.75, 4 / 3)  # its width / height before it is made square
     # decoding threads; auto: measured. Raw images need none
     workers: Annotated[int, Interval(ge=0, le=1024)] | Literal["auto"] = "auto"
-    cache: Literal["off", "ram"] = "off"  # ram: keep decoded images in memory where they fit
     on_damage: Literal["stop", "skip"] = "stop"  # skip: the next whole record takes a damaged one's place
     sampling: Literal["uniform", "balanced"] = "uniform"  # balanced: every class is seen equally often
     # how often images of a class are seen; others: 1
@@ -34,6 +34,12 @@ class DataConfig(Config):
     sample_weights: str | None = None  # file with a number per record: how often it is seen (.npy or text)
     prefetch: Annotated[int, Interval(ge=0, le=1024)] = 2  # batches prepared ahead on accelerators
     synthetic: SyntheticConfig = SyntheticConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older_runs(cls, values: Any) -> Any:
+        """Without the key `cache`, which is gone, where it was off."""
+        return {key: value for key, value in dict(values).items() if (key, value) != ("cache", "off")}
 
     def check(self) -> None:
         for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):

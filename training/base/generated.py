@@ -59,7 +59,7 @@ class GeneratedSamples:
         self.meta = Meta(
             count=count,
             classes=classes,
-            channels=channels,
+            channels=channels,  # type: ignore[arg-type]
             resolutions=[self.resolution],
             encoding="raw",
             histogram=np.bincount(self._labels, minlength=kinds).tolist() if kinds else [],

@@ -12,6 +12,7 @@ from PIL import Image
 
 from data.decode import stored_image
 from data.duplicates import find
+from data.lmdb.format import Split
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
 from data.pack import main, pack
@@ -199,9 +200,9 @@ def test_the_split_is_recorded_and_keyed(pets: Path, tmp_path: Path) -> None:
     whole = pack(source, tmp_path / "whole.lmdb").meta
     options = {"val_share": "0.25", "overwrite": True}
     first = pack(source, tmp_path / "x.lmdb", workers=0, **options)  # type: ignore[arg-type]
-    known = {"share": 0.25, "seed": 0, "whole": whole.fingerprint, "images": 36}
+    split = Split(part="train", share=0.25, seed=0, whole=whole.fingerprint, images=36)
     assert first.held_out is not None
-    assert (first.meta.split, first.held_out.split) == ({"part": "train", **known}, {"part": "val", **known})
+    assert (first.meta.split, first.held_out.split) == (split, split.model_copy(update={"part": "val"}))
     assert whole.split is None
     names = halves(tmp_path / "x.lmdb")[1].names()
     again = pack(source, tmp_path / "x.lmdb", workers=1, **options)  # type: ignore[arg-type]
@@ -254,7 +255,7 @@ def refused(capsys: pytest.CaptureFixture[str], message: str, source: Path, *opt
 
 def test_refusals(pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, "--val-share 0.6: give a share above 0 and up to 0.5", pets, "--val-share", "0.6")
-    refused(capsys, "or add --val-share 0.1 to hold out a part of it", pets, "--split", "val")
+    refused(capsys, "or add --val-share 0.1", pets, "--split", "val")
     alone_folder = tmp_path / "alone"
     for name in ("cat", "dog"):
         (alone_folder / name).mkdir(parents=True)
@@ -288,7 +289,7 @@ def test_a_fault_leaves_both_files_as_they_were(
     capsys.readouterr()
     pack(open_source(str(pets)), dest, val_share=0.1)
     before = [reader.meta for reader in halves(dest)]
-    for fault in ("data.packing.parts.draw", "data.pack.publish_both"):
+    for fault in ("data.packing.split.draw", "data.pack.publish_both"):
         with monkeypatch.context() as patch:
             patch.setattr(fault, lambda *arguments: (_ for _ in ()).throw(UserError("a fault")))
             assert run_cli(main, [str(pets), str(dest), "--val-share", "0.3", "--overwrite"]) == EXIT_USER
@@ -319,7 +320,7 @@ def test_between_the_two_names_there_is_no_training_file(
     assert not dest.exists()
     monkeypatch.undo()
     assert old.split is not None
-    assert LMDBReader(val_path(dest)).meta.split != old.split | {"part": "val"}
+    assert LMDBReader(val_path(dest)).meta.split != old.split.model_copy(update={"part": "val"})
 
 
 def test_the_command_and_the_function_make_the_same(pets: Path, tmp_path: Path) -> None:
