@@ -12,7 +12,7 @@ from utils.checkpoint import load, resolve, resolve_for_people
 from utils.config.cli import Parser, add_model_options, add_speed_options, number, positive
 from utils.distributed.launch import add_options, start_processes, wanted_device
 from utils.errors import UserError
-from utils.files import check_writable, write_atomic
+from utils.files import as_json, check_writable, write_atomic
 from utils.script import exit_cli
 
 COMPARE = ("compare", "out", "json", "debug")  # options that go together
@@ -114,7 +114,7 @@ def write(document: dict[str, Any], path: Path, command: str | None) -> None:
     """The document, and beside it the command that made it, which the report repeats; a document depends on the model
     alone.
     """
-    write_atomic(path, f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(path, as_json(document))
     if command is not None:
         write_atomic(path.with_name("command.txt"), f"{command}\n".encode())
 

@@ -1,5 +1,6 @@
 """What a classifier is asked for: an image's classes, the evidence, and the training images that spoke for it."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from data.reading.dataset import dataset_for_model
 from explorer.drawing import address
 from explorer.runs import Shown
 from inference.influence import check_data, checkpoint_files, images_of, snapshot
-from inference.influence_scores import Gathered, gather, influence, most
+from inference.influence_scores import Part, influence, most, passes
 from inference.predictions import default_layer, image_heat, image_of, overlay
 from metrics.evaluate_gan import judge_images
 from metrics.features.precision import device_of
@@ -41,13 +42,13 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
 
 
 class Witnesses:
-    """Searches for training images. What it has gathered of the last run that was asked for is kept."""
+    """Searches for training images. What it has computed of the last run that was asked for is kept."""
 
     def __init__(self, data: str | None = None) -> None:
         """Args: `data` the training images in place of those that the config names."""
         self._data = data
         self._of: object = None
-        self._gathered: list[Gathered] = []
+        self._parts: list[Part] = []
 
     def spoke_for(self, shown: Shown, content: bytes) -> dict[str, Any]:
         """The training images that spoke most for the class that the image is given, by TracInCP over the run's
@@ -62,12 +63,13 @@ class Witnesses:
         with dataset_for_model(path, shown.checkpoint) as reader:
             check_data(reader, shown.checkpoint, path)
             snapshots = [snapshot(file, device_of(classifier)) for file in files]
+            parts: Iterable[Part] = self._parts
             if len(reader) * len(files) > MOST_KEPT:
-                scores = influence(snapshots, reader, image, label)
-            else:
-                if self._of != (files, path):
-                    self._gathered, self._of = gather(snapshots, reader), (files, path)
-                scores = torch.stack([checkpoint.influence(image, label) for checkpoint in self._gathered]).sum(0)
+                parts = passes(snapshots, reader)
+            elif self._of != (files, path):
+                parts = self._parts = list(passes(snapshots, reader))
+                self._of = (files, path)
+            scores = influence(parts, len(reader), image, label)
             rows = most(scores, SPOKE)
             found = [
                 {

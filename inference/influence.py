@@ -7,6 +7,7 @@ Every checkpoint that the run has kept counts, by its learning rate; train with 
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:  # what needs torch is imported when the options are known to 
     from torch import Tensor, device
 
     from data.reading.dataset import Dataset
-    from inference.influence_scores import Snapshot, Suspicion
+    from inference.influence_scores import Part, Snapshot
+    from models.classifier import Classifier
 
 TOP = 8  # images of each kind
 MEASURES = ("self-influence", "probability")
@@ -52,14 +54,19 @@ def main(argv: list[str]) -> int:
     _check_options(options)
     files = checkpoint_files(options.checkpoint)
     from data.reading.dataset import dataset_for_model
+    from inference.influence_scores import passes
     from utils.distributed.collectives import choose_device
 
     last = load(files[-1])
     snapshots = [snapshot(file, choose_device(options.device)) for file in files]
     with dataset_for_model(options.data, last) as reader:
         check_data(reader, last, options.data)
-        found = (_mislabelled if options.mislabelled else _explain)(options, snapshots, reader, last)
-    document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **found}
+        parts = passes(snapshots, reader, batch_size=options.batch_size)
+        if options.mislabelled:
+            answer = _mislabelled(options, parts, reader)
+        else:
+            answer = _explain(options, parts, reader, last, snapshots[-1].load())
+    document = {"checkpoints": [str(file) for file in files], "data": str(options.data), **answer}
     print(json.dumps(document, indent=1, allow_nan=False) if options.json else _table(document))
     print(f"wrote {options.out}", file=sys.stderr)
     return 0
@@ -106,14 +113,14 @@ def check_data(reader: "Dataset", checkpoint: dict[str, Any], path: str) -> None
 
 
 def _explain(
-    options: Namespace, snapshots: "list[Snapshot]", reader: "Dataset", checkpoint: dict[str, Any]
+    options: Namespace, parts: "Iterable[Part]", reader: "Dataset", checkpoint: dict[str, Any], model: "Classifier"
 ) -> dict[str, Any]:
     from data.errors import ImageError
     from inference.influence_scores import influence, most
     from inference.predictions import judge_images, read_image
     from utils.images import save_captioned
 
-    classes, model = reader.classes, snapshots[-1].load()
+    classes, top = reader.classes, options.top
     try:
         image = read_image(options.image, checkpoint)
     except ImageError as error:
@@ -123,19 +130,19 @@ def _explain(
     if options.label is not None and options.label not in classes:
         raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
     label = named if options.label is None else classes.index(options.label)
-    scores = influence(snapshots, reader, image, label, batch_size=options.batch_size)
-    blank = image.new_full(image.shape, 255)
-    kinds = {"helped": most(scores, options.top), "hurt": most(-scores, options.top)}
+    scores = influence(parts, len(reader), image, label)
+    kinds = {"helped": most(scores, top), "hurt": most(-scores, top)}
     names = [classes[number] for number in reader.labels()]
+    blank = image.new_full(image.shape, 255)
     images, captions = [], []
-    for kind, rows in kinds.items():
-        empty = options.top - len(rows)
-        first = kind == "helped"
-        images += [image if first else blank, *images_of(reader, rows), *[blank] * empty]
-        head = f"named {classes[named]} {probabilities[named]:.2f}" if first else ""
+    for first, head, (kind, rows) in zip(
+        (image, blank), (f"named {classes[named]} {probabilities[named]:.2f}", ""), kinds.items(), strict=True
+    ):
+        empty = top - len(rows)
+        images += [first, *images_of(reader, rows), *[blank] * empty]
         captions += [f"{head}\n{kind} {classes[label]}:", *(f"{row}: {names[row]}\n{scores[row]:+.3g}" for row in rows)]
         captions += [""] * empty
-    save_captioned(images, captions, options.out, columns=options.top + 1)
+    save_captioned(images, captions, options.out, columns=top + 1)
     return {
         "image": options.image,
         "named": classes[named],
@@ -151,34 +158,28 @@ def _explain(
 # --- likely wrong labels
 
 
-def _mislabelled(
-    options: Namespace, snapshots: "list[Snapshot]", reader: "Dataset", _checkpoint: dict[str, Any]
-) -> dict[str, Any]:
+def _mislabelled(options: Namespace, parts: "Iterable[Part]", reader: "Dataset") -> dict[str, Any]:
     from inference.influence_scores import suspicion
     from utils.images import save_captioned
 
-    found = suspicion(snapshots, reader, batch_size=options.batch_size)
+    result, classes = suspicion(parts, reader), reader.classes
     measure = options.by or "probability"
-    rows = found.order(measure)[: options.top].tolist()
-    listed = [_suspect(found, row, reader.classes) for row in rows]
-    captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in listed]
+    rows = result.order(measure)[: options.top].tolist()
+    others = result.probabilities.scatter(1, result.labels[:, None], -1).max(1)  # the likeliest class but the given
+    suspects = [
+        {
+            "record": row,
+            "label": classes[int(result.labels[row])],
+            "given": float(result.given[row]),
+            "named": classes[int(others.indices[row])],
+            "probability": float(others.values[row]),
+            "self_influence": float(result.self_influence[row]),
+        }
+        for row in rows
+    ]
+    captions = [f"{item['record']}: {item['label']} {item['given']:.2f}\n{item['named']}?" for item in suspects]
     save_captioned(images_of(reader, rows), captions, options.out, columns=min(10, len(rows)))
-    return {"measure": measure, "issues": int((found.issues() >= 0).sum()), "mislabelled": listed}
-
-
-def _suspect(found: "Suspicion", row: int, classes: list[str]) -> dict[str, Any]:
-    """One image in words: its label and the classifier's prediction."""
-    others = found.probabilities[row].clone()
-    others[found.labels[row]] = -1
-    named = int(others.argmax())
-    return {
-        "record": row,
-        "label": classes[int(found.labels[row])],
-        "given": float(found.given[row]),
-        "named": classes[named],
-        "probability": float(others[named]),
-        "self_influence": float(found.self_influence[row]),
-    }
+    return {"measure": measure, "issues": int((result.issues() >= 0).sum()), "mislabelled": suspects}
 
 
 def images_of(reader: "Dataset", rows: list[int]) -> "list[Tensor]":

@@ -5,7 +5,7 @@ By hand: captum's TracInCP gives the same numbers for the head in the same time,
 for other layers, and needs as many lines around it; cleanlab brings pandas and scikit-learn for one formula.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from data.reading.dataset import Dataset
-from data.reading.loader import Batch, evaluation_batches
+from data.reading.loader import evaluation_batches
 from metrics.features.extractors import classifier_input
 from metrics.features.precision import device_of, full_float32
 from models.classifier import Classifier
@@ -139,58 +139,51 @@ def gradients_of(model: Classifier, images: Tensor, labels: Tensor) -> tuple[Gra
         return head_gradients(model, classifier_input(model, images), labels.to(device))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A batch of training images as one checkpoint sees them. Kept, it takes 4 (2 K + F) bytes an image, e.g. 2 KiB."""
+
+    share: float  # of the checkpoint in a score
+    model: Classifier
+    rows: slice  # where the images lie
+    gradients: Gradients  # of the head, of the average model, for whole images without augmentation
+    logits: Tensor  # [n, K]
+
+
+def passes(snapshots: Sequence[Snapshot], reader: Dataset, *, batch_size: int = 64) -> Iterator[Part]:
+    """All training images, by each checkpoint in turn."""
+    with Bar(total=len(reader) * len(snapshots), desc="images", unit="image") as bar:
+        for snapshot, share in zip(snapshots, weights_of(snapshots), strict=True):
+            model = snapshot.load()
+            if model.classes != len(reader.classes):
+                raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")
+            start = 0
+            for batch in evaluation_batches(reader, batch_size):
+                gradients, logits = gradients_of(model, batch.images, batch.labels)
+                yield Part(share, model, slice(start, start + len(batch)), gradients, logits)
+                start += len(batch)
+                bar.update(len(batch))
+
+
 def influence(
-    snapshots: Sequence[Snapshot],
-    reader: Dataset,  # training images
+    parts: Iterable[Part],  # `passes`, or what was kept of it
+    count: int,  # of all training images
     image: Tensor,  # uint8 [C, H, W]: the image whose prediction is to be explained
     label: int,  # the class that the prediction is explained for
-    *,
-    batch_size: int = 64,
 ) -> Tensor:
     """TracInCP (Pruthi et al. 2002.08484, section 3.3): how much a step on each training image lowered the loss of
     this one, [count] float64: sum over checkpoints of rate x gradient . gradient, the rates scaled to a sum of 1.
 
-    Positive: it helped (a proponent), negative: it hurt. The gradients are of the head, of the average model, for whole
-    images without augmentation.
+    Positive: it helped (a proponent), negative: it hurt.
     """
-    scores = torch.zeros(len(reader), dtype=torch.float64)
-    for share, model, rows, batch in _passes(snapshots, reader, batch_size):
-        if rows.start == 0:  # a checkpoint begins
+    scores = torch.zeros(count, dtype=torch.float64)
+    model: Classifier | None = None
+    for part in parts:
+        if part.model is not model:  # a checkpoint begins
+            model = part.model
             own, _ = gradients_of(model, image[None], torch.tensor([label]))
-        found, _ = gradients_of(model, batch.images, batch.labels)
-        scores[rows] += share * found.dot(own)[:, 0].double().cpu()
+        scores[part.rows] += part.share * part.gradients.dot(own)[:, 0].double().cpu()
     return scores
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """What a checkpoint adds to `influence`, ready for many images: share, model, training images' gradients."""
-
-    share: float
-    model: Classifier
-    gradients: Gradients
-
-    def influence(self, image: Tensor, label: int) -> Tensor:
-        """Its part of the scores, float64 [count]; the checkpoints' parts add up to what `influence` returns."""
-        own, _ = gradients_of(self.model, image[None], torch.tensor([label]))
-        return self.share * self.gradients.dot(own)[:, 0].double().cpu()
-
-
-def gather(snapshots: Sequence[Snapshot], reader: Dataset, *, batch_size: int = 64) -> list[Gathered]:
-    """The gradients of the head, held in memory: 4 (K + F) bytes for an image and checkpoint, e.g. 2 KiB."""
-    found: list[tuple[float, Classifier, list[Gradients]]] = []
-    for share, model, rows, batch in _passes(snapshots, reader, batch_size):
-        if rows.start == 0:  # a checkpoint begins
-            found.append((share, model, []))
-        found[-1][2].append(gradients_of(model, batch.images, batch.labels)[0])
-    return [
-        Gathered(
-            share,
-            model,
-            Gradients(torch.cat([p.errors for p in parts]), torch.cat([p.inputs for p in parts]), parts[0].bias),
-        )
-        for share, model, parts in found
-    ]
 
 
 @dataclass(frozen=True)
@@ -229,38 +222,16 @@ class Suspicion:
         return (self.given - (self.issues() >= 0).double()).argsort(stable=True)
 
 
-def suspicion(
-    snapshots: Sequence[Snapshot],
-    reader: Dataset,
-    *,
-    batch_size: int = 64,
-) -> Suspicion:
+def suspicion(parts: Iterable[Part], reader: Dataset) -> Suspicion:
     """Both measures for every image of the file. A wrong label keeps a large gradient through the training, and the
     network gives it a low probability, unless it has had the time to learn the label by heart.
     """
-    own = torch.zeros(len(reader), dtype=torch.float64)
+    norms = torch.zeros(len(reader), dtype=torch.float64)
     probabilities = torch.zeros(len(reader), len(reader.classes), dtype=torch.float64)
-    for share, model, rows, batch in _passes(snapshots, reader, batch_size):
-        found, logits = gradients_of(model, batch.images, batch.labels)
-        own[rows] += share * found.squared_norms().double().cpu()
-        probabilities[rows] = logits.double().softmax(1).cpu()  # the last checkpoint's stay
-    return Suspicion(own, probabilities, torch.from_numpy(reader.labels().copy()))
-
-
-def _passes(
-    snapshots: Sequence[Snapshot], reader: Dataset, batch_size: int
-) -> Iterator[tuple[float, Classifier, slice, Batch]]:
-    """For each checkpoint its share and the model, with all images in batches and their places."""
-    with Bar(total=len(reader) * len(snapshots), desc="images", unit="image") as bar:
-        for snapshot, share in zip(snapshots, weights_of(snapshots), strict=True):
-            model = snapshot.load()
-            if model.classes != len(reader.classes):
-                raise UserError(f"the images have {len(reader.classes)} classes, the classifier {model.classes}")
-            start = 0
-            for batch in evaluation_batches(reader, batch_size):
-                yield share, model, slice(start, start + len(batch)), batch
-                start += len(batch)
-                bar.update(len(batch))
+    for part in parts:
+        norms[part.rows] += part.share * part.gradients.squared_norms().double().cpu()
+        probabilities[part.rows] = part.logits.double().softmax(1).cpu()  # the last checkpoint's stay
+    return Suspicion(norms, probabilities, torch.from_numpy(reader.labels().copy()))
 
 
 def most(scores: Tensor, count: int) -> list[int]:

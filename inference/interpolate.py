@@ -109,8 +109,10 @@ def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
 # --- the file
 
 LEAST_SIDE = 256  # px that smaller images are enlarged to, or a little more
-OPTIONS = {".mp4": {"movflags": "+faststart"}, ".gif": {"loop": "0"}}  # of the files
-CRF = "18"  # x264's quality: hardly to be told from the original
+OPTIONS = {".mp4": {"movflags": "+faststart"}, ".gif": {"loop": "0"}}  # of the files: index in front, repeats for ever
+# H.264 in BT.709 and marked so, hardly to be told from the original
+H264 = {"crf": "18", "preset": "medium"}
+H264["x264-params"] = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"
 
 AddFrame = Callable[[np.ndarray], None]
 """Takes the next frame, uint8 [H, W, C] with C 1 or 3; all of one size."""
@@ -135,59 +137,49 @@ def enlargement(side: int, asked: int | None = None) -> int:
 def film(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
     """Write a film: the context hands out what takes its frames, and puts the file in place when it is left whole.
 
-    Each pixel becomes scale x scale. After an exception nothing is left behind and an older file is as it was. A GIF
-    repeats for ever. Raises UserError if the file cannot be written.
+    Each pixel becomes scale x scale. After an exception nothing is left behind and an older file is as it was. Raises
+    UserError if the file cannot be written.
     """
     import av  # not at the start of every generate.py
 
     check_film(path, fps=fps)
     kind = path.suffix.lower()
     with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=OPTIONS[kind]) as container:
-        encoder: _Mp4 | _Gif = (_Mp4 if kind == ".mp4" else _Gif)(container, fps)
+        stream: Any = container.add_stream("libx264" if kind == ".mp4" else "gif", rate=fps)
+        stream.pix_fmt = "yuv420p" if kind == ".mp4" else "pal8"
+        stream.options = H264 if kind == ".mp4" else {"gifflags": "0"}  # each frame whole, not what differs
+        convert = _to_yuv if kind == ".mp4" else _Palettes(fps)
 
         def add(frame: np.ndarray) -> None:
             pixels = np.ascontiguousarray(np.broadcast_to(frame, (*frame.shape[:2], 3)))
             pixels = pixels.repeat(scale, axis=0).repeat(scale, axis=1)
-            if not encoder.stream.codec_context.is_open:
-                encoder.stream.height, encoder.stream.width = pixels.shape[:2]
-            container.mux(encoder.stream.encode(encoder.convert(av.VideoFrame.from_ndarray(pixels, format="rgb24"))))
+            if not stream.codec_context.is_open:
+                stream.height, stream.width = pixels.shape[:2]
+            container.mux(stream.encode(convert(av.VideoFrame.from_ndarray(pixels, format="rgb24"))))
 
         yield add
-        container.mux(encoder.stream.encode())  # the frames that the encoder still held back
+        container.mux(stream.encode())  # the frames that the encoder still held back
 
 
-class _Mp4:
-    """H.264 in yuv420p, BT.709 and marked so, the index in front: what browsers play while it loads."""
-
-    def __init__(self, container: Any, fps: int) -> None:
-        self.stream = container.add_stream("libx264", rate=fps)
-        self.stream.pix_fmt = "yuv420p"
-        marks = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"
-        self.stream.options = {"crf": CRF, "preset": "medium", "x264-params": marks}
-
-    def convert(self, frame: Any) -> Any:
-        return frame.reformat(format="yuv420p", dst_colorspace="itu709")
+def _to_yuv(frame: Any) -> Any:
+    return frame.reformat(format="yuv420p", dst_colorspace="itu709")
 
 
-class _Gif:
-    """Each frame whole and with its own palette: lossless in grey, the nearest of 256 colours otherwise."""
+class _Palettes:
+    """Frames with palettes of their own: lossless in grey, the nearest of 256 colours otherwise."""
 
-    def __init__(self, container: Any, fps: int) -> None:
-        self.stream = container.add_stream("gif", rate=fps)
-        self.stream.pix_fmt = "pal8"
-        self.stream.options = {"gifflags": "0"}  # no frame is written as what differs from the one before
+    def __init__(self, fps: int) -> None:
         self._tick, self._count = Fraction(1, fps), 0
         self._graph: Any = None
 
-    def convert(self, frame: Any) -> Any:
+    def __call__(self, frame: Any) -> Any:
         if self._graph is None:
             from av.filter import Graph
 
             self._graph = graph = Graph()
             source = graph.add_buffer(width=frame.width, height=frame.height, format=frame.format, time_base=self._tick)
-            split = graph.add("split")
+            split, use, sink = graph.add("split"), graph.add("paletteuse", "new=1:dither=none"), graph.add("buffersink")
             palette = graph.add("palettegen", "stats_mode=single:reserve_transparent=0")
-            use, sink = graph.add("paletteuse", "new=1:dither=none"), graph.add("buffersink")
             source.link_to(split)
             split.link_to(palette, 0, 0)
             split.link_to(use, 1, 0)
@@ -196,7 +188,7 @@ class _Gif:
             graph.configure()
         frame.pts, frame.time_base = self._count, self._tick
         self._graph.push(frame)
-        shown = self._graph.pull()
-        shown.pts, shown.time_base = self._count, self._tick
+        drawn = self._graph.pull()
+        drawn.pts, drawn.time_base = self._count, self._tick
         self._count += 1
-        return shown
+        return drawn

@@ -2,11 +2,11 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.models.feature_extraction import create_feature_extractor
 
 from metrics.features.extractors import HOW_TO_GET, find_weights, load_resnet50, needed_weights
 from models.backbones.base import normalize
@@ -24,20 +24,13 @@ class ResNetFeatures:
 
     def __init__(self, network: nn.Module) -> None:
         """Args: `network` a torchvision ResNet in evaluation mode whose parameters want no gradient."""
-        self._network = network
+        self._dtype = network.get_parameter("conv1.weight").dtype
+        self._stages = create_feature_extractor(network, ["relu", "layer1", "layer2", "layer3", "layer4"])
 
     def __call__(self, images: Tensor) -> list[Tensor]:
         """Maps [n, c, h, w], fine to coarse, of images [n, 1 or 3, H, H] in [-1, 1]; differentiable."""
-        net: Any = self._network
-        x = resize(images.to(net.conv1.weight.dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
-        x = normalize((x + 1) / 2)
-        x = net.relu(net.bn1(net.conv1(x)))
-        features = [x]
-        x = net.maxpool(x)
-        for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
-            x = stage(x)
-            features.append(x)
-        return [unit_length(maps) for maps in features]
+        x = resize(images.to(self._dtype), min(max(images.shape[-1], SMALLEST), LARGEST))
+        return [unit_length(maps) for maps in self._stages(normalize((x + 1) / 2)).values()]
 
 
 def unit_length(maps: Tensor, eps: float = 1e-10) -> Tensor:
@@ -92,22 +85,16 @@ class Distance:
         return feature_distance(self._features(images), self._wanted) if self._features else None
 
 
-def at_hand(weights: str | Path | None) -> str:
-    """The features to compare where none are named: resnet50's, or pixels where its weights are not there, and a line
-    on stderr that says so. Weights that are named and missing are an error of `build_features`.
+def build_features(name: str | None, weights: str | Path | None, device: torch.device) -> ResNetFeatures | None:
+    """Features by name; None for `pixels`. Without a name: those of resnet50, or where its weights are not there pixels
+    and a line on stderr that says so.
+
+    Raises UserError if weights are named and missing, or given where none are read.
     """
-    if weights or find_weights(weights) is not None:
-        return "resnet50"
-    told = f"no ResNet-50 weights found: comparing pixels only, which gives blurred images; for more {HOW_TO_GET}"
-    print(told, file=sys.stderr)
-    return "pixels"
-
-
-def build_features(name: str, weights: str | Path | None, device: torch.device) -> ResNetFeatures | None:
-    """Features by name; None for `pixels`.
-
-    Raises UserError if resnet50's weights file is not there, or one is given where none is read.
-    """
+    if name is None and not weights and find_weights(None) is None:
+        text = f"no ResNet-50 weights found: comparing pixels only, which gives blurred images; for more {HOW_TO_GET}"
+        print(text, file=sys.stderr)
+        return None
     if name == "pixels":
         if weights:
             raise UserError("--weights is for --features resnet50; leave it out")

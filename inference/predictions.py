@@ -83,9 +83,9 @@ def predict(
     results: list[dict[str, Any]] = [{"file": file} for file in files]
     classes: list[str] = checkpoint["classes"]
     with contextlib.closing(read_batches(files, checkpoint, batch_size=batch_size, resize=resize)) as batches:
-        for start, found in zip(range(0, len(files), batch_size), batches, strict=True):
+        for start, batch in zip(range(0, len(files), batch_size), batches, strict=True):
             read: dict[int, Tensor] = {}  # place among the files -> image
-            for place, image in enumerate(found, start):
+            for place, image in enumerate(batch, start):
                 if isinstance(image, str):
                     results[place]["error"] = image
                 else:
@@ -125,10 +125,10 @@ def read_batches(
         try:
             ahead = [pool.submit(read, file) for file in files[:batch_size]]
             for start in range(0, len(files), batch_size):
-                found = [future.result() for future in ahead]
+                batch = [future.result() for future in ahead]
                 after = start + batch_size
                 ahead = [pool.submit(read, file) for file in files[after : after + batch_size]]
-                yield found
+                yield batch
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -155,23 +155,14 @@ def default_layer(classifier: Classifier) -> str:
     last = classifier.backbone.maps
     if last != RESNET[-1]:
         return last
-    sides: dict[str, int] = {}
-
-    def note(name: str, output: Tensor) -> None:
-        sides[name] = min(output.shape[-2:])
-
-    hooks = [
-        find_layer(classifier, name).register_forward_hook(lambda *call, name=name: note(name, call[-1]))
-        for name in RESNET
-    ]
-    try:
-        side, channels = classifier.resolution, classifier.channels
-        with torch.no_grad(), evaluating(classifier):
-            classifier(next(classifier.parameters()).new_zeros(1, channels, side, side))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return next((name for name in reversed(RESNET) if sides[name] >= MAPS_SIDE), RESNET[0])
+    shape = 1, classifier.channels, classifier.resolution, classifier.resolution
+    image = next(classifier.parameters()).new_zeros(shape)
+    with evaluating(classifier):
+        for name in reversed(RESNET):
+            maps, _ = output_gradient(classifier, name, (image,), torch.sum)
+            if min(maps.shape[-2:]) >= MAPS_SIDE:
+                return name
+    return RESNET[0]
 
 
 def grad_cam(model: nn.Module, images: Tensor, targets: Tensor, layer: str) -> Tensor:
@@ -237,16 +228,16 @@ def output_files(folder: Path, files: Sequence[str], kind: str = "gradcam") -> l
     """
     check_writable(folder)
     taken = {_identity(Path(file)) for file in files}
-    found = []
+    paths: list[Path] = []
     for file in files:
         stem = Path(file).stem.replace("\0", "") or "image"
         while len(os.fsencode(stem)) > LONGEST:
             stem = stem[:-1]
         numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
         names = (folder / f"{stem}-{kind}{number}.png" for number in numbers)
-        found.append(next(path for path in names if _identity(path) not in taken))
-        taken.add(_identity(found[-1]))
-    return found
+        paths.append(next(path for path in names if _identity(path) not in taken))
+        taken.add(_identity(paths[-1]))
+    return paths
 
 
 def _identity(path: Path) -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from data.errors import ImageError
-from inference.perceptual import Distance, at_hand, build_features
+from inference.perceptual import Distance, build_features
 from inference.predictions import read_image
 from inference.samples import Sampler, with_styles
 from inference.settings import SPACES, ProjectionConfig, Space
@@ -75,7 +75,7 @@ class Projector:
             noise = [torch.randn(1, *shape, generator=key).to(self.device) for shape in shapes]
         else:
             noise = self.config.noise_mode
-        found: list[tuple[Projection, Tensor, int | None]] = []
+        means: list[tuple[Projection, Tensor, int | None]] = []
         kinds: Sequence[int | None] = labels or [None]
         for label in kinds:
             with torch.no_grad(), full_float32(self.device):
@@ -83,8 +83,8 @@ class Projector:
                 w = self.generator.mapping(z.to(self.device), kind)  # [MEAN_SAMPLES, w_dim]
                 mean = self.generator.w_avg if label is None else w.mean(dim=0)
                 spread = (w - mean).square().sum(dim=1).mean().sqrt()
-            found.append((self._result(self._rows(mean[None]), noise), spread, label))
-        best, spread, self.label = min(found, key=lambda entry: entry[0].loss)  # the first of equals
+            means.append((self._result(self._rows(mean[None]), noise), spread, label))
+        best, spread, self.label = min(means, key=lambda entry: entry[0].loss)  # the first of equals
         self.spread = float(spread)
         return best
 
@@ -116,8 +116,8 @@ class Projector:
             optimizer.step()
             normalise_(maps)
             tick()
-        found = noise if isinstance(noise, str) else [m.detach() for m in noise]
-        return min(start, self._result(self._rows(w.detach()), found), key=lambda result: result.loss)
+        last = noise if isinstance(noise, str) else [m.detach() for m in noise]
+        return min(start, self._result(self._rows(w.detach()), last), key=lambda result: result.loss)
 
     def _rows(self, w: Tensor) -> Tensor:
         """[1, num_ws, w_dim] of one row or of all."""
@@ -204,20 +204,19 @@ def find(
     Raises UserError for a generator without w, and for missing weights.
     """
     generator = with_styles(sampler.generator, "project")
-    features = features or at_hand(weights)
-    if features == "pixels" and config.pixel_weight == 0:
-        raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     network = build_features(features, weights, sampler.device)
+    if network is None and config.pixel_weight == 0:
+        raise UserError("--pixel-weight 0 with --features pixels leaves nothing to compare; leave one of them out")
     wanted = target.to(sampler.device, generator.w_avg.dtype) / 127.5 - 1
     with full_float32(sampler.device):
         distance = Distance(wanted, features=network, pixel_weight=config.pixel_weight)
     projector = Projector(generator, distance, config, seed=sampler.seed)
     start = projector.start(sampler.chosen)
-    found: dict[str, Projection] = {}
+    spaces: dict[str, Projection] = {}
     for name in SPACES[space]:
-        before = next(reversed(found.values()), start)
-        found[name] = projector.search(name, before, refine=bool(found), tick=tick)
-    return Found(projector.label, start, found)
+        before = next(reversed(spaces.values()), start)
+        spaces[name] = projector.search(name, before, refine=bool(spaces), tick=tick)
+    return Found(projector.label, start, spaces)
 
 
 def project(
@@ -235,26 +234,26 @@ def project(
     """`find`, and a PNG of the target and what was found, with its distances; returns lines that say the same."""
     with Bar(total=config.steps * len(SPACES[space]), desc="projecting", unit="step", delay=1) as bar:
         result = find(sampler, target, config, space=space, features=features, weights=weights, tick=bar.update)
-    found = result.spaces
+    spaces = result.spaces
     label = "" if result.label is None else names[result.label]
-    heads = ["target", *("\n".join([name, *nearest.distances]) for name, nearest in found.items())]
-    row = [target[0], *(nearest.image for nearest in found.values())]
+    heads = ["target", *("\n".join([name, *nearest.distances]) for name, nearest in spaces.items())]
+    row = [target[0], *(nearest.image for nearest in spaces.values())]
     save_table([row], out, row_heads=[""], column_heads=heads, cell=CELL)
     if save_to is not None:
-        write_atomic(save_to, _latents(found, {"class": label, "seed": sampler.seed, "steps": config.steps}))
+        write_atomic(save_to, _latents(spaces, {"class": label, "seed": sampler.seed, "steps": config.steps}))
     where = f"start ({label})" if label else "start"
-    return [f"{name}: {', '.join(nearest.distances)}" for name, nearest in {where: result.start, **found}.items()]
+    return [f"{name}: {', '.join(nearest.distances)}" for name, nearest in {where: result.start, **spaces}.items()]
 
 
-def _latents(found: dict[str, Projection], about: dict[str, Any]) -> bytes:
+def _latents(spaces: dict[str, Projection], about: dict[str, Any]) -> bytes:
     """A safetensors file: `w` [w_dim], `w+` [num_ws, w_dim], the searched noise as `NAME.noise.LAYER` [1, 1, h, w].
 
     Its metadata is one JSON text, `projection`: several entries would come in another order every time.
     """
-    tensors = {name: result.ws[0] if name == "w" else result.ws for name, result in found.items()}
-    for name, result in found.items():
+    tensors = {name: result.ws[0] if name == "w" else result.ws for name, result in spaces.items()}
+    for name, result in spaces.items():
         if not isinstance(result.noise, str):
             tensors |= {f"{name}.noise.{layer}": level for layer, level in enumerate(result.noise)}
-    about = {**about, "rmse": {name: result.rmse for name, result in found.items()}}
+    about = {**about, "rmse": {name: result.rmse for name, result in spaces.items()}}
     plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
     return save(plain, metadata={"projection": json.dumps(about)})

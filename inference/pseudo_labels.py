@@ -58,8 +58,8 @@ def main(argv: list[str]) -> int:
     classes: list[str] = checkpoint["classes"]
     with dataset_for_model(options.data, checkpoint) as reader:
         labels, sure = guesses(classifier, reader, batch_size=options.batch_size)
-        found = told(reader, classes, labels, sure, options.threshold)
-        if not found["kept"]:
+        summary = summarise(reader, classes, labels, sure, options.threshold)
+        if not summary["kept"]:
             raise UserError(f"--threshold {options.threshold:g}: no image of {options.data} reaches it; lower it")
         kept = (sure >= options.threshold).nonzero()[0]
         parts = [(reader, kept, labels[kept])]
@@ -67,12 +67,12 @@ def main(argv: list[str]) -> int:
             first = dataset_for_model(options.labelled, checkpoint)
             require_same_classes(options.labelled, first.classes, "the classifier", classes)
             parts.insert(0, (first, range(len(first)), first.labels()))
-            found["labelled"] = len(first)
+            summary["labelled"] = len(first)
         by = f"{'/'.join(path.parts[-3:])} sha256 {file_sha256(path)[:16]}"
         source = f"{options.data} labelled by {by} from {options.threshold:g} on"
         meta = write_labelled(options.out, parts, classes, source=source, overwrite=options.overwrite)
-    found["count"] = meta.count
-    print(json.dumps(found, indent=1, allow_nan=False) if options.json else "\n".join(lines(found, options.out)))
+    summary["count"] = meta.count
+    print(json.dumps(summary, indent=1, allow_nan=False) if options.json else "\n".join(lines(summary, options.out)))
     return 0
 
 
@@ -96,7 +96,7 @@ def guesses(classifier: "Classifier", reader: "Dataset", *, batch_size: int) -> 
     return torch.cat(labels).numpy(), torch.cat(sure).numpy()
 
 
-def told(
+def summarise(
     reader: "Dataset", classes: list[str], labels: "np.ndarray", sure: "np.ndarray", threshold: float
 ) -> dict[str, Any]:
     """Of the images: how many there are and are kept, by class, and the share of right ones where that is known."""
@@ -147,13 +147,13 @@ def write_labelled(
         return writer.finish()
 
 
-def lines(found: dict[str, Any], out: Path) -> list[str]:
+def lines(summary: dict[str, Any], out: Path) -> list[str]:
     """For a person."""
-    kept, images, least = found["kept"], found["images"], found["threshold"]
-    shown = [f"{kept:,} of {images:,} images ({kept / images:.1%}) are labelled from {least:g} on"]
-    shown += [f"  {name}: {count:,}" for name, count in found["by_class"].items()]
-    shown += [f"{found['right']:.1%} of these labels are those of the file"] if found["right"] is not None else []
-    return [*shown, f"wrote {out}: {found['count']:,} images"]
+    kept, images, least = summary["kept"], summary["images"], summary["threshold"]
+    text = [f"{kept:,} of {images:,} images ({kept / images:.1%}) are labelled from {least:g} on"]
+    text += [f"  {name}: {count:,}" for name, count in summary["by_class"].items()]
+    text += [f"{summary['right']:.1%} of these labels are those of the file"] if summary["right"] is not None else []
+    return [*text, f"wrote {out}: {summary['count']:,} images"]
 
 
 if __name__ == "__main__":

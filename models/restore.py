@@ -7,7 +7,7 @@ import torch
 from models.classifier import Classifier, ModelConfig
 from models.gan import ImageDiscriminator, ImageGenerator, StageGenerator
 from models.registry import DEFAULT, architecture_of
-from utils.checkpoint import SHAPE
+from utils.checkpoint import Shape
 from utils.checkpoint.state_schema import FAULTS, loaded
 from utils.config.build import build
 from utils.errors import UserError
@@ -27,7 +27,7 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
     if section not in checkpoint["config"]:
         raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
     config = build(kind, checkpoint["config"][section], source=f"checkpoint's {section}")
-    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in SHAPE}
+    shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields}
 
     def built() -> Any:
         held = {name.partition(".")[0] for name in checkpoint["state"][part]}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from planning.plan import Plan, Training, replanned
 from utils.distributed.launch import handling, obeyed_signals
 from utils.errors import EXIT_SIGNAL, UserError
-from utils.files import check_writable, write_atomic
+from utils.files import as_json, check_writable, write_atomic
 from utils.processes import die_with_parent
 from utils.text import duration
 
@@ -159,7 +159,7 @@ class Quickstart:
         start = time.monotonic()
         code = call([sys.executable, *step.command])
         self.timings[step.name] = {"seconds": round(spent + time.monotonic() - start, 1), "done": code == 0}
-        write_atomic(self.folder / "timings.json", json.dumps(self.timings, indent=1).encode())
+        write_atomic(self.folder / "timings.json", as_json(self.timings))
         return code
 
     def finish(self) -> None:
@@ -171,7 +171,7 @@ class Quickstart:
         summary = summarise(self.folder, self.plan, seconds)
         summary |= {"timings": {name: step["seconds"] for name, step in self.timings.items()}}
         summary |= {"versions": environment()}
-        write_atomic(self.folder / "summary.json", f"{json.dumps(summary, indent=1)}\n".encode())
+        write_atomic(self.folder / "summary.json", as_json(summary))
         report = write_quickstart_report(
             self.folder,
             commands=self.commands,

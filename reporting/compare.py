@@ -4,7 +4,6 @@ The figures and their tests are those of `evaluate.py --compare`: image by image
 corrected for their number. Beside them stand the runs' images and their curves.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from reporting.pictures import CAPTIONS, picture
 from reporting.report import SHOWN_AT_ONCE, chart_of, render
 from reporting.run_files import Run, read_run
 from utils.config.cli import Parser
-from utils.files import check_writable, write_atomic
+from utils.files import as_json, check_writable, write_atomic
 from utils.provenance import environment
 from utils.script import exit_cli
 
@@ -44,7 +43,7 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
         command=" ".join(["python -m reporting.compare", *names]),
         versions=environment(),
     )
-    write_atomic(folder / "comparison.json", f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(folder / "comparison.json", as_json(document))
     write_atomic(folder / "comparison.html", text.encode(errors="replace"))
     return folder / "comparison.html"
 

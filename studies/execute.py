@@ -22,7 +22,7 @@ from studies.declare import Arm, Result, Settings, Subject
 from studies.document import document
 from utils.distributed.launch import handling
 from utils.errors import StoppedBySignal, UserError
-from utils.files import check_writable, write_atomic
+from utils.files import as_json, check_writable, write_atomic
 from utils.runlog.run_log import say
 from utils.text import duration
 
@@ -249,4 +249,4 @@ def unpacked(file: Path) -> Result:
 
 
 def _write(file: Path, tree: dict[str, Any]) -> None:
-    write_atomic(file, f"{json.dumps(tree, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(file, as_json(tree))

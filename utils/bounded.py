@@ -42,9 +42,13 @@ class FileLimit:
     @property
     def limit(self) -> int:
         """In bytes."""
-        told = os.environ.get(self.variable, "") if self.variable else ""
-        mib = int(told) if told.isascii() and told.isdigit() and len(told) < 10 else self.mib
+        text = os.environ.get(self.variable, "")
+        mib = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else self.mib
         return mib << 20 if mib else 1 << 63
+
+    @property
+    def remedy(self) -> str:
+        return f"the {self.limit >> 20:,} MiB for {self.name}: make it smaller or set {self.variable}"
 
 
 IMAGE = FileLimit("an image file", 256, "DUET_MAX_IMAGE_MIB")  # Pillow's limit of pixels in 24 bits, uncompressed
@@ -75,10 +79,7 @@ class Readable(Protocol):
 
 def too_large(size: int, kind: FileLimit) -> str | None:
     """Why a file of so many bytes does not come in, or None."""
-    if size <= kind.limit:
-        return None
-    told = f"has {size:,} bytes, more than the {kind.limit >> 20:,} MiB for {kind.name}"
-    return f"{told}: make it smaller or set {kind.variable}"
+    return f"has {size:,} bytes, more than {kind.remedy}" if size > kind.limit else None
 
 
 def check(path: str | Path, kind: FileLimit) -> os.stat_result:
@@ -103,27 +104,18 @@ def open_file(path: str | Path, kind: FileLimit) -> io.BufferedReader:
 
 def read_file(path: str | Path, kind: FileLimit) -> bytes:
     """The bytes of a file that `check` accepts. Raises OSError."""
-    size = check(path, kind).st_size
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        content = os.read(descriptor, size + 1)
-        if len(content) == size:  # nearly always
-            return content
-        with os.fdopen(os.dup(descriptor), "rb", buffering=0) as rest:  # it grew, or a read was cut short
-            return content + read_stream(rest, kind, len(content))
-    finally:
-        os.close(descriptor)
+    with open_file(path, kind) as file:
+        return read_stream(file, kind)
 
 
-def read_stream(stream: Readable, kind: FileLimit, already: int = 0) -> bytes:
-    """All that is left in a stream, of which `already` bytes were read. Raises OSError, at the kind's limit Refused."""
-    parts, size, limit = [], already, kind.limit
+def read_stream(stream: Readable, kind: FileLimit) -> bytes:
+    """All that is left in a stream. Raises OSError, at the kind's limit Refused."""
+    parts, size, limit = [], 0, kind.limit
     while part := stream.read(min(STEP, limit + 1 - size)):
         size += len(part)
         parts.append(part)
         if size > limit:
-            told = f"has more than the {limit >> 20:,} MiB for {kind.name}"
-            raise Refused(f"{told}: make it smaller or set {kind.variable}")
+            raise Refused(f"has more than {kind.remedy}")
     return b"".join(parts)
 
 

@@ -15,8 +15,8 @@ def require_same_classes(
         return
     sides = ((others, names, "missing here"), (names, others, "only here"))
     odd = [(sorted(set(some) - set(rest)), where) for some, rest, where in sides]
-    found = [f"{listed(those)} {where}" for those, where in odd if those]
-    if not found:
+    differences = [f"{listed(those)} {where}" for those, where in odd if those]
+    if not differences:
         place = next(i for i, (name, theirs) in enumerate(zip(names, others, strict=False)) if name != theirs)
-        found = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
-    raise UserError(f"{who}: its classes are not those of {other}: {'; '.join(found)}; {remedy}")
+        differences = [f"class {place} is {names[place]!r} here and {others[place]!r} there"]
+    raise UserError(f"{who}: its classes are not those of {other}: {'; '.join(differences)}; {remedy}")

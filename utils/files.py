@@ -1,5 +1,6 @@
 """Files that are complete or absent: written beside the target, flushed to the disk, renamed."""
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -45,6 +46,11 @@ def replace_file(path: Path, content: bytes) -> None:
     """Write `path` whole, see `replacing`. Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
+
+
+def as_json(document: object) -> bytes:
+    """A document as a run's files hold it: indented, with an end of line. Raises ValueError for NaN."""
+    return f"{json.dumps(document, indent=1, allow_nan=False)}\n".encode()
 
 
 def sync_folder(folder: Path) -> None:

@@ -21,8 +21,6 @@ from utils.text import printable, shorten
 if TYPE_CHECKING:  # torch takes seconds to import, and data.pack draws no tensors
     from torch import Tensor
 
-ImageArray: TypeAlias = "Tensor | np.ndarray"
-
 TEXT, LINE = 11, 14  # px: height of letters, and from one line to the next
 WIDEST_NAME = 150  # px beside a row
 CELL = 96  # px that a table's smaller images are enlarged to
@@ -32,59 +30,22 @@ CAPTION = 112  # px that a caption may be wide at least
 Word = tuple[float, float, str, str]  # x, y, text, and what of it lies there: Pillow's anchor
 Place: TypeAlias = "tuple[int, int, Tensor | None]"  # x, y of an image's corner; None leaves the place white
 OWN = "DejaVu Sans"
-OTHERS = (  # the most common ones with many scripts, in order
-    "Noto Sans CJK SC",
-    "Noto Sans CJK JP",
-    "Noto Sans SC",
-    "Noto Sans JP",
-    "Source Han Sans SC",
-    "WenQuanYi Micro Hei",
-    "WenQuanYi Zen Hei",
-    "Droid Sans Fallback",
-    "PingFang SC",
-    "Hiragino Sans",
-    "Arial Unicode MS",
-    "Microsoft YaHei",
-    "Yu Gothic",
-    "Malgun Gothic",
-    "Unifont",
-)
+OTHERS = [  # the most common ones with many scripts, in order
+    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
+    *("WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback", "PingFang SC", "Hiragino Sans"),
+    *("Arial Unicode MS", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Unifont"),
+]
 
 
-def to_numpy(images: ImageArray) -> np.ndarray:
-    """uint8 images [n, C, H, W] as NumPy on the CPU. Raises ValueError for another type or shape (C is 1 or 3)."""
-    array = np.asarray(images) if isinstance(images, np.ndarray) else images.detach().cpu().numpy()
-    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[1] not in (1, 3):
-        raise ValueError(f"expected uint8 images [n, 1 or 3, H, W], got {array.dtype} {list(array.shape)}")
-    return array
-
-
-def grid(
-    images: ImageArray,  # uint8 [n, C, H, W]
-    *,
-    columns: int | None = None,  # images in a row; None makes the grid about square
-    scale: int = 1,  # each pixel becomes scale x scale
-    padding: int = 0,  # pixels between images, counted after scaling
-    background: int = 255,  # value of the padding and of empty places, 0 to 255
-) -> np.ndarray:
-    """Lay images out in rows, left to right and top to bottom; returns uint8 [H', W', C].
-
-    Raises ValueError for no images, a wrong type or shape, or a number below its least value.
+def grid(images: "Tensor", *, columns: int | None = None) -> np.ndarray:
+    """Images uint8 [n, 1 or 3, H, W] in rows, left to right and top to bottom, about square unless `columns` says
+    otherwise; empty places are white. uint8 [H', W', C].
     """
-    array = to_numpy(images)
-    count, channels, height, width = array.shape
-    columns = math.ceil(math.sqrt(count)) if columns is None else columns
-    if count < 1 or columns < 1 or scale < 1 or padding < 0:
-        raise ValueError(f"a grid of {count} images, {columns} columns, scale {scale}, padding {padding} is empty")
-    rows = math.ceil(count / columns)
-    height, width = height * scale, width * scale
-    canvas = np.full(
-        (rows * (height + padding) - padding, columns * (width + padding) - padding, channels), background, np.uint8
-    )
-    for index, image in enumerate(array.transpose(0, 2, 3, 1)):
-        top, left = index // columns * (height + padding), index % columns * (width + padding)
-        canvas[top : top + height, left : left + width] = image.repeat(scale, axis=0).repeat(scale, axis=1)
-    return canvas
+    from torchvision.utils import make_grid
+
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    canvas = make_grid(images.cpu(), nrow=columns, padding=0, pad_value=255)[: images.shape[1]]  # grey becomes RGB
+    return canvas.permute(1, 2, 0).numpy()
 
 
 def save_png(image: np.ndarray, path: str | Path) -> None:
@@ -208,23 +169,21 @@ def drawable(text: str) -> str:
     """A line of text, `printable`, with what no font has written as its number."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(map(_shown, printable(text)))
+    return _written(printable(text), frozenset().union(*map(_letters, families())))
 
 
-def _shown(character: str) -> str:
-    if any(ord(character) in _letters(name) for name in families()):
-        return character
-    return character.encode("unicode_escape").decode("ascii")
+def _written(text: str, letters: frozenset[int]) -> str:
+    return "".join(c if ord(c) in letters else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def legible(text: str, size: int) -> tuple[str, ImageFont.FreeTypeFont]:
-    """A line of text as it can be drawn by one font, and that font, of `size` px: the first that has all letters."""
+    """A line of text as it can be drawn by one font, and that font, of `size` px: the first that has all letters, else
+    our own.
+    """
     text = drawable(text)
-    wanted = {ord(character) for character in text}
+    wanted = set(map(ord, text))
     name = next((name for name in families() if wanted <= _letters(name)), OWN)
-    if not wanted <= _letters(name):  # no single one has all of them
-        text = "".join(c if ord(c) in _letters(OWN) else c.encode("unicode_escape").decode("ascii") for c in text)
-    return text, _font(name, size)
+    return _written(text, _letters(name)), _font(name, size)
 
 
 @cache

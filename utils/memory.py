@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
+NO_LIMIT = 1 << 63
 MIB = 2**20
 HUGE_PAGE = 2 * MIB
 LARGEST_BLOCK = 32 * MIB  # glibc's upper limit for blocks that do not come from the system one by one
@@ -23,18 +24,24 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 
 
+def _container_limit() -> int:
+    """Of memory, by cgroup 2; as good as none outside a container."""
+    limit = CGROUP / "memory.max"
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return NO_LIMIT if text == "max" else int(text)
+
+
 def available_bytes() -> int:
     """Memory that can be taken without swapping: the machine's or, where it is less, the container's (cgroup 2)."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if MEMINFO.exists():
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = CGROUP / "memory.max"
-    if limit.exists() and limit.read_text().strip() != "max":
+    if (limit := _container_limit()) < NO_LIMIT:
         counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         cached = int(counts["inactive_file"]) + int(counts["active_file"])  # counted as used, but given back
         used = int((CGROUP / "memory.current").read_text()) - cached
-        free = min(free, max(0, int(limit.read_text()) - used))
+        free = min(free, max(0, limit - used))
     return free
 
 
@@ -45,11 +52,7 @@ def total_bytes(device: "torch.device", *, several: bool = False) -> int:
 
         devices = range(torch.cuda.device_count()) if several else [device]
         return sum(torch.cuda.get_device_properties(each).total_memory for each in devices)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = CGROUP / "memory.max"
-    if limit.exists() and limit.read_text().strip() != "max":
-        total = min(total, int(limit.read_text()))
-    return total
+    return min(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _container_limit())
 
 
 def peak_bytes(device: "torch.device") -> int:

@@ -62,9 +62,9 @@ def run_cli(main: Callable[[list[str]], int | None], argv: list[str] | None = No
         if debug:
             traceback.print_exc()
         rank = os.environ.get("RANK", "0")
-        told = rank == "0" or (error.of_rank is None and error.rank_specific)
+        telling = rank == "0" or (error.of_rank is None and error.rank_specific)
         rank = rank if error.of_rank is None else str(error.of_rank)
-        if told and not error.quiet:
+        if telling and not error.quiet:
             label = "stopped" if isinstance(error, StoppedBySignal) else "error"
             where = f" on rank {rank}" if rank != "0" else ""
             print(f"{label}{where}: {printable(' '.join(str(error).split()))}", file=sys.stderr, flush=True)

@@ -10,11 +10,11 @@ def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]
     """Device -> what each of the lists, which go together item by item, has there: for operations on many tensors,
     which take those of one device.
     """
-    found: dict[torch.device, list[list[Tensor]]] = {}
+    columns: dict[torch.device, list[list[Tensor]]] = {}
     for row in zip(*lists, strict=True):
-        for column, tensor in zip(found.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
+        for column, tensor in zip(columns.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
             column.append(tensor)
-    return found
+    return columns
 
 
 def laid_like(tensor: Tensor, model: Tensor) -> Tensor:

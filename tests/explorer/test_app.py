@@ -15,7 +15,7 @@ from explorer.drawing import FRAMES, Source, address
 from explorer.runs import Shown
 from inference.editing import Editor
 from inference.influence import snapshot
-from inference.influence_scores import influence
+from inference.influence_scores import influence, passes
 from inference.samples import Sampler
 from inference.settings import ProjectionConfig
 from metrics.evaluate_gan import judge_images
@@ -174,8 +174,9 @@ def test_training_images_that_spoke(client, shown, folder):
     image = torch.full((1, 8, 8), 128, dtype=torch.uint8)
     label = int(judge_images(shown[CLASSIFIER].model, image[None])[0].argmax())
     assert found["class"] == CLASSES[label]
+    last = snapshot(resolve(folder / "classifier"), torch.device("cpu"))
     with Dataset(folder / "data" / "train.lmdb") as reader:
-        scores = influence([snapshot(resolve(folder / "classifier"), torch.device("cpu"))], reader, image, label)
+        scores = influence(passes([last], reader), len(reader), image, label)
         best = int(scores.argmax())
         assert (pixels(found["found"][0]["address"]) == reader.read([best])[0][0, 0]).all()
         assert found["found"][0]["class"] == CLASSES[reader.labels()[best]]
@@ -187,7 +188,7 @@ def test_training_images_that_spoke(client, shown, folder):
 
 def test_training_images_are_gathered_once(client, monkeypatch):
     first = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
-    monkeypatch.setattr(naming, "gather", lambda *_: pytest.fail("gathered again"))
+    monkeypatch.setattr(naming, "passes", lambda *_: pytest.fail("computed again"))
     again = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     assert first == again
     monkeypatch.setattr(naming, "MOST_KEPT", 0)  # too many to be kept
@@ -209,7 +210,7 @@ def test_training_images_that_are_not_there_or_others(shown, tmp_path):
 
 
 def test_nearest_image(client, monkeypatch):
-    monkeypatch.setattr("inference.projection.at_hand", lambda _: "pixels")
+    monkeypatch.setattr("inference.projection.build_features", lambda *_: None)
     monkeypatch.setattr(drawing, "SEARCH", ProjectionConfig(steps=2))
     found = client.post("/api/nearest", query_string={"run": GAN}, data=grey()).json
     assert (pixels(found["target"]) == 128).all()

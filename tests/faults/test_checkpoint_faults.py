@@ -17,7 +17,7 @@ import torch
 
 from tests.conftest import REPOSITORY
 from tests.faults.conftest import ENVIRONMENT, Command, Outcome, own_process, with_mounts
-from tests.utils.checkpoint_files import damage
+from tests.utils.checkpoint.files import damage
 from utils.checkpoint import file_sha256, load, newest_first, step_of
 
 QUIET = ["--evaluation.every", "0", "--log.samples-every", "0"]

@@ -18,6 +18,7 @@ from inference.influence_scores import (
     head_gradients,
     influence,
     most,
+    passes,
     rate_of,
     sample_gradients,
     suspicion,
@@ -173,7 +174,7 @@ def snapshots_of(run) -> list[Snapshot]:
 def test_wrong_labels_are_found(flipped, by):
     run, data, wrong = flipped
     with Dataset(data) as reader:
-        found = suspicion(snapshots_of(run), reader)
+        found = suspicion(passes(snapshots_of(run), reader), reader)
     order = found.order(by).numpy()
     share = np.isin(order[: len(wrong)], wrong).mean()
     place = np.median(np.flatnonzero(np.isin(order, wrong))) / len(order)  # 0: the first, by chance 0.5
@@ -191,7 +192,7 @@ def test_influence_is_its_definition(flipped):
     assert len(set(rates)) == 3
     with Dataset(data) as reader:
         images, labels = (torch.from_numpy(part) for part in reader.read([3, 100, 201]))
-        scores = influence(snapshots, reader, images[1], 2, batch_size=100)
+        scores = influence(passes(snapshots, reader, batch_size=100), len(reader), images[1], 2)
         expected = torch.zeros(3, dtype=torch.float64)
         for snapshot, rate in zip(snapshots, rates[::-1], strict=True):
             model, names = snapshot.load().double().requires_grad_(), ["network.fc.weight", "network.fc.bias"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from reporting.figures import time_taken
@@ -84,8 +85,8 @@ def make_gan(folder: Path) -> Path:
     write(folder / "status.json", {"state": "finished", "step": 50, "reason": "", "exit_code": 0})
     write(folder / "checkpoints" / "last.json", {"file": "step-00000050.pt", "step": 50, "sha256": "0" * 64})
     for step in (0, 20, 50):
-        save_png(grid(sample_images()), folder / "samples" / f"step-{step:08d}.png")
-    save_png(grid(sample_images()), folder / "eval" / "samples.png")
+        save_png(grid(torch.from_numpy(sample_images())), folder / "samples" / f"step-{step:08d}.png")
+    save_png(grid(torch.from_numpy(sample_images())), folder / "eval" / "samples.png")
     distance = {"extractor": "resnet50", "frechet": 1869.25, "kernel": 1.5, "floor": 60.875, "kernel_floor": None}
     evaluation = {
         "checkpoint": "runs/gan/checkpoints/step-00020000.pt",
@@ -119,7 +120,7 @@ def make_classifier(folder: Path) -> Path:
     per_class = {"Shirt": {"precision": 0.725, "recall": None, "f1": 0.7, "support": 200}}
     evaluation = {"accuracy": 0.8975, "top5_accuracy": None, "ece": 0.0213, "per_class": per_class}
     write(folder / "eval" / "metrics.json", evaluation)
-    save_png(grid(sample_images()), folder / "eval" / "confusion.png")
+    save_png(grid(torch.from_numpy(sample_images())), folder / "eval" / "confusion.png")
     return folder
 
 
@@ -249,7 +250,7 @@ def test_quickstart_report_holds_both_runs(tmp_path):
 def make_told_run(folder: Path) -> Path:
     """A run with all that the report tells of one."""
     make_gan(folder)
-    save_png(grid(sample_images()), folder / "eval" / "real.png")
+    save_png(grid(torch.from_numpy(sample_images())), folder / "eval" / "real.png")
     write(folder / "status.json", {"state": "stopped", "step": 50, "reason": "SIGTERM", "seconds": 3725.0})
     best = {"file": "step-00000040.pt", "step": 40, "metric": "diversity_ratio", "value": 0.625}
     write(folder / "checkpoints" / "best.json", best)
@@ -325,7 +326,7 @@ def test_time_taken_is_for_people(seconds, words):
 
 def test_what_other_commands_wrote_into_the_run_is_shown_or_linked(tmp_path):
     run = make_told_run(tmp_path / "gan")
-    save_png(grid(sample_images()), run / "maps" / "cat.png")
+    save_png(grid(torch.from_numpy(sample_images())), run / "maps" / "cat.png")
     write(run / "out" / "a film.mp4", "x" * 2048)
     write(run / "model.onnx", "x")
     before = page(write_report(run)).tags.count("img")

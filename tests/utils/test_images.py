@@ -5,7 +5,7 @@ from PIL import Image
 
 from utils.errors import UserError
 from utils.files import write_atomic
-from utils.images import grid, save_png
+from utils.images import PADDING, grid, save_captioned, save_png, save_rows, save_table
 
 
 def sample_images(n, channels=1, height=2, width=3):
@@ -22,16 +22,10 @@ def test_rows_run_left_to_right_and_empty_places_are_white():
     assert (found[2:, 3:] == 255).all()
 
 
-def test_scale_and_padding():
-    found = grid(sample_images(2, channels=3), columns=2, scale=2, padding=1, background=7)
-    assert found.shape == (4, 13, 3)
-    np.testing.assert_array_equal(found[::2, :6:2].transpose(2, 0, 1), sample_images(2, channels=3)[0].numpy())
-    np.testing.assert_array_equal(found[1::2, 1:6:2], found[::2, :6:2])
-    assert (found[:, 6] == 7).all()
-
-
 def test_default_is_about_square():
     assert grid(sample_images(10, height=2, width=2)).shape == (6, 8, 1)
+    alone = sample_images(1)
+    np.testing.assert_array_equal(grid(alone), alone[0].permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -44,21 +38,6 @@ def test_saved_file_holds_the_grid_and_nothing_else_is_left(tmp_path, channels):
     assert [file.name for file in path.parent.iterdir()] == ["grid.png"]
 
 
-@pytest.mark.parametrize(
-    ("images", "options"),
-    [
-        (torch.zeros(1, 1, 2, 2), {}),
-        (torch.zeros(1, 2, 2, 2, dtype=torch.uint8), {}),
-        (torch.zeros(0, 1, 2, 2, dtype=torch.uint8), {}),
-        (sample_images(1), {"columns": 0}),
-        (sample_images(1), {"scale": 0}),
-    ],
-)
-def test_what_is_no_grid_is_refused(images, options):
-    with pytest.raises(ValueError, match=r"expected uint8|is empty"):
-        grid(images, **options)
-
-
 def test_a_place_that_cannot_be_written_is_told_and_the_old_file_stays(tmp_path):
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(UserError, match="cannot write"):
@@ -68,3 +47,125 @@ def test_a_place_that_cannot_be_written_is_told_and_the_old_file_stays(tmp_path)
         write_atomic(tmp_path / "taken", b"new")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "taken"]
     assert (tmp_path / "file").read_bytes() == b"old"
+
+
+# --- images with words: every pixel where it belongs, words within their places
+
+
+def shades(*values, side=8):
+    return torch.tensor(values, dtype=torch.uint8)[:, None, None, None].expand(-1, 1, side, side)
+
+
+def pixels(path):
+    with Image.open(path) as image:
+        return np.asarray(image.convert("L"))
+
+
+@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 64), (3, 128)])
+def test_captioned_images_are_drawn_as_they_are(tmp_path, channels, side):
+    images = torch.randint(0, 256, (7, channels, side, side + 3), dtype=torch.uint8)
+    save_captioned(list(images), ["a\nb"] * 7, tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as written:
+        assert written.mode == ("RGB" if channels == 3 else "L")
+        found = np.asarray(written.convert("RGB"))
+    scale = max(1, round(112 / side))
+    height, width = side * scale, (side + 3) * scale
+    cell = (height + 2 * 14 + 14, max(width, 112) + 12)
+    assert found.shape == (2 * cell[0], 6 * cell[1], 3)
+    for index, image in enumerate(images):
+        top, left = index // 6 * cell[0] + 6, index % 6 * cell[1] + 6
+        drawn = found[top : top + height : scale, left : left + width : scale]
+        np.testing.assert_array_equal(drawn, image.permute(1, 2, 0).expand(-1, -1, 3).numpy())
+
+
+@pytest.mark.parametrize("side", [8, 28, 32, 64, 100, 256])
+def test_captions_keep_to_their_cell(tmp_path, side):
+    """Wide letters without end: between two captions there is white, and so there is below the second line."""
+    save_captioned([shades(255, side=side)[0]] * 4, ["W" * 90 + "\n" + "W" * 90 + "\nno third"] * 4, tmp_path / "x.png",
+                   columns=2)  # fmt: skip
+    found = pixels(tmp_path / "x.png")
+    middle = found.shape[1] // 2
+    assert (found[:, middle - 4 : middle + 4] == 255).all()
+    assert (found[:, -4:] == 255).all()
+    rows = (found < 128).any(1)
+    assert (np.diff(rows.astype(int)) == 1).sum() == 2 * 2  # two lines under each row of images, none touching
+
+
+def test_fewer_images_than_columns_take_no_empty_room(tmp_path):
+    save_captioned([shades(0)[0]] * 2, ["a", "b"], tmp_path / "x.png", columns=6)
+    assert pixels(tmp_path / "x.png").shape[1] == 2 * (112 + 12)
+
+
+def test_rows_have_their_names_beside_them(tmp_path):
+    rows = [list(shades(7, 7)), list(shades(9, 9)), list(shades(11, 11))]
+    save_rows(rows, tmp_path / "plain.png", columns=2)
+    save_rows(
+        rows, tmp_path / "named.png", columns=2, captions=["a", "", "a name that is much too long for the margin"]
+    )
+    plain, named = pixels(tmp_path / "plain.png"), pixels(tmp_path / "named.png")
+    margin = named.shape[1] - plain.shape[1]
+    assert 100 < margin <= 158
+    np.testing.assert_array_equal(named[:, margin:], plain)
+    ink = [(named[64 * row : 64 * row + 64, :margin] < 128).sum() for row in range(3)]
+    assert ink[0] > 5
+    assert ink[1] == 0
+    assert ink[2] > 10 * ink[0]
+    assert (named[:, :2] == 255).all()
+    first = np.flatnonzero((named[:64, :margin] < 128).any(1))
+    assert 24 < first.mean() < 40  # at the height of its row's middle
+    colour = [[sample_image.expand(3, -1, -1) for sample_image in row] for row in rows]
+    save_rows(colour, tmp_path / "colour.png", columns=2, captions=["a", "b", "c"])
+    assert np.asarray(Image.open(tmp_path / "colour.png")).shape[2] == 3
+
+
+def test_rows_beyond_the_most_are_left_out(tmp_path):
+    save_rows([list(shades(i)) for i in range(5)], tmp_path / "x.png", columns=1, most_rows=3)
+    np.testing.assert_array_equal(pixels(tmp_path / "x.png")[::64, ::64], [[0], [1], [2]])
+
+
+def shade(value, channels=1, side=8):
+    return torch.full((channels, side, side), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("margin", [PADDING, 20])
+def test_a_table_holds_the_images_pixel_by_pixel(tmp_path, margin):
+    ramp = torch.arange(64, dtype=torch.uint8).reshape(1, 8, 8)
+    rows = [[None, shade(50), shade(100)], [shade(150), ramp, shade(0)]]
+    save_table(rows, tmp_path / "x.png", row_heads=["", "$a_b"], column_heads=["", "i\nMMMM", "one"], margin=margin)
+    found = pixels(tmp_path / "x.png")
+    height, width = found.shape
+    last, left = 96 + PADDING, 3 * 96 + PADDING + margin + PADDING  # of the images, from the right and from below
+    x = [width - left, width - left + 96 + margin, width - last]
+    y = [height - last - 96 - margin, height - last]
+    assert (found[y[0] : y[0] + 96, x[0] : x[0] + 96] == 255).all()
+    assert (found[y[0] : y[0] + 96, x[1] : x[1] + 96] == 50).all()
+    assert (found[y[0] : y[0] + 96, x[2] : x[2] + 96] == 100).all()
+    assert (found[y[1] : y[1] + 96, x[0] : x[0] + 96] == 150).all()
+    np.testing.assert_array_equal(
+        found[y[1] : y[1] + 96, x[1] : x[1] + 96], ramp[0].numpy().repeat(12, 0).repeat(12, 1)
+    )
+    assert (found[y[0] : y[0] + 96, x[1] + 96 : x[2]] == 255).all()
+    above, beside = found[: y[0]], found[:, : x[0]]
+    first, second = ((part[:, x[1] : x[1] + 96] < 100).sum() for part in (above[:14], above[14:]))
+    assert 0 < 4 * first < second  # letters, few in the first line and many in the second
+    assert above[:14, x[2] : x[2] + 96].min() == 255  # one line stands next to its image, the first is free
+    assert above[14:, x[2] : x[2] + 96].min() < 100
+    assert beside[y[1] :].min() < 100
+    assert beside[y[0] : y[1]].min() == 255
+
+
+def test_large_and_coloured_images_and_long_heads(tmp_path):
+    save_table([[shade(9, 3, 128)]], tmp_path / "x.png", row_heads=["x" * 200], column_heads=["y" * 200])
+    found = pixels(tmp_path / "x.png")
+    assert (found[-PADDING - 128 : -PADDING, -PADDING - 128 : -PADDING] == 9).all()
+    assert found.shape[1] < 150 + 128 + 4 * PADDING
+    assert (found[:, -PADDING:] == 255).all()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2029", "\0"])
+def test_what_cannot_be_drawn_in_a_class_name_is_a_space(tmp_path, end):
+    rows = [[shade(0)], [shade(100)]]
+    for name, head in (("odd", f"a{end}b"), ("plain", "a b")):
+        save_rows(rows, tmp_path / f"{name}.png", columns=1, captions=[head, "c"])
+    np.testing.assert_array_equal(pixels(tmp_path / "odd.png"), pixels(tmp_path / "plain.png"))
+    save_table([[shade(0)]], tmp_path / "x.png", column_heads=[f"a{end}b"])

@@ -6,7 +6,6 @@ then it falls, then training diverges. A good rate lies where it falls.
 
 import copy
 import io
-import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from training.optim.config import OptimizerConfig
 from training.optim.updater import Updater
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.files import write_atomic
+from utils.files import as_json, write_atomic
 
 IMAGE, NUMBERS = "lr_find.png", "lr_find.json"  # in the run folder
 SMOOTHING = 0.9  # of the running mean that the suggestions are read from
@@ -187,7 +186,7 @@ def _random_states(device: torch.device) -> Iterator[None]:
 def write(found: Found, folder: Path) -> None:
     """Write the curve as an image and as numbers into the run folder. Raises UserError when the disk refuses."""
     numbers = asdict(found) | {"start_loss": found.start_loss if math.isfinite(found.start_loss) else None}
-    write_atomic(folder / NUMBERS, f"{json.dumps(numbers, indent=1, allow_nan=False)}\n".encode())
+    write_atomic(folder / NUMBERS, as_json(numbers))
     write_atomic(folder / IMAGE, draw(found))
 
 

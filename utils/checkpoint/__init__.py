@@ -11,53 +11,85 @@ import os
 import pickle
 import sys
 import zipfile
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Interval
+from pydantic import Field
 
 from utils import bounded
+from utils.config.model import Stored
 from utils.config.yaml_files import near_file
 from utils.errors import UserError
 from utils.files import replace_file, sync_folder
 from utils.passport import check_lineage
-from utils.schema import anything, items, mapping, maybe, number, record, text, whole
 
 if TYPE_CHECKING:
     from utils.checkpoint.writer import Snapshot
 
 SCHEMA = 1
-MOST_SIDE = 2**16  # px
 BEFORE, AFTER = "step-", ".pt"  # around the step in a checkpoint's file name
 KEYS = ("schema", "task", "step", "config", "classes", "shape", "state")
 
-# What a checkpoint says beside its state, which is compared with the networks (`utils.checkpoint.state_schema`).
-CONFIG = {  # of its config: what is read without its dataclass
-    "architecture": text,
-    "data": maybe(record({}, {"path": maybe(text), "val_path": maybe(text), "resolution": maybe(whole(1, MOST_SIDE))})),
-    "loss": maybe(record({}, {"classifier": maybe(text)})),
-    "generator": record({}),
-    "model": record({}),
-}
-SHAPE = {"channels": whole(1, 16), "classes": whole(0, 10**8), "resolution": whole(1, MOST_SIDE)}
-HEAD = {
-    "schema": whole(),
-    "task": text,
-    "step": whole(),
-    "config": mapping(anything),
-    "classes": items(text),
-    "shape": record(SHAPE),
-    "state": mapping(record({})),
-}
-MORE = {
-    "data": maybe(record({}, {"content_hash": text, "count": whole(), "resize_filter": text})),
-    "origin": maybe(record({"file": text, "step": whole(), "sha256": text})),
-    "teachers": items(text),
-    "lineage": maybe(check_lineage),
-    "stage": items(number(0, MOST_SIDE), 2, 2),
-}
-check_head, check_config = record(HEAD, MORE), record({}, CONFIG)
-
 Checkpoint = dict[str, Any]
+Count = Annotated[int, Interval(ge=0, lt=2**63)]
+Side = Annotated[int, Interval(ge=1, le=2**16)]  # px
+
+
+class Shape(Stored):
+    """What the networks of a checkpoint were built for."""
+
+    channels: Annotated[int, Interval(ge=1, le=16)]
+    classes: Annotated[int, Interval(ge=0, le=10**8)]
+    resolution: Side
+
+
+class Data(Stored):
+    content_hash: str = ""
+    count: Count = 0
+    resize_filter: str = ""
+
+
+class Origin(Stored):
+    file: str
+    step: Count
+    sha256: str
+
+
+class Head(Stored):
+    """What a checkpoint says beside its state, which is compared with the networks (`state_schema`)."""
+
+    task: str
+    step: Count
+    config: dict[str, Any]
+    classes: list[str] | tuple[str, ...]
+    shape: Shape
+    state: dict[str, dict[Any, Any]]
+    data: Data | None = None
+    origin: Origin | None = None
+    teachers: list[str] | tuple[str, ...] = ()
+    stage: list[Annotated[float, Interval(ge=0, le=2**16)]] = Field([0, 0], min_length=2, max_length=2)
+
+
+class ConfigData(Stored):
+    path: str | None = None
+    val_path: str | None = None
+    resolution: Side | None = None
+
+
+class ConfigLoss(Stored):
+    classifier: str | None = None
+
+
+class ConfigHead(Stored):
+    """What is read of a checkpoint's config without the models of its sections."""
+
+    architecture: str = ""
+    data: ConfigData | None = None
+    loss: ConfigLoss | None = None
+    generator: dict[Any, Any] = {}
+    model: dict[Any, Any] = {}
 
 
 def file_name(step: int) -> str:
@@ -130,24 +162,12 @@ def point(folder: Path, which: str, path: Path, **more: float | str) -> None:
 
 
 def pointer(folder: Path, which: str) -> dict[str, Any] | None:
-    """What `point` wrote, or None when there is none or it cannot be read.
-
-    Raises UserError where it names a file of the folder that `file_name` would call otherwise: such a run is not empty.
-    """
+    """What `point` wrote, or None when there is none or it cannot be read."""
     try:
         entry = json.loads(bounded.read_file(folder / f"{which}.json", bounded.CONFIG))
-    except (OSError, ValueError, RecursionError):
+        return entry if find_step(entry["file"]) is not None else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    name = str(entry.get("file")) if isinstance(entry, dict) else ""
-    if find_step(name) is not None:
-        return entry
-    if Path(name).name == name != "" and (folder / name).is_file():
-        raise UserError(
-            f"{folder / which}.json names {name}, but this version's checkpoints are called like {file_name(1)}: "
-            "rename the run's files and their .sha256, and the names in last.json and best.json, or give another "
-            "--run-dir"
-        )
-    return None
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -235,14 +255,16 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
     if not isinstance(checkpoint, dict) or not all(key in checkpoint for key in KEYS):
         raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet (expected a dict with {', '.join(KEYS)})")
     if type(checkpoint["schema"]) is not int or checkpoint["schema"] > SCHEMA:
-        told = checkpoint["schema"] if type(checkpoint["schema"]) is int else repr(checkpoint["schema"])[:40]
-        raise CorruptCheckpoint(f"{file}: schema {told} is newer than this program's {SCHEMA}; update Duet")
+        schema = checkpoint["schema"] if type(checkpoint["schema"]) is int else repr(checkpoint["schema"])[:40]
+        raise CorruptCheckpoint(f"{file}: schema {schema} is newer than this program's {SCHEMA}; update Duet")
     try:
-        check_head("", checkpoint)
+        Head.read(checkpoint)
+        if checkpoint.get("lineage") is not None:
+            check_lineage("lineage", checkpoint["lineage"])
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")
-        check_config("config", checkpoint["config"])
+        ConfigHead.read(checkpoint["config"], "config")
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{file}: not a checkpoint of Duet ({error}); use an earlier one") from None
     return checkpoint | {"file": file}  # file: for messages
@@ -265,10 +287,10 @@ def _verify(path: Path) -> None:
             raise CorruptCheckpoint(f"{path}: damaged (the checksum of its part {damaged}); use an earlier one")
 
 
-def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | None:
+def load_latest(folder: Path, warn: Callable[[str], object] = print) -> tuple[Path, Checkpoint] | None:
     """The newest checkpoint that loads; `warn` is called for every one that does not. None when the folder has none.
 
-    Raises CorruptCheckpoint when there are checkpoints but none of them loads, UserError where they have other names.
+    Raises CorruptCheckpoint when there are checkpoints but none of them loads.
     """
     paths = newest_first(folder)
     for path in paths:
@@ -280,7 +302,6 @@ def load_latest(folder: Path, warn: Any = print) -> tuple[Path, Checkpoint] | No
         raise CorruptCheckpoint(
             f"{folder}: none of its {len(paths)} checkpoints can be read; start in another --run-dir"
         )
-    pointer(folder, "last")  # UserError where there is one by another name
     return None
 
 

@@ -44,9 +44,9 @@ def leaving_on_signals() -> AbstractContextManager[None]:
     """While training does not listen (at its start and end), SIGTERM, SIGUSR1 and SIGHUP raise StoppedBySignal."""
 
     def leave(signum: int, frame: FrameType | None) -> NoReturn:
-        told = f"{signal.Signals(signum).name}; {SAME}"
-        leave_imports(frame, f"stopped: {told}", StoppedBySignal.exit_code)
-        raise StoppedBySignal(told)
+        message = f"{signal.Signals(signum).name}; {SAME}"
+        leave_imports(frame, f"stopped: {message}", StoppedBySignal.exit_code)
+        raise StoppedBySignal(message)
 
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     return handling(leave, [signum for signum in signals if signal.getsignal(signum) is signal.SIG_DFL])
@@ -167,16 +167,16 @@ def launch(command: Sequence[str], processes: int, *, resumes: bool = True) -> i
         for index in range(processes)
     ]
 
-    told: list[int] = []  # signals that were forwarded
+    forwarded: list[int] = []
 
     def forward(signum: int, _frame: FrameType | None) -> None:
-        told.append(signum)
+        forwarded.append(signum)
         for child in children:
             if child.poll() is None:
                 child.send_signal(signum)
 
     with handling(forward, obeyed_signals()):
-        return _wait(children, told, resumes)
+        return _wait(children, forwarded, resumes)
 
 
 def _wait(children: list[subprocess.Popen[bytes]], forwarded: list[int], resumes: bool) -> int:

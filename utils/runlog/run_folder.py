@@ -12,7 +12,7 @@ from typing import Any
 from utils.config.build import differences
 from utils.config.yaml_files import Tree, read_yaml, save_yaml
 from utils.errors import UserError
-from utils.files import replace_file
+from utils.files import as_json, replace_file
 
 # a change of these keys or sections breaks the saved state; all others are taken at a resume, with a notice
 BREAKING = re.compile(
@@ -64,8 +64,8 @@ class RunFolder:
         config = self.path / "config.yaml"
         if config.is_file():
             return read_yaml(config)
-        found = self.path.iterdir() if self.path.is_dir() else ()
-        strangers = ", ".join(sorted(p.name for p in found if not p.name.startswith("."))[:3])
+        there = self.path.iterdir() if self.path.is_dir() else ()
+        strangers = ", ".join(sorted(p.name for p in there if not p.name.startswith("."))[:3])
         if strangers:
             raise UserError(f"{self.path}: is not empty and holds no run (found {strangers}); choose another --run-dir")
         return None
@@ -82,10 +82,10 @@ class RunFolder:
         changed = differences(_filled(saved, defaults or {}), config)
         breaking = {key: pair for key, pair in changed.items() if BREAKING.match(key)}
         if breaking:
-            told = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
+            text = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in list(breaking.items())[:4])
             rest = f" and {len(breaking) - 4} more" if len(breaking) > 4 else ""
             raise UserError(
-                f"{self.path}: holds another run ({told}{rest}); choose another --run-dir, or give the run's own config"
+                f"{self.path}: holds another run ({text}{rest}); choose another --run-dir, or give the run's own config"
             )
         return [
             f"config changed since the last start: {key} was {old!r}, is {new!r}" for key, (old, new) in changed.items()
@@ -95,14 +95,14 @@ class RunFolder:
         """Write the resolved config, which can be given to train.py again, and `data.json`: what its images are."""
         save_yaml(config, self.path / "config.yaml")
         if data is not None:
-            replace_file(self.path / "data.json", f"{json.dumps(data, indent=1)}\n".encode())
+            replace_file(self.path / "data.json", as_json(data))
 
     def write_status(self, state: str, step: int, reason: str = "", exit_code: int | None = None) -> None:
         """`status.json`: state is running, finished, stopped or failed; `seconds` that its processes took in all."""
         status: dict[str, Any] = {"state": state, "step": step, "reason": reason, "exit_code": exit_code}
         status["seconds"] = round(self._before + time.monotonic() - self._opened, 1)
         status |= {"pid": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        replace_file(self.path / "status.json", f"{json.dumps(status, indent=1)}\n".encode())
+        replace_file(self.path / "status.json", as_json(status))
 
 
 def _filled(tree: Tree, defaults: Tree) -> Tree:

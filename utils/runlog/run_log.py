@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ class Events:
         """Add text, which is shown as Markdown."""
         self._call("add_text", name, text, step)
 
-    def graph(self, model: nn.Module, inputs: Any) -> None:
+    def graph(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Trace a model and add its graph; TensorBoard shows one of a folder."""
         self._call("add_graph", model, inputs, use_strict_trace=False)
 
@@ -78,27 +79,22 @@ class Events:
         self._call("close")
         self._writer = None
 
-    def drop(self) -> None:
-        """Write nothing more, and say nothing."""
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
+        """A method of the writer, while there is one."""
+        try:
+            if self._writer is not None:
+                getattr(self._writer, method)(*arguments, **options)
+        except OSError as error:  # of this call, or of the thread that wrote an earlier one
+            self._refuse(error)
+
+    def _refuse(self, error: OSError) -> None:
+        say_refused(self._folder, error, "TensorBoard")
         self.refused = True
         writer, self._writer = self._writer, None
         if writer is not None:
             inner: Any = writer.file_writer
             with suppress(OSError):
                 inner.event_writer.close()  # ends its thread; SummaryWriter.close() flushes first, which raises
-
-    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
-        """A method of the writer, while there is one."""
-        if self._writer is None:
-            return
-        try:
-            getattr(self._writer, method)(*arguments, **options)
-        except OSError as error:  # of this call, or of the thread that wrote an earlier one
-            self._refuse(error)
-
-    def _refuse(self, error: OSError) -> None:
-        say_refused(self._folder, error, "TensorBoard")
-        self.drop()
 
 
 _usual_excepthook = threading.excepthook
@@ -111,28 +107,18 @@ def _hush_writer_threads() -> None:
         _usual_excepthook, threading.excepthook = threading.excepthook, _excepthook
 
 
-def _excepthook(found: threading.ExceptHookArgs) -> None:
-    writes = type(found.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
-    if not (writes and isinstance(found.exc_value, OSError)):
-        _usual_excepthook(found)
+def _excepthook(ended: threading.ExceptHookArgs) -> None:
+    writes = type(ended.thread).__module__ == "tensorboard.summary.writer.event_file_writer"
+    if not (writes and isinstance(ended.exc_value, OSError)):
+        _usual_excepthook(ended)
 
 
-class _SideBySide(nn.Module):
+class _SideBySide(nn.ModuleDict):
     """Networks in one module, so that one graph shows them all."""
 
-    def __init__(self, networks: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]) -> None:
-        super().__init__()
-        self.counts = [len(inputs) for _, inputs in networks.values()]
-        for name, (network, _) in networks.items():
-            self.add_module(name, network)
-
-    def forward(self, *inputs: torch.Tensor) -> tuple[Any, ...]:
-        """The networks' outputs; `inputs`: those of the first, then those of the next."""
-        left, outputs = list(inputs), []
-        for network, count in zip(self.children(), self.counts, strict=True):
-            outputs.append(network(*left[:count]))
-            left = left[count:]
-        return tuple(outputs)
+    def forward(self, *inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        """The outputs of each network for its own inputs."""
+        return tuple(network(*own) for network, own in zip(self.values(), inputs, strict=True))
 
 
 class RunLog:
@@ -141,10 +127,8 @@ class RunLog:
     def __init__(
         self, folder: Path, *, active: bool, tensorboard: bool, total_steps: int, tracker: str = "none"
     ) -> None:
-        self._path = folder / "metrics.jsonl"
-        self._folder = folder
-        self._active = active
-        self._tensorboard = tensorboard and active
+        self._folder, self._path = folder, folder / "metrics.jsonl"
+        self._active, self._tensorboard = active, tensorboard and active
         self._total = total_steps
         self._tracker = Tracker(folder, tracker) if active and tracker != "none" else None
         self._events: Events | None = None
@@ -158,14 +142,11 @@ class RunLog:
         if not self._active:
             return
         cut_back(self._path, step, partial=going_on)
-        if self._tracker is not None:
-            self._tracker.read_again()
         if self._tensorboard:
             self._events = Events(self._folder / "tensorboard", purge_step=step + 1)
             config = self._folder / "config.yaml"
-            if config.is_file():
-                lines = config.read_text(encoding="utf-8").splitlines()
-                self._events.text(step, "config", "\n".join(f"    {line}" for line in lines))  # code in Markdown
+            if config.is_file():  # shown as code in Markdown
+                self._events.text(step, "config", textwrap.indent(config.read_text(encoding="utf-8"), "    "))
         self._bar = Bar(total=self._total, initial=step, unit="step", dynamic_ncols=True, mininterval=1.0)
 
     def advance(self) -> None:
@@ -240,8 +221,8 @@ class RunLog:
         """One graph of all networks for TensorBoard's graph tab: name -> network and example inputs."""
         if self._events is None or self._events.refused:
             return
-        together = _SideBySide(networks)
-        inputs = tuple(value for _, values in networks.values() for value in values)
+        together = _SideBySide({name: network for name, (network, _) in networks.items()})
+        inputs = tuple(values for _, values in networks.values())
         modes = {module: module.training for module in together.modules()}
         with warnings.catch_warnings():
             # TensorBoard traces with torch.jit, which warns that it is deprecated and that shapes become constants
@@ -270,14 +251,14 @@ def cut_back(path: Path, step: int, *, partial: bool = True) -> None:
     """
     if not path.is_file():
         return
-    kept = []
+    lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):
             row = json.loads(line)
             if row["step"] <= step and not (partial and row.get("partial")):
-                kept.append(line + "\n")
-    content = "".join(kept).encode()
+                lines.append(line + "\n")
+    content = "".join(lines).encode()
     if path.read_bytes().startswith(content):
         os.truncate(path, len(content))  # which a full disk does not refuse
-        return
-    replace_file(path, content)
+    else:
+        replace_file(path, content)

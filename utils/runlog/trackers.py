@@ -12,19 +12,21 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from utils import bounded
 from utils.config.cli import Parser
+from utils.config.model import NonNegativeInt, Stored
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 from utils.files import replace_file
-from utils.schema import mapping, record, text, whole
 from utils.script import exit_cli
 
 Values = Mapping[str, float]
-check_state = mapping(record({"id": text, "step": whole()}))
 
 
 class Session(Protocol):
@@ -39,7 +41,20 @@ class Session(Protocol):
         """Send or write what is left."""
 
 
-class _Wandb:
+class _Run:
+    """A run of wandb, or of trackio, which has taken over its words."""
+
+    id: str
+    _run: Any
+
+    def log(self, step: int, values: Values) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Wandb(_Run):
     """WANDB_MODE is offline unless it is set: `wandb sync RUN/wandb/offline-*` sends the run later."""
 
     def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
@@ -51,14 +66,8 @@ class _Wandb:
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         self._run = wandb.init(**about, config=config, id=self.id, resume="allow", mode=mode, settings=quiet)
 
-    def log(self, step: int, values: Values) -> None:
-        self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _Trackio:
+class _Trackio(_Run):
     """In trackio's own database (TRACKIO_DIR); `trackio show --project duet` shows it."""
 
     def __init__(self, run: Path, config: dict[str, Any], known: str | None) -> None:
@@ -66,12 +75,6 @@ class _Trackio:
 
         self.id = known or f"{run.name}-{uuid.uuid4().hex[:6]}"
         self._run = trackio.init(project="duet", name=self.id, config=config, resume="allow", embed=False)
-
-    def log(self, step: int, values: Values) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class _MLflow:
@@ -115,18 +118,26 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
+class Sent(Stored):
+    """What a tracker has of a run."""
+
+    id: str  # of the run there
+    step: NonNegativeInt  # up to which it has the rows
+
+
+STATE = TypeAdapter(dict[str, Sent])  # RUN/tracker.json, by tracker
+
+
 class Tracker:
     """Sends the rows of a run's metrics.jsonl to one of TRACKERS. Raises UserError where its package is missing."""
 
     def __init__(self, run: Path, name: str) -> None:
-        found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a folder of that name, such as wandb's own, is no package
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:  # a folder of that name, such as wandb's own, is no package
             raise UserError(f"the tracker {name}: its package is not installed; pip install {name}")
         self.name, self._run = name, run
         self._session: Session | None = None
-        self._place = 0  # in metrics.jsonl, up to which this object has read
-        self._of = 0  # the checkpoint up to which it has sent
-        self._state = run / "tracker.json"
+        self._looked = 0  # the checkpoint up to which this object has sent
 
     def send(self) -> int:
         """Send the rows up to the last checkpoint that were not sent; returns how many. Raises what a tracker does."""
@@ -134,59 +145,43 @@ class Tracker:
 
         saved = checkpoint.newest_first(self._run / "checkpoints")
         last = checkpoint.step_of(saved[0]) if saved else 0
-        if last <= self._of:
+        if last <= self._looked:
             return 0
-        every = self._known()
-        known = every.get(self.name, {})
-        rows = [row for row in self._rows(last) if row["step"] > known.get("step", 0)]
-        if rows and self._session is None:
-            self._session = TRACKERS[self.name](self._run, read_yaml(self._run / "config.yaml"), known.get("id"))
-        if rows and self._session is not None:
+        state = self._run / "tracker.json"
+        try:
+            sent = STATE.validate_json(bounded.read_file(state, bounded.TABLE))
+        except (OSError, ValueError):
+            sent = {}
+        known = sent.get(self.name)
+        rows = self._rows(0 if known is None else known.step, last)
+        if rows:
+            if self._session is None:
+                config = read_yaml(self._run / "config.yaml")
+                self._session = TRACKERS[self.name](self._run, config, None if known is None else known.id)
             for row in rows:
-                values = {k: v for k, v in row.items() if isinstance(v, int | float) and k not in ("step", "partial")}
+                values = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
                 if values:
                     self._session.log(row["step"], values)
-            every[self.name] = {"id": self._session.id, "step": rows[-1]["step"]}
-            replace_file(self._state, json.dumps(every).encode())
-        self._of = last
+            sent[self.name] = Sent(id=self._session.id, step=rows[-1]["step"])
+            replace_file(state, STATE.dump_json(sent))
+        self._looked = last
         return len(rows)
 
-    def read_again(self) -> None:
-        """metrics.jsonl has been cut back."""
-        self._place = self._of = 0
+    def _rows(self, after: int, last: int) -> list[dict[str, Any]]:
+        """Those of steps after one and up to another, but for partial ones and what a crash left half written."""
+        rows = []
+        for line in bounded.read_file(self._run / "metrics.jsonl", bounded.TABLE).splitlines():
+            with suppress(ValueError, LookupError, TypeError):
+                row = json.loads(line)
+                if after < row["step"] <= last and not row.get("partial"):
+                    rows.append(row)
+        return rows
 
     def close(self) -> None:
         """End the tracker's session; a later one goes on with the same run."""
         session, self._session = self._session, None
         if session is not None:
             session.close()
-
-    def _known(self) -> dict[str, dict[str, Any]]:
-        """RUN/tracker.json: by tracker the run's `id` there, and the `step` up to which it has the rows."""
-        try:
-            found = json.loads(bounded.read_file(self._state, bounded.TABLE))
-            check_state("tracker.json", found)
-        except (OSError, ValueError):
-            return {}
-        return dict(found)
-
-    def _rows(self, last: int) -> list[dict[str, Any]]:
-        """The next rows of steps up to `last`, whole ones only."""
-        rows = []
-        with bounded.open_file(self._run / "metrics.jsonl", bounded.TABLE) as file:
-            file.seek(self._place)
-            for line in file:
-                try:
-                    row = json.loads(line)
-                    step = row["step"]
-                except (ValueError, KeyError, TypeError):
-                    break  # half a row
-                if type(step) is not int or step > last:
-                    break
-                self._place += len(line)
-                if not row.get("partial"):
-                    rows.append(row)
-        return rows
 
 
 def main(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.utils.checkpoint_files import damage, names
+from tests.utils.checkpoint.files import damage, names
 from training.base.config import CheckpointConfig, RunConfig
 from training.engine.checkpoints import CheckpointManager
 from utils import checkpoint as checkpoints

@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from models.hooks import LayerStatistics
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import train_in_process
-from tests.utils.test_logging import no_file_larger_than
+from tests.utils.runlog.test_run_log import no_file_larger_than
 from training.base.config import LogConfig
 from training.engine import layer_log
 from utils.errors import UserError

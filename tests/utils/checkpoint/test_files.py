@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.utils.checkpoint_files import content, names, value_of
+from tests.utils.checkpoint.files import content, names, value_of
 from utils import checkpoint as checkpoints
 from utils.checkpoint import load, load_latest, newest_first, point, pointer, resolve, resolve_for_people, rotate, save
 from utils.errors import UserError
@@ -225,16 +225,6 @@ def run(tmp_path):
         if step < 3:
             point(folder / "checkpoints", "best" if step == 1 else "last", path)
     return folder
-
-
-def test_a_run_whose_checkpoints_have_another_name_is_not_taken_for_an_empty_one(tmp_path):
-    (tmp_path / "last.json").write_text(json.dumps({"file": "ckpt-00000004.pt", "step": 4, "sha256": ""}))
-    assert pointer(tmp_path, "last") is None  # the file is gone
-    (tmp_path / "ckpt-00000004.pt").touch()
-    with pytest.raises(UserError, match=r"last\.json names ckpt-00000004\.pt, but .* step-00000001\.pt: rename"):
-        pointer(tmp_path, "last")
-    with pytest.raises(UserError, match="rename"):
-        load_latest(tmp_path)
 
 
 def test_resolve(run):

@@ -5,7 +5,7 @@ import zipfile
 import pytest
 import torch
 
-from tests.utils.checkpoint_files import content, damage, without_checksum
+from tests.utils.checkpoint.files import content, damage, without_checksum
 from utils import checkpoint as checkpoints
 from utils.checkpoint import CorruptCheckpoint, load, load_latest, save
 from utils.errors import UserError

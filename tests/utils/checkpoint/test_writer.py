@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from tests.utils.checkpoint_files import content, names
+from tests.utils.checkpoint.files import content, names
 from utils.checkpoint import load, save
 from utils.checkpoint import writer as checkpoint_writer
 from utils.checkpoint.writer import Background, HashingFile, Snapshot
