@@ -188,8 +188,9 @@ def test_training_images_that_spoke(client, shown, folder):
 
 def test_training_images_are_gathered_once(client, monkeypatch):
     first = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
-    monkeypatch.setattr(naming, "passes", lambda *_: pytest.fail("computed again"))
-    again = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
+    with monkeypatch.context() as patch:
+        patch.setattr(naming, "passes", lambda *_: pytest.fail("computed again"))
+        again = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     assert first == again
     monkeypatch.setattr(naming, "MOST_KEPT", 0)  # too many to be kept
     streamed = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json

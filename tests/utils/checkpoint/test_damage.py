@@ -33,13 +33,6 @@ def test_a_flipped_bit_is_named(tmp_path, flip):
     assert str(path) in str(error.value)
 
 
-def test_a_damaged_checksum_file_is_no_free_pass(tmp_path):
-    path = save(tmp_path, content())
-    path.with_name(path.name + ".sha256").write_text("")
-    with pytest.raises(CorruptCheckpoint, match="damaged"):
-        load(path)
-
-
 @pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"\n", b"0" * 64])
 def test_whatever_a_checksum_file_holds(tmp_path, text):
     """Found by a fault: a flipped high bit makes it no text, which was a traceback."""
@@ -164,38 +157,28 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_executed(tmp_path, plain,
     assert marker.exists()  # the test itself works: unpickled freely, the bomb goes off
 
 
-@pytest.mark.parametrize("other", [[1], {"step": 3}, {"state": {}}, torch.zeros(3)])
+@pytest.mark.parametrize("other", [[1], {"step": 3}, {"state": {}}, torch.zeros(3), "a text file"])
 def test_files_of_others_are_refused(tmp_path, other):
     path = tmp_path / "model.pt"
-    torch.save(other, path)
-    with pytest.raises(CorruptCheckpoint, match=r"model.pt: not a checkpoint of Duet"):
+    if isinstance(other, str):
+        path.write_text("this is not a checkpoint\n" * 10)
+    else:
+        torch.save(other, path)
+    with pytest.raises(CorruptCheckpoint, match=r"model.pt: (not a|refused, .* not a) checkpoint"):
         load(path)
 
 
-def test_a_config_that_is_no_mapping_is_refused(tmp_path):
-    path = save(tmp_path, content() | {"config": None})
-    with pytest.raises(CorruptCheckpoint, match="not a checkpoint of Duet"):
-        load(path)
-
-
-def test_a_text_file_is_refused(tmp_path):
-    path = tmp_path / "x.pt"
-    path.write_text("this is not a checkpoint\n" * 10)
-    with pytest.raises(CorruptCheckpoint, match=r"x\.pt"):
-        load(path)
-
-
-def test_a_newer_schema_is_refused(tmp_path):
-    path = save(tmp_path, content(schema=checkpoints.SCHEMA + 1))
-    with pytest.raises(CorruptCheckpoint, match=r"schema 2 is newer than this program's 1; update"):
-        load(path)
-
-
-@pytest.mark.parametrize("schema", ["1", None, 1.5, True])
-def test_a_schema_that_is_no_number_is_refused(tmp_path, schema):
-    path = save(tmp_path, content(schema=schema))
-    with pytest.raises(CorruptCheckpoint, match="schema"):
-        load(path)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"schema": checkpoints.SCHEMA + 1}, r"schema 2 is newer than this program's 1; update"),
+        *(({"schema": schema}, "schema") for schema in ("1", None, 1.5, True)),
+        ({"config": None}, "not a checkpoint of Duet"),
+    ],
+)
+def test_what_a_checkpoint_says_is_checked(tmp_path, changed, message):
+    with pytest.raises(CorruptCheckpoint, match=message):
+        load(save(tmp_path, content() | changed))
 
 
 def test_a_missing_file_is_no_corrupt_one(tmp_path):
