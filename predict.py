@@ -6,9 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.settings import ProjectionConfig
+from inference.settings import ProjectionConfig, label_of
 from utils.checkpoint import load, resolve_for_people
-from utils.config.cli import Parser, add_model_options, add_speed_options, did_you_mean, positive
+from utils.config.cli import Parser, add_model_options, add_speed_options, positive
 from utils.errors import EXIT_OK, EXIT_USER, UserError
 from utils.script import run_cli
 from utils.text import printable
@@ -87,7 +87,8 @@ def gradcam_options(options: Namespace, classes: list[str], classifier: "Classif
         if options.gradcam_class is not None or options.gradcam_layer is not None:
             raise UserError("--gradcam-class and --gradcam-layer belong to --gradcam DIR; add it")
         return None
-    label = label_of("--gradcam-class", options.gradcam_class, classes)
+    name = options.gradcam_class
+    label = None if name is None else label_of(name, classes, "--gradcam-class")
     from inference.predictions import Maps, default_layer, output_files
 
     layer = options.gradcam_layer or default_layer(classifier)
@@ -107,7 +108,8 @@ def counterfactual_options(
         return None
     if options.generator is None:
         raise UserError("--counterfactual draws with a generator of the same classes; add --generator RUN")
-    target = label_of("--counterfactual-class", options.counterfactual_class, classes)
+    name = options.counterfactual_class
+    target = None if name is None else label_of(name, classes, "--counterfactual-class")
     from inference.predictions import output_files
     from inference.strips import Counterfactuals
 
@@ -115,15 +117,6 @@ def counterfactual_options(
     how = {"target": target, "steps": options.steps, "batch_size": options.batch_size}
     places = dict(zip(options.images, files, strict=True))
     return Counterfactuals(options.generator, classifier, classes, places, **how)
-
-
-def label_of(option: str, name: str | None, classes: list[str]) -> int | None:
-    """The label of the class that an option names; None if it names none. Raises UserError for an unknown class."""
-    if name is None:
-        return None
-    if name not in classes:
-        raise UserError(f"{option} {name}: no class{did_you_mean(name, classes)}; choose one of {', '.join(classes)}")
-    return classes.index(name)
 
 
 def line(result: dict[str, Any]) -> str:

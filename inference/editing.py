@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from inference.samples import Sampler, truncated_styles, with_styles
-from inference.settings import EditConfig
+from inference.settings import EditConfig, label_of
 from metrics.evaluate_gan import judge_images
 from metrics.features.precision import full_float32
 from models.classifier import Classifier, fit_images
 from models.gan import NoiseMode, StyledGenerator, to_uint8
-from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.seeding import generator as keyed_generator
 from utils.seeding import seed_of
@@ -208,12 +207,10 @@ class Editor:
 
 def pair_of(names: Sequence[str], source: str, target: str) -> tuple[int, int]:
     """The labels of two classes. Raises UserError for an unknown one, and where they are the same."""
-    for name in (source, target):
-        if name not in names:
-            raise UserError(f"no class {name!r}{did_you_mean(name, names)}; there are {', '.join(names)}")
+    labels = label_of(source, names, "from"), label_of(target, names, "to")
     if source == target:
         raise UserError(f"from {source} to {target} is no way; name two classes")
-    return names.index(source), names.index(target)
+    return labels
 
 
 # --- pure functions

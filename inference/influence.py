@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.settings import check_suffix
+from inference.settings import check_suffix, label_of
 from utils.checkpoint import load, newest_first, resolve
 from utils.classes import require_same_classes
-from utils.config.cli import Parser, did_you_mean, positive
+from utils.config.cli import Parser, positive
 from utils.errors import UserError
 from utils.files import check_writable
 from utils.script import run_cli
@@ -127,9 +127,7 @@ def _explain(
         raise UserError(f"{options.image}: {error}; give an image file") from error
     probabilities = judge_images(model, image[None])[0]
     named = int(probabilities.argmax())
-    if options.label is not None and options.label not in classes:
-        raise UserError(f"--label {options.label}: no class{did_you_mean(options.label, classes)}")
-    label = named if options.label is None else classes.index(options.label)
+    label = named if options.label is None else label_of(options.label, classes, "--label")
     scores = influence(parts, len(reader), image, label)
     kinds = {"helped": most(scores, top), "hurt": most(-scores, top)}
     names = [classes[number] for number in reader.labels()]

@@ -10,12 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from inference.settings import GRID
+from inference.settings import GRID, label_of
 from metrics.features.precision import device_of, full_float32
 from models.gan import ImageGenerator, NoiseMode, StyledGenerator, draw, generate, to_uint8
 from models.restore import generator_from
 from utils.checkpoint import Checkpoint
-from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.images import PADDING, save_rows, save_table
 
@@ -117,12 +116,7 @@ def chosen_classes(names: str, classes: Sequence[str], *, conditional: bool = Tr
         return []
     if names == "all":
         return list(range(len(classes)))
-    chosen = []
-    for name in (part.strip() for part in names.split(",")):
-        if name not in classes:
-            near = did_you_mean(name, classes)
-            raise UserError(f"--classes: no class {name!r}{near}; there are {', '.join(classes)}")
-        chosen.append(classes.index(name))
+    chosen = [label_of(part.strip(), classes, "--classes") for part in names.split(",")]
     if len(set(chosen)) < len(chosen):
         raise UserError(f"--classes {names}: a class is named twice; name it once")
     return chosen

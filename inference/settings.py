@@ -1,9 +1,11 @@
 """What generate.py and export.py can be asked for, with the defaults, and the checks that need no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 GRID, DATASET = (8, 64), (1000, 10_000)  # images of a class, and of a generator without classes, unless said
@@ -79,3 +81,10 @@ def check_suffix(path: Path, suffix: str, what: str = "this is a PNG file", *, o
     """Raise UserError unless the file's name ends so."""
     if path.suffix.lower() != suffix:
         raise UserError(f"{option} {path}: {what}; its name must end in {suffix}")
+
+
+def label_of(name: str, classes: Sequence[str], option: str) -> int:
+    """The label of the class that an option names. Raises UserError for an unknown class."""
+    if name not in classes:
+        raise UserError(f"{option}: no class {name!r}{did_you_mean(name, classes)}; there are {', '.join(classes)}")
+    return classes.index(name)

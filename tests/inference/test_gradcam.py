@@ -270,7 +270,7 @@ def test_the_class_that_is_asked_for_is_explained(tmp_path, capsys, monkeypatch)
     ("more", "told"),
     [
         (["--gradcam-class", "dark"], "belong to --gradcam DIR"),
-        (["--gradcam", "{}/m", "--gradcam-class", "darc"], "no class (did you mean 'dark'?)"),
+        (["--gradcam", "{}/m", "--gradcam-class", "darc"], "--gradcam-class: no class 'darc' (did you mean 'dark'?)"),
         (["--gradcam", "{}/m", "--gradcam-layer", "layer9"], "no layer is called 'layer9'"),
         (["--gradcam", "/proc/nowhere"], "cannot be written"),
     ],

@@ -94,22 +94,13 @@ def test_the_failing_ranks_exit_code_is_ours(script, code, rank, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_told_and_gives_4(script, capfd, rank):
+@pytest.mark.parametrize(("processes", "rank", "resumes"), [(2, 0, True), (2, 1, True), (1, 0, True), (2, 1, False)])
+def test_a_killed_rank_is_told_and_gives_4(script, capfd, processes, rank, resumes):
+    """Also the last one; what does not resume is to be started again."""
     text = f"rank == {rank} and os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.7)\n"
-    assert launch(script(text), 2) == 4
-    assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL; {launcher.REMEDY}\n"
-
-
-def test_the_last_rank_to_be_killed_is_told_too(script, capfd):
-    assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1) == 4
-    assert capfd.readouterr().err == f"error: rank 0 was ended by SIGKILL; {launcher.REMEDY}\n"
-
-
-def test_what_does_not_resume_is_to_be_started_again(script, capfd):
-    text = "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n"
-    assert launch(script(text), 2, resumes=False) == 4
-    assert capfd.readouterr().err == f"error: rank 1 was ended by SIGKILL; {launcher.AGAIN}\n"
+    assert launch(script(text), processes, resumes=resumes) == 4
+    remedy = launcher.REMEDY if resumes else launcher.AGAIN
+    assert capfd.readouterr().err == f"error: rank {rank} was ended by SIGKILL; {remedy}\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
