@@ -156,14 +156,14 @@ class CheckpointManager:
 
     def _catch_up(self, path: Path, best: dict[str, float]) -> None:
         """Write the pointers that a kill after a checkpoint has left undone. `best`: its metric and value."""
-        folder, step = self.folder.checkpoints, self.saved_step
-        named = {which: (checkpoints.pointer(folder, which) or {}).get("file") for which in ("last", "best")}
+        folder = self.folder.checkpoints
+        wanted: dict[str, dict[str, Any]] = {"last": {}}
+        if self._best_step == self.saved_step and len(best) == 1:
+            wanted["best"] = dict(zip(("metric", "value"), *best.items(), strict=True))
         try:
-            if named["last"] != path.name:
-                checkpoints.point(folder, "last", path)
-            if self._best_step == step and named["best"] != path.name and len(best) == 1:
-                ((metric, value),) = best.items()
-                checkpoints.point(folder, "best", path, metric=metric, value=value)
+            for which, more in wanted.items():
+                if (checkpoints.pointer(folder, which) or {}).get("file") != path.name:
+                    checkpoints.point(folder, which, path, **more)
         except OSError as error:  # the next checkpoint will say more
             say(f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})")
 

@@ -4,12 +4,9 @@ The range test of Smith (1506.01186, section 3.3) with exponential steps: while 
 then it falls, then training diverges. A good rate lies where it falls.
 """
 
-import copy
 import io
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -86,7 +83,7 @@ class Found:
 
 def search(loop: Loop, sweep: Sweep) -> Found:
     """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages, BatchNorm's
-    statistics, the loader's position, counters and all random states. Collective: every rank takes part.
+    statistics, the loader's position, counters and torch's random state. Collective: every rank takes part.
 
     Training keeps everything else of its config: augmentation, precision, clipping, the groups' own factors.
     """
@@ -95,50 +92,43 @@ def search(loop: Loop, sweep: Sweep) -> Found:
     given = (section for section in vars(loop.config).values() if isinstance(section, OptimizerConfig))
     scale = next(given, updater.config).lr / updater.config.lr
     state, waited, device = Rewind(loop.registry()), loop.loader.wait_seconds, loop.loader.device
-    with _random_states(device), _rate_of(updater) as set_rate:
+    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         try:
-            return replace(_sweep(loop, sweep, set_rate), scale=scale)
+            return replace(_sweep(loop, sweep, updater), scale=scale)
         finally:
+            updater.rate = None
             state.rewind()
             loop.loader.wait_seconds = waited
 
 
-def _sweep(loop: Loop, sweep: Sweep, set_rate: Callable[[float], None]) -> Found:
+def _sweep(loop: Loop, sweep: Sweep, updater: Updater) -> Found:
     """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
-    found, mean, lowest = Found(stopped="all rates were tried"), SmoothedMean(SMOOTHING), math.inf
+    found, losses = Found(stopped="all rates were tried"), []
     for number in range(sweep.steps + 1):
-        set_rate(sweep.rate(min(number, sweep.steps - 1)))
+        updater.rate = sweep.rate(min(number, sweep.steps - 1))
         metrics = loop.task.step(loop.loader, loop.step + number)
         loss = collectives.all_reduce_sum_(metrics[loop.task.loss_metric].double()).item()  # the same on all ranks
         if not math.isfinite(loss):
             found.stopped = "the loss was not finite"
             break
-        smoothed = mean.add(loss)
+        losses.append(loss)
         if number == 0:
             found.start_loss = loss
             continue
         found.rates.append(sweep.rate(number - 1))
         found.losses.append(loss)
-        found.smoothed.append(smoothed)
-        lowest = min(lowest, smoothed)
-        if smoothed > DIVERGED * lowest:
+        found.smoothed.append(smoothed_mean(losses))
+        if found.smoothed[-1] > DIVERGED * min(found.smoothed):
             found.stopped = f"the smoothed loss was {DIVERGED:g} times its lowest"
             break
     found.suggest()
     return found
 
 
-class SmoothedMean:
-    """An exponential running mean that starts without a bias towards 0, as Adam's moments (1412.6980, section 3)."""
-
-    def __init__(self, beta: float) -> None:
-        self._beta, self._sum, self._weight = beta, 0.0, 0.0
-
-    def add(self, value: float) -> float:
-        """The mean with `value`."""
-        self._sum = self._beta * self._sum + (1 - self._beta) * value
-        self._weight = self._beta * self._weight + (1 - self._beta)
-        return self._sum / self._weight
+def smoothed_mean(values: Sequence[float]) -> float:
+    """The exponential running mean at the last value, without a bias towards 0, as Adam's moments (1412.6980, 3)."""
+    return float(np.average(values, weights=SMOOTHING ** np.arange(len(values) - 1, -1, -1)))
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
@@ -159,28 +149,6 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
 def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
     """The rate at which the loss falls fastest against the logarithm of the rate."""
     return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
-
-
-@contextmanager
-def _rate_of(updater: Updater) -> Iterator[Callable[[float], None]]:
-    """What is yielded sets the rate of the next updates; everything else, and afterwards the rate, is the config's."""
-    config = updater.config
-    updater.config = swept = copy.copy(config)
-    try:
-        yield lambda rate: vars(swept).update(lr_at=lambda *_: rate)
-    finally:
-        updater.config = config
-
-
-@contextmanager
-def _random_states(device: torch.device) -> Iterator[None]:
-    """Put Python's, NumPy's and torch's global random states back."""
-    python, numpy_state = random.getstate(), np.random.get_state()
-    devices = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy_state)
 
 
 def write(found: Found, folder: Path) -> None:

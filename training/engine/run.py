@@ -146,9 +146,10 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     if taken is not None:
         say_main(taken)
     loop = Loop(config, task, loader, folder)
-    before = nothing() if donor is None else donor.lineage
+    before = nothing()
+    if donor is not None:
+        before, loop.origin = donor.lineage, {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
     loop.manager.lineage = join(data.lineage(config, reader), task.lineage(), before)
-    loop.origin = None if donor is None else donor.origin()
     return loop
 
 
@@ -198,10 +199,11 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     collectives.from_main_process(lambda: _open_folder(loop))
-    if loop.resume():  # refused here, the folder is left as it was
-        say_main(f"resumed at step {loop.step} of {loop.config.steps}")
+    resumed = loop.resume()  # refused here or below, the folder is left as it was
     if loop.step > loop.config.steps:
         raise UserError(f"--steps {loop.config.steps}: the run has done {loop.step} already; give as many or more")
+    if resumed:
+        say_main(f"resumed at step {loop.step} of {loop.config.steps}")
     if profile_steps is not None:
         _check_profile(loop, profile_steps)
     facts = data.facts(loop.loader.reader, loop.task.val_reader)

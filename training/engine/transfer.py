@@ -41,10 +41,6 @@ class Donor(NamedTuple):
     sha256: str
     lineage: Lineage = nothing()  # what its weights have seen
 
-    def origin(self) -> dict[str, Any]:
-        """What the run's checkpoints say of it."""
-        return {"file": self.file, "step": self.step, "sha256": self.sha256}
-
 
 @dataclass
 class Fit:
@@ -55,28 +51,23 @@ class Fit:
     new: list[str] = field(default_factory=list)  # nothing of the donor has this name, or its layer does not fit
     unused: list[str] = field(default_factory=list)
 
-    def first_misfits(self, most: int, between: str = " ") -> list[str]:
-        """The first tensors of another shape, and their shapes."""
-        shown = {name: [" x ".join(map(str, s)) or "one number" for s in pair] for name, pair in self.misfits.items()}
-        return [f"{name}{between}{there} there, {here} here" for name, (there, here) in list(shown.items())[:most]]
-
     def lines(self) -> list[str]:
         """What was not taken, for a person."""
-        found = [f"does not fit: {text}" for text in self.first_misfits(LINES)]
+        lines = [f"does not fit: {name} {sizes(*pair)}" for name, pair in list(self.misfits.items())[:LINES]]
         if len(self.misfits) > LINES:
-            found.append(f"does not fit: {len(self.misfits) - LINES} more")
+            lines.append(f"does not fit: {len(self.misfits) - LINES} more")
         for label, names in (("stays new", self.new), ("left out", self.unused)):
-            parts = Counter(_part(name) for name in names)
-            shown = ", ".join(f"{part} ({n})" for part, n in list(parts.items())[:LINES])
-            more = f" and {sum(parts.values()) - sum(list(parts.values())[:LINES])} more" * (len(parts) > LINES)
-            found += [f"{label}: {shown}{more}"] if names else []
-        return found
+            # counted by members of a list, or layers
+            parts = list(Counter(m[0] if (m := re.match(r"\w+\.\d+(?=\.)", n)) else _layer(n) for n in names).items())
+            more = f" and {sum(count for _, count in parts[LINES:])} more" * (len(parts) > LINES)
+            lines += [f"{label}: {', '.join(f'{part} ({n})' for part, n in parts[:LINES])}{more}"] * bool(parts)
+        return lines
 
 
-def _part(name: str) -> str:
-    """The part of a network that a tensor is counted under: a member of a list, or a layer."""
-    member = re.match(r"\w+\.\d+(?=\.)", name)
-    return member[0] if member else name.rpartition(".")[0] or name
+def sizes(there: Sequence[int], here: Sequence[int]) -> str:
+    """Two shapes in words."""
+    there_text, here_text = (" x ".join(map(str, shape)) or "one number" for shape in (there, here))
+    return f"{there_text} there, {here_text} here"
 
 
 def find_donor(config: RunConfig, folder: RunFolder) -> Donor | None:
@@ -110,8 +101,7 @@ def _find(config: RunConfig, folder: RunFolder) -> tuple[str | None, Donor | Non
             f"--init-from {path}: its networks are of architecture {there!r}, this run's of {here!r}; give a "
             f"checkpoint of {here!r}, or set architecture to {there!r}"
         )
-    found = {"file": str(path), "step": content["step"], "sha256": checkpoints.file_sha256(path)}
-    return str(path), Donor(**found, lineage=recorded(content))
+    return str(path), Donor(str(path), content["step"], checkpoints.file_sha256(path), recorded(content))
 
 
 def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, classes: Sequence[str]) -> str:
@@ -130,8 +120,9 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
     # a matrix or a filter: numbers and biases that happen to fit are no transfer
     weights = {name: {n for n, p in net.named_parameters() if p.ndim > 1} for name, net in networks.items()}
     if not any(weights[name] & sources.keys() for name, (_, sources) in plans.items()):
-        misfits = [f"e.g. {name} {text}" for name, (fit, _) in plans.items() for text in fit.first_misfits(1, ": ")]
-        why = misfits[0] if misfits else "it has no tensors of their names"
+        misfits = ((name, *item) for name, (fit, _) in plans.items() for item in fit.misfits.items())
+        first = next(misfits, None)
+        why = f"e.g. {first[0]} {first[1]}: {sizes(*first[2])}" if first else "it has no tensors of their names"
         raise UserError(
             f"--init-from {donor.file}: none of its weights fit the networks of this run ({why}); give a checkpoint of "
             "networks of the same size, or leave --init-from out"

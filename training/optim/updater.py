@@ -104,6 +104,7 @@ class Updater:
             raise UserError("lr_batch_size is for classifiers; give this network's own lr instead")
         self.model, self.config, self.precision, self.growing, self.groups = model, config, precision, growing, groups
         self.steps = steps  # length of the schedules
+        self.rate: float | None = None  # of the next updates, in place of the schedule's
         self.head = list(head)
         self.optimizer = build_optimizer(model, config, groups, self.head)
         self.lr_scales = [group.get("lr_scale", 1.0) for group in groups or self.optimizer.param_groups]
@@ -138,7 +139,7 @@ class Updater:
         norm = norm.to(self.precision.device)  # of several devices it lies where the first gradient does
         self._clip(norm)
         for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
-            group["lr"] = self.config.lr_at(step, self.steps) * scale
+            group["lr"] = (self.config.lr_at(step, self.steps) if self.rate is None else self.rate) * scale
             if self.config.beta2_final is not None:
                 group["betas"] = self.config.betas_at(step, self.steps)
             momentum = self.config.momentum_at(step, self.steps)
