@@ -6,8 +6,7 @@ import pytest
 
 from data.reading.dataset import Dataset
 from tests.end_to_end.helpers import train_in_process, write_config
-from training.base.epochs import in_updates, resolved
-from training.engine.tasks import build_run_config
+from training.engine.tasks import build_run_config, in_updates, resolved
 from utils.config.yaml_files import read_yaml
 from utils.errors import UserError
 
