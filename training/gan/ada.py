@@ -14,7 +14,7 @@ from torch import Tensor
 
 from training.gan import ada_operations as ops
 from training.gan.ada_operations import Draws, GroupDraws
-from training.optim.schedules import cosine
+from training.optim.config import cosine
 from utils.config.cli import did_you_mean
 from utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from utils.errors import UserError

@@ -16,7 +16,7 @@ from training.gan.ada import AdaConfig
 from training.gan.diagnostics import WatchConfig
 from training.gan.losses import Objective, objective_of
 from training.gan.stages import ProgressiveConfig, Stages
-from training.optim.schedules import cosine
+from training.optim.config import cosine
 from training.optim.updater import OptimizerConfig
 from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Share
 from utils.errors import UserError

@@ -11,8 +11,8 @@ from training.base.phases import phase
 from training.gan import losses
 from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
 from training.gan.loss_gradients import PerLossGradients
+from training.optim.config import cosine
 from training.optim.ema import EMA, half_life_beta
-from training.optim.schedules import cosine
 from training.optim.updater import Updater
 from utils.distributed import collectives
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from training.engine.preflight import schedule_text
-from training.optim.schedules import cosine
+from training.optim.config import cosine
 from training.optim.updater import OptimizerConfig
 from utils.errors import UserError
 
