@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations, pairwise
 from typing import Any
@@ -103,21 +103,6 @@ def test_every_activation_and_gradient_is_where_its_part_is(devices: int, config
         assert parameter.grad.device == parameter.device, name
     assert images.grad is not None
     assert images.grad.device == FAKE[0]
-
-
-@pytest.mark.parametrize("dropped", range(3))
-def test_without_a_move_it_fails(dropped: int) -> None:
-    model = build(split={"layer2": 1, "layer4.1": 2})
-    with faked():
-        split.place(model, FAKE[:3], samples=4)
-        images, labels = torch.empty(4, 3, 32, 32, device=FAKE[0]), torch.zeros(4, dtype=torch.long, device=FAKE[0])
-        nn.functional.cross_entropy(model(images), labels)
-        at: Sequence[nn.Module] = [model.network.layer2[0], model.network.layer4[1]]
-        for hooks in (m._forward_pre_hooks if dropped < 2 else m._forward_hooks for m in [*at, model][dropped:][:1]):
-            assert len(hooks) == 1
-            hooks.clear()
-        with pytest.raises(RuntimeError, match="same device"):
-            nn.functional.cross_entropy(model(images), labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -64,20 +64,6 @@ def test_upsampling_with_a_kernel_of_one_centre_tap_is_the_fir_alone():
     close(whole(layer, x, draw(2, 4, key="w")), upsample_fir(x).numpy())
 
 
-@pytest.mark.parametrize(("size", "demodulate", "upsample"), [FORMS[0], FORMS[1], FORMS[3]])
-def test_modulated_convolution_can_be_differentiated_twice(size, demodulate, upsample):
-    layer = randomised(ModulatedConv2d(2, 2, size, 2, demodulate=demodulate, upsample=upsample))
-    names = [name for name, _ in layer.named_parameters()]
-
-    def output(x, w, *parameters):
-        out, scale = torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x, w))
-        return (out if scale is None else out * scale).tanh()
-
-    inputs = (draw(2, 2, 2, 2).requires_grad_(), draw(2, 2, key="w").requires_grad_(), *layer.parameters())
-    assert torch.autograd.gradcheck(output, inputs)
-    assert torch.autograd.gradgradcheck(output, inputs)
-
-
 @pytest.mark.parametrize("upsample", [False, True])
 @pytest.mark.parametrize("noisy", [False, True])
 def test_styled_layer(upsample, noisy):

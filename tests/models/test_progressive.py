@@ -4,10 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from models.gan import StageGenerator, generate
-from models.layers import upsample_fir
 from tests.models import reference, test_discriminator, test_generator
 from tests.models.test_layers import close, draw
 
@@ -51,16 +49,6 @@ def test_every_stage_has_its_own_number_of_styles_and_noise_maps():
     assert generator.noise_shapes(4) == [(1, 4, 4)]
     assert generator.noise_shapes(16) == [(1, 4, 4), (1, 8, 8), (1, 8, 8), (1, 16, 16), (1, 16, 16)]
     assert generator.noise_shapes(32) == generator.noise_shapes()
-
-
-@pytest.mark.parametrize("resolution", [8, 16, 32])
-@pytest.mark.parametrize("kind", [float, tensor])
-def test_alpha_0_is_the_stage_before_upsampled(resolution, kind):
-    generator = build_generator()
-    ws = draw(2, 8, generator.w_dim, key="ws")
-    before = generator.synthesis(ws, "const", resolution=resolution // 2)
-    found = generator.synthesis(ws, "const", resolution=resolution, alpha=kind(0.0))
-    assert found.equal(upsample_fir(before))
 
 
 @pytest.mark.parametrize("noise", ["const", "none"])
@@ -140,15 +128,6 @@ def test_a_discriminators_stage_equals_the_reference(architecture, resolution, a
     form: dict[str, Any] = {"residual": architecture == "residual", "group": 2, "alpha": alpha}
     close(network(images, labels, kind(alpha)), reference.discriminator(network, images.numpy(), labels, **form), 1e-10)
     close(network.hidden(images, alpha=kind(alpha)), reference.hidden(network, images.numpy(), **form), 1e-10)
-
-
-@pytest.mark.parametrize("resolution", [8, 16, 32])
-@pytest.mark.parametrize("kind", [float, tensor])
-def test_alpha_0_is_the_stage_before_on_2x2_means(resolution, kind):
-    network = build_discriminator()
-    images = draw(2, 3, resolution, resolution)
-    found = network.features(images, alpha=kind(0.0))
-    assert found.equal(network.features(F.avg_pool2d(images, 2)))
 
 
 @pytest.mark.parametrize("architecture", ["residual", "plain"])

@@ -40,6 +40,7 @@ CASES = [  # resolution, channels, classes, batch, sizes
     (16, 3, 0, 5, {"cardinality": 8}),
     (32, 1, 3, 2, {"cardinality": 1}),
     (64, 3, 2, 1, {"width": 2, "cardinality": 2, "expansion": 3}),
+    (8, 1, 3, 2, {"embed_dim": 7}),
 ]
 
 
@@ -57,14 +58,8 @@ def test_logits_equal_the_reference(resolution, channels, classes, batch, more):
     close(network.hidden(images), reference.hidden(network, resolution, images.numpy()))
     close(network(images, labels), reference.discriminator(network, resolution, images.numpy(), labels))
     assert network.hidden(images).shape == (batch, 4 if more.get("width") != 2 else 2)
-    assert network.features(images).shape == (batch, network.hidden(images).shape[1] if classes else 1)
-
-
-def test_embedding_of_the_discriminator_may_have_its_own_size():
-    network = build_d(8, 1, 3, embed_dim=7)
-    images, labels = draw(2, 1, 8, 8), torch.tensor([2, 0])
-    assert network.features(images).shape == (2, 7)
-    close(network(images, labels), reference.discriminator(network, 8, images.numpy(), labels))
+    features = more.get("embed_dim", network.hidden(images).shape[1]) if classes else 1
+    assert network.features(images).shape == (batch, features)
 
 
 def test_parameters_of_the_papers_networks():
@@ -250,12 +245,6 @@ def test_the_generator_takes_no_noise_and_cannot_be_truncated():
         assert network(z, noise=noise, truncation_psi=1.0, truncation_cutoff=3).equal(network(z))
     with pytest.raises(UserError, match=r"truncation_psi 0\.7: R3GAN has no w to truncate"):
         network(z, truncation_psi=0.7)
-
-
-def test_attributes_that_others_read():
-    g, d = build_g(16, 3, 4), build_d(16, 3, 4)
-    assert (g.z_dim, g.classes, g.channels, g.resolution, g.config.z_dim) == (5, 4, 3, 16, 5)
-    assert (d.classes, d.channels, d.resolution, d.config.width) == (4, 3, 16, 4)
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8), (1, 8, 4)])

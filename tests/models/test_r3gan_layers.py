@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,26 +11,11 @@ from models import layers, r3gan
 from models.layers import downsample_fir, upsample_fir
 from models.r3gan import Block, Convolution, Linear, Stage, convolve_twice, downsample, upsample
 from tests.models import reference_r3gan as reference
+from tests.models import test_layers
+from tests.models.test_layers import draw, randomised
 from utils.seeding import forked, generator
 
-
-def draw(*shape, key="x"):
-    """Normal numbers in float64."""
-    return torch.randn(shape, generator=generator(0, "test", key), dtype=torch.float64)
-
-
-def randomised(module):
-    """The module in float64 with every parameter away from its start."""
-    module = module.double()
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.add_(0.5 * draw(*parameter.shape, key=name))
-    return module
-
-
-def close(found, expected, tolerance=1e-10):
-    assert found.shape == expected.shape
-    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=tolerance, atol=tolerance)
+close = partial(test_layers.close, tolerance=1e-10)
 
 
 def each(function, images):

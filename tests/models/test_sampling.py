@@ -135,13 +135,3 @@ def test_no_gradient_is_kept_and_the_global_generator_is_untouched(model):
     generate(model, labels=torch.tensor([0]), indices=[0], seed=0)
     assert torch.random.get_rng_state().equal(before)
     assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
-def test_unconditional(noise_mode):
-    config = GeneratorConfig(z_dim=4, w_dim=4, mapping_layers=1, channel_base=64, channel_max=4)
-    with forked(0, "init", "unconditional"):
-        model = Generator(config, resolution=8, channels=1, classes=0).eval()
-    found = generate(model, labels=None, indices=[5, 9], seed=0, noise_mode=noise_mode)
-    assert found.shape == (2, 1, 8, 8)
-    assert found[0].ne(found[1]).any()
