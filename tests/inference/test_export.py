@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.metrics.conftest import CLASSES, classifier_run, pack
 from utils.errors import EXIT_HALTED, EXIT_USER, UserError
 from utils.script import run_cli
 
-NEAR, INT8 = FORMATS["onnx"], FORMATS["int8"]
+NEAR = FORMATS["onnx"]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,11 @@ def of_logits(found, original, labels=None):
     return compare("x", 1, found, original, None if labels is None else torch.tensor(labels), classes=True)
 
 
+def row_of(name, **figures):
+    row: dict[str, Any] = dict.fromkeys(("agreement", "accuracy", "accuracy_change"), None)
+    return Row(name=name, bytes=1, **(row | {"largest_difference": 0.0} | figures))
+
+
 def test_a_row_has_difference_agreement_and_accuracy():
     original = [[1.0, 0.0], [0.0, 1.0], [3.0, 2.0], [0.0, 5.0]]
     found = [[1.0, 0.0], [0.5, 0.25], [3.0, 2.0], [0.0, 4.0]]
@@ -48,39 +54,29 @@ def test_a_row_has_difference_agreement_and_accuracy():
     assert compare("x", 1, torch.zeros(2, 3), torch.zeros(1, 3), None, classes=False).largest_difference == math.inf
 
 
-def test_outputs_must_be_within_the_limit_which_grows_with_large_ones():
-    def row(difference):
-        return Row(name="x", bytes=1, largest_difference=difference, agreement=1.0, accuracy=None, accuracy_change=None)
-
-    small, large = torch.tensor([0.5, -0.1]), torch.tensor([2.0, -20.0])
-    assert judge(row(0.9e-4), NEAR, small) is None
-    assert judge(row(1.1e-4), NEAR, small) is not None
-    assert judge(row(19e-4), NEAR, large) is None
-    assert judge(row(21e-4), NEAR, large) is not None
-    assert "differ from the original's by up to nan" in (judge(row(math.nan), NEAR, small) or "")
-    assert judge(row(0.0), FORMATS["safetensors"], small) is None
-    assert judge(row(1e-9), FORMATS["safetensors"], small) is not None
-
-
-def test_int8_may_lose_one_point_of_accuracy_or_of_agreement_where_there_are_no_labels():
-    def row(agreement, change, difference=3.0):
-        accuracy = None if change is None else 0.9 + change
-        return Row(
-            name="x",
-            bytes=1,
-            largest_difference=difference,
-            agreement=agreement,
-            accuracy=accuracy,
-            accuracy_change=change,
-        )
-
-    original = torch.ones(2, 2)
-    assert judge(row(0.5, -0.01), INT8, original) is None
-    assert judge(row(0.5, 0.02), INT8, original) is None
-    assert "accuracy falls by 1.10 points" in (judge(row(0.99, -0.011), INT8, original) or "")
-    assert judge(row(0.99, None), INT8, original) is None
-    assert "other classes than the original by 1.50 points" in (judge(row(0.985, None), INT8, original) or "")
-    assert judge(row(1.0, 0.0, math.nan), INT8, original) == "its outputs are not finite"
+@pytest.mark.parametrize(
+    ("form", "difference", "agreement", "change", "largest", "wrong"),
+    [  # the limit grows with large outputs
+        ("onnx", 0.9e-4, 1.0, None, 0.5, None),
+        ("onnx", 1.1e-4, 1.0, None, 0.5, "differ from the original's by up to 0.00011, more than 0.0001"),
+        ("onnx", 19e-4, 1.0, None, 20.0, None),
+        ("onnx", 21e-4, 1.0, None, 20.0, "differ"),
+        ("onnx", math.nan, 1.0, None, 0.5, "differ from the original's by up to nan"),
+        ("safetensors", 0.0, 1.0, None, 0.5, None),
+        ("safetensors", 1e-9, 1.0, None, 0.5, "differ"),
+        # one point of accuracy may be lost, or of agreement where there are no labels
+        ("int8", 3.0, 0.5, -0.01, 1.0, None),
+        ("int8", 3.0, 0.5, 0.02, 1.0, None),
+        ("int8", 3.0, 0.99, -0.011, 1.0, "accuracy falls by 1.10 points"),
+        ("int8", 3.0, 0.99, None, 1.0, None),
+        ("int8", 3.0, 0.985, None, 1.0, "other classes than the original by 1.50 points"),
+        ("int8", math.nan, 1.0, 0.0, 1.0, "its outputs are not finite"),
+    ],
+)
+def test_what_a_file_is_judged_by(form, difference, agreement, change, largest, wrong):
+    row = row_of("x", largest_difference=difference, agreement=agreement, accuracy_change=change)
+    found = judge(row, FORMATS[form], torch.tensor([0.1, -largest]))
+    assert found is None if wrong is None else wrong in (found or "")
 
 
 def test_speeds_are_medians_of_alternating_turns(monkeypatch):
@@ -103,10 +99,7 @@ def test_speeds_are_medians_of_alternating_turns(monkeypatch):
 
         return run
 
-    rows = {
-        name: Row(name=name, bytes=1, largest_difference=0.0, agreement=None, accuracy=None, accuracy_change=None)
-        for name in took
-    }
+    rows = {name: row_of(name) for name in took}
     runs = {name: contender(name) for name in took}
     measure_speed(runs, Subject(), rows, batch=20, repeats=3)  # type: ignore[arg-type]
     assert rows["a"].batch1_ms == pytest.approx(10)

@@ -104,22 +104,21 @@ def test_int8_is_of_integers_near_the_original_and_smaller(subjects, written):
     assert max(abs(w.astype(int)).max() for w in weights) <= 64  # seven bits: more overflow where there is no VNNI
 
 
-@pytest.mark.parametrize("form", ["onnx", "int8"])
-def test_a_graph_says_how_it_is_called(written, form):
+@pytest.mark.parametrize(("name", "form"), [("classifier", "onnx"), ("classifier", "int8"), ("grey", "onnx")])
+def test_a_graph_says_what_it_is_and_how_it_is_called(written, name, form):
     """U7: with images in [0, 1] the predictions are plausible and wrong."""
-    model = import_extra("onnx").load(str(written("classifier", form)))
+    model = import_extra("onnx").load(str(written(name, form)))
     told = {entry.key: entry.value for entry in model.metadata_props}
-    assert told["input"] == "images: float32 [N, 1, 8, 8] in [-1, 1], grey: pixels / 127.5 - 1"
-    assert told["output"].startswith("logits: float32 [N, classes]")
-    assert json.loads(told["classes"]) == CLASSES
-
-
-def test_a_generators_graph_says_what_its_images_are(written):
-    """U7."""
-    model = import_extra("onnx").load(str(written("grey", "onnx")))
-    told = {entry.key: entry.value for entry in model.metadata_props}
-    assert told["input"] == "z: float32 [N, z_dim], normal; labels: int64 [N], places in `classes`"
-    assert "in [-1, 1], grey" in told["output"]
+    assert json.loads(told["classes"]) == json.loads(told["duet"])["classes"] == CLASSES
+    images = "images: float32 [N, 1, 8, 8] in [-1, 1], grey: pixels / 127.5 - 1"
+    names, outputs = ([part.name for part in parts] for parts in (model.graph.input, model.graph.output))
+    if name == "classifier":
+        assert (told["input"], names, outputs) == (images, ["images"], ["logits"])
+        assert told["output"].startswith("logits: float32 [N, classes]")
+        assert not any("BatchNorm" in node.op_type for node in model.graph.node)
+    else:
+        assert told["input"] == "z: float32 [N, z_dim], normal; labels: int64 [N], places in `classes`"
+        assert (told["output"], names, outputs) == (images, ["z", "labels"], ["images"])
 
 
 def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkeypatch, capsys):
@@ -138,16 +137,6 @@ def test_the_pages_lines_predict_as_predict_does(runs, written, tmp_path, monkey
             classifier_from(checkpoint, "cpu"), checkpoint, ["image.png"], resize=None, top=1, batch_size=1
         )
         assert capsys.readouterr().out == f"{expected['label']}\n"
-
-
-@pytest.mark.parametrize("form", ["onnx", "int8"])
-def test_a_graph_says_what_it_is(written, form):
-    model = import_extra("onnx").load(str(written("classifier", form)))
-    told = {entry.key: entry.value for entry in model.metadata_props}
-    assert json.loads(told["duet"])["classes"] == CLASSES
-    assert [i.name for i in model.graph.input] == ["images"]
-    assert [o.name for o in model.graph.output] == ["logits"]
-    assert not any("BatchNorm" in node.op_type for node in model.graph.node)
 
 
 def test_a_program_says_what_it_is_and_has_no_batchnorm_left(written):

@@ -9,11 +9,9 @@ from models.layers import (
     EqualizedConv2d,
     EqualizedLinear,
     compute_dtype,
-    downsample_fir,
     normalize_second_moment,
     pointwise,
     scaled_activation,
-    upsample_fir,
 )
 from tests.models import reference
 from utils.seeding import forked, generator
@@ -84,16 +82,6 @@ def test_equalised_convolution(size, downsample, bias, activation, gain):
     ]
     assert found.shape == (2, 4, 3, 4) if downsample else (2, 4, 6, 8)
     close(found, np.stack(expected))
-
-
-def test_channels_last_gives_the_same_numbers():
-    layer = randomised(EqualizedConv2d(3, 4, 3, downsample=True))
-    x = draw(2, 3, 8, 8)
-    expected = [function(x) for function in (layer, downsample_fir, upsample_fir)]
-    layer = layer.to(memory_format=torch.channels_last)
-    x = x.to(memory_format=torch.channels_last)
-    for function, value in zip((layer, downsample_fir, upsample_fir), expected, strict=True):
-        torch.testing.assert_close(function(x), value, rtol=1e-12, atol=1e-12)
 
 
 def test_compute_dtype_follows_autocast():

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from models.layers import upsample_fir
-from models.layers.stylegan2 import ModulatedConv2d, StyledLayer, ToRGB
+from models.layers.stylegan2 import ModulatedConv2d, StyledLayer
 from tests.models import reference
 from tests.models.test_layers import close, draw, randomised
 from utils.seeding import forked
@@ -54,27 +53,6 @@ def test_demodulated_output_has_unit_scale_whatever_the_style():
         assert out[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1.0, rel=0.05)
 
 
-def test_upsampling_with_a_kernel_of_one_centre_tap_is_the_fir_alone():
-    layer = ModulatedConv2d(2, 2, 3, 4, upsample=True, demodulate=False).double()
-    with torch.no_grad():
-        layer.affine.weight.zero_()
-        layer.weight.zero_()
-        layer.weight[0, 0, 1, 1] = layer.weight[1, 1, 1, 1] = 1 / layer.weight_gain
-    x = draw(2, 2, 4, 5)
-    close(whole(layer, x, draw(2, 4, key="w")), upsample_fir(x).numpy())
-
-
-@pytest.mark.parametrize("upsample", [False, True])
-@pytest.mark.parametrize("noisy", [False, True])
-def test_styled_layer(upsample, noisy):
-    layer = randomised(StyledLayer(3, 4, 5, 8, upsample=upsample))
-    x, w = draw(2, 3, 4, 4) if upsample else draw(2, 3, 8, 8), draw(2, 5, key="w")
-    noise = draw(2, 1, 8, 8, key="noise") if noisy else None
-    drawn = None if noise is None else noise.numpy()
-    expected = reference.styled(layer, x.numpy(), w.numpy(), drawn, upsample=upsample)
-    close(layer(x, w, noise), expected, 1e-10)
-
-
 def test_noise_has_no_effect_at_the_start_but_a_gradient():
     layer = StyledLayer(3, 4, 5, 8).double()
     x, w, noise = draw(2, 3, 8, 8), draw(2, 5, key="w"), draw(2, 1, 8, 8, key="noise")
@@ -82,14 +60,6 @@ def test_noise_has_no_effect_at_the_start_but_a_gradient():
     layer(x, w, noise).sum().backward()
     assert layer.noise_strength.grad is not None
     assert layer.noise_strength.grad != 0
-
-
-def test_to_rgb_is_not_demodulated():
-    layer = randomised(ToRGB(6, 3, 5))
-    x, w = draw(2, 6, 4, 4), draw(2, 5, key="w")
-    found = layer(x, w)
-    assert found.shape == (2, 3, 4, 4)
-    close(found, reference.to_rgb(layer, x.numpy(), w.numpy()), 1e-10)
 
 
 def test_under_autocast_the_style_and_demodulation_stay_in_single_precision():

@@ -1,4 +1,3 @@
-import math
 from functools import partial
 
 import numpy as np
@@ -9,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from models import layers, r3gan
 from models.layers import downsample_fir, upsample_fir
-from models.r3gan import Block, Convolution, Linear, Stage, convolve_twice, downsample, upsample
+from models.r3gan import Block, Stage, convolve_twice, downsample, upsample
 from tests.models import reference_r3gan as reference
 from tests.models import test_layers
 from tests.models.test_layers import draw, randomised
@@ -141,49 +140,6 @@ def test_low_pass_first_used_in_another_mode_can_be_trained_with(mode):
     assert len(layers._kept) == 1
 
 
-@pytest.mark.parametrize(("size", "groups", "gain"), [(1, 1, 1.0), (3, 4, 1.3), (3, 1, 0.7)])
-def test_convolutions_start_with_variance_gain_squared_over_fan_in(size, groups, gain):
-    with forked(0, "init", "conv"):
-        layer = Convolution(128, 256, size, groups=groups, gain=gain, activation=True, twice=True)
-    fan_in = 128 // groups * size**2
-    assert layer.weight.shape == (256, 128 // groups, size, size)
-    assert layer.weight.std().item() == pytest.approx(gain / math.sqrt(fan_in), rel=0.02)
-    assert layer.weight.mean().abs().item() < 4 * gain / math.sqrt(fan_in * layer.weight.numel())
-    assert layer.bias is not None
-    assert layer.bias.eq(0).all()
-    assert Convolution(4, 4, 1, twice=False).bias is None
-    assert Convolution(4, 4, 1, gain=0.0, twice=False).weight.eq(0).all()
-
-
-def test_linear_starts_with_variance_gain_squared_over_fan_in_and_has_no_bias():
-    with forked(0, "init", "linear"):
-        layer = Linear(100, 400, gain=0.5)
-    assert layer.weight.std().item() == pytest.approx(0.05, rel=0.02)
-    assert [name for name, _ in layer.named_parameters()] == ["weight"]
-    x = draw(2, 100)
-    close(layer.double()(x), x.numpy() @ layer.weight.detach().numpy().T)
-
-
-@pytest.mark.parametrize("twice", [False, True])
-@pytest.mark.parametrize("activation", [False, True])
-def test_convolution_layer(twice, activation):
-    layer = randomised(Convolution(4, 6, 3, groups=2, activation=activation, twice=twice))
-    x = draw(3, 4, 5, 6)
-    state = reference.arrays(layer)
-    expected = each(lambda p: reference.convolution(p, state["weight"], state.get("bias"), 2), x)
-    close(layer(x), reference.leaky(expected) if activation else expected)
-    with torch.no_grad():
-        close(layer(x), reference.leaky(expected) if activation else expected)
-
-
-@pytest.mark.parametrize("twice", [False, True])
-def test_block(twice):
-    layer = randomised(Block(4, 12, 3, gain=1.0, twice=twice))
-    x = draw(3, 4, 5, 6)
-    state = {f"b.{name}": value for name, value in reference.arrays(layer).items()}
-    close(layer(x), each(lambda p: reference.block(state, "b", p, 3), x))
-
-
 def test_a_block_is_the_identity_at_the_start_and_keeps_the_variance_inside():
     gain = r3gan.LEAKY_GAIN
     with forked(0, "init", "block"):
@@ -235,13 +191,3 @@ def test_stages_change_the_width_before_upsampling_and_after_downsampling(before
     close(found, each(expected, x))
     small, large = (2, 2) if resample == "down" else (4, 8)  # heights at the change and in the blocks
     assert order == [("change", small)] * (before == 6) + [("blocks", large)]
-
-
-@pytest.mark.parametrize("resample", ["up", "down"])
-def test_channels_last_gives_the_same_numbers_and_stays(resample):
-    stage = randomised(Stage(6, 4, [Block(4, 8, 2, gain=1.0, twice=resample == "down")], resample))
-    x = draw(2, 6, 4, 4)
-    expected = stage(x)
-    found = stage.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert found.is_contiguous(memory_format=torch.channels_last)
