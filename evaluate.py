@@ -68,8 +68,7 @@ def main(argv: list[str]) -> int:
 def evaluate_here(options: Namespace, argv: list[str]) -> int:
     """Evaluate in this process, which may be one of several: rank 0 writes and prints."""
     from data.reading.dataset import dataset_for_model
-    from metrics.evaluate_audit import AUDIT
-    from metrics.evaluate_run import TASKS
+    from metrics.evaluate_run import EVALUATIONS, check_options
     from metrics.lineage import run_folder
     from utils.distributed import collectives
 
@@ -79,10 +78,11 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         data = options.data or (checkpoint["config"].get("data") or {}).get("val_path")
         if not data:
             raise UserError(f"{path}: its config names no data.val_path; give the test images with --data X.lmdb")
-        if checkpoint["task"] not in TASKS:
-            raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(TASKS)}; update Duet")
+        if checkpoint["task"] not in EVALUATIONS:
+            raise UserError(f"{path}: its task {checkpoint['task']!r} is none of {', '.join(EVALUATIONS)}; update Duet")
+        kind = check_options(options, checkpoint["task"])
         reader = dataset_for_model(data, checkpoint)
-    evaluate, table = AUDIT if options.audit else TASKS[checkpoint["task"]]
+    evaluate, table = EVALUATIONS[kind]
     name = "audit.json" if options.audit else "metrics.json"
     out = Path(options.out) if options.out else run_folder(path) / "eval"
     collectives.from_main_process(lambda: check_writable(out))
@@ -102,8 +102,7 @@ def evaluate_here(options: Namespace, argv: list[str]) -> int:
         print(f"wrote {name}, {', '.join(document['images'])} into {out}", file=sys.stderr)
         run = run_folder(path)
         if options.out is None and (run / "config.yaml").is_file():
-            from reporting.report import write_report
-            from reporting.tensorboard import show_images
+            from reporting.report import show_images, write_report
 
             show_images(run, checkpoint["step"], [out / name for name in document["images"]])
             print(f"report: {write_report(run)}", file=sys.stderr)

@@ -24,7 +24,8 @@ import numpy as np
 
 from data.reading.dataset import dataset_for_model
 from metrics.evaluate_gan import evaluate_generator
-from metrics.evaluate_run import build_extractors, flattered
+from metrics.evaluate_run import flattered
+from metrics.features.extractors import build_extractors
 from metrics.features.sets import RealFeatures
 from metrics.lineage import training_images
 from metrics.protocol import GAN_IMAGES
@@ -36,6 +37,7 @@ from utils.config.yaml_files import near_file
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.memory import cores
+from utils.passport import recorded
 from utils.script import run_cli
 
 MULTIPLES = (8.0, 4.0, 2.8)
@@ -118,7 +120,7 @@ def course_of(run: Path, options: Namespace, real: RealFeatures) -> Course:
             raise UserError(f"{run}: the floor cannot be measured: {why}")
         stack.enter_context(train)
         (extractor,) = build_extractors(asked, reader.meta.channels, device, None)
-        for note in flattered([extractor], last.get("teachers", [])).values():
+        for note in flattered([extractor], recorded(last)).values():
             print(f"{run}: {extractor.name}: {note}", file=sys.stderr)
         n = min(options.n, len(reader), len(train))
         distances = known_distances(last, records, n, options)

@@ -14,20 +14,18 @@ from torch import Tensor
 from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
 from metrics.evaluate_gan import Sampler
-from metrics.evaluate_run import build_extractors, training_images
-from metrics.features.extractors import Extractor, find_weights
+from metrics.features.extractors import Extractor, build_extractors, find_weights
 from metrics.features.passes import chunk_size, shared_pass
 from metrics.features.precision import evaluating, full_float32
 from metrics.features.sets import RealFeatures, Selection, feature_sets
 from metrics.images import save_audit
-from metrics.lineage import identities
+from metrics.lineage import identities, training_images
 from metrics.protocol import GAN_IMAGES, SEARCHED
 from metrics.samples.copies import neighbour_images, search_place
 from metrics.samples.membership_inference import (
     NOT_SHOWN,
     SHARES,
     attack,
-    audit_table,
     detection,
     halves,
     verdict,
@@ -62,13 +60,6 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
 
     Raises UserError where members or held-out images are missing or not what they must be.
     """
-    for name in ("classifier", "per_class"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is not for --audit; leave it out")
-    if (options.precision, options.fold, options.tta) != ("fp32", False, "off"):
-        raise UserError("--precision, --fold and --tta are for classifiers; an audit is float32's: leave them out")
-    if checkpoint["task"] != "gan":
-        raise UserError("--audit is for a GAN, this checkpoint is a classifier's; leave it out")
     with collectives.raising_together():
         generator = generator_from(checkpoint, collectives.choose_device(options.device))
         if generator.classes:
@@ -127,7 +118,7 @@ def _training_images(checkpoint: Checkpoint, reader: Dataset) -> Dataset:
         raise UserError(
             f"--audit: {train.path} holds other images than those the generator was trained on; put its own file there"
         )
-    if not set(recorded(checkpoint)["trained_on"]).isdisjoint(identities(reader)):
+    if not set(recorded(checkpoint).trained_on).isdisjoint(identities(reader)):
         raise UserError(f"--audit: {reader.path} was trained on; give images that were held out with --data")
     return train
 
@@ -261,6 +252,3 @@ def _closest(near: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
         for place in order
     ]
     return {"closest": pairs, "first": [], "usual_distance": float(near.distances[count:].median())}
-
-
-AUDIT = (audit_gan_run, audit_table)

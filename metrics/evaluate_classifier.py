@@ -32,8 +32,6 @@ from utils.distributed import collectives
 from utils.errors import UserError
 from utils.runlog.progress import Bar
 
-GAN_ONLY = ("classifier", "extractor", "weights", "per_class", "searched")
-
 
 def logits_of(classifier: Classifier, images: Tensor) -> Tensor:
     """Logits float32 [n, K] on the CPU of images uint8 [n, C, H, W] of any size and channels; they are adapted as for
@@ -126,9 +124,6 @@ def _pass(
 
 def evaluate_classifier_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     """Figures and images of a classifier."""
-    for name in GAN_ONLY:
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is for a GAN, this checkpoint is a classifier's; leave it out")
     speed = {"precision": options.precision, "fold": options.fold, "tta": options.tta}
     with collectives.raising_together():
         device = collectives.choose_device(options.device)

@@ -12,9 +12,10 @@ import torch
 
 from data.reading.dataset import Dataset
 from metrics.comparison.predictions import keep_predictions
+from metrics.evaluate_audit import audit_gan_run
 from metrics.evaluate_classifier import evaluate_classifier_run
 from metrics.evaluate_gan import gather, judge_images
-from metrics.features.extractors import ClassifierFeatures, Extractor, Options, build, find_weights, fingerprint
+from metrics.features.extractors import Extractor, build_extractors, fingerprint
 from metrics.features.passes import shared_pass
 from metrics.features.sets import select
 from metrics.images import SampleBoard
@@ -23,26 +24,41 @@ from metrics.lineage import leaks, load_judge, training_images
 from metrics.protocol import GAN_IMAGES, PER_CLASS, SEARCHED
 from metrics.samples.copies import neighbour_images
 from metrics.samples.judged import class_score
+from metrics.samples.membership_inference import audit_table
 from metrics.tables import classifier_table, few_images, gan_table
 from models.classifier import Classifier
-from models.restore import classifier_from, generator_from
-from utils.checkpoint import Checkpoint, load, resolve
+from models.restore import generator_from
+from utils.checkpoint import Checkpoint
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import save_captioned, save_rows
+from utils.passport import Lineage, recorded
 
-CLASSIFIER_ONLY = ("robustness", "ood")
+SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
+NOT_FOR = {  # what is evaluated: options that it does not take and their defaults, and whose they are
+    "gan": (SPEED | {"robustness": False, "ood": None}, "for a classifier, this checkpoint is a GAN's"),
+    "classifier": (
+        {"audit": False} | dict.fromkeys(("classifier", "extractor", "weights", "per_class", "searched")),
+        "for a GAN, this checkpoint is a classifier's",
+    ),
+    "audit": (SPEED | dict.fromkeys(("classifier", "per_class")), "not for --audit"),
+}
+
+
+def check_options(options: Namespace, task: str) -> str:
+    """What is evaluated, a key of EVALUATIONS. Raises UserError for an option that is not for it."""
+    kind = "audit" if options.audit and task == "gan" else task
+    unwanted, whose = NOT_FOR[kind]
+    for name, default in unwanted.items():
+        if getattr(options, name) != default:
+            raise UserError(f"--{name.replace('_', '-')} is {whose}; leave it out")
+    return kind
 
 
 def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: Namespace) -> dict[str, Any]:
     """Figures and images of a generator."""
-    for name in CLASSIFIER_ONLY:
-        if getattr(options, name):
-            raise UserError(f"--{name} is for a classifier, this checkpoint is a GAN's; leave it out")
     with collectives.raising_together():
-        if (options.precision, options.fold, options.tta) != ("fp32", False, "off"):
-            raise UserError("--precision, --fold, --tta are for classifiers; a GAN's figures are float32's: drop them")
         device = collectives.choose_device(options.device)
         generator = generator_from(checkpoint, device)
         names = checkpoint["classes"] if generator.classes else []
@@ -53,7 +69,7 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
     extractors = collectives.main_first(lambda: build_extractors(options, reader.meta.channels, device, judge))
     if collectives.is_main():
         print(f"extractors: {', '.join(extractor.name for extractor in extractors)}", file=sys.stderr)
-    board = SampleBoard(names)
+    board, learnt_from = SampleBoard(names), recorded(checkpoint)
     with train or nullcontext():
         gathered = gather(
             generator,
@@ -83,7 +99,9 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
             notes = document["notes"] | leaks(reader, train)
             notes |= {"floor": why, "memorisation": why} if why else {}
             notes |= few_images(samples.n, interval=document["recognised_interval"], distances=True)
-            notes |= flattered(extractors, checkpoint.get("teachers", []))
+            notes |= flattered(extractors, learnt_from)
+            if judge is not None and judge.lineage.related(learnt_from):
+                notes["judge"] = "a classifier that supplied a loss to the generator began with the same weights"
             columns = {"label": samples.labels[: samples.n].numpy()}
             if samples.probabilities is not None:
                 confidence, predicted = samples.probabilities.max(1)
@@ -95,45 +113,20 @@ def evaluate_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options
         return collectives.from_main_process(finish)
 
 
-def flattered(extractors: Sequence[Extractor], teachers: Sequence[str]) -> dict[str, str]:
-    """A note for each classifier in whose features samples look better than they are."""
+def flattered(extractors: Sequence[Extractor], generator: Lineage) -> dict[str, str]:
+    """A note for each extractor in whose features samples look better than they are."""
     notes = {}
     for extractor in extractors:
-        if extractor.source in teachers:
-            note = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
-            notes[extractor.name] = note
-        elif isinstance(extractor, ClassifierFeatures) and extractor.lineage["synthetic"]:
-            note = "this classifier was trained on samples, which seem more real in its features than they are"
-            notes[extractor.name] = note
+        if extractor.source in generator.teachers:
+            why = "this classifier supplied a loss to the generator, whose distance in its features is flattered"
+        elif extractor.lineage.synthetic:
+            why = "this classifier was trained on samples, which seem more real in its features than they are"
+        elif extractor.lineage.related(generator):
+            why = "a classifier that supplied a loss to the generator began with the same weights: it may be flattered"
+        else:
+            continue
+        notes[extractor.name] = why
     return notes
-
-
-def build_extractors(
-    options: Namespace, channels: int, device: torch.device, judge: Classifier | None
-) -> list[Extractor]:
-    """The named extractors; the judge is not loaded a second time."""
-    given = options.classifier
-
-    def load_classifier(run: str) -> Classifier:
-        return judge if judge is not None and run == given else classifier_from(load(resolve(run)), device)
-
-    how = {"device": device, "channels": channels, "weights": options.weights, "classifier": given}
-    return build(named_extractors(options), Options(**how, load_classifier=load_classifier))
-
-
-def named_extractors(options: Namespace) -> list[str]:
-    """The extractors that were asked for, else those that can be had without asking."""
-    if options.extractor:
-        return [name.strip() for text in options.extractor for name in text.split(",")]
-    names = ["classifier"] if options.classifier else []
-    if find_weights(options.weights) is not None:
-        names.append("resnet50")
-    if not names:
-        raise UserError(
-            "no feature extractor is available; give --classifier RUN, or a ResNet-50 weights file with --weights, "
-            "or --extractor pixels for a rough figure"
-        )
-    return names
 
 
 def judge_accuracy(judge: Classifier, reader: Dataset, n: int, options: Namespace) -> dict[str, Any]:
@@ -166,7 +159,8 @@ def save_real(reader: Dataset, names: Sequence[str], columns: int, path: Path) -
 
 
 Evaluate = Callable[[Checkpoint, Dataset, Path, Namespace], dict[str, Any]]
-TASKS: dict[str, tuple[Evaluate, Callable[[dict[str, Any]], str]]] = {
+EVALUATIONS: dict[str, tuple[Evaluate, Callable[[dict[str, Any]], str]]] = {  # and its table for people
     "gan": (evaluate_gan_run, gan_table),
     "classifier": (evaluate_classifier_run, classifier_table),
+    "audit": (audit_gan_run, audit_table),
 }

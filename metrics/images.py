@@ -24,19 +24,19 @@ class Best:
     """The `size` images with the highest scores out of any number of batches, best first; ties go to the earlier."""
 
     size: int
-    images: list[Tensor] = field(default_factory=list)  # uint8 [C, H, W] each
-    captions: list[str] = field(default_factory=list)
-    _scores: list[float] = field(default_factory=list)
+    kept: list[tuple[float, Tensor, str]] = field(default_factory=list)  # score, uint8 [C, H, W], caption
 
     def add(self, images: Tensor, scores: Tensor, captions: Sequence[str]) -> None:
         """Offer a batch: uint8 [n, C, H, W], scores [n] and a caption for each."""
-        offered = self.images + list(images)
-        texts = self.captions + list(captions)
-        values = torch.cat([torch.tensor(self._scores, dtype=torch.float64), scores.double()])
-        order = values.sort(descending=True, stable=True).indices[: self.size].tolist()
-        self.images = [offered[i].clone() for i in order]  # a view would keep the whole batch in memory
-        self.captions = [texts[i] for i in order]
-        self._scores = values[order].tolist()
+        offered = [*self.kept, *zip(scores.tolist(), images, captions, strict=True)]
+        best = sorted(offered, key=lambda each: -each[0])[: self.size]
+        self.kept = [(score, image.clone(), text) for score, image, text in best]  # a view would keep the whole batch
+
+    def save(self, path: Path) -> bool:
+        """Draw them; False if there is none."""
+        if self.kept:
+            save_captioned([image for _, image, _ in self.kept], [caption for _, _, caption in self.kept], path)
+        return bool(self.kept)
 
 
 class SampleBoard:
@@ -57,23 +57,19 @@ class SampleBoard:
                 self.rows[label].append(image.clone())
         if probabilities is not None and self.classes:
             asked = probabilities.gather(1, labels[:, None])[:, 0]
-            named = probabilities.argmax(1).tolist()
+            predicted = probabilities.argmax(1).tolist()
             texts = [
                 f"{self.classes[label]} {share:.2f}" + ("" if label == other else f"\nnamed {self.classes[other]}")
-                for label, other, share in zip(labels.tolist(), named, asked.tolist(), strict=True)
+                for label, other, share in zip(labels.tolist(), predicted, asked.tolist(), strict=True)
             ]
             self.best.add(images, asked, texts)
             self.worst.add(images, 1 - asked, texts)
 
     def save(self, folder: Path) -> list[str]:
         """Write samples.png (rows are classes), recognised_best.png and recognised_worst.png; returns the names."""
-        names = ["samples.png"]
-        save_rows(self.rows, folder / names[0], columns=self.columns, captions=self.classes)
-        for name, kept in (("recognised_best.png", self.best), ("recognised_worst.png", self.worst)):
-            if kept.images:
-                save_captioned(kept.images, kept.captions, folder / name)
-                names.append(name)
-        return names
+        save_rows(self.rows, folder / "samples.png", columns=self.columns, captions=self.classes)
+        judged = {"recognised_best.png": self.best, "recognised_worst.png": self.worst}
+        return ["samples.png", *(name for name, best in judged.items() if best.save(folder / name))]
 
 
 def save_mistakes(

@@ -15,7 +15,7 @@ from models.restore import classifier_from
 from utils.checkpoint import Checkpoint, load, resolve
 from utils.classes import require_same_classes
 from utils.errors import UserError
-from utils.passport import Lineage, Passport, check_passport, join, recorded
+from utils.passport import Generated, Lineage, Passport, recorded
 
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
 
@@ -39,21 +39,17 @@ def passport_of(
         "classes": list(checkpoint["classes"]),
     }
     try:
-        check_passport("", passport)
+        return Generated.read(passport).document()
     except ValueError as error:
         raise UserError(f"the samples' passport cannot be written: {error}; give another value") from None
-    return passport
 
 
 def lineage_of(*readers: Dataset, passports: Sequence[Passport] = ()) -> Lineage:
     """What training on these files, and on samples with these passports, leaves in a checkpoint."""
     metas = [meta for reader in readers for meta in metas_of(reader)]
-    return join(
-        {
-            "trained_on": [known for meta in metas for known in (meta.content_hash, meta.fingerprint) if known],
-            "synthetic": [meta.passport for meta in metas if meta.passport],
-        },
-        {"trained_on": [], "synthetic": list(passports)},
+    return Lineage.of(
+        trained_on=[known for meta in metas for known in (meta.content_hash, meta.fingerprint) if known],
+        synthetic=[*(meta.passport for meta in metas if meta.passport), *passports],
     )
 
 
@@ -122,51 +118,43 @@ def load_judge(
     classifier = classifier_from(judge, device)
     helper = (checkpoint["config"].get("loss") or {}).get("classifier")
     taught = helper and run_folder(file).resolve() in (Path(helper).resolve(), run_folder(Path(helper)).resolve())
-    if taught or fingerprint(classifier) in checkpoint.get("teachers", []):
-        raise UserError(f"{option} {run} supplied a loss to this generator, so it cannot judge it; give another")
-    if guide is not None and _same(file, classifier, resolve(guide)):
+    weights = fingerprint(classifier)
+    if guide is not None and _same(file, weights, resolve(guide)):
         raise UserError(
             f"{option} {run} is the classifier that the edits were found with; give one of another training"
         )
-    if told := unfit(judge, reader):
-        raise UserError(f"{option} {run} {told}")
+    taught_by = Lineage.of(teachers=[weights]) if taught else recorded(checkpoint)
+    if why := unfit(judge, reader, taught_by, weights):
+        raise UserError(f"{option} {run} {why}")
     if names:
         require_same_classes("the generator", names, f"the classifier {run}", judge["classes"])
     return classifier
 
 
-def _same(file: Path, classifier: Classifier, other: Path) -> bool:
+def _same(file: Path, weights: str, other: Path) -> bool:
     """Whether two checkpoints of classifiers are of one run, or have the same weights."""
     if run_folder(file).resolve() == run_folder(other).resolve() and file.parent.name == "checkpoints":
         return True
-    return fingerprint(classifier) == fingerprint(classifier_from(load(other)))
+    return weights == fingerprint(classifier_from(load(other)))
 
 
-def unfit(judge: Checkpoint, reader: Dataset | None) -> str:
-    """Why a classifier cannot judge samples beside these test images, and the remedy; empty if it can.
+def unfit(judge: Checkpoint, reader: Dataset | None, generator: Lineage | None = None, weights: str = "") -> str:
+    """Why a classifier with these weights cannot judge a generator's samples beside these test images, and the remedy;
+    empty if it can.
 
     Neither it nor the weights it started from may have been trained on samples, or on the test images: on a file of
     the same content or source, or on one they were drawn from. Where the file it was trained on is at hand, no more
     than `TOLERATED` of the test images may be in it, pixel for pixel. Without test images that is not asked.
     """
-    lineage = recorded(judge)
-    if lineage["synthetic"]:
-        whose = ", ".join(dict.fromkeys(passport["generator"] for passport in lineage["synthetic"]))
-        return (
-            f"was trained on samples (of {whose[:200]}), so it would recognise them too well; give one that has seen "
-            "real images only"
-        )
-    if reader is None:
-        return ""
-    if not set(lineage["trained_on"]).isdisjoint(identities(reader)):
-        return f"was trained on the test images {reader.path}; give one that was not, or other images with --data"
-    share = shared(judge, reader)
+    images = set() if reader is None else identities(reader)
+    why = recorded(judge).may_not_judge(generator or Lineage.of(), weights, images)
+    share = 0.0 if reader is None or why else shared(judge, reader)
     if share > TOLERATED:
-        return (
-            f"was trained on {share:.1%} of the test images {reader.path} (pixel for pixel; {TOLERATED:.0%} are "
-            "tolerated); give one that was not, or other images with --data"
-        )
-    return ""
+        why = f"was trained on {share:.1%} of the test images"
+    if reader is None or not why.endswith("test images"):
+        return why
+    how = f" (pixel for pixel; {TOLERATED:.0%} are tolerated)" if share else ""
+    return f"{why} {reader.path}{how}; give one that was not, or other images with --data"
 
 
 def identities(reader: Dataset) -> set[str]:

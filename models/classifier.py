@@ -18,7 +18,7 @@ from models.backbones.registry import backbone_of
 from models.batchnorm import statistics_kept
 from utils.config.model import Config, PositiveInt
 from utils.errors import UserError
-from utils.passport import nothing
+from utils.passport import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 
@@ -84,7 +84,7 @@ class Classifier(nn.Module):
             raise UserError(f"a classifier needs two classes or more, the data has {classes}")
         self.config = config
         self.channels, self.classes, self.resolution = channels, classes, resolution
-        self.lineage = nothing()  # what its weights have seen before this training
+        self.lineage = Lineage.of()  # what its weights have seen before this training
         self.backbone = config.backbone
         self.network: Any = self.backbone.build(
             config.name, channels=channels, stem=config.stem, he_strides=config.he_strides

@@ -1,6 +1,7 @@
 """Weights files, read without running anything in them, and fitted into our networks: only the head may differ."""
 
 import argparse
+import hashlib
 import json
 import re
 import socket
@@ -25,7 +26,7 @@ from utils.config.cli import did_you_mean
 from utils.config.yaml_files import near_file
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage, check_lineage, nothing, recorded
+from utils.passport import Lineage, recorded
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use
@@ -90,7 +91,7 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     config = build(ModelConfig, content["config"].get("model", {}), source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     about = {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
-    about["lineage"] = json.dumps(recorded(content))
+    about["lineage"] = json.dumps(recorded(content).document())
     return _plain_names(content["state"]["model_ema"]), about
 
 
@@ -209,17 +210,24 @@ def load_pretrained(model: Classifier) -> str:
 
 
 def told_lineage(path: Path, about: Mapping[str, str]) -> Lineage:
-    """What a file of ours, a checkpoint or an export, says that its weights have seen; nothing in those of others.
+    """What a file of ours, a checkpoint or an export, says that its weights have seen; those of others are known by
+    their hash.
 
     Raises UserError where it says so in a damaged way.
     """
     try:
         exported = json.loads(about.get("duet", "{}"))
-        lineage = json.loads(about["lineage"]) if "lineage" in about else exported.get("lineage") or nothing()
-        check_lineage("lineage", lineage)
+        lineage = json.loads(about["lineage"]) if "lineage" in about else exported.get("lineage")
+        if lineage:
+            return Lineage.read(lineage, "lineage")
     except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its metadata are damaged ({error}); export it again") from None
-    return lineage
+    return Lineage.of(pretrained=[file_hash(path)])
+
+
+def file_hash(path: Path) -> str:
+    """The short hash by which a weights file is known."""
+    return f"sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
 
 
 def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool, imagenet: bool) -> None:

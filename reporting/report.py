@@ -6,18 +6,24 @@ One file, no scripts, nothing loaded from elsewhere; whatever a run has not writ
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from PIL import Image
 
 from reporting import figures, pictures
 from reporting.charts import Chart, line_chart
 from reporting.figures import Figure, headline
 from reporting.run_files import Run, of_run, read_run
 from utils import bounded
+from utils.errors import UserError
 from utils.files import write_atomic
 from utils.provenance import environment
+from utils.runlog.run_folder import RunFolder
+from utils.runlog.run_log import Events
 
 # --- what the figures are called; a curve whose key is not named here is shown under the first part of it
 
@@ -160,3 +166,24 @@ def _charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:
         at_once = any(key.split("/")[0] in SHOWN_AT_ONCE and not fnmatchcase(key, FOLDED) for key in keys)
         (shown if at_once else folded).append(chart)
     return (shown, folded) if shown else (folded, [])
+
+
+def show_images(run: Path, step: int, files: Iterable[Path]) -> None:
+    """Add image files to the events of a run that has any. Not while it trains: TensorBoard follows the newest file of
+    a folder, and would no longer see what the training writes.
+    """
+    folder = RunFolder(run)
+    if not (run / "tensorboard").is_dir():
+        return
+    try:
+        folder.open()
+    except UserError:  # it trains, or cannot be written
+        return
+    try:
+        events = Events(run / "tensorboard")
+        for file in files:
+            with Image.open(file) as image:
+                events.image(step, f"evaluation/{file.stem}", np.asarray(image.convert("RGB")))
+        events.close()
+    finally:
+        folder.close()

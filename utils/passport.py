@@ -1,52 +1,91 @@
-"""What generated images say of where they come from, and what a checkpoint says of all that it was trained on.
+"""What generated images say of where they come from, and what a checkpoint says of all that its weights have seen.
 
-A packed file of samples has a passport; a file without one holds real images. A checkpoint's lineage is the passports
-and the hashes of all files that its weights have seen, those of the checkpoint it started from included.
+A packed file of samples has a passport; a file without one holds real images. Lineages are frozen and joined, never
+changed; those of the checkpoint that weights started from are part of theirs.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
-from utils.schema import items, maybe, number, record, text, whole
+from utils.config.model import Count, Stored, Whole
 
 Passport = dict[str, Any]
-Lineage = dict[str, Any]
-
-check_passport = record(
-    {
-        "generator": text,  # fingerprint of its weights (metrics.features.extractors.fingerprint)
-        "step": whole(),  # of its checkpoint
-        "seed": whole(-(2**63)),  # of the draws
-        "truncation_psi": number(),
-        "selection": maybe(text),  # the rule by which samples were chosen; null: all that were drawn
-        "trained_on": maybe(text),  # content hash of the images it was trained on; null: not known
-        "classes": items(text),  # names of their classes
-    }
-)
-check_lineage = record(
-    {
-        "trained_on": items(text),  # content hashes, and fingerprints where there are any, of the files
-        "synthetic": items(check_passport),  # the passports of those that hold samples
-    }
-)
+"""A `Generated` as a packed file holds it."""
 
 
-def nothing() -> Lineage:
-    """The lineage of weights that were never trained."""
-    return {"trained_on": [], "synthetic": []}
+class Generated(Stored):
+    """Where samples come from."""
+
+    generator: str  # fingerprint of its weights (metrics.features.extractors.fingerprint)
+    step: Count  # of its checkpoint
+    seed: Whole  # of the draws
+    truncation_psi: float
+    selection: str | None  # the rule by which samples were chosen; None: all that were drawn
+    trained_on: str | None  # content hash of the images it was trained on; None: not known
+    classes: list[str]  # names of their classes
+
+    def document(self) -> Passport:
+        """As a packed file holds it."""
+        return self.model_dump()
+
+
+class Lineage(Stored):
+    """Which images and which networks weights have learnt from, themselves or those that they started from."""
+
+    trained_on: list[str]  # content hashes, and fingerprints where there are any, of files of images
+    synthetic: list[Generated]  # those of them that hold samples
+    teachers: list[str] = []  # fingerprints of classifiers that supplied a loss
+    pretrained: list[str] = []  # hashes of others' weights files that they, or their teachers, began with
+
+    @classmethod
+    def of(cls, **parts: Any) -> Self:
+        """A lineage of the given parts alone."""
+        return cls(**{"trained_on": [], "synthetic": [], **parts})
+
+    def document(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        return self.model_dump(exclude_defaults=True)
+
+    def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
+        """Why a network of this lineage, whose fingerprint is `weights`, cannot judge samples of a generator beside
+        images that have these hashes; empty if it can.
+        """
+        if weights in generator.teachers:
+            return "supplied a loss to this generator, so it cannot judge it; give another"
+        if self.synthetic:
+            whose = ", ".join(dict.fromkeys(each.generator for each in self.synthetic))[:200]
+            return (
+                f"was trained on samples (of {whose}), so it would recognise them too well; give one that has seen "
+                "real images only"
+            )
+        return "" if set(self.trained_on).isdisjoint(images) else "was trained on the test images"
+
+    def related(self, other: "Lineage") -> bool:
+        """Whether both began with the same weights file: what one finds alike the other may."""
+        return not set(self.pretrained).isdisjoint(other.pretrained)
+
+
+def check_passport(name: str, passport: Any) -> None:
+    """Raise ValueError for what is no passport."""
+    Generated.read(passport, name)
+
+
+def check_lineage(name: str, lineage: Any) -> None:
+    """Raise ValueError for what is no lineage."""
+    Lineage.read(lineage, name)
 
 
 def join(*lineages: Lineage) -> Lineage:
     """Everything that several lineages hold, each part once, in order."""
-    joined = nothing()
+    joined: dict[str, list[Any]] = {key: [] for key in Lineage.model_fields}
     for lineage in lineages:
         for key, parts in joined.items():
-            parts += [part for part in lineage[key] if part not in parts]
-    return joined
+            parts += [part for part in getattr(lineage, key) if part not in parts]
+    return Lineage(**joined)
 
 
 def recorded(checkpoint: Mapping[str, Any]) -> Lineage:
     """A checkpoint's lineage; those of before had none and say only which file they were trained on."""
     content = (checkpoint.get("data") or {}).get("content_hash")
-    own = {"trained_on": [content] if content else [], "synthetic": []}
-    return join(own, checkpoint.get("lineage") or nothing())
+    own = Lineage.of(trained_on=[content] if content else [], teachers=list(checkpoint.get("teachers", [])))
+    return join(own, Lineage.read(checkpoint["lineage"])) if checkpoint.get("lineage") else own

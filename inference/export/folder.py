@@ -127,7 +127,7 @@ def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any])
     task, config, shape = checkpoint["task"], checkpoint["config"], checkpoint["shape"]
     name = (checkpoint.get("data") or {}).get("resize_filter", "none")
     model = build(ModelConfig, config["model"], source="model") if task == "classifier" else None
-    calls, document, lineage = interface(checkpoint), evaluated(checkpoint), recorded(checkpoint)
+    calls, document, lineage = interface(checkpoint), evaluated(checkpoint), recorded(checkpoint).document()
     inside = "ImageNet's mean and deviation" if model and model.imagenet_normalised else None
     rule = "none: images of that size" if name == RESIZE_FILTERS["exact"] else RESIZED[trained_mode(checkpoint)]
     return {
@@ -144,7 +144,7 @@ def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any])
         **more,
         "network": contents(checkpoint)["config"],
         "figures": figures(document),
-        "data": {"trained_on": lineage["trained_on"], "synthetic": lineage["synthetic"]}
+        "data": {key: lineage[key] for key in ("trained_on", "synthetic")}
         | {"tested_on": document.get("data_hash")},
         "teachers": list(checkpoint.get("teachers", [])),
         "licence": licence,

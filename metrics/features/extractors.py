@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,12 @@ from metrics.features.precision import device_of, evaluating, full_float32
 from models.backbones.base import normalize
 from models.backbones.torchvision import RESNET
 from models.classifier import Classifier, fit_images
-from models.weights import fitted, read_state_dict
-from utils import bounded
+from models.restore import classifier_from
+from models.weights import file_hash, fitted, read_state_dict
+from utils.checkpoint import load, resolve
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
+from utils.passport import Lineage
 
 
 class Extractor(Protocol):
@@ -30,6 +33,7 @@ class Extractor(Protocol):
     dim: int  # number of features
     source: str  # where its weights come from; empty if it has none
     device: torch.device  # where it computes
+    lineage: Lineage  # what its weights have seen
 
     def __call__(self, images: Tensor) -> Tensor: ...
 
@@ -40,6 +44,7 @@ class PixelFeatures:
     name = "pixels"
     source = ""
     device = torch.device("cpu")
+    lineage = Lineage.of()
 
     def __init__(self, channels: int) -> None:
         self.dim = channels * 64
@@ -57,7 +62,7 @@ class ClassifierFeatures:
         self.name = name
         self.source = fingerprint(classifier)
         self.device = device_of(classifier)
-        self.lineage = classifier.lineage  # what its weights have seen
+        self.lineage = classifier.lineage
         self._classifier = classifier
         self.dim = classifier.feature_dim
 
@@ -127,7 +132,8 @@ class ResNet50Features:
     def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
         path = needed_weights(weights, "extractor resnet50 needs a weights file")
         self.device = torch.device(device)
-        self.source = f"{path.name} sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
+        known_by = file_hash(path)
+        self.source, self.lineage = f"{path.name} {known_by}", Lineage.of(pretrained=[known_by])
         self._network = load_resnet50(path).to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -166,6 +172,7 @@ class InceptionFeatures:
 
     name = "inception"
     dim = 2048
+    lineage = Lineage.of()
 
     def __init__(self, weights: str | Path | None = None, *, device: torch.device | str = "cpu") -> None:
         try:
@@ -251,3 +258,31 @@ def extract(extractor: Extractor, images: Tensor) -> Tensor:
     if not torch.isfinite(features).all():
         raise UserError(f"extractor {extractor.name} gives features that are not finite; its weights are broken")
     return features
+
+
+def build_extractors(
+    options: Namespace, channels: int, device: torch.device, judge: Classifier | None
+) -> list[Extractor]:
+    """The named extractors; the judge is not loaded a second time."""
+    given = options.classifier
+
+    def load_classifier(run: str) -> Classifier:
+        return judge if judge is not None and run == given else classifier_from(load(resolve(run)), device)
+
+    how = {"device": device, "channels": channels, "weights": options.weights, "classifier": given}
+    return build(named_extractors(options), Options(**how, load_classifier=load_classifier))
+
+
+def named_extractors(options: Namespace) -> list[str]:
+    """The extractors that were asked for, else those that can be had without asking."""
+    if options.extractor:
+        return [name.strip() for text in options.extractor for name in text.split(",")]
+    names = ["classifier"] if options.classifier else []
+    if find_weights(options.weights) is not None:
+        names.append("resnet50")
+    if not names:
+        raise UserError(
+            "no feature extractor is available; give --classifier RUN, or a ResNet-50 weights file with --weights, "
+            "or --extractor pixels for a rough figure"
+        )
+    return names

@@ -17,7 +17,7 @@ from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.lmdb.test_metadata import OTHERS, forge, read, use
 from utils.errors import UserError
-from utils.passport import Passport, join, nothing, recorded
+from utils.passport import Lineage, Passport, join, recorded
 
 PASSPORT: Passport = {
     "generator": "sha256:0123456789ab",
@@ -107,15 +107,32 @@ def test_a_passport_that_could_not_be_read_back_is_not_written(tmp_path: Path) -
 
 
 def test_lineages_join_once_and_in_order() -> None:
-    one = {"trained_on": ["a", "b"], "synthetic": [PASSPORT]}
-    two = {"trained_on": ["b", "c"], "synthetic": [PASSPORT, PASSPORT | {"seed": 4}]}
-    assert join(one, two) == {"trained_on": ["a", "b", "c"], "synthetic": [PASSPORT, PASSPORT | {"seed": 4}]}
-    assert join() == nothing() == {"trained_on": [], "synthetic": []}
-    assert one == {"trained_on": ["a", "b"], "synthetic": [PASSPORT]}
+    other = PASSPORT | {"seed": 4}
+    one = Lineage.of(trained_on=["a", "b"], synthetic=[PASSPORT], teachers=["t"])
+    two = Lineage.of(trained_on=["b", "c"], synthetic=[PASSPORT, other], pretrained=["w"])
+    both = {"trained_on": ["a", "b", "c"], "synthetic": [PASSPORT, other], "teachers": ["t"], "pretrained": ["w"]}
+    assert join(one, two).document() == both
+    assert Lineage.read(both) == join(one, two)
+    assert join() == Lineage.of()
+    assert Lineage.of().document() == {"trained_on": [], "synthetic": []}  # as in checkpoints of before
 
 
 def test_a_checkpoint_of_before_says_what_it_was_trained_on() -> None:
-    assert recorded({"data": {"content_hash": "a"}}) == {"trained_on": ["a"], "synthetic": []}
-    assert recorded({"data": None}) == nothing()
+    before = {"data": {"content_hash": "a"}, "teachers": ["t"]}
+    assert recorded(before) == Lineage.of(trained_on=["a"], teachers=["t"])
+    assert recorded({"data": None}) == Lineage.of()
     known = {"trained_on": ["b"], "synthetic": [PASSPORT]}
-    assert recorded({"data": {"content_hash": "a"}, "lineage": known}) == {**known, "trained_on": ["a", "b"]}
+    own = {"data": {"content_hash": "a"}, "lineage": known}
+    assert recorded(own).document() == {**known, "trained_on": ["a", "b"]}
+
+
+def test_one_question_who_may_judge_whom() -> None:
+    real, samples = Lineage.of(trained_on=["a"]), Lineage.of(trained_on=["a"], synthetic=[PASSPORT])
+    taught = Lineage.of(teachers=["w"], pretrained=["imagenet"])
+    assert real.may_not_judge(taught, "x", {"b"}) == ""
+    assert "supplied a loss" in real.may_not_judge(taught, "w", {"b"})
+    assert "trained on samples" in samples.may_not_judge(taught, "x", {"b"})
+    assert real.may_not_judge(taught, "x", {"a"}) == "was trained on the test images"
+    assert Lineage.of(pretrained=["imagenet", "y"]).related(taught)
+    assert not Lineage.of(pretrained=["y"]).related(taught)
+    assert not real.related(real)  # of the same images: that is what a judge of a generator is

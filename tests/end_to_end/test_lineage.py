@@ -1,6 +1,7 @@
 """A training's checkpoints say what its weights have seen: through resumes, transfers and files of weights."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,6 @@ from data.records import pack_arrays
 from tests.data.test_passport import PASSPORT
 from tests.end_to_end.helpers import train_in_process, write_config
 from utils.checkpoint import load, resolve
-from utils.passport import Lineage
 from utils.script import run_cli
 
 pytestmark = pytest.mark.usefixtures("slim_module")
@@ -22,7 +22,7 @@ def hash_of(folder: Path) -> str:
         return reader.meta.content_hash
 
 
-def lineage_at(run: Path) -> Lineage:
+def lineage_at(run: Path) -> dict[str, Any]:
     return load(resolve(run))["lineage"]
 
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):
     told = refused(capsys, evaluate, "--checkpoint", run, *common, "--classifier", judge)
     assert "--classifier is not for --audit" in told
     for more in (["--precision", "bf16"], ["--fold"]):
-        assert "are for classifiers" in refused(capsys, evaluate, "--checkpoint", run, *common, *more)
+        assert "is not for --audit" in refused(capsys, evaluate, "--checkpoint", run, *common, *more)
 
 
 def seen_run(tmp_path, sets):

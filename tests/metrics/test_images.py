@@ -33,8 +33,7 @@ def test_best_keeps_the_highest_over_batches_and_the_earlier_of_equals():
     best = Best(3)
     best.add(shades(1, 2, 3), torch.tensor([0.1, 0.9, 0.5]), ["a", "b", "c"])
     best.add(shades(4, 5), torch.tensor([0.5, 0.7]), ["d", "e"])
-    assert best.captions == ["b", "e", "c"]
-    assert [int(image[0, 0, 0]) for image in best.images] == [2, 5, 3]
+    assert [(caption, int(image[0, 0, 0])) for _, image, caption in best.kept] == [("b", 2), ("e", 5), ("c", 3)]
 
 
 def test_sample_board_has_a_row_for_each_class(tmp_path):
@@ -45,8 +44,8 @@ def test_sample_board_has_a_row_for_each_class(tmp_path):
     assert board.save(tmp_path) == ["samples.png", "recognised_best.png", "recognised_worst.png"]
     found = pixels(tmp_path / "samples.png")[::64, -3 * 64 :: 64]
     np.testing.assert_array_equal(found, [[10, 30, 40], [20, 255, 255]])
-    assert board.best.captions[0] == "a 0.90"
-    assert board.worst.captions[0] == "a 0.30\nnamed b"
+    assert board.best.kept[0][2] == "a 0.90"
+    assert board.worst.kept[0][2] == "a 0.30\nnamed b"
 
 
 def test_sample_board_without_classes_or_judge(tmp_path):

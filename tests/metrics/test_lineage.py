@@ -16,7 +16,7 @@ from tests.data.test_passport import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
 from tests.metrics.test_scripts import call, refused
 from utils.checkpoint import CorruptCheckpoint, load, resolve
-from utils.passport import nothing, recorded
+from utils.passport import Lineage, recorded
 
 
 def judge_of(folder, *, data=None, **more):
@@ -59,8 +59,8 @@ def test_the_test_images_are_refused_by_their_content_not_by_their_path(tmp_path
 def test_a_file_of_several_or_the_whole_that_was_split_counts(tmp_path, files):
     """What is judged on: one of the files that were trained on, or a part that was drawn from them later."""
     with Dataset([files["path"], files["val_path"]]) as both, Dataset(files["val_path"]) as reader:
-        assert not identities(both).isdisjoint(lineage_of(reader)["trained_on"])
-        assert not identities(reader).isdisjoint(lineage_of(both)["trained_on"])
+        assert not identities(both).isdisjoint(lineage_of(reader).trained_on)
+        assert not identities(reader).isdisjoint(lineage_of(both).trained_on)
         split = Split(part="val", share=0.1, seed=0, whole="50ce", images=60)
         object.__setattr__(reader.meta, "split", split)
         told = unfit(judge_of(tmp_path / "a", lineage={"trained_on": ["50ce"], "synthetic": []}), reader)
@@ -107,6 +107,18 @@ def test_features_of_a_classifier_that_saw_samples_are_taken_with_a_word(tmp_pat
     assert f"classifier:{runs['classifier']}" not in notes
 
 
+def test_who_began_with_a_teachers_weights_is_taken_with_a_word(tmp_path, files):
+    """As judge, and for its features: networks that were pretrained on the same images are related."""
+    began = {"trained_on": [], "synthetic": [], "pretrained": ["sha256:0123456789ab"]}
+    gan = gan_run(tmp_path / "gan", data=files, lineage=began | {"teachers": ["sha256:another"]})
+    judge = classifier_run(tmp_path / "judge", data=files, lineage=began)
+    options = ["--checkpoint", gan, "--n", 20, "--out", tmp_path / "out", "--searched", 0]
+    assert call(evaluate, *options, "--classifier", judge) == 0
+    notes = json.loads((tmp_path / "out" / "metrics.json").read_text())["notes"]
+    assert "began with the same weights" in notes["judge"]
+    assert "began with the same weights" in notes[f"classifier:{judge}"]
+
+
 @pytest.mark.parametrize(
     "lineage", [3, {"trained_on": []}, {"trained_on": [3], "synthetic": []}, {"trained_on": ["a"], "synthetic": [{}]}]
 )
@@ -118,19 +130,19 @@ def test_a_damaged_lineage_is_refused_in_one_line(tmp_path, lineage):
 def test_the_lineage_of_files(tmp_path, files):
     samples = pack_samples(tmp_path / "samples.lmdb")
     with Dataset(files["path"]) as real, Dataset(samples) as drawn:
-        found = lineage_of(real, drawn, passports=[PASSPORT | {"seed": 9}])
+        found = lineage_of(real, drawn, passports=[PASSPORT | {"seed": 9}]).document()
         assert found["trained_on"] == [real.meta.content_hash, drawn.meta.content_hash]
         assert found["synthetic"] == [PASSPORT, PASSPORT | {"seed": 9}]
         with Dataset([files["path"], files["val_path"]]) as both:
             parts = [hash_of(files["path"]), hash_of(files["val_path"])]
-            assert lineage_of(both)["trained_on"] == [both.meta.content_hash, *parts]
+            assert lineage_of(both).trained_on == [both.meta.content_hash, *parts]
 
 
 def test_a_restored_classifier_knows_its_lineage(tmp_path):
     lineage = {"trained_on": ["f00d"], "synthetic": [PASSPORT]}
     judge = judge_of(tmp_path / "a", lineage=lineage)
-    assert recorded(judge) == classifier_from(judge).lineage == lineage
-    assert classifier_from(judge_of(tmp_path / "b")).lineage == nothing()
+    assert recorded(judge) == classifier_from(judge).lineage == Lineage.read(lineage)
+    assert classifier_from(judge_of(tmp_path / "b")).lineage == Lineage.of()
 
 
 def test_two_generators_have_two_fingerprints(tmp_path):

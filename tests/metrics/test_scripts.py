@@ -80,7 +80,7 @@ class TestEvaluate:
         assert found["views"]["ece"] != found["plain"]["ece"]
         assert found["plain"]["confusion"] == found["fold"]["confusion"]
         assert abs(found["bf16"]["ece"] - found["plain"]["ece"]) < 0.02
-        assert "are for classifiers" in refused(
+        assert "--fold is for a classifier" in refused(
             capsys, evaluate, "--checkpoint", runs["gan"], "--fold", "--out", tmp_path / "gan"
         )
 

@@ -17,10 +17,11 @@ from models import weights as module
 from models.backbones.base import Backbone
 from models.backbones.torchvision import CONVNEXT, RESNET
 from models.classifier import Classifier, ModelConfig
-from models.weights import find_weights, fit_first, fitted, load_pretrained, read_state_dict
+from models.weights import file_hash, find_weights, fit_first, fitted, load_pretrained, read_state_dict
 from tests.models.test_layers import draw
 from utils import checkpoint as checkpoints
 from utils.errors import UserError
+from utils.passport import Lineage
 from utils.seeding import forked
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"
@@ -125,7 +126,7 @@ def test_an_export_that_is_damaged_in_what_it_has_seen_is_refused(donor, tmp_pat
     save_file(dict(donor.state_dict()), tmp_path / "b.safetensors", metadata={"other": "3"})
     model = build(tmp_path / "b.safetensors")
     load_pretrained(model)
-    assert model.lineage == {"trained_on": [], "synthetic": []}
+    assert model.lineage == Lineage.of(pretrained=[file_hash(tmp_path / "b.safetensors")])
 
 
 def test_safetensors_and_their_metadata(donor, tmp_path):

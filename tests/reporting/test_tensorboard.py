@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image
 
-from reporting.tensorboard import show_images
+from reporting.report import show_images
 from tests.end_to_end.helpers import events_of
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import Events

@@ -17,7 +17,7 @@ from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack
 from utils.checkpoint import load, resolve, save
 from utils.errors import UserError
-from utils.passport import nothing
+from utils.passport import Lineage
 from utils.seeding import generator as keyed_generator
 
 
@@ -90,7 +90,7 @@ def test_psi_spreads_w_about_the_class(run: Path, tmp_path: Path) -> None:
 class Known(nn.Module):
     """Its only feature is an image's mean; class 0 is likelier the darker it is."""
 
-    resolution, channels, classes, lineage = SIDE, 1, 3, nothing()
+    resolution, channels, classes, lineage = SIDE, 1, 3, Lineage.of()
 
     def features(self, x: Tensor) -> Tensor:
         return x.mean((1, 2, 3))[:, None]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch
-from utils.passport import Lineage, nothing
+from utils.passport import Lineage
 
 Outline = Mapping[str, tuple[torch.nn.Module, int]]  # section of the config -> its network, least copies of its weights
 
@@ -81,7 +81,7 @@ class Task(ABC):
 
     def lineage(self) -> Lineage:
         """What the weights have seen besides the training images: other files, or what a file of weights had seen."""
-        return nothing()
+        return Lineage.of()
 
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         """What a row of metrics says is going wrong, in words, each with what to try; the same on all ranks."""

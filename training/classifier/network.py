@@ -19,7 +19,7 @@ from models.restore import discriminator_from, generator_from
 from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import join, recorded
+from utils.passport import Lineage, join, recorded
 
 IMAGES = 5000  # that are looked at, at most
 PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most
@@ -43,7 +43,7 @@ def load_discriminator(model: Classifier) -> str:
         raise UserError(f"model.weights {run}: its discriminator is not model.discriminator; leave that out")
     model.network.load_state_dict(taken, strict=False)
     passport = passport_of(generator_from(content), content, seed=content["config"].get("seed", 0))
-    model.lineage = join(recorded(content), {"trained_on": [], "synthetic": [passport]})
+    model.lineage = join(recorded(content), Lineage.of(synthetic=[passport]))
     return f"weights from {path}: its discriminator up to 4 px, {len(taken)} tensors; head new"
 
 

@@ -12,7 +12,7 @@ from utils.checkpoint.writer import Background, Snapshot
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import join, nothing, recorded
+from utils.passport import Lineage, join, recorded
 from utils.provenance import versions
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say
@@ -25,7 +25,7 @@ class CheckpointManager:
 
     def __init__(self, config: RunConfig, folder: RunFolder, loader: InfiniteLoader) -> None:
         self.config, self.folder, self.loader = config, folder, loader
-        self.lineage = nothing()  # what the weights see and have seen
+        self.lineage = Lineage.of()  # what the weights see and have seen
         self.saved_step = -1  # rank 0: of the newest checkpoint that was written, or resumed from
         self._best_step = -1  # rank 0: of the best one
         self._failure = ""  # rank 0: why the last write failed
@@ -54,7 +54,7 @@ class CheckpointManager:
             "config": to_tree(self.config),
             "classes": list(meta.classes),
             "data": {"content_hash": meta.content_hash, "count": meta.count, "resize_filter": meta.resize_filter},
-            "lineage": self.lineage,
+            "lineage": self.lineage.document(),
             "versions": self._versions or versions(),
             **about,
             "state": {name: part.state_dict() for name, part in registry.items()},

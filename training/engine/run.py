@@ -27,7 +27,7 @@ from utils.distributed.heartbeat import Heartbeat, silent_ranks
 from utils.distributed.launch import under_launcher
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.memory import tune_malloc
-from utils.passport import join, nothing
+from utils.passport import Lineage, join
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say, say_main, say_refused
 
@@ -146,7 +146,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     if taken is not None:
         say_main(taken)
     loop = Loop(config, task, loader, folder)
-    before = nothing()
+    before = Lineage.of()
     if donor is not None:
         before, loop.origin = donor.lineage, {"file": donor.file, "step": donor.step, "sha256": donor.sha256}
     loop.manager.lineage = join(data.lineage(config, reader), task.lineage(), before)

@@ -22,7 +22,7 @@ from utils.checkpoint.state_schema import check_tensors
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage, nothing, recorded
+from utils.passport import Lineage, recorded
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say
 
@@ -39,7 +39,7 @@ class Donor(NamedTuple):
     file: str
     step: int
     sha256: str
-    lineage: Lineage = nothing()  # what its weights have seen
+    lineage: Lineage = Lineage.of()  # what its weights have seen
 
 
 @dataclass

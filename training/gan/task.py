@@ -36,6 +36,7 @@ from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
+from utils.passport import Lineage
 from utils.runlog.run_log import say_main
 from utils.seeding import forked
 
@@ -132,6 +133,7 @@ class GanTask(Task):
         """The classifier whose loss the generator shall lower, frozen. Raises UserError if its classes differ."""
         run = self.config.loss.classifier
         self.teachers: list[str] = []
+        self.learnt_from = Lineage.of()
         if run is None:
             return None
         checkpoint = load(resolve(run))
@@ -142,6 +144,7 @@ class GanTask(Task):
                 "same classes"
             )
         self.teachers.append(fingerprint(classifier))
+        self.learnt_from = Lineage.of(teachers=self.teachers, pretrained=classifier.lineage.pretrained)
         return classifier
 
     def images_at(self, step: int) -> int:
@@ -150,6 +153,9 @@ class GanTask(Task):
     def describe(self) -> dict[str, str]:
         """The stages of growth, a row each."""
         return {f"growth {number}": text for number, text in enumerate(self.stages.describe(), 1)}
+
+    def lineage(self) -> Lineage:
+        return self.learnt_from
 
     def provenance(self) -> dict[str, Any]:
         return {"teachers": list(self.teachers), "stage": [self._stage.resolution, self._stage.alpha]}

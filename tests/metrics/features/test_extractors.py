@@ -18,6 +18,7 @@ from metrics.features.extractors import (
 from metrics.features.precision import evaluating, full_float32
 from models.classifier import Classifier, ModelConfig
 from utils.errors import UserError
+from utils.passport import Lineage
 
 CPU = torch.device("cpu")
 
@@ -102,7 +103,7 @@ def test_missing_weights_are_told(no_weights):
 
 
 class TwoFeatures:
-    name, dim, source, device = "two", 2, "", CPU
+    name, dim, source, device, lineage = "two", 2, "", CPU, Lineage.of()
 
     def __call__(self, images):
         return torch.full((len(images), 2), float("nan"))

@@ -91,7 +91,7 @@ def test_checkpoints_record_who_drew_the_images(packed: Path, tmp_path: Path) ->
     for settings in (file, fresh):
         config = config_of(packed, **settings)
         training = data.open_training(config.data)
-        found = data.lineage(config, training)
+        found = data.lineage(config, training).document()
         assert found["synthetic"] == [passport]
         assert training.meta.content_hash in found["trained_on"]
         assert (training.synthetic.meta.content_hash in found["trained_on"]) == (settings is file)

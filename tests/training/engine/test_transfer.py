@@ -17,6 +17,7 @@ from utils import checkpoint as checkpoints
 from utils.config.build import to_tree
 from utils.config.yaml_files import save_yaml
 from utils.errors import UserError
+from utils.passport import Lineage
 from utils.runlog.run_folder import RunFolder
 
 # the same width at every resolution, so that shapes cannot tell resolutions apart
@@ -320,7 +321,7 @@ def test_a_run_becomes_its_checkpoint(tmp_path):
     path = saved(tmp_path / "donor", registry(), lineage=LINEAGE)
     config = GanConfig(init_from=str(tmp_path / "donor"))
     donor = find_donor(config, RunFolder(tmp_path / "run"))
-    assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path), lineage=LINEAGE)
+    assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path), lineage=Lineage.read(LINEAGE))
     assert config.init_from == str(path)  # a donor that trains on does not change what this run came from
     assert not (tmp_path / "run").exists()
 
