@@ -68,6 +68,7 @@ bench: $(STAMP) ## Every benchmark; each prints its ratios as JSON
 		echo "== $$script"; $(BIN)/python $$script --json; done
 
 docs: $(STAMP) ## The documentation as a site: build/site/index.html
+	$(BIN)/python docs/hooks.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 

@@ -17,7 +17,7 @@ import sys as _sys
 import types as _types
 from typing import Any as _Any
 
-dependencies = ["torch", "torchvision", "numpy", "safetensors", "jsonargparse", "yaml"]
+dependencies = ["torch", "torchvision", "numpy", "safetensors", "pydantic", "yaml"]
 
 _FOLDER = str(_pathlib.Path(__file__).resolve().parent)
 _NAME = f"_duet_{_hashlib.blake2b(_FOLDER.encode(), digest_size=6).hexdigest()}"

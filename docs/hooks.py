@@ -1,17 +1,14 @@
-"""What the site's pages hold that is read from the code: config keys and recipes. MkDocs calls `on_...`."""
+"""What the repository's pages and editors take from the code: `python docs/hooks.py` writes the lists of keys.md and
+recipes.md below their marks, and configs/schema.json. MkDocs calls `on_config`.
+"""
 
+import json
 import sys
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from pymdownx.slugs import slugify
-
-
-def keys() -> str:
-    """The reference of all config keys."""
-    from training.engine.reference import as_markdown, groups  # imports torch
-
-    return as_markdown(groups())
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def recipes() -> str:
@@ -22,23 +19,34 @@ def recipes() -> str:
     lines: list[str] = []
     for task, title in TITLES.items():
         lines += ["", f"## {title}", ""]
-        lines += [f"- `configs/{recipe.name}.yaml`: {recipe.purpose}" for recipe in read() if recipe.task == task]
-    return "\n".join(lines)
+        listed = [f"- `{recipe.name}.yaml`: {recipe.purpose}" for recipe in read() if recipe.task == task]
+        lines += ["\n".join(wrap(line, 120, subsequent_indent="  ")) for line in listed]
+    return "\n".join(lines[1:]) + "\n"
 
 
-MARKS = {"<!-- keys -->": keys, "<!-- recipes -->": recipes}
+def contents() -> dict[Path, str]:
+    """The files and what belongs into them."""
+    from studies.subjects import SUBJECTS, load_subject
+    from training.engine.reference import as_markdown, groups, schema  # imports torch
+
+    pages = {"keys": as_markdown(groups()), "recipes": recipes()}
+    files = {}
+    for name, text in pages.items():
+        page, mark = ROOT / "docs" / f"{name}.md", f"<!-- {name} -->\n"
+        files[page] = f"{page.read_text().partition(mark)[0]}{mark}\n{text}"
+    studies = {name: load_subject(name)[0] for name in SUBJECTS}
+    return files | {ROOT / "configs" / "schema.json": json.dumps(schema(studies), indent=1) + "\n"}
 
 
 def on_config(config: Any) -> Any:
     """Anchors as GitHub makes them, so that the same links work in both places."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for the imports above
+    from pymdownx.slugs import slugify
+
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """A page's text with its marks replaced."""
-    for mark, text in MARKS.items():
-        if mark in markdown:
-            markdown = markdown.replace(mark, text())
-    return markdown
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    for file, text in contents().items():
+        file.write_text(text)

@@ -1,4 +1,4 @@
-"""A reference of all config keys, read from the config models: names, defaults, ranges, and their comments."""
+"""A reference of all config keys, read from the config models: names, defaults, types, and the comments beside them."""
 
 import ast
 import inspect
@@ -7,18 +7,25 @@ import json
 import re
 import textwrap
 import tokenize
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 from pydantic_core import PydanticUndefined
 
-from models.registry import ARCHITECTURES
+from models.registry import ARCHITECTURES, DEFAULT
 from training.base.config import RunConfig
 from training.engine.tasks import TASKS
-from utils.config.model import Config, hints, takes
+from utils.config.model import Config, hints
 from utils.errors import UserError
+
+NAMES = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "null", Any: "any"}
+SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+EPOCHS = {"type": "string", "pattern": r"^\d+(\.\d+)?ep$"}  # instead of a number of steps
+IN_EPOCHS = ("steps", "warmup_steps", "milestones", "step_every")
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,12 @@ def groups() -> dict[str, list[Key]]:
     common = list(keys(RunConfig))
     shared = {key.name for key in common}
     first, *others = ([key for key in keys(config) if key.name not in shared] for config in gans.values())
-    found = {"Every run": common, "Classifier": list(keys(TASKS["classifier"].config())), "GAN": first}
-    found["Classifier"] = [key for key in found["Classifier"] if key.name not in shared]
+    result = {"Every run": common, "Classifier": list(keys(TASKS["classifier"].config())), "GAN": first}
+    result["Classifier"] = [key for key in result["Classifier"] if key.name not in shared]
     for name, listed in zip(list(gans)[1:], others, strict=True):
         own = [key for key in listed if key not in first and key.name != "architecture"]
-        found[f"GAN with architecture {name}: what differs"] = own
-    return found
+        result[f"GAN with architecture {name}: what differs"] = own
+    return result
 
 
 def keys(config: type[Config], prefix: str = "", values: Any = None) -> Iterator[Key]:
@@ -60,9 +67,26 @@ def keys(config: type[Config], prefix: str = "", values: Any = None) -> Iterator
             yield Key(prefix + name, re.sub(r'^"(.+)"$', r"\1", text), takes(hint), comment(config, name))
 
 
+def takes(hint: Any) -> str:
+    """A type in short: `int>0|null`."""
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        bounds = [(sign, getattr(rule, name, None)) for rule in inside[1:] for name, sign in SIGNS.items()]
+        return takes(inside[0]) + ",".join(f"{sign}{bound:g}" for sign, bound in bounds if bound is not None)
+    if origin in (Union, types.UnionType):
+        return "|".join(map(takes, inside))
+    if origin is Literal:
+        return "|".join(map(str, inside))
+    if origin in (list, tuple):
+        return f"[{takes(inside[0])},{'...' if origin is list else takes(inside[1])}]"
+    if origin is dict:
+        return f"{{{takes(inside[0])}:{takes(inside[1])}}}"
+    return NAMES.get(hint, str(hint))
+
+
 def comment(config: type, name: str) -> str:
     """The comment beside or above a field, in the class that has it."""
-    return next((found[name] for each in config.__mro__ if name in (found := _comments(each))), "")
+    return next((comments[name] for each in config.__mro__ if name in (comments := _comments(each))), "")
 
 
 @cache
@@ -74,7 +98,7 @@ def _comments(config: type) -> dict[str, str]:
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     said = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-    found = {}
+    comments = {}
     for node in next(each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)).body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
@@ -83,57 +107,109 @@ def _comments(config: type) -> dict[str, str]:
             first -= 1
         lines = range(first, (node.end_lineno or node.lineno) + 1)
         words = " ".join(said[line].string.lstrip("# ") for line in lines if line in said)
-        found[node.target.id] = re.sub(r"\bNone\b", "null", words)
-    return found
+        comments[node.target.id] = re.sub(r"\bNone\b", "null", words)
+    return comments
 
 
 def matching(word: str) -> dict[str, list[Key]]:
     """The groups with the keys that have `word` in name or meaning. Raises UserError where there is none."""
     word = word.lower().replace("-", "_")
-    found = {
+    result = {
         title: [key for key in listed if word in f"{key.name} {key.meaning}".lower()]
         for title, listed in groups().items()
     }
-    if not any(found.values()):
+    if not any(result.values()):
         raise UserError(f"--keys {word}: no key has this in its name or meaning; `python train.py --keys` prints all")
-    return {title: listed for title, listed in found.items() if listed}
+    return {title: listed for title, listed in result.items() if listed}
 
 
-def as_text(found: dict[str, list[Key]], width: int = 110) -> str:
+def as_text(selected: dict[str, list[Key]], width: int = 110) -> str:
     """The text of `train.py --keys`."""
     lines: list[str] = []
-    for title, listed in found.items():
+    for title, listed in selected.items():
         lines += ["", title, "=" * len(title)]
         for key in listed:
             lines.append(f"--{key.name} {key.default}")
-            lines += textwrap.wrap(_told(key), width, initial_indent="    ", subsequent_indent="    ")
+            text = f"{key.takes}: {key.meaning}"
+            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines[1:])
 
 
-def _told(key: Key) -> str:
-    return f"{key.meaning} ({key.takes})" if key.meaning else f"({key.takes})"
-
-
-def as_markdown(found: dict[str, list[Key]]) -> str:
-    """The tables of the site's page of keys: a list for each section."""
+def as_markdown(selected: dict[str, list[Key]]) -> str:
+    """The lists of the page of keys, one a section. What was said of a key before is not said again."""
     lines: list[str] = []
-    for title, listed in found.items():
+    before: dict[str, dict[Any, str]] = {}  # section -> what is said of a key -> its default
+    said: set[Any] = set()
+    for title, listed in selected.items():
         lines += [f"## {title}", ""]
-        for section, inside in _by_section(listed):
+        for section in sorted(dict.fromkeys(key.name.rpartition(".")[0] for key in listed), key=bool):
+            keys = [key for key in listed if key.name.rpartition(".")[0] == section]
+            inside = {(key.name.rpartition(".")[2], key.takes, key.meaning): key.default for key in keys}
+            alike = {  # sections that have the same keys -> those with other defaults
+                name: [f"`{about[0]}: {text}`" for about, text in inside.items() if others[about] != text]
+                for name, others in before.items()
+                if inside.keys() == others.keys() or (inside.keys() <= others.keys() and "differs" in title)
+            }
             lines += [f"### {section}", ""] if section else []
-            lines += [f"- `{key.name}`: `{key.default}`. {_plain(_told(key))}" for key in inside]
+            if alike:
+                like, differing = min(alike.items(), key=lambda item: (item[0] != section, len(item[1])))
+                lines.append(f"As `{like}`" + f", but {', '.join(differing)}" * bool(differing) + ".")
+            else:
+                new = [key for key, about in zip(keys, inside, strict=True) if about not in said]
+                lines += [f"- `{key.name}: {key.default}` `{key.takes}` {_plain(key.meaning)}" for key in new]
+                again = [f"`{about[0]}: {text}`" for about, text in inside.items() if about in said]
+                lines += [f"- As above: {', '.join(again)}."] if again else []
+            before.setdefault(section, inside)
+            said |= inside.keys()
             lines.append("")
-    return "\n".join(lines)
+    wrapped = ["\n".join(textwrap.wrap(line, 120, subsequent_indent="  " * line.startswith("-"))) for line in lines]
+    return "\n".join(wrapped)
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown finds nothing of its own."""
-    for sign in "\\`*_<>[]":
-        text = text.replace(sign, f"\\{sign}")
-    return text
+    """Text in which Markdown finds nothing of its own but code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"[\\*_<>\[\]]|(?<=\d)[.)](?= |$)", r"\\\g<0>", part) for part in parts[::2]]
+    return "`".join(parts)
 
 
-def _by_section(listed: Sequence[Key]) -> Iterator[tuple[str, list[Key]]]:
-    sections = dict.fromkeys(key.name.rpartition(".")[0] for key in listed)
-    for section in sorted(sections, key=bool):
-        yield section, [key for key in listed if key.name.rpartition(".")[0] == section]
+class _Documented(GenerateJsonSchema):
+    """A model's schema with the comments of its fields, and with lengths in epochs."""
+
+    def model_schema(self, schema: Any) -> dict[str, Any]:
+        result = super().model_schema(schema)
+        for name, field in result["properties"].items():
+            if name in IN_EPOCHS and "items" in field:
+                field["items"] = {"anyOf": [field["items"], EPOCHS]}
+            elif name in IN_EPOCHS:
+                result["properties"][name] = field = {"anyOf": [field, EPOCHS]}
+            field["description"] = comment(schema["cls"], name)
+        return result
+
+
+def schema(others: Mapping[str, type[Config]]) -> dict[str, Any]:
+    """The JSON schema of a recipe, which editors complete and check by: of a task, and of the `others` without one."""
+    gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
+    configs = {"classifier": TASKS["classifier"].config(), **gans, **others}
+    places, generated = models_json_schema(
+        [(config, "validation") for config in configs.values()], schema_generator=_Documented
+    )
+    refs = {name: places[config, "validation"] for name, config in configs.items()}
+    task = {"properties": {"task": {"enum": list(TASKS)}}, "required": ["task"]}
+    cases = [_if({"task": "classifier"}, refs["classifier"])]
+    cases += [_if({"task": "gan", "architecture": name}, refs[name]) for name in gans]
+    no_architecture = {"if": {"required": ["task", "architecture"]}, "else": _if({"task": "gan"}, refs[DEFAULT])}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A recipe of configs/",
+        "if": {"required": ["task"]},
+        "then": {"allOf": [task, *cases, no_architecture]},
+        "else": {"anyOf": [refs[name] for name in others]},
+        **generated,
+    }
+
+
+def _if(values: dict[str, str], then: Any) -> dict[str, Any]:
+    """A schema where these keys have these values."""
+    properties = {name: {"const": value} for name, value in values.items()}
+    return {"if": {"properties": properties, "required": list(values)}, "then": then}
