@@ -6,6 +6,7 @@ it names a place on this machine.
 import importlib.util
 import inspect
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from inference.export.programs import programs
 from inference.export.subject import Drawing, Runner, Subject, as_runner
 from inference.export.weights_file import contents, interface, write_weights
 from inference.samples import Sampler, draw_grid
+from metrics.figures import CLASSIFIER, GAN, Figure
 from metrics.lineage import run_folder
 from models.classifier import ModelConfig
 from models.registry import DEFAULT
@@ -28,9 +30,7 @@ from utils.text import printable
 
 PAGE = "duet_model.py"
 GRID = 64  # samples; a quarter above 64 px
-CLASSIFIER = ("accuracy", "balanced_accuracy", "top5_accuracy", "ece", "nll", "auroc", "average_precision")
-DISTANCES = ("frechet", "kernel", "clipped_density", "clipped_coverage", "precision", "recall", "diversity_ratio")
-JUDGED = ("recognised", "class_score")  # by the classifier that was the judge
+FLOORS = {"frechet": "floor", "kernel": "kernel_floor"}  # figures that stand in a row of the card's table
 TAGS = {"classifier": "image-classification", "gan": "unconditional-image-generation"}  # the hub's names of tasks
 NAMED = 20  # classes that a card lists
 COLOURS = {1: "grey", 3: "RGB"}
@@ -105,19 +105,18 @@ def figures(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The figures of an evaluation: `name`, `value`, `interval` (95 %) or null, `n` images, `extractor` or null, and of
     distances the `floor`.
     """
-    groups: list[tuple[dict[str, Any], tuple[str, ...], str | None]] = []
-    if document.get("task") == "classifier":
-        groups.append((document, CLASSIFIER, None))
-    for distance in document.get("distances") or []:  # classifier:RUN without its path
-        groups.append((distance, DISTANCES, str(distance.get("extractor")).partition(":")[0]))
-    groups.append((document, JUDGED, "classifier"))
+    groups: list[tuple[dict[str, Any], Iterable[Figure], str | None]] = [(document, CLASSIFIER, None)]
+    if document.get("task") != "classifier":
+        groups = [(document, (figure for figure in GAN if figure.by_judge), "classifier")]
+        for distance in reversed(document.get("distances") or []):  # classifier:RUN without its path
+            groups.insert(0, (distance, GAN, str(distance.get("extractor")).partition(":")[0]))
     rows = []
-    for group, names, by in groups:
-        for name in names:
+    for group, table, by in groups:
+        for name in (figure.key for figure in table if figure.key not in FLOORS.values()):
             if isinstance(group.get(name), (int, float)):
                 row = {"name": name, "value": group[name], "interval": group.get(f"{name}_interval")}
                 row |= {"n": group.get("n", document.get("n")), "extractor": by}
-                floor = group.get({"frechet": "floor", "kernel": "kernel_floor"}.get(name, ""))
+                floor = group.get(FLOORS.get(name, ""))
                 rows.append(row | ({} if floor is None else {"floor": floor}))
     return rows
 
