@@ -220,16 +220,16 @@ def _turn_back(angle: Tensor) -> Tensor:
 def _about_grey(along: Tensor, across: Tensor) -> Tensor:
     """Multiply a colour's part along the grey axis and the rest: across I + (along - across) v v^T."""
     rest = (along - across) / 3
-    own = across + rest
-    return _matrix([[own, rest, rest, 0], [rest, own, rest, 0], [rest, rest, own, 0]])
+    diagonal = across + rest
+    return _matrix([[diagonal, rest, rest, 0], [rest, diagonal, rest, 0], [rest, rest, diagonal, 0]])
 
 
 def _turn_about_grey(angle: Tensor) -> Tensor:
     """Turn colours about the grey axis (Rodrigues): cos I + sin [v]x + (1 - cos) v v^T."""
     cos, sin = angle.cos(), angle.sin() / math.sqrt(3)
     rest = (1 - cos) / 3
-    own, less, more = cos + rest, rest - sin, rest + sin
-    return _matrix([[own, less, more, 0], [more, own, less, 0], [less, more, own, 0]])
+    diagonal, less, more = cos + rest, rest - sin, rest + sin
+    return _matrix([[diagonal, less, more, 0], [more, diagonal, less, 0], [less, more, diagonal, 0]])
 
 
 @functools.lru_cache(maxsize=16)

@@ -194,8 +194,8 @@ class ScheduleFree(Masked):
         directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]
         if self.kind == "adamw":
             moments = [self.state[p]["exp_avg_sq"] for p in parameters]
-            kept = 1 - (1 - group["betas"][1]) * taken
-            torch._foreach_mul_(moments, kept.to(dtype))
+            decay = 1 - (1 - group["betas"][1]) * taken
+            torch._foreach_mul_(moments, decay.to(dtype))
             torch._foreach_addcmul_(moments, directions, directions, value=1 - group["betas"][1])
             correction = torch.where(updates > 0, 1 - group["betas"][1] ** updates, 1.0)
             denominators = torch._foreach_div(moments, correction.to(dtype))

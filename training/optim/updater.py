@@ -126,8 +126,8 @@ class Updater:
     def step(self, step: int) -> Update:
         """Apply update number `step` (from 0), unless the gradients are not finite."""
         if self.unused is None:
-            named = self.model.named_parameters()
-            self.unused = [] if self.growing else [n for n, p in named if p.requires_grad and p.grad is None]
+            parameters = self.model.named_parameters()
+            self.unused = [] if self.growing else [n for n, p in parameters if p.requires_grad and p.grad is None]
         self.exchange.finish()
         for parameter in self.parameters:
             if parameter.grad is not None:
