@@ -88,10 +88,6 @@ def test_resampling_in_pieces_is_resampling_at_once(size, monkeypatch):
     torch.testing.assert_close(warp(images, inverse), expected, rtol=0, atol=1e-13)
 
 
-def test_a_large_image_is_resampled_in_pieces():
-    assert [augment_warp._block(size) for size in (8, 64, 96, 256, 1024)] == [8, 64, 48, 64, 64]
-
-
 def test_gradients_of_first_and_second_order(monkeypatch):
     inverse = inverses(oracle.shift(1.3, -0.45) @ oracle.turn(0.7), np.diag([1.3, -0.7, 1]))
     images = random(2, 2, 6, 6).requires_grad_()
