@@ -143,11 +143,8 @@ def choose_sides(train: Dataset, reader: Dataset, *, conditional: bool, searched
     drawn = []
     for role, labels, most in zip(("held-out", "members"), theirs, wanted, strict=True):
         order = numpy_generator(seed, "eval", "audit", role).permutation(len(labels))
-        rank = np.empty(len(labels), int)
-        for label in np.unique(labels):
-            of_class = order[labels[order] == label]
-            rank[of_class] = np.arange(len(of_class))
-        drawn.append(order[rank[order] < most[labels[order]]])
+        chosen = [order[labels[order] == label][: most[label]] for label in np.unique(labels)]
+        drawn.append(order[np.isin(order, np.concatenate(chosen))])
     if min(len(part) for part in drawn) < 20:
         raise UserError(
             f"--audit needs 20 training images and 20 held-out ones of the same classes, not {len(drawn[1])} and "

@@ -193,9 +193,9 @@ def _written(checkpoint: Checkpoint, reader: Dataset, out: Path, answers: Answer
         notes = few_images(figures["n"], interval=figures["accuracy_interval"]) | leaks(reader, train)
     save_confusion(figures["confusion"], reader.classes, out / "confusion.png")
     save_reliability(figures["reliability"], figures["ece"], out / "reliability.png")
-    images, predicted = ["confusion.png", "reliability.png"], (kept["label"], kept["prediction"], kept["confidence"])
-    if save_mistakes(reader, *predicted, out / "mistakes.png"):
-        save_confused(reader, *predicted, figures["confused"], out / "confused.png")
+    images = ["confusion.png", "reliability.png"]
+    if save_mistakes(reader, answers, out / "mistakes.png"):
+        save_confused(reader, answers, figures["confused"], out / "confused.png")
         images += ["mistakes.png", "confused.png"]
     predictions = keep_predictions(out, kept, checkpoint, reader, seed=seed)
     return {**figures, **predictions, "notes": notes, "images": images}

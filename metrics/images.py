@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.reading.dataset import Dataset
+from metrics.classification.answers import Answers
 from metrics.classification.corruptions import CORRUPTIONS, STRENGTHS
 from utils.files import write_atomic
 from utils.images import drawable, families, save_captioned, save_rows, save_table
@@ -72,49 +73,33 @@ class SampleBoard:
         return ["samples.png", *(name for name, best in judged.items() if best.save(folder / name))]
 
 
-def save_mistakes(
-    reader: Dataset,
-    labels: np.ndarray,  # int64 [n], of the first n records
-    named: np.ndarray,  # int64 [n], the predicted classes
-    confidence: np.ndarray,  # [n], their probabilities
-    path: Path,
-    *,
-    size: int = 24,
-) -> bool:
+def save_mistakes(reader: Dataset, answers: Answers, path: Path, *, size: int = 24) -> bool:
     """Draw the most confident mistakes with their record numbers; of equal ones the earlier. False if there is none."""
-    wrong = surest(named != labels, confidence)[:size]
-    if not len(wrong):
-        return False
-    classes = reader.classes
-    captions = [f"{i}: {classes[labels[i]]}\nnamed {classes[named[i]]} {confidence[i]:.2f}" for i in wrong.tolist()]
-    save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)
-    return True
+    wrong = surest(~answers.hits, answers)[:size].tolist()
+    if wrong:
+        true, predicted = ([answers.names[int(each[i])] for i in wrong] for each in (answers.labels, answers.predicted))
+        rows = zip(wrong, true, predicted, strict=True)
+        captions = [f"{i}: {a}\nnamed {b} {answers.confidence[i]:.2f}" for i, a, b in rows]
+        save_captioned(list(torch.from_numpy(reader.read(wrong)[0])), captions, path)
+    return bool(wrong)
 
 
 def save_confused(
-    reader: Dataset,
-    labels: np.ndarray,  # int64 [n], of the first n records
-    named: np.ndarray,  # int64 [n]
-    confidence: np.ndarray,  # [n]
-    pairs: Sequence[Mapping[str, Any]],  # `true`, `predicted`, `n`; at least one
-    path: Path,
-    *,
-    columns: int = 8,
+    reader: Dataset, answers: Answers, pairs: Sequence[Mapping[str, Any]], path: Path, *, columns: int = 8
 ) -> None:
-    """Draw a row for each pair of classes that are confused, with its most confident images first."""
-    classes = reader.classes
-    rows = []
+    """Draw a row for each of the `confused_pairs`, with its most confident images first."""
+    rows, names = [], list(answers.names)
     for pair in pairs:
-        true, predicted = classes.index(pair["true"]), classes.index(pair["predicted"])
-        chosen = surest((labels == true) & (named == predicted), confidence)[:columns]
+        true, predicted = names.index(pair["true"]), names.index(pair["predicted"])
+        chosen = surest((answers.labels == true) & (answers.predicted == predicted), answers)[:columns]
         rows.append(list(torch.from_numpy(reader.read(chosen)[0])))
     save_table(rows, path, row_heads=[f"{each['true']} as {each['predicted']} ({each['n']})" for each in pairs])
 
 
-def surest(wanted: np.ndarray, confidence: np.ndarray) -> np.ndarray:
-    """Indices where `wanted` is true, by falling confidence; of equal ones the earlier first."""
-    indices = np.flatnonzero(wanted)
-    return indices[np.argsort(-confidence[indices], kind="stable")]
+def surest(wanted: Tensor, answers: Answers) -> np.ndarray:
+    """Indices where `wanted`, bool [n], is true, by falling confidence; of equal ones the earlier first."""
+    indices = np.flatnonzero(wanted.numpy())
+    return indices[np.argsort(-answers.confidence.numpy()[indices], kind="stable")]
 
 
 def save_corruptions(image: np.ndarray, path: Path, *, seed: int) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from metrics.classification.answers import Answers
 from metrics.classification.corruptions import CORRUPTIONS
 from metrics.images import (
     Best,
@@ -16,7 +17,7 @@ from metrics.images import (
     save_reliability,
 )
 from metrics.tables import classifier_table, gan_table
-from tests.metrics.conftest import SIDE
+from tests.metrics.conftest import CLASSES, SIDE
 from utils.images import PADDING
 
 
@@ -55,24 +56,30 @@ def test_sample_board_without_classes_or_judge(tmp_path):
     np.testing.assert_array_equal(pixels(tmp_path / "samples.png")[::64, ::64], [[1, 2], [3, 4]])
 
 
+def answered(labels, predicted, confidence):
+    """Answers with these predictions, sure of them as far as is said."""
+    rest = (1 - np.asarray(confidence)) / 2
+    probabilities = np.stack([rest] * 3, axis=1)
+    probabilities[np.arange(len(rest)), predicted] = confidence
+    return Answers(torch.from_numpy(probabilities).log(), torch.tensor(labels), CLASSES)
+
+
 def test_mistakes_are_the_confident_wrong_ones_with_their_record(test_reader, tmp_path, monkeypatch):
     drawn: dict[str, Any] = {}
     monkeypatch.setattr("metrics.images.save_captioned", lambda *given: drawn.update(images=given[0], texts=given[1]))
-    labels = test_reader.labels()[:5]  # all "dark"
-    named, confidence = np.array([0, 1, 2, 1, 2]), np.array([0.9, 0.8, 0.95, 0.8, 0.4])
-    assert save_mistakes(test_reader, labels, named, confidence, tmp_path / "x.png", size=3)
+    predicted, confidence = [0, 1, 2, 1, 2], [0.9, 0.8, 0.95, 0.8, 0.4]  # all are "dark"
+    assert save_mistakes(test_reader, answered([0] * 5, predicted, confidence), tmp_path / "x.png", size=3)
     assert drawn["texts"] == ["2: dark\nnamed light 0.95", "1: dark\nnamed grey 0.80", "3: dark\nnamed grey 0.80"]
     expected = test_reader.read([2, 1, 3])[0]
     np.testing.assert_array_equal(torch.stack(drawn["images"]).numpy(), expected)
-    assert not save_mistakes(test_reader, labels, labels, confidence, tmp_path / "none.png")
+    assert not save_mistakes(test_reader, answered([0] * 5, [0] * 5, confidence), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 
 def test_confused_pairs_have_a_row_each_surest_first(test_reader, tmp_path):
-    labels, named = test_reader.labels(), np.zeros(60, dtype=np.int64)
-    confidence = np.linspace(0.5, 0.9, 60)
+    answers = answered(test_reader.labels(), [0] * 60, np.linspace(0.5, 0.9, 60))
     pairs = [{"true": "grey", "predicted": "dark", "n": 20}, {"true": "light", "predicted": "dark", "n": 20}]
-    save_confused(test_reader, labels, named, confidence, pairs, tmp_path / "x.png", columns=3)
+    save_confused(test_reader, answers, pairs, tmp_path / "x.png", columns=3)
     found = pixels(tmp_path / "x.png")
     cell, step = SIDE * (96 // SIDE), 96 + PADDING
     left = found.shape[1] - 3 * step
