@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from studies.subjects import SUBJECTS, load_subject
+from studies import SUBJECTS, load_subject
 from utils.config.build import build, to_tree
 from utils.config.cli import Parser, UnknownKey, did_you_mean, number, positive
 from utils.config.yaml_files import read_yaml
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     tree = read_yaml(file)
 
     from studies.config import quickened
-    from studies.execute import Study
+    from studies.runner import Study
 
     config_class, subject_class = load_subject(options.subject)
     try:

@@ -120,10 +120,11 @@ def write_labelled(
     classes: Sequence[str],
     *,
     source: str,  # what the file says of where it comes from
+    encoding: str | None = None,  # without loss; None: raw where the first file is, else PNG
     overwrite: bool = False,
 ) -> "Meta":
-    """Pack images of one or several files with labels that they need not have there, without loss: raw where the first
-    file is, else as PNG. A passport of samples stays. Raises UserError where the files' images differ in size.
+    """Pack images of one or several files with labels that they need not have there. A passport of samples stays.
+    Raises UserError where the files' images differ in size.
     """
     from data.lmdb.record import Layout
     from data.lmdb.writer import LMDBWriter
@@ -136,7 +137,7 @@ def write_labelled(
                 f"{reader.path}: images of {reader.resolution} px with {reader.meta.channels} channels, those of "
                 f"{first.path} have {first.resolution} px and {first.meta.channels}; pack both alike"
             )
-    encoding = "raw" if first.meta.encoding == "raw" else "png"
+    encoding = encoding or ("raw" if first.meta.encoding == "raw" else "png")
     layout = Layout(channels=first.meta.channels, resolutions=(first.resolution,), encoding=encoding)
     passport = next((reader.meta.passport for reader, _, _ in parts if reader.meta.passport), None)
     more: dict[str, Any] = {"resize_filter": first.meta.resize_filter, "passport": passport, "overwrite": overwrite}

@@ -2,31 +2,41 @@
 to as many real images, and what each ingredient of GaFi (2305.10118) does to it.
 """
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from data.reading.dataset import Dataset
 from models.restore import classifier_from
 from studies.config import Recipe, StudyConfig
-from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject
-from studies.drawing import Drawing, Selector, draw_samples, last_checkpoints
-from studies.execute import told
-from studies.parts import HELD_BACK, HELD_OUT, NAME, TEST, TRAIN, labels_of, part, parts_job, write_subset
-from studies.pictures import class_rows
-from studies.samples import generator_job, generator_run
-from studies.train import QUIET, ended, judge_classifier, run_config, train_run
-from studies.verdict import class_groups, difference, groups_of
+from studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
+from studies.samples import Drawing, Selector, draw_rows, draw_samples, last_checkpoints
+from studies.subject import (
+    GENERATOR,
+    UNTRAINED,
+    Arm,
+    Comparison,
+    Conclusion,
+    Control,
+    Job,
+    Result,
+    Results,
+    Subject,
+    ended,
+    run_config,
+)
+from studies.verdict import difference
 from utils.checkpoint import load, resolve
 from utils.config.model import PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
-REAL, CONTROL, PLAIN, TOGETHER, UNTRAINED = "real", "real again", "plain", "together", "untrained"
-GENERATOR, SELECTOR = "generator", "selector"  # jobs; the untrained generator's is UNTRAINED
+REAL, CONTROL, PLAIN, TOGETHER, NOISE = "real", "real again", "plain", "together", "untrained"  # arms
+SELECTOR = "selector"
 SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 
 
@@ -45,58 +55,30 @@ class Cas(Subject):
     title = "How good a training set are samples?"
 
     def __init__(self, config: CasConfig, folder: Path, device: str | None = None) -> None:
-        self.config, self.folder, self.device = config, folder, device
-        self.sets = {TEST: part(folder, TEST)}
+        super().__init__(config, folder, device)
         self.drawings = {PLAIN: Drawing(), **config.drawing.alone()}
         if len(self.drawings) > 2:
             self.drawings[TOGETHER] = config.drawing
-        if config.drawing.checkpoints > 1:
-            self._check_checkpoints(config.gan, config.drawing.checkpoints)
-
-    def _check_checkpoints(self, gan: Recipe, count: int) -> None:
-        """Raise UserError where the generator's run has, or will have, fewer checkpoints than are to take turns."""
+        gan, count = config.gan, config.drawing.checkpoints
+        if count == 1:
+            return
         if gan.run is not None:
             resolve(gan.run)  # says so where there is none
             last_checkpoints(Path(gan.run), count)
-        else:
-            saving = run_config(gan).checkpoint
-            if saving.keep < count and not saving.keep_every:
-                raise UserError(
-                    f"drawing.checkpoints {count}: a run of {gan.config} keeps {saving.keep}; set checkpoint.keep "
-                    "higher in gan.overrides"
-                )
-
-    def labels(self) -> dict[str, np.ndarray]:
-        """The labels of the test images."""
-        return labels_of(self.folder, TEST)
-
-    def groups(self) -> dict[str, list[int]]:
-        """All classes, many, medium and few, and each."""
-        parts = told(self.folder, NAME)
-        return groups_of(parts["counts"][TRAIN], parts["classes"])
+        elif (saving := run_config(gan).checkpoint).keep < count and not saving.keep_every:
+            raise UserError(
+                f"drawing.checkpoints {count}: a run of {gan.config} keeps {saving.keep}; set checkpoint.keep higher "
+                "in gan.overrides"
+            )
 
     # --- what is made once
 
     def jobs(self) -> list[Job]:
-        gan, device = self.config.gan, self.device
-        return [
-            parts_job(self.config.data),
-            generator_job(GENERATOR, self.folder, gan, device=device),
-            generator_job(UNTRAINED, self.folder, gan, device=device, untrained=True),
-            self._selector_job(),
-        ]
-
-    def _selector_job(self) -> Job:
         recipe = self.config.selector if self.config.selector.config else self.config.classifier
-        images = {"data.path": str(part(self.folder, TRAIN)), "data.val_path": str(part(self.folder, HELD_OUT))}
-
-        def make(place: Path) -> dict[str, Any]:
-            overrides = {**QUIET, **recipe.overrides, **images}
-            train_run(place / "run", str(recipe.file), overrides, seed=SELECTOR_SEED, device=self.device)
-            found = judge_classifier(place / "run", {HELD_OUT: part(self.folder, HELD_OUT)}, device=self.device)
-            return found.figures
-
-        return Job(SELECTOR, make, key=recipe.key(), needs=(NAME,), what="training the classifier that selects")
+        what, more = "training the classifier that selects", {"data.val_path": str(self.part(HELD_OUT))}
+        how: dict[str, Any] = {"seed": SELECTOR_SEED, "what": what, "key": recipe.key(), "more": more}
+        selector = self.training(SELECTOR, recipe, self.part(TRAIN), **how)
+        return [self.parts_job(), *self.generators(), selector]
 
     # --- arms
 
@@ -104,124 +86,103 @@ class Cas(Subject):
         return [
             self._arm(REAL, "as many real images: the floor", "real"),
             self._arm(CONTROL, "other real images, passed off as samples", "control"),
-            *(self._arm(name, f"samples, {drawing}", "samples") for name, drawing in self.drawings.items()),
-            self._arm(UNTRAINED, "samples of an untrained generator", "control"),
+            *(self._arm(name, f"samples, {drawing}", "samples", GENERATOR) for name, drawing in self.drawings.items()),
+            self._arm(NOISE, "samples of an untrained generator", "control", UNTRAINED),
         ]
 
-    def _arm(self, name: str, what: str, family: str) -> Arm:
+    def _arm(self, name: str, what: str, family: str, *jobs: str) -> Arm:
         drawing = self.drawings.get(name)
-        jobs = () if drawing is None else (GENERATOR, *([SELECTOR] if drawing.selects else []))
-        recipe = self.config.classifier
-        overrides = {**QUIET, **recipe.overrides, "data.val_path": None}
+        key = {"drawing": drawing.model_dump() if drawing else None, "classifier": self.config.classifier.key()}
+        needs = (PARTS, *jobs, *([SELECTOR] if drawing and drawing.selects else []))
+        return Arm(name, what, partial(self._make, name), key | {"n": self.config.n}, needs, family)
 
-        def make(folder: Path, seed: int) -> Result:
-            file, shares = folder.with_name(f"{folder.name}.lmdb"), folder.with_name(f"{folder.name}.kept")
-            if not ended(folder):
-                if not (file.exists() and shares.exists()):
-                    shares.write_text(" ".join(map(str, self._write(name, file, seed))))
-                train_run(
-                    folder,
-                    str(recipe.file),
-                    {**overrides, "data.path": str(file)},
-                    seed=seed,
-                    device=self.device,
-                )
-            result = judge_classifier(folder, self.sets, device=self.device)
-            kept = [float(share) for share in shares.read_text().split()]
-            result.figures["kept"] = float(np.mean(kept)) if kept else None
-            file.unlink(missing_ok=True)
-            return result
+    def _make(self, name: str, folder: Path, seed: int) -> Result:
+        file, shares = folder.with_name(f"{folder.name}.lmdb"), folder.with_name(f"{folder.name}.kept")
+        if not ended(folder):
+            if not (file.exists() and shares.exists()):
+                shares.write_text(json.dumps(self._write(name, file, seed)))
+            self.train(folder, self.config.classifier, {"data.path": str(file), "data.val_path": None}, seed)
+        result = self.judge(folder)
+        kept = json.loads(shares.read_text())
+        result.figures["kept"] = float(np.mean(kept)) if kept else None
+        file.unlink(missing_ok=True)
+        return result
 
-        key = {"drawing": drawing.model_dump() if drawing else None, "classifier": recipe.key(), "n": self.config.n}
-        return Arm(
-            name, what, make, key=key, needs=(NAME, *jobs, *([name] if name == UNTRAINED else [])), family=family
-        )
-
-    def counts(self) -> list[int]:
+    def _wanted(self) -> np.ndarray:
         """Images of each class, the same for every arm: `n` of them with the training images' shares. Raises UserError
         where there are not so many held-back ones.
         """
-        parts = told(self.folder, NAME)
-        training, other = (np.array(parts["counts"][name]) for name in (TRAIN, HELD_BACK))
+        training, other = (np.array(self.counts(name)) for name in (TRAIN, HELD_BACK))
         most = int(min(1.0, (other / training).min()) * training.sum())
         n = self.config.n or most
-        found = np.floor(n * training / training.sum() + 0.5).astype(int)
-        if n > most or not found.all():
+        counts = np.floor(n * training / training.sum() + 0.5).astype(int)
+        if n > most or not counts.all():
             raise UserError(
-                f"n {n}: give {len(found)} to {most:,}, or raise data.held_back: the control takes as many held-back"
+                f"n {n}: give {len(counts)} to {most:,}, or raise data.held_back: the control takes as many held-back"
                 " images"
             )
-        return found.tolist()
+        return counts
 
-    def _write(self, name: str, file: Path, seed: int) -> list[float]:
+    def _write(self, name: str, file: Path, seed: int) -> list[float | None]:
         """The images that an arm is trained on; returns the share of the samples that was kept, by class."""
-        counts = np.array(self.counts())
+        counts, kept = self._wanted(), []
         if name in (REAL, CONTROL):
             self._write_real(file, TRAIN if name == REAL else HELD_BACK, counts, seed)
-            kept = []
         else:
-            drawing = self.drawings.get(name, Drawing())
-            if drawing.fresh:
-                counts = -(-counts * self._seen() // int(counts.sum()))
-            run = Path(generator_run(self.folder, UNTRAINED if name == UNTRAINED else GENERATOR))
-            device = choose_device(self.device)
-            rule = self._selector(drawing, device) if drawing.selects else None
-            files = last_checkpoints(run, drawing.checkpoints)
-            kept = draw_samples(file, files, counts.tolist(), seed=seed, drawing=drawing, rule=rule, device=device)
+            drawing, recipe = self.drawings.get(name, Drawing()), run_config(self.config.classifier)
+            if drawing.fresh:  # as many as a training sees
+                counts = -(-counts * recipe.steps * recipe.batch_size // int(counts.sum()))
+            device, rule = choose_device(self.device), None
+            if drawing.selects:
+                classifier = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
+                rule = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
+            run = Path(self.run_of(UNTRAINED if name == NOISE else GENERATOR))
+            kept = draw_samples(
+                {file: counts.tolist()},
+                last_checkpoints(run, drawing.checkpoints),
+                self.classes(),
+                seed=seed,
+                drawing=drawing,
+                rule=rule,
+                stream=("study", "sample"),
+                device=device,
+            )
         if seed == self.config.first_seed:
-            self._show(name, file)
+            draw_rows(file, self.picture(name))
         return kept
 
     def _write_real(self, file: Path, source: str, counts: np.ndarray, seed: int) -> None:
         """Real images: of each class the first of a permutation with the key (seed, "study", "real", class)."""
-        with Dataset(part(self.folder, source)) as reader:
+        with Dataset(self.part(source)) as reader:
             rows = []
             for label, count in enumerate(counts.tolist()):
                 members = np.flatnonzero(reader.labels() == label)
                 rows.append(numpy_generator(seed, "study", "real", label).permutation(members)[:count])
             write_subset(reader, np.sort(np.concatenate(rows)), file)
 
-    def _selector(self, drawing: Drawing, device: torch.device) -> Selector:
-        classifier = classifier_from(load(resolve(str(self.folder / "jobs" / SELECTOR / "run"))), device)
-        with Dataset(part(self.folder, TRAIN)) as training, Dataset(part(self.folder, HELD_OUT)) as held_out:
-            return Selector(drawing, classifier, training, held_out)
-
-    def _seen(self) -> int:
-        """Images that a training sees."""
-        config = run_config(self.config.classifier)
-        return config.steps * config.batch_size
-
-    def _picture(self, name: str) -> Path:
-        return self.folder / "pictures" / f"{name.replace(' ', '-')}.png"
-
-    def _show(self, name: str, file: Path) -> None:
-        """The first images of each class, for the page."""
-        with Dataset(file) as reader:
-            class_rows(reader, self._picture(name))
-
     # --- what is made of the results
 
     def controls(self) -> list[Control]:
         return [
             Control(CONTROL, REAL, "same", "real images passed off as samples train like real ones"),
-            Control(UNTRAINED, REAL, "not helps", "noise is no training set"),
+            Control(NOISE, REAL, "not helps", "noise is no training set"),
         ]
 
     def conclude(self, results: Results) -> Conclusion:
-        arms = list(self.drawings)
-        groups = tuple(class_groups(dict(results.groups), told(self.folder, NAME)["classes"]))
-        gaps = [Comparison(REAL, name, groups, family="gap to real images") for name in (arms[-1], *arms[:-1])]
-        effects = [Comparison(PLAIN, name, groups, family="effect of an ingredient") for name in arms[1:]]
-        shown = [name for name in (REAL, CONTROL, *arms, UNTRAINED) if self._picture(name).is_file()]
+        arms, groups = list(self.drawings), self.class_groups(results)
+        first, last = arms[0], arms[-1]
+        gaps = [
+            Comparison(REAL, name, groups, family="gap to real images", asked=name in (first, last))
+            for name in (last, *arms[:-1])
+        ]
+        effects = [Comparison(PLAIN, name, groups, family="effect of an ingredient", asked=True) for name in arms[1:]]
+        told = ", ".join(f"{name} {points(results, name, REAL)} points" for name in dict.fromkeys((first, last)))
         return Conclusion(
             comparisons=[*gaps, *effects],
-            asked=[*gaps[:2], *effects],
-            tables=[self._gap_table(results), self._class_table(results, arms[-1])],
-            pictures=[
-                Picture(f"pictures/{self._picture(name).name}", f"{name}, seed {results.seeds[0]}") for name in shown
-            ],
+            tables=[self._gap_table(results), self._class_table(results, last)],
+            pictures=self.pictures({arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms()}),
             notes=[
-                f"The gap to as many real images: {_told_gaps(results, arms)}.",
+                f"The gap to as many real images: {told}.",
                 "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"
                 " the same number of images; test images choose nothing.",
                 "The generator was trained once: intervals are over the classifiers' seeds, the draws of images and the"
@@ -233,37 +194,32 @@ class Cas(Subject):
     def _gap_table(self, results: Results) -> tuple[str, list[str], list[list[str]]]:
         """Accuracy, what is missing to real images and what an ingredient brings, in points."""
         rows = []
-        for name in (REAL, CONTROL, *self.drawings, UNTRAINED):
-            kept = [value for value in results.figures(name, "kept") if value is not None]
-            effect = _points(results, PLAIN, name) if name in self.drawings and name != PLAIN else ""
-            gap = "" if name == REAL else _points(results, name, REAL)
-            shares = f"{100 * np.mean(kept):.0f} %" if kept else ""
+        for name in (REAL, CONTROL, *self.drawings, NOISE):
+            kept = results.mean_figure(name, "kept")
+            effect = points(results, PLAIN, name) if name in self.drawings and name != PLAIN else ""
+            gap = "" if name == REAL else points(results, name, REAL)
+            shares = "" if kept is None else f"{100 * kept:.0f} %"
             rows.append([name, f"{100 * results.mean(name, 'all'):.2f}", gap, effect, shares])
         head = ["trained on", "accuracy, %", "gap to real, points", "against plain, points", "samples kept"]
         return "Accuracy on real test images, and the gap (95 % intervals)", head, rows
 
     def _class_table(self, results: Results, last: str) -> tuple[str, list[str], list[list[str]]]:
         names = list(dict.fromkeys((REAL, PLAIN, last)))
-        rows = []
-        for group, labels in results.groups.items():
-            if len(labels) == 1:
-                values = [f"{100 * results.mean(name, group):.1f}" for name in names]
-                rows.append([group, *values, _points(results, last, REAL, group)])
+        rows = [
+            [each, *(f"{100 * results.mean(name, each):.1f}" for name in names), points(results, last, REAL, each)]
+            for each, labels in results.groups.items()
+            if len(labels) == 1
+        ]
         return "Recall by class, %", ["class", *names, f"gap of {last}, points"], rows
 
 
-def _told_gaps(results: Results, arms: list[str]) -> str:
-    """The gaps without and with everything that is done to samples."""
-    return ", ".join(f"{name} {_points(results, name, REAL)} points" for name in dict.fromkeys((arms[0], arms[-1])))
-
-
-def _points(results: Results, first: str, second: str, group: str = "all") -> str:
+def points(results: Results, first: str, second: str, group: str = "all") -> str:
     """The second arm less the first in points, with its interval where there is one."""
-    found = difference(results, first, second, group, None)
-    if found is None:
+    change = difference(results, first, second, group, None)
+    if change is None:
         return ""
-    sure = "" if found.interval is None else f" [{100 * found.interval[0]:+.2f}, {100 * found.interval[1]:+.2f}]"
-    return f"{100 * found.value:+.2f}{sure}"
+    sure = "" if change.interval is None else " [{:+.2f}, {:+.2f}]".format(*(100 * end for end in change.interval))
+    return f"{100 * change.value:+.2f}{sure}"
 
 
 CONFIG, SUBJECT = CasConfig, Cas

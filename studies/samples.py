@@ -1,7 +1,14 @@
-"""A study's generators and files of their samples, as drawn or selected by a classifier."""
+"""Files of samples for training, and what may be done to make them better: selection, spread, several checkpoints.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+The ingredients are those of GaFi (Lampis et al. 2023, 2305.10118): its filter keeps what a classifier is sure of, its
+recycling draws new samples while training, its expansion draws latents from a wider distribution. StyleGAN2 normalises
+z, so that here w is spread, about its class's mean.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,153 +18,242 @@ from torch import Tensor
 
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
+from data.reading.dataset import Dataset
+from data.reading.loader import read_batch
 from data.records import add_image
-from inference.samples import Sampler
-from metrics.evaluate_gan import judge_images
+from inference.samples import with_styles
+from metrics.features.extractors import classifier_input
+from metrics.features.precision import device_of, evaluating, full_float32
 from metrics.lineage import passport_of
+from metrics.samples.memorisation import nearest
 from models.classifier import Classifier
-from models.restore import classifier_from, generator_from
-from studies.config import Recipe
-from studies.declare import Job
-from studies.execute import slug, told
-from studies.parts import HELD_OUT, NAME, TRAIN, part
-from studies.train import QUIET, require_trained_on, train_run
-from utils.checkpoint import Checkpoint, load, resolve
+from models.restore import generator_from
+from models.gan import draw, generate
+from utils.checkpoint import load
 from utils.classes import require_same_classes
-from utils.distributed.collectives import choose_device
+from utils.config.model import Config, PositiveFloat, PositiveInt
 from utils.errors import UserError
+from utils.images import save_rows
+from utils.runlog.progress import Bar
 
-DRAWN = 64  # samples of a class at a time
-SEED = 0  # of the samples
-STILL = 1e-12  # a learning rate at which one step changes nothing
+BLOCK = 64  # samples a pass, always the same ones together: rounding depends on a batch's size
+LEAST_KEPT = 0.02  # of the samples drawn, that a rule must keep
+MEAN_OF = 1000  # latents whose mean w is a class's
+COLUMNS = 12  # of the pictures
 
-
-@dataclass(frozen=True)
-class Selection:
-    """Which samples are kept, by a classifier of the study's training images alone."""
-
-    pool: int = 4  # samples drawn for each that is wanted
-    recognised: bool = True  # as the class that was asked for
-    confidence: tuple[float, float] = (0.0, 1.0)  # of the class that was asked for, both ends allowed
-
-    def rule(self) -> str:
-        """The rule in words; it goes into the samples' passport."""
-        low, high = self.confidence
-        parts = ["recognised as asked"] * self.recognised + [f"confidence {low:g} to {high:g}"]
-        return f"{', '.join(parts)}; the first of {self.pool} drawn for each"
-
-    def keeps(self, probabilities: Tensor, label: int) -> Tensor:
-        """Of samples of a class, whose probabilities are [n, classes]: bool [n]."""
-        asked = probabilities[:, label]
-        kept = (asked >= self.confidence[0]) & (asked <= self.confidence[1])
-        return kept & (probabilities.argmax(1) == label) if self.recognised else kept
+# (images uint8 [n, C, H, W], label=their class) -> which are kept, bool [n], and how well each fits, [n]
+Rule = Callable[..., tuple[Tensor, Tensor]]
+Band = tuple[float, float]
 
 
-def generator_job(name: str, folder: Path, recipe: Recipe, *, device: str | None, untrained: bool = False) -> Job:
-    """The generator, trained on the study's training images; `untrained`: as it is before its first step."""
-    images = {"data.path": str(part(folder, TRAIN)), "data.val_path": str(part(folder, HELD_OUT))}
-    still = {f"{net}_optimizer.lr": STILL for net in ("generator", "discriminator")} if untrained else {}
-    overrides = {**QUIET, "log.samples_every": 10**9, **recipe.overrides, **images, **still}
+class Drawing(Config):
+    """What is done to samples; the defaults: nothing."""
 
-    def make(place: Path) -> dict[str, Any]:
-        if recipe.run is not None and not untrained:
-            require_trained_on(recipe.run, part(folder, TRAIN))
-            return {"run": str(Path(recipe.run).resolve())}
-        steps = 1 if untrained else None
-        train_run(place / "run", str(recipe.file), overrides, seed=SEED, device=device, max_steps=steps)
-        return {"run": None}
+    recognised: bool = False  # keep those that the selector names as asked
+    confidence: Band | None = None  # keep those to whose class it gives a probability from the first to the second
+    # keep those whose distance to the nearest training image of their class (the selector's features) lies between two
+    # quantiles of what it is for held-out images: [0, 0.95] leaves out what is farther than 95 % of these
+    distance: Band | None = None
+    fresh: bool = False  # draw as many as training sees images, so that none is seen twice
+    checkpoints: PositiveInt = 1  # the last so many of the generator's run take turns
+    psi: PositiveFloat = 1.0  # above 1: w is spread about its class's mean
 
-    key = recipe.key() | {"untrained": untrained}
-    what = "an untrained generator" if untrained else f"training the generator: {recipe.config or recipe.run}"
-    return Job(name, make, key=key, needs=(NAME,), what=what)
+    def check(self) -> None:
+        for name in ("confidence", "distance"):
+            band = getattr(self, name)
+            if band is not None and not 0 <= band[0] < band[1] <= 1:
+                raise UserError(f"{name} {list(band)}: give two numbers from 0 to 1, the smaller one first")
+
+    @property
+    def selects(self) -> bool:
+        return self.recognised or self.confidence is not None or self.distance is not None
+
+    def __str__(self) -> str:
+        """In words, for the table and for the samples' passport; "as drawn" where nothing is done."""
+        parts = ["recognised as asked"] if self.recognised else []
+        for name in ("confidence", "distance"):
+            if band := getattr(self, name):
+                parts.append(f"{name} {band[0]:g} to {band[1]:g}")
+        parts += ["none seen twice"] if self.fresh else []
+        parts += [f"{self.checkpoints} checkpoints in turn"] if self.checkpoints > 1 else []
+        parts += [f"psi {self.psi:g}"] if self.psi != 1 else []
+        return ", ".join(parts) or "as drawn"
+
+    def alone(self) -> dict[str, "Drawing"]:
+        """Each of the ingredients that are set, alone."""
+        given = self.model_dump(exclude_defaults=True)
+        return {name: Drawing(**{name: value}) for name, value in given.items()}
 
 
-def generator_run(folder: Path, name: str) -> str:
-    """The run of a generator's job that is done."""
-    return told(folder, name).get("run") or str(folder / "jobs" / slug(name) / "run")
+class Selector:
+    """A rule: a classifier's answers, and distances in its features.
+
+    The training images are those of the generator; the held-out ones give the distances' quantiles. Raises UserError
+    where a class has no image of either kind.
+    """
+
+    def __init__(self, drawing: Drawing, classifier: Classifier, training: Path, held_out: Path) -> None:
+        self.drawing, self.classifier = drawing, classifier
+        self.references: list[Tensor] = []  # features of each class's training images
+        self.bounds: list[tuple[float, float]] = []  # distances, by class
+        if drawing.distance is None:
+            return
+        self.references, queries = (self._features_by_class(file) for file in (training, held_out))
+        for own, other in zip(self.references, queries, strict=True):
+            near = nearest(other, own).distances
+            low, high = near.quantile(torch.tensor(drawing.distance, dtype=near.dtype)).tolist()
+            self.bounds.append((low if drawing.distance[0] else 0.0, high))
+
+    def __call__(self, images: Tensor, label: int) -> tuple[Tensor, Tensor]:
+        features, probabilities = self._answers(images)
+        kept, sure = torch.ones(len(images), dtype=torch.bool), probabilities[:, label]
+        if self.drawing.recognised:
+            kept &= probabilities.argmax(1) == label
+        if self.drawing.confidence is not None:
+            low, high = self.drawing.confidence
+            kept &= (sure >= low) & (sure <= high)
+        if self.references and kept.any():
+            low, high = self.bounds[label]
+            near = nearest(features[kept], self.references[label]).distances
+            kept[kept.clone()] = (near >= low) & (near <= high)
+        return kept, sure
+
+    def _answers(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features float32 [n, F] and probabilities float64 [n, K], on the CPU."""
+        with evaluating(self.classifier), full_float32(device_of(self.classifier)):
+            features = self.classifier.features(classifier_input(self.classifier, images))
+            return features.float().cpu(), self.classifier.head(features).double().softmax(1).cpu()
+
+    def _features_by_class(self, file: Path) -> list[Tensor]:
+        with Dataset(file) as reader:
+            blocks = np.array_split(np.arange(len(reader)), -(-len(reader) // BLOCK))
+            features = torch.cat([self._answers(read_batch(reader, block).images)[0] for block in blocks])
+            labels = torch.from_numpy(reader.labels().copy())
+        by_class = [features[labels == label] for label in range(self.classifier.classes)]
+        if lacking := [reader.classes[label] for label, rows in enumerate(by_class) if not len(rows)]:
+            raise UserError(f"{file}: no image of class {lacking[0]}, which drawing.distance needs")
+        return by_class
 
 
-def samples_job(
-    name: str,
-    folder: Path,
-    generator: str,  # job of the generator
-    counts: Callable[[dict[str, Any]], Mapping[str, Sequence[int]]],  # of what the parts told: each file's, by class
+def share_of_batch(ratio: float) -> float:
+    """The share of every batch that is synthetic where there are `ratio` samples per real image."""
+    return round(ratio / (1 + ratio), 6)
+
+
+def last_checkpoints(run: Path, count: int) -> list[Path]:
+    """The checkpoints of the `count` last steps of a run. Raises UserError where it kept fewer."""
+    files = sorted((run / "checkpoints").glob("step-*.pt"))
+    if len(files) < count:
+        raise UserError(f"{run} keeps {len(files)} checkpoints, {count} are asked for; raise its checkpoint.keep")
+    return files[-count:]
+
+
+def draw_samples(
+    files: Mapping[Path, Sequence[int]],  # to write, each with its samples of each class
+    checkpoints: Sequence[Path],  # of a generator
+    classes: Sequence[str],  # of the study's images
     *,
-    key: Mapping[str, Any],  # what `counts` depends on
-    device: str | None,
-    selection: Selection | None = None,
-    classifier: str | None = None,  # job of the classifier that selects
-) -> Job:
-    """A job that writes jobs/NAME/FILE.lmdb for each of the counts; of a class smaller files are the beginning of
-    larger ones. It tells `kept`, the share of the drawn samples of each class that the selection keeps, and `counts`:
-    what each file holds, fewer than asked for where the selection's pool has no more.
+    seed: int,
+    drawing: Drawing,
+    rule: Rule | None = None,  # the drawing's Selector
+    pool: int | None = None,  # samples drawn for each that is wanted, at most; None: as many as it takes
+    stream: tuple[str, ...] | None = None,  # of the draws' keys; None: samples are those of generate.py
+    device: torch.device | str = "cpu",
+) -> list[float | None]:
+    """Write packed files of samples, class by class, a smaller one the beginning of a larger one; one that is there is
+    replaced. Returns the share of the drawn samples of each class that was kept.
+
+    Before the selection, samples 64 i to 64 i + 63 of a class are of checkpoint i modulo their number. With a pool that
+    has too few, a class gets fewer, but one at least, the best. Raises UserError for an unconditional generator, other
+    classes, and, without a pool, a rule that keeps less than `LEAST_KEPT`.
     """
-
-    def make(place: Path) -> dict[str, Any]:
-        where = choose_device(device)
-        checkpoint = load(resolve(generator_run(folder, generator)))
-        network = generator_from(checkpoint, where)
-        parts = told(folder, NAME)
-        if not network.classes:
-            raise UserError(f"{checkpoint['file']}: is a generator without classes; a study needs labelled samples")
-        require_same_classes("the generator", checkpoint["classes"], "the study's images", parts["classes"])
-        judge = None
-        if selection is not None:
-            judge = classifier_from(load(resolve(str(folder / "jobs" / slug(str(classifier)) / "run"))), where)
-        wanted = counts(parts)
-        most = np.max([list(found) for found in wanted.values()], axis=0).tolist()
-        drawn = [_draw(network, label, count, selection, judge) for label, count in enumerate(most)]
-        rule = None if selection is None else selection.rule()
-        passport = passport_of(network, checkpoint, seed=SEED, selection=rule)
-        written = {}
-        for file, each in wanted.items():
-            images = [found[:count] for (found, _), count in zip(drawn, each, strict=True)]
-            _write(place / f"{file}.lmdb", images, checkpoint, passport)
-            written[file] = [len(found) for found in images]
-        return {"kept": [share for _, share in drawn], "counts": written}
-
-    needs = (NAME, generator) + (() if classifier is None else (classifier,))
-    rule = None if selection is None else asdict(selection)
-    what = f"samples of {generator}" + ("" if selection is None else f", selected: {selection.rule()}")
-    return Job(name, make, key={**key, "selection": rule}, needs=needs, what=what)
-
-
-def _draw(
-    generator: Any, label: int, count: int, selection: Selection | None, judge: Classifier | None
-) -> tuple[list[np.ndarray], float | None]:
-    """At most `count` samples of a class, uint8 [C, R, R] each, in the order of their numbers, and the share of all
-    drawn that is kept; at least one sample where any is wanted, the one of the highest probability.
-    """
-    sampler = Sampler(generator=generator, chosen=(label,), seed=SEED, batch_size=DRAWN)
-    if selection is None or judge is None:
-        return [image for start in range(0, count, DRAWN) for image in _images(sampler, start, count)], None
-    kept: list[np.ndarray] = []
-    seen, best, pool = 0, (-1.0, np.empty(0)), count * selection.pool
-    for start in range(0, pool, DRAWN):
-        images = _images(sampler, start, pool)
-        probabilities = judge_images(judge, torch.from_numpy(images)).cpu()
-        asked = probabilities[:, label]
-        best = max(best, (float(asked.max()), images[int(asked.argmax())]), key=lambda pair: pair[0])
-        kept += list(images[selection.keeps(probabilities, label).numpy()])
-        seen += len(images)
-        if len(kept) >= count:
-            break
-    share = len(kept) / seen if seen else None
-    return (kept or [best[1]] * min(1, count))[:count], share
+    contents = [load(file) for file in checkpoints]
+    generators: list[Any] = [generator_from(content, device) for content in contents]
+    last, content = generators[-1], contents[-1]
+    if not last.classes:
+        raise UserError(f"{checkpoints[-1]}: is a generator without classes; a study needs labelled samples")
+    require_same_classes("the generator", content["classes"], "the study's images", classes)
+    about = None if drawing == Drawing() else str(drawing) + (f"; the first of {pool} drawn for each" if pool else "")
+    how: dict[str, Any] = {
+        "passport": passport_of(last, content, seed=seed, truncation_psi=drawing.psi, selection=about),
+        "resize_filter": (content.get("data") or {}).get("resize_filter", "none"),
+    }
+    layout = Layout(channels=last.channels, resolutions=(last.resolution,), encoding="raw")
+    how |= {"classes": classes, "source": "samples for a study", "overwrite": True}
+    most = np.max(list(files.values()), axis=0).tolist()
+    shares: list[float | None] = []
+    with ExitStack() as stack, Bar(total=sum(most), desc="samples", unit="image") as bar, full_float32(device):
+        writers = {stack.enter_context(LMDBWriter(file, layout, **how)): counts for file, counts in files.items()}
+        for label, wanted in enumerate(most):
+            blocks = _of_class(generators, label, seed, drawing.psi, stream)
+            keep = rule and partial(rule, label=label)
+            for number, image in enumerate(_kept(blocks, classes[label], wanted, keep, pool, shares)):
+                for writer, counts in writers.items():
+                    if number < counts[label]:
+                        add_image(writer, np.ascontiguousarray(image.permute(1, 2, 0).numpy()), label)
+                bar.update()
+        for writer in writers:
+            writer.finish()
+    return shares
 
 
-def _images(sampler: Sampler, start: int, end: int) -> np.ndarray:
-    return sampler.images(range(start, min(start + DRAWN, end))).numpy()
+def _kept(
+    blocks: Iterator[Tensor], name: str, wanted: int, rule: Any, pool: int | None, shares: list[float | None]
+) -> Iterator[Tensor]:
+    """So many samples of those that the rule keeps; appends the share that it kept."""
+    drawn = taken = 0
+    best = -1.0, torch.empty(0)
+    while wanted > taken and drawn != (pool or -1) * wanted:
+        images = next(blocks)
+        images = images[: pool * wanted - drawn] if pool else images
+        drawn += len(images)
+        if rule is not None:
+            kept, fits = rule(images)
+            best = max(best, (float(fits.max()), images[int(fits.argmax())]), key=lambda pair: pair[0])
+            images = images[kept]
+        yield from images[: wanted - taken]
+        taken += len(images)
+        if not pool and taken < min(wanted, LEAST_KEPT * drawn - BLOCK):
+            what = f"{taken} of {drawn:,} samples of class {name}"
+            raise UserError(f"the selection keeps {what}; ask for less, or train the generator longer")
+    if wanted and not taken:
+        yield best[1]
+    shares.append(taken / drawn if drawn else None)
 
 
-def _write(path: Path, images: Sequence[Sequence[np.ndarray]], checkpoint: Checkpoint, passport: Any) -> None:
-    """A file of samples, given by class; one that is there is replaced."""
-    first = next(image for found in images for image in found)
-    layout = Layout(channels=first.shape[0], resolutions=(first.shape[1],), encoding="raw")
-    about: dict[str, Any] = {"source": "samples for a study", "passport": passport}
-    about["resize_filter"] = (checkpoint.get("data") or {}).get("resize_filter", "none")
-    with LMDBWriter(path, layout, classes=checkpoint["classes"], overwrite=True, **about) as writer:
-        for label, found in enumerate(images):
-            for image in found:
-                add_image(writer, np.ascontiguousarray(image.transpose(1, 2, 0)), label)
-        writer.finish()
+def _of_class(
+    generators: Sequence[Any], label: int, seed: int, psi: float, stream: tuple[str, ...] | None
+) -> Iterator[Tensor]:
+    """Samples of a class without end, uint8 [BLOCK, C, H, W], the generators in turn."""
+    for generator in generators if psi != 1 else ():
+        _centre(generator, label)
+    how: dict[str, Any] = {"labels": torch.full((BLOCK,), label), "seed": seed, "truncation_psi": psi}
+    for number, generator in enumerate(itertools.cycle(generators)):
+        numbers = range(number * BLOCK, (number + 1) * BLOCK)
+        if stream is None:
+            yield generate(generator, indices=[i * generator.classes + label for i in numbers], **how)
+        else:
+            yield generate(generator, indices=numbers, stream=(*stream, label), **how)
+
+
+@torch.no_grad()
+def _centre(generator: Any, label: int) -> None:
+    """Let `w_avg`, from which psi is measured, be the mean w of a class: key (0, "study", "mean")."""
+    with_styles(generator, "a psi other than 1")
+    z, _ = draw(generator, range(MEAN_OF), 0, ("study", "mean"))
+    labels = torch.full((MEAN_OF,), label, device=generator.w_avg.device)
+    generator.w_avg.copy_(generator.mapping(z.to(labels.device), labels).mean(0))
+
+
+def draw_rows(file: Path, out: Path) -> None:
+    """A picture of a packed file: the first images of each class in a row with its name."""
+    with Dataset(file) as reader:
+        records = [np.flatnonzero(reader.labels() == label)[:COLUMNS] for label in range(len(reader.classes))]
+        rows = {name: reader.read(of)[0] for name, of in zip(reader.classes, records, strict=True) if len(of)}
+    save_table(rows, out)
+
+
+def save_table(rows: Mapping[str, Any], out: Path) -> None:
+    """A picture of rows of images uint8 [n, C, H, W], each with its name."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_rows([list(torch.as_tensor(row)) for row in rows.values()], out, columns=COLUMNS, captions=list(rows))

@@ -1,11 +1,8 @@
 """Study `teach`: what does a classifier's loss do to a generator, from outside or as a head on the discriminator?"""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from data.reading.dataset import Dataset
@@ -17,17 +14,25 @@ from models.gan import generate
 from models.restore import classifier_from, generator_from
 from reporting.figures import plain
 from studies.config import StudyConfig
-from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Results, Subject
-from studies.execute import slug
-from studies.parts import HELD_BACK, NAME, TEST, TRAIN, part, parts_job
-from studies.pictures import COLUMNS
-from studies.samples import SEED
-from studies.train import QUIET, run_config, train_run
+from studies.images import HELD_BACK, PARTS, TEST, TRAIN
+from studies.samples import COLUMNS, save_table
+from studies.subject import (
+    SEED,
+    Arm,
+    Comparison,
+    Conclusion,
+    Control,
+    Job,
+    Result,
+    Results,
+    Settings,
+    Subject,
+    run_config,
+)
 from utils.checkpoint import Checkpoint, load, resolve
 from utils.config.model import InnerShare, PositiveFloat, PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
-from utils.images import save_rows
 from utils.seeding import numpy_generator
 
 JUDGE, TEACHER, WRONG_TEACHER, WRONG_LABELS = "judge", "teacher", "teacher by chance", "labels by chance"
@@ -58,41 +63,22 @@ class Teach(Subject):
 
     title = "What does a classifier's loss do to a generator?"
 
-    def __init__(self, config: TeachConfig, folder: Path, device: str | None = None) -> None:
-        self.config, self.folder, self.device = config, folder, device
-        self.base = {**QUIET, "log.samples_every": 10**9, "data.val_path": None, **config.gan.overrides}
-        self.base["data.path"] = str(part(folder, TRAIN))
-
     # --- what is made once
 
     def jobs(self) -> list[Job]:
+        recipe, key, wrong = self.config.classifier, self.recipe_key(), self.place(WRONG_LABELS) / "images.lmdb"
+        of = partial(self.training, key=key)
         return [
-            parts_job(self.config.data),
-            self._classifier(JUDGE, part(self.folder, HELD_BACK), 2000, NAME, "the judge, of images held back"),
-            self._classifier(TEACHER, part(self.folder, TRAIN), 1000, NAME, "the teacher"),
-            Job(WRONG_LABELS, self._wrong_labels, needs=(NAME,)),
-            self._classifier(
-                WRONG_TEACHER, self._place(WRONG_LABELS) / "images.lmdb", 1000, WRONG_LABELS, "a teacher by chance"
-            ),
+            self.parts_job(),
+            of(JUDGE, recipe, self.part(HELD_BACK), seed=2000, what="training the judge, of images held back"),
+            of(TEACHER, recipe, self.part(TRAIN), seed=1000, what="training the teacher"),
+            Job(WRONG_LABELS, self._wrong_labels, needs=(PARTS,)),
+            of(WRONG_TEACHER, recipe, wrong, seed=1000, what="training a teacher by chance", needs=(WRONG_LABELS,)),
         ]
 
-    def _place(self, job: str) -> Path:
-        return self.folder / "jobs" / slug(job)
-
-    def _classifier(self, name: str, images: Path, seed: int, need: str, what: str) -> Job:
-        recipe = self.config.classifier
-        overrides = {**QUIET, "data.val_path": None, **recipe.overrides, "data.path": str(images)}
-
-        def make(place: Path) -> dict[str, Any]:
-            train_run(place / "run", str(recipe.file), overrides, seed=seed, device=self.device)
-            return {}
-
-        key = {"recipe": recipe.text(), "overrides": recipe.overrides}
-        return Job(name, make, key=key, needs=(need,), what=f"training {what}")
-
-    def _wrong_labels(self, place: Path) -> dict[str, Any]:
+    def _wrong_labels(self, place: Path) -> Settings:
         """The training images with their labels in a random order."""
-        with Dataset(part(self.folder, TRAIN)) as reader:
+        with Dataset(self.part(TRAIN)) as reader:
             order = numpy_generator(self.config.data.seed, "study", "wrong labels").permutation(len(reader))
             images = (reader, range(len(reader)), reader.labels()[order])
             source = f"{reader.meta.source}, labels by chance"
@@ -103,54 +89,50 @@ class Teach(Subject):
 
     def arms(self) -> list[Arm]:
         config = self.config
-        found = [self._arm(PLAIN, "the recipe alone", {}, "plain")]
+        arms = [self._arm(PLAIN, "the recipe alone", {}, "plain")]
         for weight in config.teacher:
             name, what = teacher_name(weight), "loss.classifier: a classifier of the same training images"
-            found.append(self._arm(name, what, {"loss.classifier_weight": weight}, "taught", TEACHER))
+            arms.append(self._arm(name, what, {"loss.classifier_weight": weight}, "taught", TEACHER))
         for weight in config.head:
-            own: dict[str, Any] = {"loss.auxiliary_weight": weight}
-            found.append(self._arm(head_name(weight), "a head on D, of real images", own, "taught"))
+            own = {"loss.auxiliary_weight": weight}
+            arms.append(self._arm(head_name(weight), "a head on D, of real images", own, "taught"))
             if config.head_learns_samples:
                 own = own | {"loss.auxiliary_fakes": True}
-                found.append(self._arm(head_name(weight, samples=True), "of samples, too", own, "taught"))
-        weight = max(config.teacher, default=1.0)
+                arms.append(self._arm(head_name(weight, samples=True), "of samples, too", own, "taught"))
+        own = {"loss.classifier_weight": max(config.teacher, default=1.0)}
         what = "the teacher has learnt labels by chance"
-        found.append(self._arm(WRONG_TEACHER, what, {"loss.classifier_weight": weight}, "control", WRONG_TEACHER))
-        return [*found, self._arm(SHORT, f"{config.short:g} of the steps", {}, "control", share=config.short)]
+        arms.append(self._arm(WRONG_TEACHER, what, own, "control", WRONG_TEACHER))
+        return [*arms, self._arm(SHORT, f"{config.short:g} of the steps", {}, "control", share=config.short)]
 
     def _arm(
-        self,
-        name: str,
-        what: str,
-        own: Mapping[str, Any],
-        family: str,
-        teacher: str | None = None,  # job
-        share: float | None = None,  # of the steps
+        self, name: str, what: str, own: Settings, family: str, teacher: str | None = None, share: float | None = None
     ) -> Arm:
-        config, recipe = self.config, self.config.gan
-        overrides = {**self.base, **own}
-        if teacher is not None:
-            overrides["loss.classifier"] = str(self._place(teacher) / "run")
-        make = partial(self._make, name, overrides, share)
-        key = {"recipe": recipe.text(), "overrides": recipe.overrides, "own": dict(own), "share": share}
+        """An arm with overrides of its own; `teacher`: its job; `share`: of the steps."""
+        config, gan = self.config, self.config.gan
+        overrides = {"data.path": str(self.part(TRAIN)), **own}
+        overrides |= {"loss.classifier": str(self.place(teacher) / "run")} if teacher else {}
+        key = {"recipe": gan.text(), "overrides": gan.overrides, "own": dict(own), "share": share}
         key |= {"n": config.n, "extractor": config.extractor}
-        needs = (NAME, JUDGE) + (() if teacher is None else (teacher,))
-        return Arm(name, what, make, key=key, needs=needs, family=family)
+        needs = (PARTS, JUDGE, *([teacher] if teacher else []))
+        return Arm(name, what, partial(self._make, name, overrides, share), key, needs, family)
 
-    def _make(self, name: str, overrides: Mapping[str, Any], share: float | None, folder: Path, seed: int) -> Result:
-        steps = None if share is None else max(1, round(share * run_config(self.config.gan).steps))
-        train_run(folder, str(self.config.gan.file), overrides, seed=seed, device=self.device, max_steps=steps)
+    def _make(self, name: str, overrides: Settings, share: float | None, folder: Path, seed: int) -> Result:
+        gan = self.config.gan
+        steps = None if share is None else max(1, round(share * run_config(gan).steps))
+        self.train(folder, gan, overrides, seed, steps)
         checkpoint = load(resolve(str(folder)))
-        if seed == self.config.first_seed:
-            self._picture(name, checkpoint)
+        if seed == self.config.first_seed:  # samples at the same latents for every arm, a row for each class
+            classes = checkpoint["classes"][:SHOWN]
+            labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
+            images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
+            save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), self.picture(name))
         return self.judged(checkpoint)
 
     def judged(self, checkpoint: Checkpoint, judge: str = JUDGE) -> Result:
         """What the job `judge` says of a generator. Raises UserError where it taught this one."""
-        config, device = self.config, choose_device(self.device)
+        config, device, run = self.config, choose_device(self.device), str(self.place(judge) / "run")
         generator = generator_from(checkpoint, device)
-        with Dataset(part(self.folder, TEST)) as reader:
-            run = str(self._place(judge) / "run")
+        with Dataset(self.part(TEST)) as reader:
             classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)
             options = Options(
                 device=device,
@@ -159,7 +141,7 @@ class Teach(Subject):
                 load_classifier=lambda path: classifier_from(load(resolve(path)), device),
             )
             spec = f"classifier:{run}" if config.extractor == JUDGE else config.extractor
-            found = evaluate_generator(
+            figures = evaluate_generator(
                 generator,
                 reader,
                 n=config.n,
@@ -171,21 +153,10 @@ class Teach(Subject):
                 searched=0,
                 details=False,
             )
-        row = found["distances"][0]
-        figures = {"frechet": row["frechet"], "recognised": found["recognised"], "diversity": row["diversity_ratio"]}
-        return Result(figures)
-
-    def _picture(self, name: str, checkpoint: Checkpoint) -> None:
-        """Samples at the same latents for every arm, a row for each class."""
-        classes = checkpoint["classes"][:SHOWN]
-        labels = torch.arange(len(classes)).repeat_interleave(COLUMNS)
-        images = generate(generator_from(checkpoint), labels=labels, indices=range(len(labels)), seed=SEED)
-        out = self._file(name)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        save_rows([list(row) for row in images.split(COLUMNS)], out, columns=COLUMNS, captions=classes)
-
-    def _file(self, name: str) -> Path:
-        return self.folder / "pictures" / f"{slug(name)}.png"
+        row = figures["distances"][0]
+        return Result(
+            {"frechet": row["frechet"], "recognised": figures["recognised"], "diversity": row["diversity_ratio"]}
+        )
 
     # --- answers
 
@@ -199,23 +170,22 @@ class Teach(Subject):
 
     def conclude(self, results: Results) -> Conclusion:
         arms = self.arms()
-        taught = [arm.name for arm in arms if arm.family == "taught"]
-        asked = [
-            Comparison(PLAIN, name, figure=figure, larger_is_better=larger)
-            for name in taught
+        comparisons = [
+            Comparison(PLAIN, arm.name, figure=figure, larger_is_better=larger, asked=True)
+            for arm in arms
+            if arm.family == "taught"
             for figure, larger in FIGURES.items()
         ]
-        rows = [[arm.name, arm.what, *(_mean(results.figures(arm.name, figure)) for figure in FIGURES)] for arm in arms]
-        files = {arm.name: self._file(arm.name) for arm in arms}
+        rows = []
+        for arm in arms:
+            means = [results.mean_figure(arm.name, figure) for figure in FIGURES]
+            rows.append([arm.name, arm.what, *("none" if mean is None else plain(mean) for mean in means)])
         return Conclusion(
-            comparisons=asked,
-            asked=asked,
+            comparisons=comparisons,
             tables=[("Means over the seeds", ["", "what", *FIGURES], rows)],
-            pictures=[
-                Picture(str(file.relative_to(self.folder)), f"{name}: the first seed's samples, a row for each class")
-                for name, file in files.items()
-                if file.is_file()
-            ],
+            pictures=self.pictures(
+                {arm.name: f"{arm.name}: the first seed's samples, a row for each class" for arm in arms}
+            ),
             notes=[
                 "recognised: share of samples that the judge, a classifier of the images held back, names as asked; "
                 f"frechet: distance to the test images in the features of: {self.config.extractor}; "
@@ -233,11 +203,6 @@ def teacher_name(weight: float) -> str:
 def head_name(weight: float, *, samples: bool = False) -> str:
     """An arm's name."""
     return f"head on D, weight {weight:g}" + (", learns samples" if samples else "")
-
-
-def _mean(values: list[float | None]) -> str:
-    found = [value for value in values if value is not None]
-    return plain(float(np.mean(found))) if found else "none"
 
 
 CONFIG, SUBJECT = TeachConfig, Teach

@@ -1,46 +1,24 @@
-"""From results to answers: differences between arms, Holm's correction, controls, and what they say in words."""
+"""From results to answers: differences between arms, Holm's correction, controls, and study.json, what a study found so
+far. It depends on the results alone, not on how often the study was stopped.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from metrics.comparison.paired import LEVEL, Difference, by_seeds, by_seeds_and_images, holm
 from reporting.figures import change
-from studies.declare import Comparison, Control, Results
+from studies.subject import Comparison, Conclusion, Control, Result, Results, Subject
 
-EVEN = 1.5  # largest class over rarest, up to which classes count as equally large
+SCHEMA = 1
 HELPS, HURTS, OPEN = "helps", "hurts", "cannot tell"
-
-
-def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:
-    """Sets of labels by name: `all`; for classes of unequal size `many`, `medium` and `few`, a third of the classes
-    each by the number of training images (`medium` takes what does not divide); and every class by its name.
-    """
-    groups = {"all": list(range(len(counts)))}
-    order = sorted(groups["all"], key=lambda label: (-counts[label], label))
-    third = len(order) // 3
-    if third and not even(counts):
-        groups |= {"many": order[:third], "medium": order[third : len(order) - third], "few": order[-third:]}
-    return groups | {name: [label] for label, name in enumerate(classes) if name not in groups}
-
-
-def even(counts: Sequence[int]) -> bool:
-    """Whether classes count as equally large."""
-    return max(counts) <= EVEN * min(counts)
-
-
-def class_groups(groups: Mapping[str, Sequence[int]], classes: Sequence[str]) -> list[str]:
-    """The names of the groups that are no single class."""
-    return [name for name in groups if name not in classes]
+VOID = "void: a control came out wrong, so the figures below prove nothing"
 
 
 def difference(results: Results, first: str, second: str, group: str, figure: str | None) -> Difference | None:
     """The second arm less the first; None where a figure is missing, or one seed cannot tell."""
     if figure is None:
-        weights = results.weights(group)
-        return by_seeds_and_images(results.hits(first), results.hits(second), weights)
+        return by_seeds_and_images(results.hits(first), results.hits(second), results.weights(group))
     one, other = results.figures(first, figure), results.figures(second, figure)
     pairs = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
     if len(pairs) < len(one):
@@ -58,31 +36,20 @@ def answer(value: float, p: float | None, *, larger_is_better: bool = True) -> s
 
 
 def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    """The rows of study.json: `first`, `second`, `group`, `figure`, both values, `difference`, its 95 % `interval`,
-    `p` (corrected after Holm within the family), `verdict`, `method`, `family`.
+    """An answer for each comparison and group: the comparison, `group`, both values, `difference`, its 95 % `interval`,
+    `p` (corrected after Holm within the family), `method`, `verdict`.
     """
     rows: list[dict[str, Any]] = []
     for comparison in comparisons:
-        for group in comparison.groups if comparison.figure is None else ("all",):
-            found = difference(results, comparison.first, comparison.second, group, comparison.figure)
+        arms, figure = (comparison.first, comparison.second), comparison.figure
+        for group in comparison.groups if figure is None else ("all",):
+            found = difference(results, *arms, group, figure)
             if found is None:
                 continue
-            rows.append(
-                {
-                    "first": comparison.first,
-                    "second": comparison.second,
-                    "group": group,
-                    "figure": comparison.figure,
-                    "larger_is_better": comparison.larger_is_better,
-                    "first_value": _value(results, comparison.first, group, comparison.figure),
-                    "second_value": _value(results, comparison.second, group, comparison.figure),
-                    "difference": found.value,
-                    "interval": found.interval,
-                    "p": found.p,
-                    "method": found.method,
-                    "family": comparison.family,
-                }
-            )
+            values = [results.mean(arm, group) if figure is None else results.mean_figure(arm, figure) for arm in arms]
+            row = asdict(comparison) | {"group": group, "first_value": values[0], "second_value": values[1]}
+            del row["groups"]
+            rows.append(row | _outcome(found))
     for family in dict.fromkeys(row["family"] for row in rows):
         tested = [row for row in rows if row["family"] == family and row["p"] is not None]
         for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
@@ -92,10 +59,8 @@ def compared(results: Results, comparisons: Sequence[Comparison]) -> list[dict[s
     return rows
 
 
-def _value(results: Results, arm: str, group: str, figure: str | None) -> float:
-    if figure is None:
-        return results.mean(arm, group)
-    return float(np.mean([value for value in results.figures(arm, figure) if value is not None]))
+def _outcome(found: Difference) -> dict[str, Any]:
+    return {"difference": found.value, "interval": found.interval, "p": found.p, "method": found.method}
 
 
 def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any]]:
@@ -109,8 +74,7 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
         if found is not None:
             verdict = answer(found.value, found.p, larger_is_better=control.larger_is_better)
             fine = {"helps": verdict == HELPS, "not helps": verdict != HELPS, "same": verdict == OPEN}
-            row |= {"difference": found.value, "interval": found.interval, "p": found.p}
-            row |= {"found": verdict, "ok": fine[control.expected]}
+            row |= _outcome(found) | {"found": verdict, "ok": fine[control.expected]}
         rows.append(row)
     return rows
 
@@ -118,16 +82,56 @@ def checked(results: Results, controls: Sequence[Control]) -> list[dict[str, Any
 def in_words(row: dict[str, Any]) -> str:
     """A comparison in a line."""
     scale, unit = (100, " points") if row["figure"] is None else (1, "")
-    interval = row["interval"]
-    ends = [] if interval is None else [change(scale * end) for end in interval]
+    ends = [change(scale * end) for end in row["interval"] or []]
     sure = f", 95 % interval {' to '.join(ends)}" if ends else ""
     what = f"{row['group']} classes" if row["figure"] is None else row["figure"]
-    told = f"{change(scale * row['difference'])}{unit}{sure}, p {chance(row['p'])}"
-    return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {told})"
+    p = "not known" if row["p"] is None else "below 0.0001" if row["p"] < 1e-4 else f"{row['p']:.2g}"
+    size = f"{change(scale * row['difference'])}{unit}{sure}, p {p}"
+    return f"{what}: {row['verdict']} ({row['second']} against {row['first']}: {size})"
 
 
-def chance(p: float | None) -> str:
-    """A p-value in writing."""
-    if p is None:
-        return "not known"
-    return "below 0.0001" if p < 1e-4 else f"{p:.2g}"
+def document(
+    name: str,
+    subject: Subject,
+    results: Mapping[str, Mapping[int, Result]],  # by arm and seed
+    planned: Sequence[int],  # seeds
+) -> dict[str, Any]:
+    """`subject`, `title`, `complete`, `runs`, `seeds`, `arms`, `choices`, `comparisons`, `controls`, `void` (None while
+    no seed is complete), `verdicts` (by arm and group), `words`, `tables`, `pictures`, `notes`.
+    """
+    done, wanted = sum(map(len, results.values())), len(results) * len(planned)
+    whole = [seed for seed in planned if all(seed in runs for runs in results.values())]
+    conclusion, comparisons, controls = Conclusion(), [], []
+    if whole:
+        by_arm = {arm: [runs[seed] for seed in whole] for arm, runs in results.items()}
+        table = Results(whole, by_arm, subject.labels(), subject.groups())
+        conclusion = subject.conclude(table)
+        comparisons, controls = compared(table, conclusion.comparisons), checked(table, subject.controls())
+    asked = [row for row in comparisons if row["asked"]]
+    failed = [row for row in controls if not row["ok"]]
+    words = ["unfinished: the answers are of the seeds that are done"] * (done < wanted)
+    words += [VOID] * bool(failed)
+    words += [f"{row['arm']} against {row['against']}: {row['found']}, not: {row['expected']}" for row in failed]
+    words += [in_words(row) for row in asked]
+    return {
+        "schema": SCHEMA,
+        "subject": name,
+        "title": subject.title,
+        "complete": done == wanted,
+        "runs": {"done": done, "planned": wanted},
+        "seeds": whole,
+        "arms": [
+            {"name": arm.name, "what": arm.what, "family": arm.family}
+            | {"figures": {str(seed): result.figures for seed, result in results[arm.name].items()}}
+            for arm in subject.arms()
+        ],
+        "choices": dict(conclusion.choices),
+        "comparisons": comparisons,
+        "controls": controls,
+        "void": bool(failed) if whole else None,
+        "verdicts": [{key: row[key] for key in ("first", "second", "group", "figure", "verdict")} for row in asked],
+        "words": words if whole else ["no seed is complete: there is nothing to compare"],
+        "tables": [{"title": title, "header": list(head), "rows": rows} for title, head, rows in conclusion.tables],
+        "pictures": [asdict(picture) for picture in conclusion.pictures],
+        "notes": list(conclusion.notes),
+    }

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from duet.__main__ import COMMANDS, recipe
 from models.registry import ARCHITECTURES
-from studies.subjects import SUBJECTS, load_subject
+from studies import SUBJECTS, load_subject
 from tests.test_project import PROJECT
 from training.engine.tasks import TASKS, build_run_config
 from utils.config.cli import normalise

@@ -10,12 +10,11 @@ import yaml
 
 import study as script
 from data.reading.dataset import Dataset
-from studies.augment import CLASSIC, CONTROL, HELD, REAL, SYNTHETIC, UNTRAINED, Augment, AugmentConfig, choose
+from studies import SUBJECTS, load_subject
+from studies.augment import CLASSIC, CONTROL, HELD, REAL, SELECTED, SYNTHETIC, UNTRAINED, Augment, AugmentConfig, choose
 from studies.config import quickened, tokens
-from studies.declare import Result, Results, Subject
-from studies.parts import HELD_OUT, TEST, TRAIN
-from studies.subjects import SUBJECTS, load_subject
-from studies.train import require_trained_on
+from studies.images import HELD_OUT, TEST, TRAIN
+from studies.subject import Result, Results, Subject, require_trained_on
 from tests.conftest import REPOSITORY
 from tests.end_to_end.helpers import CLASSIFIER, GAN
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
@@ -57,7 +56,7 @@ def test_every_arm_is_a_training_that_its_recipe_takes(tmp_path, monkeypatch):
         told[folder.name] = build_run_config(read_yaml(config), tokens({**overrides, "seed": seed}), config)
         raise KeyError  # before it is judged
 
-    monkeypatch.setattr("studies.train.train_run", note)
+    monkeypatch.setattr("studies.subject.train_run", note)
     for arm in Augment(config_of(), tmp_path).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)
@@ -111,7 +110,7 @@ def test_the_page_says_where_the_pool_had_too_few_samples(tmp_path):
     classifier_run(tmp_path / "jobs/selector/run")
     for name, tree in jobs.items():
         (tmp_path / f"jobs/{name}.json").write_text(json.dumps({"told": tree}))
-    (job,) = [job for job in subject.jobs() if job.name == "selected samples"]
+    (job,) = [job for job in subject.jobs() if job.name == SELECTED]
     place = tmp_path / "jobs/selected-samples"
     place.mkdir()
     made = job.make(place)

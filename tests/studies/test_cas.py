@@ -12,11 +12,11 @@ from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
 from data.records import pack_arrays
 from models.stylegan2 import Generator, GeneratorConfig
-from studies.cas import CONTROL, PLAIN, REAL, TOGETHER, UNTRAINED, Cas, CasConfig
+from studies.cas import CONTROL, NOISE, PLAIN, REAL, TOGETHER, Cas, CasConfig
 from studies.config import Recipe, StudyData
-from studies.declare import Result
-from studies.drawing import Drawing
-from studies.execute import Study
+from studies.runner import Study
+from studies.samples import Drawing
+from studies.subject import Result
 from tests.conftest import sample_images
 from tests.metrics.conftest import TINY, make_run
 from utils.errors import UserError
@@ -95,9 +95,8 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
             seen[place.name[:-3]] = images_of(overrides["data.path"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("studies.cas.train_run", train)
-        patch.setattr("studies.samples.train_run", train)
-        patch.setattr("studies.cas.judge_classifier", quick_judge)
+        patch.setattr("studies.subject.train_run", train)
+        patch.setattr("studies.subject.judge_classifier", quick_judge)
         patch.chdir(folder.parent)  # recipes of configs/ are found from any folder
         whole = study(images, folder)
         yield folder, whole.run(), seen
@@ -110,7 +109,7 @@ def test_controls_come_out_right(made) -> None:
     found = {row["arm"]: row for row in document["controls"]}
     assert found[CONTROL]["found"] == "cannot tell"  # real images passed off as samples
     assert found[CONTROL]["interval"][0] < 0 < found[CONTROL]["interval"][1]
-    assert found[UNTRAINED]["found"] == "hurts"
+    assert found[NOISE]["found"] == "hurts"
 
 
 def test_what_arms_are_trained_on(made, images: Path) -> None:
@@ -140,7 +139,7 @@ def test_the_page_has_every_arm(made) -> None:
     (_, header, rows), (_, _, by_class) = (
         (table["title"], table["header"], table["rows"]) for table in document["tables"]
     )
-    assert [row[0] for row in rows] == [REAL, CONTROL, PLAIN, "fresh", "psi", TOGETHER, UNTRAINED]
+    assert [row[0] for row in rows] == [REAL, CONTROL, PLAIN, "fresh", "psi", TOGETHER, NOISE]
     assert header[2] == "gap to real, points"
     accuracies = [float(row[1]) for row in rows]
     assert rows[1][2].startswith(f"{accuracies[0] - accuracies[1]:+.1f}"[:3])
@@ -160,8 +159,8 @@ def test_goes_on_to_the_same_document(made, images: Path) -> None:
     folder, document, _ = made
     (folder / "results" / "psi-s1.json").unlink()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("studies.cas.train_run", quick_train)
-        patch.setattr("studies.cas.judge_classifier", quick_judge)
+        patch.setattr("studies.subject.train_run", quick_train)
+        patch.setattr("studies.subject.judge_classifier", quick_judge)
         again = study(images, folder)
         assert again.write()["seeds"] == [0]
         for file in (folder / "runs" / "psi-s1").iterdir():
@@ -186,7 +185,7 @@ def test_keys_are_of_what_recipes_say(images: Path, tmp_path: Path) -> None:
 def test_more_than_the_control_can_have_is_refused(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("studies.cas.train_run", quick_train)
+    monkeypatch.setattr("studies.subject.train_run", quick_train)
     with pytest.raises(UserError, match="n 401: give 10 to 400, or raise"):
         study(images, tmp_path / "cas", n=401).run()
 
@@ -231,7 +230,7 @@ def test_with_real_trainings(images: Path, tmp_path: Path) -> None:
     document = whole.run()
     assert document["complete"]
     arms = {row["name"]: row["figures"]["0"] for row in document["arms"]}
-    assert list(arms) == [REAL, CONTROL, PLAIN, "confidence", "checkpoints", TOGETHER, UNTRAINED]
+    assert list(arms) == [REAL, CONTROL, PLAIN, "confidence", "checkpoints", TOGETHER, NOISE]
     assert all(0 <= figures["test_accuracy"] <= 1 for figures in arms.values())
     assert arms["confidence"] == arms[PLAIN]  # all samples pass, and everything else has its key
     assert arms["together"] == arms["checkpoints"]

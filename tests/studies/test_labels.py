@@ -11,8 +11,8 @@ from data.reading.dataset import Dataset
 from data.reading.few_labels import few_labels
 from inference.pseudo_labels import guesses
 from models.restore import classifier_from
-from studies.labels import GUESSED, HEAD, WITH_SAMPLES, Labels, LabelsConfig, arm_name
-from studies.parts import TEST, TRAIN, part
+from studies.images import TEST, TRAIN
+from studies.labels import GUESSED, HEAD, SAMPLES, UNLABELLED, WITH_SAMPLES, Labels, LabelsConfig, arm_name
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import CLASSES, classifier_run, pack
 from tests.reporting.test_report import page
@@ -29,18 +29,18 @@ RECIPE = REPOSITORY / "configs/study_labels.yaml"
 def subject(tmp_path, monkeypatch):
     """The study over small files, whose classifiers are untrained; it notes each training's overrides."""
 
-    def train(folder, _config, overrides, *, seed, device):
+    def train(folder, _config, overrides, *, seed, **_more):
         made.notes[folder.name] = overrides
         if not folder.is_dir():
             classifier_run(folder, seed=seed)
 
-    monkeypatch.setattr("studies.labels.train_run", train)
+    monkeypatch.setattr("studies.subject.train_run", train)
     tree = read_yaml(RECIPE) | {"per_class": [4], "threshold": 0.35}
     made: Any = Labels(build(LabelsConfig, tree), tmp_path)
     made.notes = {}
-    pack(part(tmp_path, TRAIN), count=60)
-    pack(part(tmp_path, TEST), count=30, seed=5)
-    pack(made.samples, count=40, classes=[], seed=6)
+    pack(made.part(TRAIN), count=60)
+    pack(made.part(TEST), count=30, seed=5)
+    pack(made.place(SAMPLES) / "samples.lmdb", count=40, classes=[], seed=6)
     return made
 
 
@@ -56,7 +56,7 @@ def test_a_seed_draws_its_labels_and_what_learnt_them_labels_the_rest(subject):
     classifier = classifier_from(load(resolve(subject.folder / "first")))
     draws = subject.folder / "draws/4-s3"
     assert overrides["data.path"] == str(draws / "few.lmdb")
-    with Dataset(part(subject.folder, TRAIN)) as train:
+    with Dataset(subject.part(TRAIN)) as train:
         chosen = few_labels(train.labels(), 4, 3)
         named, sure = guesses(classifier, train, batch_size=16)
         rest = np.setdiff1d(np.arange(60), chosen)
@@ -105,8 +105,10 @@ def test_no_sample_is_sure_enough_and_an_earlier_start_left_some(subject):
 
 
 def test_the_generator_is_given_no_label(subject):
-    subject._unlabelled(subject.unlabelled.parent)
-    with Dataset(subject.unlabelled) as unlabelled, Dataset(part(subject.folder, TRAIN)) as train:
+    place = subject.place(UNLABELLED)
+    place.mkdir()
+    subject._unlabelled(place)
+    with Dataset(place / "images.lmdb") as unlabelled, Dataset(subject.part(TRAIN)) as train:
         assert unlabelled.classes == []
         assert not unlabelled.labels().any()
         assert (unlabelled.read(range(60))[0] == train.read(range(60))[0]).all()

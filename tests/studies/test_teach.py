@@ -9,7 +9,7 @@ import study as script
 from metrics.features.extractors import fingerprint
 from models.restore import classifier_from
 from studies.config import tokens
-from studies.parts import TEST, part
+from studies.images import TEST
 from studies.teach import (
     JUDGE,
     PLAIN,
@@ -49,7 +49,7 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
         most[folder.name] = max_steps
         raise KeyError  # before it is judged
 
-    monkeypatch.setattr("studies.teach.train_run", note)
+    monkeypatch.setattr("studies.subject.train_run", note)
     for arm in subject_in(tmp_path, teacher=[0.5]).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)
@@ -67,7 +67,7 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
 
 def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
     subject = subject_in(tmp_path, n=30)
-    pack(part(tmp_path, TEST), count=30, seed=5)
+    pack(subject.part(TEST), count=30, seed=5)
     classifier_run(tmp_path / "jobs/judge/run", seed=1)
     teacher = classifier_from(load(resolve(classifier_run(tmp_path / "jobs/teacher/run", seed=2))))
     checkpoint = load(resolve(gan_run(tmp_path / "gan", teachers=[fingerprint(teacher)])))

@@ -10,7 +10,7 @@ from data.reading.dataset import Dataset
 from data.records import pack_arrays
 from studies.augment import sample_counts
 from studies.config import StudyData, quickened, tokens
-from studies.parts import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, parts_job, training_counts
+from studies.images import HELD_BACK, HELD_OUT, TEST, TRAIN, divide, expected_counts, make_parts, training_counts
 from tests.conftest import REPOSITORY
 from training.engine.tasks import build_run_config
 from utils.config.yaml_files import read_yaml
@@ -53,7 +53,7 @@ def test_the_files_hold_the_images_and_no_twins(tmp_path):
     pack_arrays(tmp_path / "train.lmdb", images, labels, "abc")
     pack_arrays(tmp_path / "test.lmdb", test, [1, 0, 1, 2, 0, 1], "abc")
     data = DATA.changed(path=str(tmp_path / "train.lmdb"), test_path=str(tmp_path / "test.lmdb"))
-    made = parts_job(data).make(tmp_path)
+    made = make_parts(data, tmp_path)
     found = {}
     for name in (TRAIN, HELD_OUT, HELD_BACK, TEST):
         with Dataset(tmp_path / f"{name}.lmdb") as reader:

@@ -1,76 +1,56 @@
 """A study's images: training, held-out and held-back ones of one file, drawn by a seed, and the test images."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data.lmdb.format import Meta
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
 from data.pack import pack
 from data.reading.dataset import Dataset
-from data.records import add_image
 from data.sources import open_source
+from inference.pseudo_labels import write_labelled
 from studies.config import StudyData
-from studies.declare import Job
 from utils.classes import require_same_classes
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
-NAME = "parts"
+PARTS = "parts"  # the job
 TRAIN, HELD_OUT, HELD_BACK, TEST = "train", "held_out", "held_back", "test"
-READ = 1000  # images copied at a time
 ROUNDING = 1e-6  # a power that is a whole number may come out a little below it
 EVEN_SOURCE = 10**6  # images of each class: those of a named source are even
+EVEN = 1.5  # largest class over rarest, up to which classes count as equally large
 
 
-def part(folder: Path, name: str) -> Path:
-    """The packed file of a part, in a study's folder."""
-    return folder / "jobs" / NAME / f"{name}.lmdb"
-
-
-def parts_job(data: StudyData) -> Job:
-    """The job that makes all four files. It tells `classes` and each part's `counts` by class."""
-
-    def make(place: Path) -> dict[str, Any]:
-        train, test = _sources(data, place)
-        with Dataset(train) as reader, Dataset(test) as tested:
-            _check(reader, tested)
-            chosen = divide(usable(reader, tested), reader.labels(), len(reader.classes), data)
-            for name, records in chosen.items():
-                write_subset(reader, records, place / f"{name}.lmdb")
-            write_subset(tested, np.arange(len(tested)), place / f"{TEST}.lmdb")
-            every = len(reader.classes)
-            counts = {name: np.bincount(reader.labels()[rows], minlength=every) for name, rows in chosen.items()}
-            counts[TEST] = np.bincount(tested.labels(), minlength=every)
-        return {"classes": reader.classes, "counts": {name: found.tolist() for name, found in counts.items()}}
-
-    return Job(NAME, make, key=data.model_dump(), what="the images: training, held-out, held-back and test ones")
+def make_parts(data: StudyData, place: Path) -> dict[str, Any]:
+    """Make all four files; returns `classes` and each part's `counts` by class. Raises UserError for images without
+    classes, of other ones, or of sizes of their own.
+    """
+    train, test = _sources(data, place)
+    with Dataset(train) as reader, Dataset(test) as tested:
+        if len(reader.classes) < 2:
+            raise UserError(f"{train}: a study needs images of two classes or more; pack class folders")
+        require_same_classes(str(test), tested.classes, str(train), reader.classes, "pack both from the same folders")
+        for each in (reader, tested):
+            if not each.resolution:
+                raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
+        chosen = divide(usable(reader, tested), reader.labels(), len(reader.classes), data)
+        metas = {name: write_subset(reader, rows, place / f"{name}.lmdb") for name, rows in chosen.items()}
+        metas[TEST] = write_subset(tested, np.arange(len(tested)), place / f"{TEST}.lmdb")
+    return {"classes": reader.classes, "counts": {name: list(meta.histogram) for name, meta in metas.items()}}
 
 
 def _sources(data: StudyData, place: Path) -> tuple[Path, Path]:
     """The packed training and test images; a source is packed first."""
     if data.path is not None and data.test_path is not None:
         return Path(data.path), Path(data.test_path)
-    assert data.source is not None
     files = place / "whole-train.lmdb", place / "whole-test.lmdb"
     for file, split in zip(files, ("train", "test"), strict=True):
         root = None if data.root is None else Path(data.root)
-        with open_source(data.source, split=split, root=root) as source:
+        with open_source(str(data.source), split=split, root=root) as source:
             pack(source, file, size=data.size, overwrite=True, duplicates=False)
     return files
-
-
-def _check(reader: Dataset, tested: Dataset) -> None:
-    """Raise UserError for images without classes, of other ones, or of sizes of their own."""
-    if len(reader.classes) < 2:
-        raise UserError(f"{reader.path}: a study needs images of two classes or more; pack class folders")
-    require_same_classes(tested.path, tested.classes, reader.path, reader.classes, "pack both from the same folders")
-    for each in (reader, tested):
-        if not each.resolution:
-            raise UserError(f"{each.path}: its images have sizes of their own; pack with --size N")
 
 
 def usable(reader: Dataset, tested: Dataset) -> np.ndarray:
@@ -86,18 +66,20 @@ def divide(records: np.ndarray, labels: np.ndarray, classes: int, data: StudyDat
     class), first the held-out ones, then as many training ones as `training_counts` says; all others are held back.
     Raises UserError for a class that is too small.
     """
-    own = [records[labels[records] == label] for label in range(classes)]
-    order = [numpy_generator(data.seed, "study", label).permutation(rows) for label, rows in enumerate(own)]
+    by_class = [records[labels[records] == label] for label in range(classes)]
+    order = [numpy_generator(data.seed, "study", label).permutation(rows) for label, rows in enumerate(by_class)]
     held, left = _shares([len(rows) for rows in order], data)
     wanted = training_counts(left, data)
     if min(wanted) < 1 or any(have < want for have, want in zip(left, wanted, strict=True)):
         small = int(np.argmin(left))
-        told = f"class {small} has {len(order[small])} images that are not among the test images, too few to divide"
-        raise UserError(f"{told}; add some, or lower data.held_out and data.held_back")
+        raise UserError(
+            f"class {small} has {len(order[small])} images that are not among the test images, too few to divide; add "
+            "some, or lower data.held_out and data.held_back"
+        )
     drawn: dict[str, list[np.ndarray]] = {HELD_OUT: [], TRAIN: [], HELD_BACK: []}
     for rows, first, count in zip(order, held, wanted, strict=True):
-        for name, found in zip(drawn, np.split(rows, [first, first + count]), strict=True):
-            drawn[name].append(found)
+        for name, members in zip(drawn, np.split(rows, [first, first + count]), strict=True):
+            drawn[name].append(members)
     return {name: np.sort(np.concatenate(rows)) for name, rows in drawn.items()}
 
 
@@ -137,42 +119,23 @@ def profile(largest: int, ratio: float, classes: int) -> np.ndarray:
 
 def write_subset(reader: Dataset, records: Sequence[int] | np.ndarray, out: Path) -> Meta:
     """Copy records, as they are read, into a file of raw images; one that is there is replaced."""
-    layout = Layout(channels=reader.meta.channels, resolutions=(reader.resolution,), encoding="raw")
     source = f"{len(records)} images of {reader.meta.source}"
-    about: dict[str, Any] = {"resize_filter": reader.meta.resize_filter, "source": source}
-    with LMDBWriter(
-        out, layout, classes=reader.classes, passport=reader.meta.passport, overwrite=True, **about
-    ) as writer:
-        for start in range(0, len(records), READ):
-            images, labels = reader.read(records[start : start + READ])
-            for image, label in zip(images, labels.tolist(), strict=True):
-                add_image(writer, np.ascontiguousarray(image.transpose(1, 2, 0)), label)
-        return writer.finish()
+    images = (reader, records, reader.labels()[records])
+    return write_labelled(out, [images], reader.classes, source=source, encoding="raw", overwrite=True)
 
 
-def labels_of(folder: Path, *names: str) -> dict[str, np.ndarray]:
-    """The labels of parts that are made."""
-    found = {}
-    for name in names:
-        with Dataset(part(folder, name)) as reader:
-            found[name] = reader.labels().copy()
-    return found
-
-
-def subset_job(
-    name: str, folder: Path, of: str, counts: Callable[[dict[str, Any]], Sequence[int]], key: dict[str, Any]
-) -> Job:
-    """A job that writes the first images of each class of a part, `counts` (of what the parts told) many at most, into
-    jobs/NAME/images.lmdb.
+def groups_of(counts: Sequence[int], classes: Sequence[str]) -> dict[str, list[int]]:
+    """Sets of labels by name: `all`; for classes of unequal size `many`, `medium` and `few`, a third of the classes
+    each by the number of training images (`medium` takes what does not divide); and every class by its name.
     """
-    from studies.execute import told
+    groups = {"all": list(range(len(counts)))}
+    order = sorted(groups["all"], key=lambda label: (-counts[label], label))
+    third = len(order) // 3
+    if third and not even(counts):
+        groups |= {"many": order[:third], "medium": order[third : len(order) - third], "few": order[-third:]}
+    return groups | {name: [label] for label, name in enumerate(classes) if name not in groups}
 
-    def make(place: Path) -> dict[str, Any]:
-        wanted = counts(told(folder, NAME))
-        with Dataset(part(folder, of)) as reader:
-            labels = reader.labels()
-            rows = [np.flatnonzero(labels == label)[:count] for label, count in enumerate(wanted)]
-            write_subset(reader, np.sort(np.concatenate(rows)), place / "images.lmdb")
-        return {"counts": [len(found) for found in rows]}
 
-    return Job(name, make, key=key, needs=(NAME,))
+def even(counts: Sequence[int]) -> bool:
+    """Whether classes count as equally large."""
+    return max(counts) <= EVEN * min(counts)

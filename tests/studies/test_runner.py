@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from reporting.study import write_study_page
-from studies.declare import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Subject
-from studies.execute import Study, packed, told, unpacked
+from studies.runner import Study, packed, unpacked
+from studies.subject import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Subject
 from tests.reporting.test_report import page
 from utils.errors import StoppedBySignal, UserError
 
@@ -64,10 +64,10 @@ class MadeUp(Subject):
         return {"all": [0, 1, 2, 3], "few": [3]}
 
     def conclude(self, results):
-        asked = Comparison("real", "samples", ("all", "few"))
+        asked = Comparison("real", "samples", ("all", "few"), asked=True)
         rest = Comparison("real", "held back", family="all arms")
         table = "Recall", ["", "all"], [[name, f"{results.mean(name, 'all'):.3f}"] for name in self.shares]
-        return Conclusion([asked, rest], {"best": "samples"}, [asked], [table], [Picture("none.png", "none")], ["so"])
+        return Conclusion([asked, rest], {"best": "samples"}, [table], [Picture("none.png", "none")], ["so"])
 
 
 def study(folder, seeds=3, **options):
@@ -89,7 +89,7 @@ def test_all_is_made_once_and_the_table_says_what_came_out(tmp_path):
     held = next(row for row in found["comparisons"] if row["second"] == "held back")
     assert held["verdict"] == "helps"
     assert found == json.loads((tmp_path / "a/study.json").read_text())
-    assert told(tmp_path / "a", "generator") == {"name": "generator"}
+    assert subject.outcome("generator") == {"name": "generator"}
     assert not list((tmp_path / "a/runs").glob("*/checkpoints"))  # 4 * 3 of them would be gigabytes
     again, subject = study(tmp_path / "a")
     assert (again.run(), subject.calls) == (found, [])
@@ -218,10 +218,8 @@ def test_the_page_shows_the_answer_and_what_it_rests_on(tmp_path):
     assert "No seed is complete" in page(write_study_page(tmp_path, begun, command="", config={})).text
 
 
-def test_a_result_is_kept_to_the_bit(tmp_path):
+def test_a_result_is_kept_to_the_bit():
     hits = np.random.default_rng(0).random(1001) < 0.3
-    file = tmp_path / "result.json"
-    file.write_text(json.dumps(packed(Result({"x": 0.1, "y": None}, {"test": hits}))))
-    back = unpacked(file)
+    back = unpacked(json.loads(json.dumps(packed(Result({"x": 0.1, "y": None}, {"test": hits})))))
     assert back.figures == {"x": 0.1, "y": None}
     assert np.array_equal(back.hits["test"], hits)

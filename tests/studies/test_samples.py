@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
-from models.gan import draw, generate, to_uint8
+from inference.samples import Sampler
 from models.restore import generator_from
-from studies.drawing import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
+from models.gan import draw, generate, to_uint8
+from studies.samples import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack
 from utils.checkpoint import load, resolve, save
@@ -37,9 +38,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drawn(run: Path, out: Path, counts: list[int], count: int = 1, **options) -> tuple[Tensor, np.ndarray, list[float]]:
+def drawn(
+    run: Path, out: Path, counts: list[int], count: int = 1, **options
+) -> tuple[Tensor, np.ndarray, list[float | None]]:
     """The images and labels of a file of samples, and the shares that were kept."""
-    shares = draw_samples(out, last_checkpoints(run, count), counts, **{"seed": 5, "drawing": Drawing(), **options})
+    how = {"seed": 5, "drawing": Drawing(), "stream": ("study", "sample"), **options}
+    shares = draw_samples({out: counts}, last_checkpoints(run, count), CLASSES, **how)
     with Dataset(out) as reader:
         return read_batch(reader, np.arange(len(reader))).images, reader.labels().copy(), shares
 
@@ -48,7 +52,7 @@ def test_samples_have_keys_of_their_own_and_checkpoints_take_turns(run: Path, tm
     drawing = Drawing(checkpoints=2)
     images, labels, shares = drawn(run, tmp_path / "x.lmdb", [BLOCK + 3, 0, 5], 2, drawing=drawing)
     assert np.bincount(labels).tolist() == [BLOCK + 3, 0, 5]
-    assert shares == [1.0, 1.0, 1.0]
+    assert shares == [1.0, None, 1.0]
     generators = [generator_from(load(file)) for file in last_checkpoints(run, 2)]
     for first, label, generator in ((0, 0, generators[0]), (BLOCK, 0, generators[1]), (BLOCK + 3, 2, generators[0])):
         index = first if label == 0 else 0
@@ -66,10 +70,30 @@ def test_samples_have_keys_of_their_own_and_checkpoints_take_turns(run: Path, tm
 
 def test_a_rule_keeps_the_first_that_pass(run: Path, tmp_path: Path) -> None:
     everything, _, _ = drawn(run, tmp_path / "all.lmdb", [0, BLOCK, 0])
-    rule = lambda images, label: torch.arange(len(images)) % 4 == label  # noqa: E731
+    rule = lambda images, label: (torch.arange(len(images)) % 4 == label, torch.arange(len(images)))  # noqa: E731
     images, _, shares = drawn(run, tmp_path / "some.lmdb", [0, 20, 0], rule=rule)
     assert torch.equal(images[:16], everything[1::4])
-    assert shares == [1.0, 32 / 128, 1.0]
+    assert shares == [None, 32 / 128, None]
+
+
+def nothing_fits(images: Tensor, label: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(len(images), dtype=torch.bool), (torch.arange(len(images)) == 3).int()
+
+
+def test_a_pool_gives_what_it_has_and_the_best_at_least(run: Path, tmp_path: Path) -> None:
+    everything, _, _ = drawn(run, tmp_path / "all.lmdb", [0, 40, 0], stream=None)
+    images, _, shares = drawn(run, tmp_path / "x.lmdb", [0, 20, 0], rule=nothing_fits, pool=2, stream=None)
+    assert torch.equal(images, everything[3:4])
+    assert shares == [None, 0.0, None]
+    files = {tmp_path / "a.lmdb": [0, 3, 1], tmp_path / "b.lmdb": [2, 1, 0]}  # each the beginning of the same draws
+    draw_samples(files, last_checkpoints(run, 1), CLASSES, seed=5, drawing=Drawing())
+    for file, counts in files.items():
+        with Dataset(file) as reader:
+            assert reader.meta.histogram == counts
+            middle = read_batch(reader, np.flatnonzero(reader.labels() == 1)).images
+            assert torch.equal(middle, everything[: counts[1]])
+    sampler = Sampler(generator=generator_from(load(last_checkpoints(run, 1)[0])), chosen=[1], seed=5)
+    assert (sampler.images(range(40)).int() - everything.int()).abs().max() <= 1  # those of generate.py
 
 
 def test_psi_spreads_w_about_the_class(run: Path, tmp_path: Path) -> None:
@@ -108,7 +132,10 @@ def test_what_is_selected(tmp_path: Path) -> None:
     with Dataset(tmp_path / "train.lmdb") as training, Dataset(tmp_path / "held.lmdb") as held_out:
 
         def kept(label: int, **drawing) -> Tensor:
-            return Selector(Drawing(**drawing), Known(), training, held_out)(images, label)  # type: ignore[arg-type]
+            files = tmp_path / "train.lmdb", tmp_path / "held.lmdb"
+            chosen, sure = Selector(Drawing(**drawing), Known(), *files)(images, label)  # type: ignore[arg-type]
+            assert torch.allclose(sure, chances[:, label], atol=1e-6)
+            return chosen
 
         assert torch.equal(kept(2, recognised=True), chances.argmax(1) == 2)
         confidence = (chances[:, 0] >= 0.2) & (chances[:, 0] <= 0.9)
@@ -145,10 +172,8 @@ def test_refusals(run: Path, tmp_path: Path) -> None:
             Drawing(distance=band)
     with pytest.raises(UserError, match="keeps 3 checkpoints, 4 are asked for"):
         last_checkpoints(run, 4)
-    with pytest.raises(UserError, match="a generator of 3 classes, the images have 2"):
-        drawn(run, tmp_path / "x.lmdb", [1, 1])
+    with pytest.raises(UserError, match="its classes are not those of the study's images"):
+        draw_samples({tmp_path / "x.lmdb": [1, 1]}, last_checkpoints(run, 1), CLASSES[:2], seed=5, drawing=Drawing())
     with pytest.raises(UserError, match=f"samples of class {CLASSES[1]}; ask for less"):
-        drawn(
-            run, tmp_path / "x.lmdb", [0, 9, 0], rule=lambda images, label: torch.zeros(len(images), dtype=torch.bool)
-        )
+        drawn(run, tmp_path / "x.lmdb", [0, 9, 0], rule=nothing_fits)
     assert not (tmp_path / "x.lmdb").exists()

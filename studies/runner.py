@@ -1,0 +1,212 @@
+"""A study run by run: what is done is kept, what is missing is made, and the table is a function of the results."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from studies.subject import Arm, Result, Settings, Subject, slug
+from studies.verdict import document
+from utils.distributed.launch import handling
+from utils.errors import StoppedBySignal, UserError
+from utils.files import as_json, check_writable, write_atomic
+from utils.runlog.run_log import say
+from utils.text import duration
+
+DISCARDED = "checkpoints"  # folders of a run that go once it is judged
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# a choice to go on that depends on what was seen: the chance of an error is larger than the intervals and p say
+SEEDS_ADDED = (
+    "The study was begun with {} seeds, and raised to {} when results were there: if that was done because of them, "
+    "p is too small. A study in earnest fixes its seeds before."
+)
+
+
+@dataclass
+class Study:
+    """A subject's jobs and runs in a folder. Seeds come one after the other, each with all arms, so that what is there
+    is always a whole table over fewer seeds.
+    """
+
+    name: str
+    subject: Subject
+    folder: Path
+    seeds: Sequence[int]
+    keep_runs: bool = False
+
+    def run(self, minutes: float | None = None) -> dict[str, Any]:
+        """Make what is missing; returns study.json's document, which is written after every run. With `minutes` it ends
+        by then, whatever is left. Raises StoppedBySignal after a signal, with everything saved.
+        """
+        check_writable(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        end = None if minutes is None else time.monotonic() + 60 * minutes
+        with self._alone(), _stopping(minutes):
+            try:
+                self._make()
+            except StoppedBySignal:
+                self.write()
+                if end is None or time.monotonic() < end:
+                    raise
+                say(f"the {minutes:g} minutes are over; the same command goes on")
+        return self.write()
+
+    def _make(self) -> None:
+        self.jobs = {job.name: job for job in self.subject.jobs()}
+        runs = [(arm, seed) for seed in self.seeds for arm in self.subject.arms()]
+        for number, (arm, seed) in enumerate(runs, 1):
+            self._run(arm, seed, f"[{number} of {len(runs)}] {arm.name}, seed {seed}")
+
+    # --- jobs and runs
+
+    def _job(self, name: str) -> None:
+        """Make a job, after those it needs, unless it is done."""
+        job, place = self.jobs[name], self.subject.place(name)
+
+        def make() -> Settings:
+            say(job.what or name)
+            place.mkdir(exist_ok=True)
+            return {"job": name, "told": job.make(place)}
+
+        self._perform(place, place.with_name(f"{place.name}.json"), self._job_key(name), job.needs, make)
+
+    def _run(self, arm: Arm, seed: int, title: str) -> None:
+        """Make one run, and its result into its file, unless that is done."""
+        place = self.folder / "runs" / f"{slug(arm.name)}-s{seed}"
+        key = digest({"arm": arm.name, **arm.key, "seed": seed, "needs": [self._job_key(name) for name in arm.needs]})
+
+        def make() -> Settings:
+            start = time.monotonic()
+            result = arm.make(place, seed)
+            figures = ", ".join(f"{name} {value:.4g}" for name, value in result.figures.items() if value is not None)
+            say(f"{title}: {figures} ({duration(time.monotonic() - start)})")
+            return {"arm": arm.name, "seed": seed, "seeds": len(self.seeds), **packed(result)}
+
+        if self._perform(place, self._result_file(arm, seed), key, arm.needs, make):
+            if not self.keep_runs:
+                shutil.rmtree(place / DISCARDED, ignore_errors=True)
+            self.write()
+
+    def _perform(self, place: Path, file: Path, key: str, needs: Sequence[str], make: Callable[[], Settings]) -> bool:
+        """Make what goes into a place, after the jobs it needs, and its outcome into a file. False: that is there.
+        Raises UserError if either is of other settings; of a place where no more than logs are left it is not asked.
+        """
+        if file.is_file():
+            try:
+                same = json.loads(file.read_text())["key"] == key
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{file}: cannot be read ({error}); remove it, and it is made again") from error
+            if not same:
+                raise UserError(
+                    f"{file}: was made with other settings; choose another --out, or remove this study's folder"
+                )
+            return False
+        for name in needs:
+            self._job(name)
+        note = place.with_name(f"{place.name}.key")
+        files = [*place.rglob("*"), *place.parent.glob(f"{place.name}.*")]
+        left = any(each.is_file() and each.suffix not in (".key", ".log") for each in files)
+        if left and note.is_file() and note.read_bytes() != key.encode():
+            raise UserError(
+                f"{place}: was begun with other settings; remove it and {place.name}.* beside it, or choose another"
+                " --out"
+            )
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(note, key.encode())
+        start = time.monotonic()
+        outcome = make()
+        _write(file, {"key": key, **outcome, "seconds": round(time.monotonic() - start, 1)})
+        return True
+
+    def _job_key(self, name: str) -> str:
+        job = self.jobs[name]
+        return digest({"job": name, **job.key, "needs": [self._job_key(before) for before in job.needs]})
+
+    def _result_file(self, arm: Arm, seed: int) -> Path:
+        return self.folder / "results" / f"{slug(arm.name)}-s{seed}.json"
+
+    # --- results
+
+    def write(self) -> dict[str, Any]:
+        """study.json of the results that there are, and its document."""
+        results: dict[str, dict[int, Result]] = {}
+        at_first = len(self.seeds)
+        for arm in self.subject.arms():
+            results[arm.name] = {}
+            for seed in self.seeds:
+                if (file := self._result_file(arm, seed)).is_file():
+                    tree = json.loads(file.read_text())
+                    results[arm.name][seed] = unpacked(tree)
+                    at_first = min(at_first, tree.get("seeds", at_first))
+        made = document(self.name, self.subject, results, self.seeds)
+        if at_first < len(self.seeds):
+            made["notes"].insert(0, SEEDS_ADDED.format(at_first, len(self.seeds)))
+        _write(self.folder / "study.json", made)
+        return made
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Raise UserError while another process makes this study."""
+        with (self.folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(
+                    f"{self.folder}: another process makes this study; wait, or choose another --out"
+                ) from error
+            yield
+
+
+@contextmanager
+def _stopping(minutes: float | None) -> Iterator[None]:
+    """Inside the block signals, and the end of the minutes, raise StoppedBySignal; a training saves before."""
+
+    def leave(signum: int, _frame: FrameType | None) -> NoReturn:
+        raise StoppedBySignal(f"{signal.Signals(signum).name}; the same command goes on")
+
+    timer = threading.Timer(60 * (minutes or 0), os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    with handling(leave, STOPS):
+        try:
+            if minutes is not None:
+                timer.start()
+            yield
+        finally:
+            timer.cancel()
+
+
+def digest(settings: Settings) -> str:
+    """A short hash of settings; the same for equal ones."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def packed(result: Result) -> dict[str, Any]:
+    """A result ready for JSON: of hits the number, and the bits as hexadecimal digits."""
+    hits = {name: {"n": len(bits), "bits": np.packbits(bits).tobytes().hex()} for name, bits in result.hits.items()}
+    return {"figures": result.figures, "hits": hits}
+
+
+def unpacked(tree: dict[str, Any]) -> Result:
+    """The result in a file's tree."""
+    hits = {
+        name: np.unpackbits(np.frombuffer(bytes.fromhex(hit["bits"]), np.uint8), count=hit["n"]).astype(bool)
+        for name, hit in tree["hits"].items()
+    }
+    return Result(tree["figures"], hits)
+
+
+def _write(file: Path, tree: dict[str, Any]) -> None:
+    write_atomic(file, as_json(tree))
