@@ -98,8 +98,8 @@ def made(images: Path, tmp_path_factory: pytest.TempPathFactory):
         patch.setattr("studies.subject.train_run", train)
         patch.setattr("studies.subject.judge_classifier", quick_judge)
         patch.chdir(folder.parent)  # recipes of configs/ are found from any folder
-        whole = study(images, folder)
-        yield folder, whole.run(), seen
+        document = study(images, folder).run()
+    return folder, document, seen
 
 
 def test_controls_come_out_right(made) -> None:
