@@ -18,11 +18,9 @@ from werkzeug.wrappers import Request, Response
 
 import reporting
 from data.errors import ImageError
-from explorer import drawing, naming
-from explorer.compare import compare_page
-from explorer.drawing import Source
-from explorer.editing import Editors
-from explorer.runs import Shown
+from explorer import classifier, generator
+from explorer.generator import Source
+from explorer.runs import Shown, compare_page
 from explorer.worker import Unavailable, Worker
 from inference.samples import parse_layers
 from reporting.charts import number
@@ -94,9 +92,9 @@ class Asked:
         label = self._label(f"class{which}", shown) if shown.classes else None
         return Source(self.whole(f"seed{which}", 0, LARGEST_SEED), label, self.psi())
 
-    def target(self, classifier: Shown) -> str:
+    def target(self, by: Shown) -> str:
         """The class that an edit goes to."""
-        return classifier.classes[self._label("target", classifier)]
+        return by.classes[self._label("target", by)]
 
     def _label(self, name: str, shown: Shown) -> int:
         given = self._args.get(name, "")
@@ -127,7 +125,7 @@ class App:
         self, runs: Sequence[Shown], worker: Worker, *, token: str | None = None, data: str | None = None
     ) -> None:
         self.runs, self.worker, self.token = runs, worker, token
-        self._editors, self._witnesses = Editors(), naming.Witnesses(data)
+        self._editors, self._witnesses = generator.Editors(), classifier.Witnesses(data)
         self._static = {path: (bounded.read_file(file, bounded.CONFIG), kind) for path, (file, kind) in STATIC.items()}
         self._asks: dict[str, Callable[[Asked], Answer]] = {
             "/api/runs": lambda _: {"runs": [shown.facts() for shown in runs], "upload": bounded.UPLOAD.limit},
@@ -203,27 +201,27 @@ class App:
         first, count = asked.source(shown), asked.whole("count", 1, MOST_DRAWN, 1)
         seeds = [min(first.seed, LARGEST_SEED - count + 1) + place for place in range(count)]
         sources = [Source(seed, first.label, first.psi) for seed in seeds]
-        images = self.worker.run(lambda: drawing.draw(shown, sources))
+        images = self.worker.run(lambda: generator.draw(shown, sources))
         return {"images": [{"seed": seed, "address": image} for seed, image in zip(seeds, images, strict=True)]}
 
     def _mix(self, asked: Asked) -> Answer:
         shown = asked.run("gan")
         a, b, layers = asked.source(shown, "_a"), asked.source(shown, "_b"), asked.layers(shown)
-        return self.worker.run(lambda: drawing.mix(shown, a, b, layers))
+        return self.worker.run(lambda: generator.mix(shown, a, b, layers))
 
     def _walk(self, asked: Asked) -> Answer:
         shown = asked.run("gan")
         a, b = asked.source(shown, "_a"), asked.source(shown, "_b")
-        return {"frames": self.worker.run(lambda: drawing.walk(shown, a, b))}
+        return {"frames": self.worker.run(lambda: generator.walk(shown, a, b))}
 
     def _edit(self, asked: Asked) -> Answer:
-        shown, classifier = asked.run("gan"), asked.run("classifier", "by")
-        source, target = asked.source(shown), asked.target(classifier)
-        return self.worker.run(lambda: self._editors.edit(shown, classifier, source, target))
+        shown, by = asked.run("gan"), asked.run("classifier", "by")
+        source, target = asked.source(shown), asked.target(by)
+        return self.worker.run(lambda: self._editors.edit(shown, by, source, target))
 
     def _name(self, asked: Asked) -> Answer:
         shown, content = asked.run("classifier"), asked.image()
-        return self.worker.run(lambda: naming.name(shown, content))
+        return self.worker.run(lambda: classifier.name(shown, content))
 
     def _spoke(self, asked: Asked) -> Answer:
         shown, content = asked.run("classifier"), asked.image()
@@ -231,7 +229,7 @@ class App:
 
     def _nearest(self, asked: Asked) -> Answer:
         shown, content = asked.run("gan"), asked.image()
-        return self.worker.run(lambda: drawing.nearest(shown, content, self.worker.tick))
+        return self.worker.run(lambda: generator.nearest(shown, content, self.worker.tick))
 
     def _history(self, asked: Asked) -> Answer:
         samples = asked.run().files().samples

@@ -1,15 +1,18 @@
-"""The runs that the explorer shows: their models, what the page is told of them, and their training images."""
+"""The runs that the explorer shows: their models, what the page is told of them, and two of them side by side."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from models.classifier import Classifier
 from models.gan import ImageGenerator
 from models.restore import classifier_from, generator_from
+from reporting import figures
+from reporting.compare import shared_charts
+from reporting.report import render
 from reporting.run_files import Run, read_run
 from utils.checkpoint import load, resolve_for_people
 from utils.errors import UserError
@@ -30,6 +33,16 @@ class Shown:
     def task(self) -> str:
         """gan or classifier."""
         return self.checkpoint["task"]
+
+    @property
+    def generator(self) -> ImageGenerator:
+        """The model of a GAN's run."""
+        return cast(ImageGenerator, self.model)
+
+    @property
+    def classifier(self) -> Classifier:
+        """The model of a classifier's run."""
+        return cast(Classifier, self.model)
 
     @property
     def classes(self) -> list[str]:
@@ -92,3 +105,29 @@ def _open(path: Path, name: str, which: str, device: torch.device) -> Shown:
     model = (generator_from if task == "gan" else classifier_from)(checkpoint, device)
     del checkpoint["state"]  # the largest part, and no longer needed
     return Shown(name=name, path=path, checkpoint=checkpoint, model=model)
+
+
+def compare_page(names: tuple[str, str], runs: tuple[Run, Run]) -> str:
+    """The HTML of two runs side by side, whatever they are, to be put into the page: their figures in a table, their
+    curves in the same charts. Whether a difference is more than chance `python -m reporting.compare` says, of runs that
+    were evaluated alike.
+    """
+    pairs = dict(zip(names, runs, strict=True))
+    notes = [f"{name}: {note}" for name, run in pairs.items() for note in run.notes]
+    results = [_results(run) for run in runs]
+    progress = [{what: value for value, what in figures.progress(run)} for run in runs]  # how far and how fast
+    rows = [(what, a.get(what, "-"), b.get(what, "-")) for a, b in (results, progress) for what in a | b]
+    return render("side_by_side.html.j2", names=names, rows=rows, charts_of_both=shared_charts(pairs), notes=notes)
+
+
+def _results(run: Run) -> dict[str, str]:
+    """The evaluation's figures by what they are; how sure one is stands beside it, for that is another for each run."""
+    side: dict[str, str] = {}
+    for row in figures.TILES:
+        for value, text in figures.results(run, [row]):
+            side[row.meaning] = f"{value}{text.removeprefix(row.meaning)}"
+    for value, text in figures.headline(run):
+        what, bracket, rest = text.partition(" (real images: ")  # of a distance
+        if bracket:
+            side[what] = f"{value} (real images: {rest}"
+    return side

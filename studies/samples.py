@@ -27,8 +27,8 @@ from metrics.features.precision import device_of, evaluating, full_float32
 from metrics.lineage import passport_of
 from metrics.samples.memorisation import nearest
 from models.classifier import Classifier
-from models.restore import generator_from
 from models.gan import draw, generate
+from models.restore import generator_from
 from utils.checkpoint import load
 from utils.classes import require_same_classes
 from utils.config.model import Config, PositiveFloat, PositiveInt

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from data.reading.dataset import Dataset
-from explorer import drawing, naming
+from explorer import classifier, generator
 from explorer.app import MOST_DRAWN
-from explorer.drawing import FRAMES, Source, address
+from explorer.classifier import training_images
+from explorer.generator import FRAMES, Source, address
 from explorer.runs import Shown
 from inference.editing import Editor
 from inference.influence import snapshot
@@ -35,7 +36,7 @@ def test_page_loads_nothing_from_elsewhere(client):
             assert client.get(f"/{place}").status_code == 200
     for name in ("page.js", "page.css", "page.html"):
         assert "//" not in re.sub(
-            r"^\s*//.*|\s//\s.*", "", (Path(drawing.__file__).parent / name).read_text(), flags=re.M
+            r"^\s*//.*|\s//\s.*", "", (Path(generator.__file__).parent / name).read_text(), flags=re.M
         )
 
 
@@ -189,10 +190,10 @@ def test_training_images_that_spoke(client, shown, folder):
 def test_training_images_are_gathered_once(client, monkeypatch):
     first = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     with monkeypatch.context() as patch:
-        patch.setattr(naming, "passes", lambda *_: pytest.fail("computed again"))
+        patch.setattr(classifier, "passes", lambda *_: pytest.fail("computed again"))
         again = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     assert first == again
-    monkeypatch.setattr(naming, "MOST_KEPT", 0)  # too many to be kept
+    monkeypatch.setattr(classifier, "MOST_KEPT", 0)  # too many to be kept
     streamed = client.post("/api/spoke", query_string={"run": CLASSIFIER}, data=grey(10)).json
     assert [one["record"] for one in streamed["found"]] == [one["record"] for one in first["found"]]
     pairs = zip(streamed["found"], first["found"], strict=True)
@@ -201,18 +202,18 @@ def test_training_images_are_gathered_once(client, monkeypatch):
 
 def test_training_images_that_are_not_there_or_others(shown, tmp_path):
     run = Shown(name="x", path=tmp_path / "x", checkpoint=shown[CLASSIFIER].checkpoint, model=shown[CLASSIFIER].model)
-    assert naming.training_images(run) == "elsewhere/train.lmdb"
+    assert training_images(run) == "elsewhere/train.lmdb"
     run.checkpoint["config"]["data"].pop("path")
     try:
         with pytest.raises(ValueError, match="start with --data"):
-            naming.training_images(run)
+            training_images(run)
     finally:
         run.checkpoint["config"]["data"]["path"] = "elsewhere/train.lmdb"
 
 
 def test_nearest_image(client, monkeypatch):
     monkeypatch.setattr("inference.projection.build_features", lambda *_: None)
-    monkeypatch.setattr(drawing, "SEARCH", ProjectionConfig(steps=2))
+    monkeypatch.setattr(generator, "SEARCH", ProjectionConfig(steps=2))
     found = client.post("/api/nearest", query_string={"run": GAN}, data=grey()).json
     assert (pixels(found["target"]) == 128).all()
     assert [entry["name"] for entry in found["found"]] == ["w", "w+"]

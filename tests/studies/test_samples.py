@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from data.reading.dataset import Dataset
 from data.reading.loader import read_batch
 from inference.samples import Sampler
-from models.restore import generator_from
 from models.gan import draw, generate, to_uint8
+from models.restore import generator_from
 from studies.samples import BLOCK, MEAN_OF, Drawing, Selector, draw_samples, last_checkpoints
 from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack

@@ -1,26 +1,29 @@
-"""What a generator is asked for: samples, mixtures, walks, and its nearest image to a given one."""
+"""What a generator is asked for: samples, mixtures, walks, edits, and its nearest image to a given one."""
 
 import base64
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from data.images import encode
 from explorer.runs import Shown
+from inference.editing import Editor, pair_of
 from inference.interpolate import Journey
 from inference.predictions import image_of
 from inference.projection import find
 from inference.samples import Sampler, mixed, synthesize, truncated_styles, with_styles
 from inference.settings import FilmConfig, ProjectionConfig
-from models.gan import ImageGenerator, NoiseMode
+from models.gan import NoiseMode
+from utils.classes import require_same_classes
 
 FRAMES = 24  # of a walk, without its end
 AT_ONCE = 8  # images in a batch
 SEARCH = ProjectionConfig(steps=150)  # in w, and then in w+
+STEPS = torch.linspace(-2, 4, 25)  # of an edit, in units of the samples' spread; 0 is among them
 LOSSLESS = 128  # px a side up to which images are sent as PNG
 
 
@@ -35,9 +38,8 @@ class Source:
     def sampler(self, shown: Shown) -> Sampler:
         """Its number 0 is this sample."""
         chosen = () if self.label is None else (self.label,)
-        generator = cast(ImageGenerator, shown.model)
         how: dict[str, Any] = {"truncation_psi": self.psi, "batch_size": AT_ONCE}
-        return Sampler(generator=generator, chosen=chosen, seed=self.seed, **how)
+        return Sampler(generator=shown.generator, chosen=chosen, seed=self.seed, **how)
 
 
 def address(image: Tensor) -> str:
@@ -54,7 +56,7 @@ def draw(shown: Shown, sources: Sequence[Source]) -> list[str]:
 
 def mix(shown: Shown, a: Source, b: Source, layers: Sequence[int]) -> dict[str, str]:
     """The addresses of `a`, `b`, and `mixed`: A with B's styles and noise at `layers`."""
-    generator = with_styles(cast(ImageGenerator, shown.model), "style mixing")
+    generator = with_styles(shown.generator, "style mixing")
     of_a, of_b = (truncated_styles(source.sampler(shown), generator, [0], source.psi) for source in (a, b))
     images = [synthesize(generator, 1, *how)[0] for how in (of_a, of_b, mixed(of_a, of_b, 0, layers))]
     return dict(zip(("a", "b", "mixed"), map(address, images), strict=True))
@@ -87,8 +89,7 @@ def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[st
     Raises ImageError for what is no image, UserError for a generator without w.
     """
     target = image_of(content, shown.checkpoint)[None]
-    generator = cast(ImageGenerator, shown.model)
-    sampler = Sampler(generator=generator, chosen=range(generator.classes), noise_mode="const")
+    sampler = Sampler(generator=shown.generator, chosen=range(shown.generator.classes), noise_mode="const")
     result = find(sampler, target, SEARCH, tick=tick)
     words = {"w": "one style for all layers", "w+": "a style for each layer"}
     found = [
@@ -97,3 +98,39 @@ def nearest(shown: Shown, content: bytes, tick: Callable[[], object]) -> dict[st
     ]
     label = None if result.label is None else shown.classes[result.label]
     return {"target": address(target[0]), "class": label, "found": found}
+
+
+class Editors:
+    """An editor for each generator and classifier that were asked for; the directions that it has found are kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], Editor] = {}
+
+    def edit(self, shown: Shown, classifier: Shown, source: Source, target: str) -> dict[str, Any]:
+        """The sample at each of STEPS towards the class `target`: `source` and `target`, the classes, `space`, and
+        `frames` with `step`, `address` and the probabilities `from` and `to` of the two classes.
+
+        The first time takes seconds. Raises UserError for an unknown class, and where there is no way.
+        """
+        editor = self._editor(shown, classifier)
+        start = editor.start(source.sampler(shown), [0])
+        named = int(editor.probabilities(editor.images(start))[0].argmax()) if source.label is None else source.label
+        first, last = pair_of(editor.names, editor.names[named], target)
+        direction = editor.direction(first, last)
+        images = editor.images(start.take([0] * len(STEPS)), direction, STEPS)
+        shares = editor.probabilities(images)[:, [first, last]].tolist()
+        frames = [
+            {"step": step, "address": address(image), "from": share[0], "to": share[1]}
+            for step, image, share in zip(STEPS.tolist(), images, shares, strict=True)
+        ]
+        return {"source": editor.names[first], "target": target, "space": editor.space, "frames": frames}
+
+    def _editor(self, shown: Shown, classifier: Shown) -> Editor:
+        pair = shown.name, classifier.name
+        if pair not in self._made:
+            generator, names = shown.generator, classifier.checkpoint["classes"]
+            if generator.classes:
+                require_same_classes("the generator", shown.classes, f"the classifier {classifier.name}", names)
+            sampler = Sampler(generator=generator, chosen=range(generator.classes), batch_size=AT_ONCE)
+            self._made[pair] = Editor(sampler, classifier.classifier, names)
+        return self._made[pair]

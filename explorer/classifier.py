@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from data.reading.dataset import dataset_for_model
-from explorer.drawing import address
+from explorer.generator import address
 from explorer.runs import Shown
 from inference.influence import check_data, checkpoint_files, images_of, snapshot
 from inference.influence_scores import Part, influence, most, passes
 from inference.predictions import default_layer, image_heat, image_of, overlay
 from metrics.evaluate_gan import judge_images
 from metrics.features.precision import device_of
-from models.classifier import Classifier
 from utils.errors import UserError
 
 CLASSES = 5  # the most likely ones, which are told
@@ -27,7 +26,7 @@ def name(shown: Shown, content: bytes) -> dict[str, Any]:
 
     Raises ImageError for what is no image.
     """
-    classifier, image = cast(Classifier, shown.model), image_of(content, shown.checkpoint)
+    classifier, image = shown.classifier, image_of(content, shown.checkpoint)
     row = judge_images(classifier, image[None])[0]
     order = row.sort(descending=True, stable=True).indices[:CLASSES].tolist()
     layer = default_layer(classifier)
@@ -56,7 +55,7 @@ class Witnesses:
 
         Raises ImageError for what is no image, UserError where the training images are not there or have other classes.
         """
-        classifier, image = cast(Classifier, shown.model), image_of(content, shown.checkpoint)
+        classifier, image = shown.classifier, image_of(content, shown.checkpoint)
         label = int(judge_images(classifier, image[None])[0].argmax())
         files = checkpoint_files(str(shown.path))
         path = self._data or training_images(shown)
