@@ -26,7 +26,7 @@ def recipes() -> str:
 
 def contents() -> dict[Path, str]:
     """The files and what belongs into them."""
-    from studies.subjects import SUBJECTS, load_subject
+    from studies import SUBJECTS, load_subject
     from training.engine.reference import as_markdown, groups, schema  # imports torch
 
     pages = {"keys": as_markdown(groups()), "recipes": recipes()}
