@@ -33,13 +33,13 @@ from training.classifier.resizing import Resizing
 from training.optim.ema import EMA
 from training.optim.updater import Precision, Updater, restore_where_
 from utils.distributed import collectives
+from utils.distributed.collectives import by_device
 from utils.errors import UserError
 from utils.images import grid
 from utils.memory import ran_out
 from utils.passport import Lineage
 from utils.runlog.run_log import say_main
 from utils.seeding import forked
-from utils.tensors import by_device
 
 
 class Prepared(NamedTuple):

@@ -11,9 +11,9 @@ from training.optim.config import OptimizerConfig
 from training.optim.optimizers import ScheduleFree, build_optimizer
 from utils.checkpoint.state_schema import check_moments
 from utils.distributed import collectives
+from utils.distributed.collectives import by_device
 from utils.distributed.gradients import Compression, GradientExchange
 from utils.errors import UserError
-from utils.tensors import by_device, laid_like
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_WEIGHTS = 1e-3  # norm that a unit's weights count for at least, so that new ones can leave zero
@@ -230,3 +230,13 @@ def restore_where_(tensors: Iterable[Tensor], before: Iterable[Tensor], skipped:
         masked = skipped.to(device) > 0
         for tensor, old in zip(now, then, strict=True):
             tensor.copy_(torch.where(masked, old, tensor))
+
+
+def laid_like(tensor: Tensor, model: Tensor) -> Tensor:
+    """`tensor` in the memory order of `model`, which has its shape: fused optimizers take both element by element as
+    they lie in memory, whatever their strides say.
+    """
+    strides = zip(tensor.shape, tensor.stride(), model.stride(), strict=True)
+    if tensor.stride() == model.stride() or all(size == 1 or own == other for size, own, other in strides):
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -1,7 +1,7 @@
 """The state in a checkpoint is compared with what would load it, before anything of it is loaded or allocated.
 
 `network` (perhaps on the meta device) is compared name by name; for other parts their own state is the pattern. All of
-these raise `utils.schema.Unfit` or another ValueError, naming the first key that does not fit.
+these raise `Unfit` or another ValueError, naming the first key that does not fit.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from utils.config.model import Unfit
 from utils.errors import UserError
-from utils.schema import Unfit
 
 FAULTS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # of a state that is odd
 ADAM = {"step", "exp_avg", "exp_avg_sq"}

@@ -15,7 +15,6 @@ from utils.distributed.launch import AGAIN, LAUNCHED
 from utils.distributed.rendezvous import fresh_store
 from utils.errors import TrainingHalted, UserError
 from utils.processes import leave_threads
-from utils.tensors import by_device
 
 T = TypeVar("T")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
@@ -320,6 +319,17 @@ def average_(tensors: Iterable[Tensor]) -> None:
     for (parts,) in by_device(tensors).values():
         flat = all_reduce_sum_(torch.cat([tensor.reshape(-1) for tensor in parts]))
         unflatten_into(flat / world_size(), parts)
+
+
+def by_device(*lists: Iterable[Tensor]) -> dict[torch.device, list[list[Tensor]]]:
+    """Device -> what each of the lists, which go together item by item, has there: for operations on many tensors,
+    which take those of one device.
+    """
+    columns: dict[torch.device, list[list[Tensor]]] = {}
+    for row in zip(*lists, strict=True):
+        for column, tensor in zip(columns.setdefault(row[0].device, [[] for _ in row]), row, strict=True):
+            column.append(tensor)
+    return columns
 
 
 def unflatten_into(flat: Tensor, tensors: list[Tensor]) -> None:
