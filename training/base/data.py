@@ -14,13 +14,21 @@ from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader
 from data.reading.mixture import MixedDataset
 from data.reading.sampler import GlobalSampler
-from data.reading.several_files import open_at_once, shard_paths
+from data.reading.several_files import open_at_once
 from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
 from data.reading.workers import choose_workers
 from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
 from training.base.generated import GeneratedSamples
-from training.base.synthetic import check_synthetic, class_shares, make_sampler, open_synthetic, synthetic_text
+from training.base.synthetic import (
+    check_synthetic,
+    class_shares,
+    make_sampler,
+    open_images,
+    open_synthetic,
+    require_same_images,
+    synthetic_text,
+)
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
@@ -84,16 +92,12 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
     """
     if not config.val_path:
         return None
-    try:
-        return Dataset(config.val_path, resolution=training.resolution or None, workers=training.workers)
-    except UserError as error:
-        if all(path.exists() for path in shard_paths(config.val_path)):
-            raise
-        lack = str(error).removesuffix("; make it with data.pack")
-        raise UserError(
-            f"data.val_path {lack}; give images held out from {config.path} with --data.val_path FILE (`python -m"
-            " data.pack SOURCE FILE --val-share 0.1` makes both files), or leave it out: --data.val_path null"
-        ) from None
+    remedy = (
+        f"give images held out from {config.path} with --data.val_path FILE (`python -m data.pack SOURCE FILE "
+        "--val-share 0.1` makes both files), or leave it out: --data.val_path null"
+    )
+    size = training.resolution or None
+    return open_images("data.val_path", config.val_path, remedy, resolution=size, workers=training.workers)
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
@@ -112,13 +116,8 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
     if held_out is None:
         return
     held_out.labels()
-    side, channels = held_out.meta.resolutions[-1], held_out.meta.channels
-    scaled = config.data.resolution is not None or side in (0, training.resolution)  # as asked for, or not at all
-    if channels != training.meta.channels or not scaled:
-        raise UserError(
-            f"{config.data.val_path}: images of {side or training.resolution} px with {channels} channels, those of "
-            f"{config.data.path} have {training.resolution} px and {training.meta.channels}; pack both alike"
-        )
+    paths, asked = (config.data.val_path, config.data.path), config.data.resolution is not None
+    require_same_images(paths[0], held_out, paths[1], training, "pack both alike", scaled=asked)
     if collectives.is_main():
         _warn_of_leaks(training, held_out)
         if isinstance(training.synthetic, Dataset):

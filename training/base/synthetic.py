@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -57,19 +56,31 @@ def open_synthetic(config: SyntheticConfig, training: Dataset, shares: Sequence[
         lack = lack_of(shares).tolist() if config.balance == "fill" else None
         return GeneratedSamples(config.checkpoint, len(training), lack)
     assert config.path is not None
+    like: Any = {"crop": training.crop, "workers": training.workers, "on_damage": training.on_damage}
+    remedy = "make it with `python generate.py dataset`"
+    return open_images("data.synthetic.path", config.path, remedy, resolution=training.resolution or None, **like)
+
+
+def open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
+    """A data set with these options. Raises UserError; where a file is missing it names the config's key."""
     try:
-        return Dataset(
-            config.path,
-            resolution=training.resolution or None,
-            crop=training.crop,
-            workers=training.workers,
-            on_damage=training.on_damage,
-        )
+        return Dataset(path, **options)
     except UserError as error:
-        if all(Path(path).exists() for path in shard_paths(config.path)):
+        if all(file.exists() for file in shard_paths(path)):
             raise
-        lack = str(error).removesuffix("; make it with data.pack")
-        raise UserError(f"data.synthetic.path {lack}; make it with `python generate.py dataset`") from None
+        raise UserError(f"{key} {str(error).removesuffix('; make it with data.pack')}; {remedy}") from None
+
+
+def require_same_images(
+    path: object, images: SyntheticSource, like: object, training: Dataset, remedy: str, *, scaled: bool
+) -> None:
+    """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""
+    side, channels = images.meta.resolutions[-1], images.meta.channels
+    if channels != training.meta.channels or not (scaled or side in (0, training.resolution)):
+        raise UserError(
+            f"{path}: images of {side or training.resolution} px with {channels} channels, those of {like} have "
+            f"{training.resolution} px and {training.meta.channels}; {remedy}"
+        )
 
 
 def check_synthetic(
@@ -85,13 +96,8 @@ def check_synthetic(
     source: SyntheticSource = training.synthetic
     name, real = source.path, training.path
     source.labels()  # a damaged index, or a label without a class, ends it here
-    side, channels = source.meta.resolutions[-1], source.meta.channels
-    fits = side in (0, training.resolution) or (scaled and isinstance(source, Dataset))
-    if channels != training.meta.channels or not fits:
-        raise UserError(
-            f"{name}: images of {side or training.resolution} px with {channels} channels, those of {real} have "
-            f"{training.resolution} px and {training.meta.channels}; draw samples from a generator of these images"
-        )
+    remedy = "draw samples from a generator of these images"
+    require_same_images(name, source, real, training, remedy, scaled=scaled and isinstance(source, Dataset))
     remedy = "draw samples from a generator that was trained on these classes"
     require_same_classes(name, source.classes, real, training.classes, remedy)
     if config.balance == "fill" and isinstance(source, Dataset):

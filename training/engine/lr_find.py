@@ -20,8 +20,9 @@ from training.optim.updater import Updater
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.files import as_json, write_atomic
+from utils.runlog.run_folder import SEARCHED
 
-IMAGE, NUMBERS = "lr_find.png", "lr_find.json"  # in the run folder
+IMAGE, NUMBERS = SEARCHED  # in the run folder
 SMOOTHING = 0.9  # of the running mean that the suggestions are read from
 DIVERGED = 4.0  # times the lowest smoothed loss: the sweep stops there
 FEWEST = 10  # losses that a suggestion needs
@@ -198,9 +199,3 @@ def text(found: Found, folder: Path) -> str:
         f"  where the loss falls fastest; {others} {found.below_minimum * found.scale:.2g}{scaled}\n"
         f"  {len(found.rates)} rates from {tried}: {found.stopped}; curve: {folder / IMAGE}"
     )
-
-
-def only_searched(folder: Path) -> bool:
-    """Whether a rate was searched in this folder and nothing else was done: it holds no run yet."""
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")} if folder.is_dir() else set()
-    return bool(names) and names <= {IMAGE, NUMBERS}

@@ -113,8 +113,8 @@ def _of_a_run(config_file: Path) -> bool:
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
-    there = collectives.from_main_process(lambda: _precision_there(folder))
-    if there is not None and config.precision == "auto":
+    there = collectives.from_main_process(lambda: (folder.saved_config() or {}).get("precision"))
+    if there is not None and config.precision == "auto":  # the one in which the run began
         config = config.changed(precision=there)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
     with collectives.raising_together():  # each node may have files of its own
@@ -162,16 +162,9 @@ def _print_plan(loop: Loop, layers: bool) -> None:
     print("dry run: everything up to the first step is in order; nothing was written")
 
 
-def _precision_there(folder: RunFolder) -> Any:
-    """The precision in which the run that is here began; None where there is none."""
-    there = None if lr_find.only_searched(folder.path) else folder.saved_config()
-    return (there or {}).get("precision")
-
-
 def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
-    """The folder's notices; where only a rate was searched there is no run to compare with."""
-    defaults = to_tree(type(config)(task=config.task))
-    return [] if lr_find.only_searched(folder.path) else folder.accept_config(to_tree(config), defaults=defaults)
+    """The folder's notices. Raises UserError where another run is there."""
+    return folder.accept_config(to_tree(config), defaults=to_tree(type(config)(task=config.task)))
 
 
 def _open_folder(loop: Loop) -> None:

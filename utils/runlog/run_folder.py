@@ -20,6 +20,7 @@ BREAKING = re.compile(
     r"(generator|discriminator|model)\.(?!weights$|inplace$|activation_|split\b)|"
     r"finetune\.(freeze$|unfreeze)|(\w+_)?optimizer\.name$"
 )
+SEARCHED = ("lr_find.png", "lr_find.json")  # what a search of the learning rate leaves: no run yet
 
 
 class RunFolder:
@@ -64,8 +65,8 @@ class RunFolder:
         config = self.path / "config.yaml"
         if config.is_file():
             return read_yaml(config)
-        there = self.path.iterdir() if self.path.is_dir() else ()
-        strangers = ", ".join(sorted(p.name for p in there if not p.name.startswith("."))[:3])
+        there = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        strangers = ", ".join(sorted(name for name in there.difference(SEARCHED) if not name.startswith("."))[:3])
         if strangers:
             raise UserError(f"{self.path}: is not empty and holds no run (found {strangers}); choose another --run-dir")
         return None
