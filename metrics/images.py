@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from data.reading.dataset import Dataset
@@ -121,7 +120,7 @@ def save_reliability(reliability: Sequence[Mapping[str, Any]], ece: float, path:
     shown = [(place, row) for place, row in enumerate(reliability) if row["n"]]
     places = (np.array([place for place, _ in shown]) + 0.5) / len(reliability)
     accuracy, confidence, counts = (np.array([row[key] for _, row in shown]) for key in ("accuracy", "confidence", "n"))
-    figure = Figure(figsize=(4.5, 5.5), layout="constrained")
+    figure = _figure(4.5, 5.5)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     width = 1 / len(reliability)
     above.bar(places, accuracy, width, color="#3b6ea5", edgecolor="white", label="accuracy")
@@ -141,7 +140,7 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(classes)
     side = min(12.0, 3.0 + 0.55 * count)
-    figure = Figure(figsize=(side, side), layout="constrained")
+    figure = _figure(side, side)
     axes = figure.add_subplot()
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     axes.set_xlabel("named by the classifier")
@@ -156,7 +155,14 @@ def save_confusion(confusion: Sequence[Sequence[int]], classes: Sequence[str], p
     _save(figure, path)
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def _figure(width: float, height: float) -> Any:
+    """Of inches."""
+    from matplotlib.figure import Figure  # here: who trains does not wait for it
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: str | Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     write_atomic(path, buffer.getvalue())
@@ -164,7 +170,7 @@ def _save(figure: Figure, path: str | Path) -> None:
 
 def save_audit(scores: Mapping[str, Tensor], members: int, path: str | Path) -> None:
     """Draw an audit: for each score [members + held out] both sides' histograms, and the ROC curve beside them."""
-    figure = Figure(figsize=(9.0, 3.2 * len(scores)), layout="constrained")
+    figure = _figure(9.0, 3.2 * len(scores))
     axes = figure.subplots(len(scores), 2, squeeze=False)
     titles = {"generator": "minus the distance to the nearest sample", "discriminator": "the discriminator's logit"}
     for (name, score), (left, right) in zip(scores.items(), axes, strict=True):
