@@ -92,7 +92,7 @@ def test_nvidias_comes_back_to_the_bit(tmp_path):
 
 
 def test_rosinalitys_comes_back_to_the_bit(tmp_path):
-    state, (discriminator, _) = layouts.rosinality_generator(), layouts.rosinality_discriminator()
+    (state, _), (discriminator, _) = layouts.rosinality_generator(), layouts.rosinality_discriminator()
     content = {"g_ema": state, "g": state, "d": discriminator, "latent_avg": torch.arange(7.0)}
     torch.save(content, tmp_path / "theirs.pt")
     assert convert([str(tmp_path / "theirs.pt"), str(tmp_path / "run")]) == 0

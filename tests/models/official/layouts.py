@@ -323,72 +323,42 @@ def write_tensorflow(path, generator, average, discriminator, arguments=None):
 # --- rosinality
 
 
-def rosinality_generator(*, layers=2, dims=7):
-    """name -> tensor of a generator of 16 px."""
-    state = {"input.input": drawn(1, WIDTHS[4], 4, 4)}
-    for k in range(layers):
-        state |= {f"style.{k + 1}.weight": 100 * drawn(dims, dims, key=k), f"style.{k + 1}.bias": 10 * drawn(dims)}
-    rows = [("conv1", 4, WIDTHS[4], 0)]
-    for n, size in enumerate(SIZES[1:]):
-        rows += [
-            (f"convs.{2 * n}", size, WIDTHS[size // 2], 2 * n + 1),
-            (f"convs.{2 * n + 1}", size, WIDTHS[size], 2 * n + 2),
-        ]
-    for name, size, inputs, noise in rows:
-        state[f"{name}.conv.weight"] = drawn(1, WIDTHS[size], inputs, 3, 3, key=name)
-        state |= {f"{name}.conv.modulation.weight": drawn(inputs, dims, key=name)}
-        state |= {
-            f"{name}.conv.modulation.bias": 1 + drawn(inputs, key=name),
-            f"{name}.noise.weight": drawn(1, key=name),
-        }
-        state |= {f"{name}.activate.bias": drawn(WIDTHS[size], key=name)}
-        state[f"noises.noise_{noise}"] = drawn(1, 1, size, size, key=name)
-        if name.startswith("convs") and noise % 2:
-            state[f"{name}.conv.blur.kernel"] = 4 * FIR
-    for name, size in [("to_rgb1", 4), ("to_rgbs.0", 8), ("to_rgbs.1", 16)]:
-        state[f"{name}.conv.weight"] = drawn(1, 3, WIDTHS[size], 1, 1, key=name)
-        state |= {f"{name}.conv.modulation.weight": drawn(WIDTHS[size], dims, key=name)}
-        state |= {f"{name}.conv.modulation.bias": 1 + drawn(WIDTHS[size], key=name), f"{name}.bias": drawn(1, 3, 1, 1)}
-        if size > 4:
-            state[f"{name}.upsample.kernel"] = 4 * FIR
-    return state
-
-
-def as_nvidia(state):
-    """rosinality's generator by NVIDIA's names, for `nvidia_network`."""
-    found = {"synthesis.b4.const": state["input.input"][0]}
+def rosinality_generator():
+    """name -> tensor of a generator of 16 px, and the same by NVIDIA's names."""
+    there = nvidia_generator(classes=0, z_dim=7)
+    state = {"input.input": there["synthesis.b4.const"][None]}
     for k in range(2):
-        found |= {f"mapping.fc{k}.{part}": state[f"style.{k + 1}.{part}"] for part in ("weight", "bias")}
-    places = {"conv1": ("b4.conv1", 0), "convs.0": ("b8.conv0", 1), "convs.1": ("b8.conv1", 2)}
-    places |= {"convs.2": ("b16.conv0", 3), "convs.3": ("b16.conv1", 4)}
-    rgb = {"to_rgb1": ("b4.torgb", None), "to_rgbs.0": ("b8.torgb", None), "to_rgbs.1": ("b16.torgb", None)}
-    for name, (there, noise) in (places | rgb).items():
-        layer = f"synthesis.{there}"
-        found[f"{layer}.weight"] = state[f"{name}.conv.weight"][0]
-        found |= {f"{layer}.affine.{part}": state[f"{name}.conv.modulation.{part}"] for part in ("weight", "bias")}
-        if noise is None:
-            found[f"{layer}.bias"] = state[f"{name}.bias"].flatten()
-        else:
-            found |= {f"{layer}.bias": state[f"{name}.activate.bias"]}
-            found |= {f"{layer}.noise_strength": state[f"{name}.noise.weight"][0]}
-            found[f"{layer}.noise_const"] = state[f"noises.noise_{noise}"][0, 0]
-    return found
+        state |= {f"style.{k + 1}.{part}": there[f"mapping.fc{k}.{part}"] for part in ("weight", "bias")}
+    layers = {"conv1": "b4.conv1", "convs.0": "b8.conv0", "convs.1": "b8.conv1", "convs.2": "b16.conv0"}
+    layers |= {"convs.3": "b16.conv1", "to_rgb1": "b4.torgb", "to_rgbs.0": "b8.torgb", "to_rgbs.1": "b16.torgb"}
+    for noise, (name, place) in enumerate(layers.items()):
+        layer = f"synthesis.{place}"
+        state[f"{name}.conv.weight"] = there[f"{layer}.weight"][None]
+        state |= {f"{name}.conv.modulation.{part}": there[f"{layer}.affine.{part}"] for part in ("weight", "bias")}
+        if "rgb" in name:
+            state[f"{name}.bias"] = there[f"{layer}.bias"].view(1, 3, 1, 1)
+            continue
+        state |= {f"{name}.activate.bias": there[f"{layer}.bias"]}
+        state |= {f"{name}.noise.weight": there[f"{layer}.noise_strength"][None]}
+        state[f"noises.noise_{noise}"] = there[f"{layer}.noise_const"][None, None]
+    filters = ("convs.0.conv.blur", "convs.2.conv.blur", "to_rgbs.0.upsample", "to_rgbs.1.upsample")
+    return state | {f"{name}.kernel": 4 * FIR for name in filters}, there
 
 
 def rosinality_discriminator():
     """name -> tensor, and the same by NVIDIA's names."""
     there = nvidia_discriminator(classes=0)
     names = {"b16.fromrgb.weight": "convs.0.0.weight", "b16.fromrgb.bias": "convs.0.1.bias"}
-    for n, size in enumerate((16, 8)):
+    for n, size in enumerate((16, 8), 1):
         names |= {
-            f"b{size}.conv0.weight": f"convs.{n + 1}.conv1.0.weight",
-            f"b{size}.conv0.bias": f"convs.{n + 1}.conv1.1.bias",
+            f"b{size}.conv0.weight": f"convs.{n}.conv1.0.weight",
+            f"b{size}.conv0.bias": f"convs.{n}.conv1.1.bias",
         }
         names |= {
-            f"b{size}.conv1.weight": f"convs.{n + 1}.conv2.1.weight",
-            f"b{size}.conv1.bias": f"convs.{n + 1}.conv2.2.bias",
+            f"b{size}.conv1.weight": f"convs.{n}.conv2.1.weight",
+            f"b{size}.conv1.bias": f"convs.{n}.conv2.2.bias",
         }
-        names |= {f"b{size}.skip.weight": f"convs.{n + 1}.skip.1.weight"}
+        names |= {f"b{size}.skip.weight": f"convs.{n}.skip.1.weight"}
     names |= {"b4.conv.weight": "final_conv.0.weight", "b4.conv.bias": "final_conv.1.bias"}
     for n, layer in enumerate(("fc", "out")):
         names |= {f"b4.{layer}.{part}": f"final_linear.{n}.{part}" for part in ("weight", "bias")}

@@ -113,14 +113,14 @@ def test_tensorflows_networks_are_those_of_pytorch(tmp_path):
 
 
 def test_rosinalitys_networks(tmp_path):
-    state, (theirs, ours) = layouts.rosinality_generator(), layouts.rosinality_discriminator()
+    (state, named), (theirs, ours) = layouts.rosinality_generator(), layouts.rosinality_discriminator()
     content = {"g_ema": state, "g": state, "d": theirs, "args": Namespace(lr=0.002), "d_optim": {"state": {}}}
     torch.save(content, tmp_path / "network.pt")
     converted = read(tmp_path / "network.pt")
     assert main([str(tmp_path / "network.pt"), str(tmp_path / "run")]) == 0
     generator: Any = generator_from(load(resolve(tmp_path / "run"))).double()
     z = layouts.drawn(2, 7, key="z").double()
-    expected = expected_images(layouts.as_nvidia(state), z.numpy(), None)
+    expected = expected_images(named, z.numpy(), None)
     np.testing.assert_allclose(generator(z, noise="const").numpy(), expected, rtol=1e-5, atol=1e-5)
     images = layouts.drawn(4, 3, 16, 16, key="images").double()
     found = discriminator_of(converted)(images).detach().numpy()
