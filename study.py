@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
     out = options.out or str(Path("runs") / (file.stem + "_quick" * options.quick))
     tree = read_yaml(file)
 
+    from reporting.study import write_study_page
     from studies.config import quickened
     from studies.runner import Study
 
@@ -57,15 +58,10 @@ def main(argv: list[str]) -> int:
     folder = Path(out).resolve()
     subject = subject_class(config, folder, options.device)
     study = Study(options.subject, subject, folder, list(config.all_seeds), keep_runs=config.keep_runs)
-    return told(study.run(options.minutes), folder, ["python", "study.py", *argv], to_tree(config), options.json)
-
-
-def told(document: dict[str, Any], folder: Path, command: list[str], config: dict[str, Any], as_json: bool) -> int:
-    """Write the page and print the document or its words."""
-    from reporting.study import write_study_page
-
-    page = write_study_page(folder, document, command=shlex.join(command), config=config)
-    if as_json:
+    document = study.run(options.minutes)
+    command = shlex.join(["python", "study.py", *argv])
+    page = write_study_page(folder, document, command=command, config=to_tree(config))
+    if options.json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
         print("\n".join(document["words"]))

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from data.reading.dataset import Dataset
-from models.restore import classifier_from
 from reporting.figures import percent
 from studies.config import StudyConfig
 from studies.images import HELD_BACK, HELD_OUT, PARTS, TEST, TRAIN, even, expected_counts, write_subset
-from studies.samples import Drawing, Selector, draw_rows, draw_samples, last_checkpoints, share_of_batch
+from studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints, share_of_batch
 from studies.subject import (
     GENERATOR,
     SEED,
+    SELECTOR,
+    SELECTOR_SEED,
     UNTRAINED,
     Arm,
     Comparison,
@@ -27,7 +28,6 @@ from studies.subject import (
     Settings,
     Subject,
 )
-from utils.checkpoint import load, resolve
 from utils.config.model import Config, PositiveFloat, PositiveInt, Probability
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
@@ -35,8 +35,6 @@ from utils.errors import UserError
 REAL, HELD = "real only", "held-back real images"
 CLASSIC, SYNTHETIC, CONTROL = "classic", "synthetic", "control"
 SAMPLES, SELECTED, NOISE = "samples", "selected samples", "untrained samples"  # jobs
-SELECTOR = "selector"
-SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 
 
 class SelectionConfig(Config):
@@ -131,10 +129,7 @@ class Augment(Subject):
             files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
             device = choose_device(self.device)
             how: dict[str, Any] = {"seed": SEED, "drawing": drawing, "device": device}
-            if name == SELECTED:
-                judge = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
-                rule = Selector(drawing, judge, self.part(TRAIN), self.part(HELD_OUT))
-                how |= {"rule": rule, "pool": selection.pool}
+            how |= {"rule": self.selector(drawing, device), "pool": selection.pool if drawing.selects else None}
             kept = draw_samples(files, last_checkpoints(Path(self.run_of(generator)), 1), self.classes(), **how)
             counts = {}
             for file in files:
@@ -224,7 +219,7 @@ class Augment(Subject):
             notes=self._notes(),
         )
 
-    def _drawn(self) -> list[Any]:
+    def _drawn(self) -> dict[str, str]:
         """Real images and samples of every kind, a row for each class; drawn once."""
         most, control = max(self.config.ratios), self.config.control_ratio
         files = {"Training images": self.part(TRAIN), "Samples": self._file(SAMPLES, most)}
@@ -233,7 +228,7 @@ class Augment(Subject):
         for name, file in files.items():
             if file.is_file() and not self.picture(name).is_file():
                 draw_rows(file, self.picture(name))
-        return self.pictures({name: f"{name}, a row for each class" for name in files})
+        return {name: f"{name}, a row for each class" for name in files}
 
     def _notes(self) -> list[str]:
         steps = self.config.classifier.overrides.get("steps")

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from data.reading.dataset import Dataset
-from models.restore import classifier_from
 from studies.config import Recipe, StudyConfig
 from studies.images import HELD_BACK, HELD_OUT, PARTS, TRAIN, write_subset
-from studies.samples import Drawing, Selector, draw_rows, draw_samples, last_checkpoints
+from studies.samples import Drawing, draw_rows, draw_samples, last_checkpoints
 from studies.subject import (
     GENERATOR,
+    SELECTOR,
+    SELECTOR_SEED,
     UNTRAINED,
     Arm,
     Comparison,
@@ -29,15 +30,13 @@ from studies.subject import (
     run_config,
 )
 from studies.verdict import difference
-from utils.checkpoint import load, resolve
+from utils.checkpoint import resolve
 from utils.config.model import PositiveInt
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
 REAL, CONTROL, PLAIN, TOGETHER, NOISE = "real", "real again", "plain", "together", "untrained"  # arms
-SELECTOR = "selector"
-SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 
 
 class CasConfig(StudyConfig):
@@ -132,10 +131,7 @@ class Cas(Subject):
             drawing, recipe = self.drawings.get(name, Drawing()), run_config(self.config.classifier)
             if drawing.fresh:  # as many as a training sees
                 counts = -(-counts * recipe.steps * recipe.batch_size // int(counts.sum()))
-            device, rule = choose_device(self.device), None
-            if drawing.selects:
-                classifier = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
-                rule = Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
+            device = choose_device(self.device)
             run = Path(self.run_of(UNTRAINED if name == NOISE else GENERATOR))
             kept = draw_samples(
                 {file: counts.tolist()},
@@ -143,7 +139,7 @@ class Cas(Subject):
                 self.classes(),
                 seed=seed,
                 drawing=drawing,
-                rule=rule,
+                rule=self.selector(drawing, device),
                 stream=("study", "sample"),
                 device=device,
             )
@@ -180,7 +176,7 @@ class Cas(Subject):
         return Conclusion(
             comparisons=[*gaps, *effects],
             tables=[self._gap_table(results), self._class_table(results, last)],
-            pictures=self.pictures({arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms()}),
+            pictures={arm.name: f"{arm.name}, seed {results.seeds[0]}" for arm in self.arms()},
             notes=[
                 f"The gap to as many real images: {told}.",
                 "Every classifier has the same recipe, number of steps and, but for samples that are never seen twice,"

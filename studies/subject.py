@@ -14,12 +14,14 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from data.reading.dataset import Dataset, dataset_for_model
 from metrics.evaluate_classifier import answers_of, check_classes, classify
 from models.restore import classifier_from
 from studies.config import Recipe, tokens
 from studies.images import HELD_OUT, PARTS, TEST, TRAIN, groups_of, make_parts
+from studies.samples import Drawing, Selector
 from training.base.config import RunConfig
 from training.engine.run import train
 from training.engine.tasks import build_run_config
@@ -29,7 +31,8 @@ from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 
 QUIET = {"log.tensorboard": False, "log.samples_every": 0}  # what nobody looks at in one of many runs
-GENERATOR, UNTRAINED = "generator", "untrained generator"  # jobs
+GENERATOR, UNTRAINED, SELECTOR = "generator", "untrained generator", "selector"  # jobs
+SELECTOR_SEED = 1000  # beyond the arms' seeds: no arm is trained like the selector
 SEED = 0  # of the generators and of what they draw
 STILL = 1e-12  # a learning rate at which one step changes nothing
 
@@ -89,21 +92,13 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image of the page."""
-
-    file: str  # within the study's folder
-    caption: str
-
-
-@dataclass(frozen=True)
 class Conclusion:
     """What a subject makes of the results so far."""
 
     comparisons: Sequence[Comparison] = ()
     choices: Mapping[str, str] = field(default_factory=dict)  # what was chosen on held-out images: arm
     tables: Sequence[tuple[str, Sequence[str], Sequence[Sequence[str]]]] = ()  # heading, header, rows
-    pictures: Sequence[Picture] = ()
+    pictures: Mapping[str, str] = field(default_factory=dict)  # name -> caption; see `Subject.picture`
     notes: Sequence[str] = ()
 
 
@@ -207,16 +202,8 @@ class Subject(ABC):
         return self.place(PARTS) / f"{name}.lmdb"
 
     def picture(self, name: str) -> Path:
-        """The file of a picture."""
+        """The file of a picture; the page shows those that are there."""
         return self.folder / "pictures" / f"{slug(name)}.png"
-
-    def pictures(self, captions: Mapping[str, str]) -> list[Picture]:
-        """Those that are there."""
-        return [
-            Picture(f"pictures/{self.picture(name).name}", caption)
-            for name, caption in captions.items()
-            if self.picture(name).is_file()
-        ]
 
     def outcome(self, job: str) -> dict[str, Any]:
         """What a job came to; empty where it is not done."""
@@ -283,6 +270,13 @@ class Subject(ABC):
             of(GENERATOR, what=what, key=key | {"untrained": False}, more=more),
             of(UNTRAINED, what=UNTRAINED, key=key | {"untrained": True}, more=more | still, max_steps=1),
         ]
+
+    def selector(self, drawing: Drawing, device: torch.device) -> Selector | None:
+        """What keeps samples, by the job SELECTOR; None: all are kept."""
+        if not drawing.selects:
+            return None
+        classifier = classifier_from(load(resolve(self.run_of(SELECTOR))), device)
+        return Selector(drawing, classifier, self.part(TRAIN), self.part(HELD_OUT))
 
     def train(self, folder: Path, recipe: Recipe, overrides: Settings, seed: int, max_steps: int | None = None) -> None:
         """Train a run of a recipe."""

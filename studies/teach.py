@@ -183,9 +183,7 @@ class Teach(Subject):
         return Conclusion(
             comparisons=comparisons,
             tables=[("Means over the seeds", ["", "what", *FIGURES], rows)],
-            pictures=self.pictures(
-                {arm.name: f"{arm.name}: the first seed's samples, a row for each class" for arm in arms}
-            ),
+            pictures={arm.name: f"{arm.name}: the first seed's samples, a row for each class" for arm in arms},
             notes=[
                 "recognised: share of samples that the judge, a classifier of the images held back, names as asked; "
                 f"frechet: distance to the test images in the features of: {self.config.extractor}; "

@@ -132,6 +132,10 @@ def document(
         "verdicts": [{key: row[key] for key in ("first", "second", "group", "figure", "verdict")} for row in asked],
         "words": words if whole else ["no seed is complete: there is nothing to compare"],
         "tables": [{"title": title, "header": list(head), "rows": rows} for title, head, rows in conclusion.tables],
-        "pictures": [asdict(picture) for picture in conclusion.pictures],
+        "pictures": [
+            {"file": f"pictures/{subject.picture(picture).name}", "caption": caption}
+            for picture, caption in conclusion.pictures.items()
+            if subject.picture(picture).is_file()
+        ],
         "notes": list(conclusion.notes),
     }

@@ -10,7 +10,7 @@ import pytest
 
 from reporting.study import write_study_page
 from studies.runner import Study, packed, unpacked
-from studies.subject import Arm, Comparison, Conclusion, Control, Job, Picture, Result, Subject
+from studies.subject import Arm, Comparison, Conclusion, Control, Job, Result, Subject
 from tests.reporting.test_report import page
 from utils.errors import StoppedBySignal, UserError
 
@@ -67,7 +67,7 @@ class MadeUp(Subject):
         asked = Comparison("real", "samples", ("all", "few"), asked=True)
         rest = Comparison("real", "held back", family="all arms")
         table = "Recall", ["", "all"], [[name, f"{results.mean(name, 'all'):.3f}"] for name in self.shares]
-        return Conclusion([asked, rest], {"best": "samples"}, [table], [Picture("none.png", "none")], ["so"])
+        return Conclusion([asked, rest], {"best": "samples"}, [table], {"none": "none"}, ["so"])
 
 
 def study(folder, seeds=3, **options):
