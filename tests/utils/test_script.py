@@ -58,7 +58,8 @@ def test_a_refusal_keeps_its_exit_code(streams: str) -> None:
 def test_training_and_packing_need_no_stream(tmp_path: Path, packed: Path, streams: str) -> None:
     """Files do not get the numbers of closed streams: what is printed would end in them."""
     recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
-    code, *told = script("train.py", "--config", recipe, "--run-dir", run, "--device", "cpu", streams=streams)
+    training = ["--config", str(recipe), "--run-dir", str(run), "--device", "cpu", "--steps", "2"]
+    code, *told = script("train.py", *training, streams=streams)
     assert (code, told) == (0, ["", ""])
     assert json.loads((run / "status.json").read_text())["state"] == "finished"
     assert script("-m", "data.pack", packed / "test.lmdb", tmp_path / "x.lmdb", streams=streams)[0] == 2
@@ -69,6 +70,7 @@ def test_training_goes_on_where_the_terminal_is_gone(tmp_path: Path, packed: Pat
     recipe, run = write_config(tmp_path / "recipe.yaml", "classifier", packed), tmp_path / "run"
     ours, theirs = pty.openpty()
     command = [sys.executable, "train.py", "--config", str(recipe), "--run-dir", str(run), "--device", "cpu"]
+    command += ["--steps", "2"]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=theirs, stderr=theirs, stdin=theirs) as process:
         os.close(theirs)
         os.read(ours, 1)
