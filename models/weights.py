@@ -42,8 +42,8 @@ def read_state_dict(path: Path, *, option: str = "--weights") -> tuple[State, di
     `torch.save` wrote of names and tensors (Python 2's, too), and of our own checkpoints.
 
     Wrappers of other programs and the prefixes of DataParallel (`module.`) and torch.compile (`_orig_mod.`) are taken
-    off. The second part is a safetensors file's metadata, or of our own checkpoints `stride`, `normalise` and, as JSON,
-    `lineage`.
+    off. The second part is a safetensors file's metadata, or of our own checkpoints `stride`, `normalise` and, with the
+    `lineage`, `duet`.
 
     Raises:
         UserError: the file is missing, damaged, or holds anything but names and tensors; `option` is in the remedy.
@@ -91,7 +91,7 @@ def _ours(path: Path, content: dict[str, Any]) -> tuple[State, dict[str, str]]:
     config = build(ModelConfig, content["config"].get("model", {}), source=f"{path}: its model")
     normalise = "imagenet" if config.imagenet_normalised else "symmetric"
     about = {"stride": "conv1" if config.he_strides else "conv2", "normalise": normalise}
-    about["lineage"] = json.dumps(recorded(content).document())
+    about["duet"] = json.dumps({"lineage": recorded(content).document()})  # as an export has it
     return _plain_names(content["state"]["model_ema"]), about
 
 
@@ -133,9 +133,9 @@ def find_weights(weights: str, name: str) -> Path:
     members = backbone_of(name).published(name)
     if weights not in members:
         near = did_you_mean(weights, list(members)) or near_file(path)
-        raise UserError(f"{OPTION} {weights!r}: no such file{near}; {name} has {', '.join(members)}, or give a file")
-    url = members[weights]
-    return Path(collectives.from_main_process(lambda: _download(url, f"{OPTION} {weights}")))
+        names = f"{name} has {', '.join(members)}, or " if members else ""
+        raise UserError(f"{OPTION} {weights!r}: no such file{near}; {names}give a file")
+    return Path(collectives.from_main_process(lambda: _download(members[weights], f"{OPTION} {weights}")))
 
 
 def published_at_hand(name: str) -> Path | None:
@@ -202,23 +202,21 @@ def load_pretrained(model: Classifier) -> str:
     if head != theirs:
         state = {name: value for name, value in state.items() if name not in theirs}
         state |= {name: expected[name] for name in head}
-    lineage = told_lineage(path, about)
+    lineage = lineage_of(path, about)
     model.network.load_state_dict(fitted(state, expected, path, config.name))
     model.lineage = lineage
     taken, words = (len(expected), "head taken") if head == theirs else (len(expected) - len(head), "head new")
     return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join([words, *notes])}"
 
 
-def told_lineage(path: Path, about: Mapping[str, str]) -> Lineage:
+def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:
     """What a file of ours, a checkpoint or an export, says that its weights have seen; those of others are known by
     their hash.
 
     Raises UserError where it says so in a damaged way.
     """
     try:
-        exported = json.loads(about.get("duet", "{}"))
-        lineage = json.loads(about["lineage"]) if "lineage" in about else exported.get("lineage")
-        if lineage:
+        if lineage := json.loads(about.get("duet", "{}")).get("lineage"):
             return Lineage.read(lineage, "lineage")
     except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: its metadata are damaged ({error}); export it again") from None
