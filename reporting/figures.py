@@ -193,7 +193,7 @@ def _outlier_table(document: Mapping[str, Any]) -> Table:
 
 def progress(run: Run) -> list[Figure]:
     """How far a run has come, how long that took and how fast it went."""
-    figures = []
+    figures: list[Figure] = []
     if run.status:
         figures.append((str(run.status.get("state", "-")), str(run.status.get("reason") or "state of the training")))
     step = run.status.get("step", run.records[-1]["step"] if run.records else None)

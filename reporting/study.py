@@ -23,6 +23,7 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
     rows, runs = document["comparisons"], document["runs"]
     done = "finished" if document["complete"] else "unfinished"
     seeds = f"{len(document['seeds'])} complete seed{'s' * (len(document['seeds']) != 1)}"
+    families = dict.fromkeys(row["family"] for row in rows)
     text = render(
         "study.html.j2",
         title=document["title"],
@@ -32,7 +33,7 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
         headline=_headline(document["verdicts"]),
         words=document["words"],
         choices=list(document["choices"].items()),
-        families=[(name, HEADINGS.get(name, name), _answers(rows, name)) for name in _families(rows)],
+        families=[(name, HEADINGS.get(name, name), _answers(rows, name)) for name in families],
         controls=[_control(row) for row in document["controls"]],
         tables=document["tables"],
         arms=[[arm["name"], arm["family"], len(arm["figures"]), arm["what"]] for arm in document["arms"]],
@@ -54,10 +55,6 @@ def _headline(verdicts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return [(row["verdict"], f"{what}: {row['second']} against {row['first']}") for what, row in told.items()]
 
 
-def _families(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(row["family"] for row in rows))
-
-
 def _answers(rows: Sequence[Mapping[str, Any]], family: str) -> list[dict[str, Any]]:
     """The rows of a family in writing, with their intervals drawn to one scale for each figure."""
     own = [row for row in rows if row["family"] == family]
@@ -65,11 +62,11 @@ def _answers(rows: Sequence[Mapping[str, Any]], family: str) -> list[dict[str, A
     for row in own:
         ends = [row["difference"], *(row["interval"] or [])]
         reach[row["figure"]] = max(reach.get(row["figure"], 1e-9), *map(abs, ends))
-    found = []
+    answers = []
     for row in own:
         share = row["figure"] is None
         write = percent if share else plain
-        found.append(
+        answers.append(
             {
                 "group": row["group"] if share else row["figure"],
                 "first": row["first"],
@@ -84,7 +81,7 @@ def _answers(rows: Sequence[Mapping[str, Any]], family: str) -> list[dict[str, A
                 "kind": KINDS.get(row["verdict"], ""),
             }
         )
-    return found
+    return answers
 
 
 def _control(row: Mapping[str, Any]) -> list[str]:
@@ -102,10 +99,7 @@ def signed(value: float, *, share: bool) -> str:
 
 def span(interval: Sequence[float] | None, *, share: bool) -> str:
     """An interval in writing."""
-    if interval is None:
-        return "-"
-    low, high = interval
-    return f"{signed(low, share=share)} to {signed(high, share=share)}"
+    return "-" if interval is None else " to ".join(signed(end, share=share) for end in interval)
 
 
 def chance(p: float | None) -> str:
@@ -121,8 +115,8 @@ def drawn(value: float, interval: Sequence[float] | None, reach: float) -> Marku
     def place(x: float) -> str:
         return f"{WIDTH / 2 + (WIDTH / 2 - 5) * x / reach:.1f}"
 
-    middle, parts = WIDTH / 2, []
-    parts.append(f'<line class="zero" x1="{middle}" x2="{middle}" y1="0" y2="{2 * MIDDLE}"/>')
+    middle = WIDTH / 2
+    parts = [f'<line class="zero" x1="{middle}" x2="{middle}" y1="0" y2="{2 * MIDDLE}"/>']
     if interval is not None:
         ends = f'x1="{place(interval[0])}" x2="{place(interval[1])}"'
         parts.append(f'<line class="span" {ends} y1="{MIDDLE}" y2="{MIDDLE}"/>')

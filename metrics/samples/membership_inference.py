@@ -170,14 +170,8 @@ def _share(planted: dict[str, Any], samples: int) -> str:
 def audit_table(document: dict[str, Any]) -> str:
     """The audit for people."""
     rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
-    for name, found in document["attacks"].items():
-        control = document["controls"][name]
-        rows.append(
-            [
-                *(name, decimal(found["auc"], 3), _span(found), f"{found['p_value']:.2g}"),
-                *(decimal(control["auc"], 3), _span(control)),
-            ]
-        )
+    for name, result in document["attacks"].items():
+        rows.append([name, *_auc(result), f"{result['p_value']:.2g}", *_auc(document["controls"][name])])
     one = next(iter(document["attacks"].values()))
     planted = [
         f"copies planted at {_share(each, document['n'])} ({each['copies']}): found in {each['found']} of "
@@ -198,6 +192,6 @@ def audit_table(document: dict[str, Any]) -> str:
     )
 
 
-def _span(found: dict[str, Any]) -> str:
-    low, high = found["interval"]
-    return f"{low:.3f} to {high:.3f}"
+def _auc(result: dict[str, Any]) -> list[str]:
+    low, high = result["interval"]
+    return [decimal(result["auc"], 3), f"{low:.3f} to {high:.3f}"]
