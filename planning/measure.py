@@ -21,7 +21,7 @@ from data.errors import ImageError
 from data.images import FORMATS, decode_file, to_channels
 from data.sources import Source, open_source
 from planning.plan import Machine, Plan, Speed, Survey, choose
-from utils.config.cli import Parser
+from utils.config.cli import Parser, number
 from utils.errors import UserError
 from utils.files import write_atomic
 from utils.memory import cores
@@ -230,7 +230,7 @@ def main(argv: list[str]) -> None:
     parser = Parser(prog="python -m planning.measure", description="Look at images, measure this machine, make a plan.")
     parser.add_argument("source")
     parser.add_argument("--out", type=Path, required=True, metavar="plan.json")
-    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--minutes", type=number(float, 1), default=15.0)
     parser.add_argument("--weights", metavar="FILE")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)

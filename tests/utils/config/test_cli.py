@@ -84,7 +84,7 @@ def test_numbers_of_options_have_a_range_and_are_finite(kind, good, bad, words):
 
 SCRIPTS = ["evaluate", "explore", "export", "generate", "predict", "quickstart", "study", "train"]
 MODULES = ["data.pack", "data.inspect", "data.duplicates", "inference.influence", "inference.pseudo_labels"]
-MODULES += ["models.convert", "reporting.compare", "utils.runlog.trackers"]
+MODULES += ["models.convert", "planning.measure", "reporting.compare", "utils.runlog.trackers"]
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, *MODULES])
