@@ -8,7 +8,6 @@ below MIN_SIDE px and those above Pillow's limit of pixels are refused.
 
 import io
 import struct
-import threading
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -23,39 +22,19 @@ from data.errors import ImageError
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
 MIN_SIDE = 4  # px; smaller ones are placeholders and tracking pixels, not images
+# What Pillow raises for a file that is damaged.
+DAMAGED = (
+    *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
+    *(struct.error, zlib.error),
+)
 JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
 
 
-class _PillowFilters:
-    """What becomes of Pillow's warnings inside a `with` block, in any number of threads: remarks about odd EXIF data
-    are ignored, too many pixels are an error.
-
-    Filters belong to the process: the first thread that comes sets them, the last that leaves restores them.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._before: warnings.catch_warnings[None] = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                self._before = warnings.catch_warnings()
-                self._before.__enter__()
-                warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._before.__exit__(None, None, None)
-
-
-pillow_filters = _PillowFilters()
+# Remarks about odd EXIF data are ignored, too many pixels are an error.
+warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 def decode_file(content: bytes, channels: int) -> np.ndarray:
@@ -63,20 +42,17 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
     if not content:
         raise ImageError("is an empty file")
     try:
-        with pillow_filters:
-            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                if image.format == "PNG":
-                    image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
-            return decode_by_rules(content, channels)
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if image.format == "PNG":
+                image.verify()  # Pillow checks the checksums of a PNG's chunks only when asked to
+        return decode_by_rules(content, channels)
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
         raise ImageError(f"is not an image (it begins with {content[:12]!r})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise ImageError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller first") from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError) as error:
-        raise ImageError(f"is truncated or damaged ({error})") from None
-    except (struct.error, zlib.error, MemoryError) as error:
+    except DAMAGED as error:
         raise ImageError(f"is truncated or damaged ({error})") from None
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.conversion import Converted, Plan, converted, make_plan, thread_count
 from data.duplicates import Name, Report, brief, find
 from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
 from data.packing.split import Written, check_splittable, publish_both, to_share, val_path, write_parts
 from data.packing.summary import Summary, list_skipped, summary_lines
+from data.records import Converted, Plan, converted, make_plan, thread_count
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from utils.classes import require_same_classes
 from utils.config.cli import Parser

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data.errors import ImageError
-from data.images import decode_file, fit, pillow_filters, trained_mode
+from data.images import decode_file, fit, trained_mode
 from metrics.evaluate_gan import judge_images
 from metrics.features.extractors import classifier_input
 from metrics.features.precision import device_of, evaluating, full_float32
@@ -120,17 +120,16 @@ def read_batches(
         except ImageError as error:
             return str(error)
 
-    with pillow_filters:
-        pool = ThreadPoolExecutor(cores(), "decode")
-        try:
-            ahead = [pool.submit(read, file) for file in files[:batch_size]]
-            for start in range(0, len(files), batch_size):
-                batch = [future.result() for future in ahead]
-                after = start + batch_size
-                ahead = [pool.submit(read, file) for file in files[after : after + batch_size]]
-                yield batch
-        finally:
-            pool.shutdown(cancel_futures=True)
+    pool = ThreadPoolExecutor(cores(), "decode")
+    try:
+        ahead = [pool.submit(read, file) for file in files[:batch_size]]
+        for start in range(0, len(files), batch_size):
+            batch = [future.result() for future in ahead]
+            after = start + batch_size
+            ahead = [pool.submit(read, file) for file in files[after : after + batch_size]]
+            yield batch
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def save_maps(classifier: Classifier, classes: list[str], images: Tensor, probabilities: Tensor, maps: Maps) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from data.reading.dataset import Dataset
-from data.reading.few_labels import few_labels
+from data.reading.weighted_sampling import few_labels
 from inference.dataset import write_dataset
 from inference.pseudo_labels import guesses, write_labelled
 from inference.samples import Sampler

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data.conversion import converted, make_plan, thread_count
 from data.lmdb.format import Shard
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
+from data.records import converted, make_plan, thread_count
 from data.sources.base import Problem, SourceOptions
 from data.sources.named import CACHE, cache_folder
 from data.sources.tars import TarSource

@@ -1,4 +1,4 @@
-"""How often each sample is drawn in an epoch: by weights, of the classes, or from a file."""
+"""How often each sample is drawn in an epoch: by weights, of the classes, or from a file; which keep their labels."""
 
 import hashlib
 import io
@@ -12,6 +12,7 @@ import numpy as np
 from utils import bounded
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
+from utils.seeding import numpy_generator
 
 ROUNDING = 1e-12  # relative; an expected number of draws as near as this to a whole number is that number
 FRACTION_BITS = 40  # a draw is counted in units of 2**-40
@@ -179,3 +180,23 @@ def _text_weights(path: Path) -> np.ndarray:
                 shown = line.rstrip("\n")[:40]
                 raise UserError(f"{path}: line {number}: {shown!r} is not a number; give one number a line") from None
     return np.array(weights, np.float64)
+
+
+def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[str] = ()) -> np.ndarray:
+    """The records, int64 ascending, of `per_class` images of each class; `labels` are int [n].
+
+    Those of class k are the first of a permutation with the key (seed, "labels", k): those of a smaller number are
+    among them. Raises UserError for a number below 1 and for a class of fewer images; `names` are for its text.
+    """
+    if per_class < 1:
+        raise UserError(f"{per_class} labels a class: give 1 or more")
+    counts = np.bincount(labels, minlength=len(names)).tolist()
+    for label, count in enumerate(counts):
+        if count < per_class:
+            name = names[label] if names else label
+            raise UserError(f"{per_class} labels a class: class {name} has {count:,} images; give at most as many")
+    rows = []
+    for label in range(len(counts)):
+        own = np.flatnonzero(labels == label)
+        rows.append(own[numpy_generator(seed, "labels", label).permutation(len(own))[:per_class]])
+    return np.sort(np.concatenate(rows))

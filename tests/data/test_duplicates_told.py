@@ -10,9 +10,9 @@ from PIL import Image, ImageDraw
 
 from data.duplicates import find
 from data.duplicates import main as duplicates_main
+from data.inspect import verify
 from data.lmdb.reader import LMDBReader
 from data.pack import main, pack
-from data.reading.verify import verify
 from data.records import pack_arrays
 from data.sources import open_source
 from tests.data.conftest import change, images

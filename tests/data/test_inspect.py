@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data import inspect as inspect_module
 from data.images import encode
-from data.inspect import grid, main, report
+from data.inspect import Damage, check_block, grid, main, report, verify
 from data.lmdb import format as record_format
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from data.pack import main as pack_main
-from data.reading import verify as verify_module
-from data.reading.verify import Damage, check_block, verify
 from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, change, flip
 from tests.data.conftest import images as sample_images
@@ -164,13 +163,13 @@ def test_blocks_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.Mo
     pack_arrays(tmp_path / "x.lmdb", sample_images(12))
     together = threading.Barrier(3)
 
-    def check(reader: LMDBReader, block: int) -> verify_module.Block:
+    def check(reader: LMDBReader, block: int) -> inspect_module.Block:
         together.wait(timeout=10)  # raises unless three blocks are checked at once
         return check_block(reader, block)
 
-    monkeypatch.setattr(verify_module, "check_block", check)
+    monkeypatch.setattr(inspect_module, "check_block", check)
     assert not verify(LMDBReader(tmp_path / "x.lmdb"), 3)
-    monkeypatch.setattr(verify_module, "cores", lambda: 3)
+    monkeypatch.setattr(inspect_module, "cores", lambda: 3)
     assert not verify(LMDBReader(tmp_path / "x.lmdb"))
 
 

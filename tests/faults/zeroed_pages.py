@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from data.decode import stored_image
+from data.inspect import verify
 from data.lmdb.reader import LMDBReader
-from data.reading.verify import verify
 from utils.errors import UserError
 
 PAGE = 4096  # bytes

@@ -8,7 +8,7 @@ import pytest
 
 import study as script
 from data.reading.dataset import Dataset
-from data.reading.few_labels import few_labels
+from data.reading.weighted_sampling import few_labels
 from inference.pseudo_labels import guesses
 from models.restore import classifier_from
 from studies.images import TEST, TRAIN

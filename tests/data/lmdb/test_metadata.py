@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.conversion import make_plan
 from data.errors import DamageError
 from data.lmdb.format import COMPLETE_KEY, META_KEY, index_key
 from data.lmdb.reader import LMDBReader
 from data.reading.dataset import Dataset
-from data.records import pack_arrays
+from data.records import make_plan, pack_arrays
 from data.sources.base import ArraySource
 from tests.data.conftest import CLASSES, change
 from tests.data.conftest import images as sample_images

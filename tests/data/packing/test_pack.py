@@ -10,13 +10,12 @@ import pytest
 from PIL import Image
 
 from data import pack as pack_module
-from data.conversion import make_plan
 from data.lmdb.format import CODEC_JPEG
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from data.pack import main, pack
 from data.reading.dataset import Dataset
-from data.records import add_image
+from data.records import add_image, make_plan
 from data.sources import open_source
 from tests.data.conftest import save
 from utils.errors import UserError

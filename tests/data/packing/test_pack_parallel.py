@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import conversion
-from data.conversion import Plan, content_digest, converted, thread_count
+from data import records
 from data.errors import ImageError
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
 from data.pack import main, pack
 from data.reading.dataset import Dataset
+from data.records import Plan, content_digest, converted, thread_count
 from data.sources import open_source
 from data.sources.base import ArraySource, Item, Source
 from utils.errors import UserError
@@ -205,12 +205,12 @@ class SlowStart(Numbers):
 
 def test_few_pieces_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while all wait for an earlier one."""
-    monkeypatch.setattr(conversion, "PIECE_IMAGES", 2)
+    monkeypatch.setattr(records, "PIECE_IMAGES", 2)
     source = SlowStart(120)
     for done, image in enumerate(converted(source, PLAN, 2)):
         assert image.record is not None
         assert (image.row, image.record.payloads[0][0]) == (done, done)
-        assert source.taken - done <= 2 * conversion.WINDOW * 2
+        assert source.taken - done <= 2 * records.WINDOW * 2
     assert (done, source.taken) == (119, 120)
 
 
@@ -240,7 +240,7 @@ def test_images_in_memory(tmp_path: Path) -> None:
     [
         (Numbers(9), 2, None, 2),
         (Numbers(9), 1, None, 0),
-        (Numbers(9), 1000, None, conversion.MOST_WORKERS),
+        (Numbers(9), 1000, None, records.MOST_WORKERS),
         (Numbers(9), 1000, 40, 40),
         (ArraySource("", np.zeros((9, 8, 8, 1), np.uint8), np.zeros(9), []), 4, None, 0),
     ],
@@ -248,7 +248,7 @@ def test_images_in_memory(tmp_path: Path) -> None:
 def test_number_of_threads(
     monkeypatch: pytest.MonkeyPatch, source: Source, cores: int, workers: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(conversion, "cores", lambda: cores)
+    monkeypatch.setattr(records, "cores", lambda: cores)
     assert thread_count(source, workers) == expected
 
 

@@ -12,12 +12,12 @@ from PIL import Image
 
 from data.decode import stored_image
 from data.duplicates import find
+from data.inspect import verify
 from data.lmdb.format import Split
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
 from data.pack import main, pack
 from data.packing.split import draw, look_alikes, quotas, to_share, val_path
-from data.reading.verify import verify
 from data.records import pack_arrays
 from data.sources import open_source
 from tests.data.conftest import images

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.reading.few_labels import few_labels
+from data.reading.weighted_sampling import few_labels
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
