@@ -282,6 +282,14 @@ def test_entry_point_runs_scripts_modules_and_tools(image, arguments, code, show
 
 # wing -> room -> the rooms of the same wing whose modules it may import; "" is the wing's own files
 ROOMS = {
+    # the scripts -> packing; reading -> records -> sources -> decode -> lmdb -> images -> errors: no arrow to packing
+    "data": {
+        "lmdb": {"lmdb", "errors", "tar_files"},
+        "sources": {"sources", "lmdb", "decode", "images", "errors", "tar_files"},
+        "reading": {"reading", "records", "sources", "lmdb", "decode", "errors", "tar_files"},
+        "augment": {"augment"},
+        "packing": {"packing", "duplicates", "sources", "lmdb"},
+    },
     # engine -> gan, classifier -> optim -> base: the engine knows no model, optimizer and EMA import none
     "training": {
         "base": {"base"},
