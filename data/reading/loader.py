@@ -92,9 +92,7 @@ class InfiniteLoader:
     took; set it to 0 when it has been logged. An error of the thread is raised by `next`.
 
     With `stages` resolution and batch size change with the steps (progressive growing), each of `batches_per_step`
-    batches; the number of batches handed out says which stage is on. A stage's images are opened when its first batch
-    is asked for and closed after its last one, and nothing is read ahead beyond it. The order of samples is one for all
-    stages: every image comes once in an epoch, whatever resolution that epoch's parts are shown at.
+    batches. A stage's images are opened for its first batch and closed after its last. The order of samples goes on.
 
     Raises UserError for a batch size that the ranks cannot share, ValueError for stages not ordered from step 0 on.
     """

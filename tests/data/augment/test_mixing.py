@@ -104,7 +104,7 @@ def test_rows_of_a_rank_are_those_of_the_global_batch() -> None:
 
 @pytest.mark.parametrize("wrong", [{"mixup": -1.0}, {"cutmix": 1e-3}, {"mix_prob": 1.5}, {"shift": -1}])
 def test_settings_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"augment.{next(iter(wrong))}"):
+    with pytest.raises(UserError, match=f"^{next(iter(wrong))}"):
         MixingAugment(**wrong)
 
 
