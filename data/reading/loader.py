@@ -111,8 +111,7 @@ class InfiniteLoader:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
         self.prefetch, self.batches_per_step = prefetch, batches_per_step
         self.stages = checked_stages(stages, sampler.world_size)
-        self.wait_seconds = 0.0
-        self._batches = 0  # handed out
+        self.wait_seconds, self._batches = 0.0, 0  # batches handed out
         self._stage: Stage | None = None  # the one that is open
         self._images = reader  # of the stage
         self._damaged: set[int] = set()  # records replaced in stages that are closed
@@ -266,5 +265,5 @@ class _Worker:
 
 def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
     """Every sample once, in order, on the CPU; the last batch may be smaller."""
-    for start in range(0, len(reader), batch_size):
-        yield read_batch(reader, np.arange(start, min(len(reader), start + batch_size)))
+    records = np.arange(len(reader))
+    return (read_batch(reader, records[start : start + batch_size]) for start in range(0, len(reader), batch_size))

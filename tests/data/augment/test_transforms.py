@@ -210,5 +210,5 @@ def test_settings_out_of_range(wrong: dict[str, float]) -> None:
 
 
 def test_a_shift_has_an_end() -> None:
-    with pytest.raises(UserError, match="^shift"):
+    with pytest.raises(UserError, match=r"^shift"):
         Augment(shift=2**63 - 1)
