@@ -308,7 +308,7 @@ class Gan:
         for part in labels.split(100):
             w = self.ema.mapping(torch.randn(len(part), Z_DIM), part)
             images.append(self.ema(w, self.ema.noise(len(part)), psi).clamp(-1, 1))
-        return (torch.cat(images) * 127.5).round() / 127.5
+        return ((torch.cat(images) + 1) * 127.5).round() / 127.5 - 1
 
 
 # --- 6. ResNet-18 (1512.03385) with a stem for small images, and its step

@@ -60,7 +60,8 @@ GROWTH = {"start": 8, "fade_kimg": 0.024, "stable_kimg": 0.016, "batch_sizes": {
 TREES: dict[str, dict[str, Any]] = {
     "everything": STYLEGAN2 | {"loss": EVERYTHING},
     "pairs": STYLEGAN2 | {"loss": PAIRS, "generator_optimizer": CYCLE, "discriminator_optimizer": SGD},
-    "hinge": STYLEGAN2 | {"loss": EVERYTHING | {"objective": "hinge"}, "generator_optimizer": SGD},
+    "hinge": STYLEGAN2
+    | {"loss": EVERYTHING | {"objective": "hinge"}, "generator_optimizer": SGD, "schedule_kimg": 0.05},
     "wasserstein": STYLEGAN2 | {"loss": EVERYTHING | {"objective": "wasserstein"}, "discriminator_optimizer": CYCLE},
     "shared": STYLEGAN2 | {"loss": SHARED, "ema": {}, "schedule_kimg": 0.05},
     "shared-fakes": STYLEGAN2 | {"loss": SHARED | {"auxiliary_fakes": True}, "ema": {"ema_rampup": None}},
