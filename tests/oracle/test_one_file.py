@@ -148,8 +148,9 @@ def test_it_runs_and_needs_torch_alone(tmp_path: Path, monkeypatch: pytest.Monke
 def test_samples_are_what_a_file_can_hold() -> None:
     """Black was -128 / 127.5 once, and white in the picture."""
     gan = one_file.Gan()
+    last: Any = gan.ema.blocks[-1]
     with torch.no_grad():
-        gan.ema.blocks[-1].to_rgb.bias.fill_(-1.0)
+        last.to_rgb.bias.fill_(-1.0)
     levels = (gan.sample(torch.arange(10)) + 1) * 127.5
     torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-3)
     assert 0 <= float(levels.min()) < 1
