@@ -23,6 +23,7 @@ Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
 
 PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
+BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
 MORE_ROWS = 16  # of a JPEG than a crop needs, see `first_rows`
 TRIES = 10  # draws of a random crop before the middle is taken
@@ -79,7 +80,7 @@ def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | 
         return decode_by_rules(payload, channels, size)
     except ImageError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, *BOMB) as error:
         raise ImageError(f"cannot be decoded ({' '.join(str(error).split())[:200]})") from None
 
 

@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 from PIL import Image, ImageOps
 
-from data.errors import ImageError
+from data.errors import MOST_PIXELS, ImageError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"))
@@ -31,6 +31,8 @@ JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
 
+
+TOO_LARGE = f"has more than {MOST_PIXELS:,} pixels; make it smaller first"
 
 # Remarks about odd EXIF data are ignored, too many pixels are an error.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
@@ -51,7 +53,7 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
     except Image.UnidentifiedImageError:
         raise ImageError(f"is not an image (it begins with {content[:12]!r})") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ImageError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller first") from None
+        raise ImageError(TOO_LARGE) from None
     except DAMAGED as error:
         raise ImageError(f"is truncated or damaged ({error})") from None
 
@@ -62,6 +64,8 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
     `size`: height and width that it must have, of its record; they are compared before anything is decoded.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        if image.width * image.height > MOST_PIXELS:  # Pillow itself may only warn: the filters are the process's
+            raise ImageError(TOO_LARGE)
         frames = getattr(image, "n_frames", 1)
         if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
             raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")

@@ -101,20 +101,28 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def classes_of(where: str, labels: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
+def text_classes(where: str, labels: Iterable[str]) -> tuple[list[str], dict[str, int], list[str]]:
+    """Classes in text order, the number of each label, and remarks."""
+    spelled, remarks = one_spelling(where, labels)
+    classes = sorted(set(spelled.values()))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return classes, {label: numbers[name] for label, name in spelled.items()}, remarks
+
+
+def classes_of(where: str, labels: Sequence[str], lines: Sequence[int] = ()) -> tuple[list[str], list[int], list[str]]:
     """Classes, a number for each label, and remarks: whole numbers are the classes "0" to the largest, others are in
-    text order. Raises UserError for a number that is negative or larger than the number of labels.
+    text order. Raises UserError for a number that is negative or larger than the number of labels, with its line if
+    `lines` has one for each label.
     """
     different = set(labels)
     if all(NUMBER.fullmatch(label) for label in different):
         numbers = [int(label) for label in labels]
         if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
             odd = min(numbers) if min(numbers) < 0 else max(numbers)
+            place = f"{where} line {lines[numbers.index(odd)]}" if lines else where
             raise UserError(
-                f"{where}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
+                f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
             )
         return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
-    spelled, told = one_spelling(where, different)
-    classes = sorted(set(spelled.values()))
-    places = {name: number for number, name in enumerate(classes)}
-    return classes, [places[spelled[label]] for label in labels], told
+    classes, number_of, remarks = text_classes(where, different)
+    return classes, [number_of[label] for label in labels], remarks

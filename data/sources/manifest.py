@@ -4,8 +4,7 @@ Without `label` the only column that has the name of one is taken for it (data/s
 
 - Separated by commas, semicolons or tabs; UTF-8 with or without a byte order mark. Other columns are not used.
 - Paths are relative to the manifest's folder, or absolute. Blanks around a field are dropped.
-- Labels that are all whole numbers from 0 are the classes "0" to the largest; other labels are classes in text order.
-  Classes are those of all rows, so that the parts of a split agree.
+- Classes are those of all rows, so that the parts of a split agree.
 - `split` holds the names that split folders may have (data/sources/listing.py).
 - Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems,
   named with their line. Rows that contradict each other are refused.
@@ -14,8 +13,6 @@ Without `label` the only column that has the name of one is taken for it (data/s
 import csv
 import io
 import os
-import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +20,7 @@ from typing import NamedTuple
 
 from data.sources.base import Problem, SourceOptions
 from data.sources.files import LocalSource
-from data.sources.labels import MOST_VALUES, choose_label, looks_like_labels, one_spelling
+from data.sources.labels import MOST_VALUES, choose_label, classes_of, looks_like_labels
 from data.sources.listing import Listing
 from data.sources.splits import SPLIT_NAMES, choose_split, refuse_split, split_name
 from utils import bounded
@@ -32,8 +29,6 @@ from utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
 COLUMNS = ("path", "label", "split")
-WHOLE = re.compile(r"0|[1-9][0-9]{0,17}")
-NEGATIVE = re.compile(r"-[0-9]{1,18}")
 
 
 class Row(NamedTuple):
@@ -50,7 +45,12 @@ def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
     rows, problems, columns, remarks = _parse(path, options.label_column)
     if not rows and not problems:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
-    classes, number = _classes(path, rows) if "label" in columns else ([], {"": 0})
+    classes: list[str] = []
+    if "label" in columns:
+        lines = [row.line for row in rows]
+        classes, numbers, spellings = classes_of(str(path), [row.label for row in rows], lines)
+        rows = [row._replace(label=classes[number]) for row, number in zip(rows, numbers, strict=True)]
+        remarks += spellings
     rows = _without_repeats(path, rows, problems)
     splits = tuple(sorted({row.split for row in rows} - {""}))
     if "split" in columns:
@@ -64,6 +64,7 @@ def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
             present.append(row)
         else:
             problems.append(Problem(str(path.parent / row.path), f"is no file (line {row.line} of {path.name})"))
+    number = {name: place for place, name in enumerate(classes or [""])}
     names, labels = [row.path for row in present], [number[row.label] for row in present]
     listing = Listing(names, labels, classes, problems, splits=splits, remarks=remarks)
     return LocalSource(path.parent, path.name, listing)
@@ -75,7 +76,7 @@ def _parse(path: Path, label_column: str | None) -> tuple[list[Row], list[Proble
     _, header = next(lines, (1, []))
     names = _names(header)
     places, remarks = _places(path, names, label_column)
-    rows, problems, spellings = [], [], set()
+    rows, problems = [], []
     others = {place: Counter[str]() for place in range(len(names)) if place not in places.values()}
     for line, fields in lines:
         where = f"{path} line {line}"
@@ -92,15 +93,12 @@ def _parse(path: Path, label_column: str | None) -> tuple[list[Row], list[Proble
             part = found["split"].lower()
             hint = did_you_mean(part, sorted(SPLIT_NAMES))
             raise UserError(f"{where}: split {part!r}{hint} is none of {', '.join(sorted(SPLIT_NAMES))}")
-        label = unicodedata.normalize("NFC", found.get("label", ""))
-        spellings.add(found.get("label", ""))
-        rows.append(Row(line, found["path"], label, part))
+        rows.append(Row(line, found["path"], found.get("label", ""), part))
         for place, counts in others.items():
             if len(counts) <= MOST_VALUES:
                 counts[fields[place].strip()] += 1
     if "label" not in places and label_column is None:
         remarks += looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
-    remarks += one_spelling(str(path), spellings)[1]
     return rows, problems, list(places), remarks
 
 
@@ -156,23 +154,6 @@ def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dic
             found = ", ".join(names) or "none"
             raise UserError(f"{path} line 1: no column {column}{hint}, its columns are {found}; rename one")
     return {column: names.index(name) for column, name in wanted.items() if name in names}, remarks
-
-
-def _classes(path: Path, rows: list[Row]) -> tuple[list[str], dict[str, int]]:
-    """Class names, and the number of each label."""
-    labels = {row.label for row in rows}
-    numbers = {label for label in labels if WHOLE.fullmatch(label)}
-    negative = {label for label in labels if NEGATIVE.fullmatch(label)}
-    if negative and labels == numbers | negative:
-        first = next(row for row in rows if row.label in negative)
-        raise UserError(f"{path} line {first.line}: label {first.label}; labels are names or whole numbers from 0")
-    if labels != numbers:
-        classes = sorted(labels)
-        return classes, {label: number for number, label in enumerate(classes)}
-    largest = max(map(int, labels), default=-1)
-    if largest >= len(rows):
-        raise UserError(f"{path}: labels go up to {largest}, but there are only {len(rows)} images")
-    return [str(number) for number in range(largest + 1)], {label: int(label) for label in labels}
 
 
 def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> list[Row]:

@@ -27,7 +27,7 @@ import numpy as np
 
 from data.errors import ImageError
 from data.sources.base import Item, Problem, Source, SourceOptions
-from data.sources.labels import choose_label, looks_like_labels, one_spelling, only_label
+from data.sources.labels import choose_label, looks_like_labels, only_label, text_classes
 from data.sources.splits import choose_shards, sharded
 from utils import bounded
 from utils.errors import UserError
@@ -218,11 +218,9 @@ class TableSource(Source):
         found = pyarrow("compute").index_in(values, value_set=arrow.array(names, arrow.large_string()))
         places = found.fill_null(-1).to_numpy().astype(np.int64)
         _check_some(where, places, column)
-        spelled, told = one_spelling(str(where), names)
-        self.remarks += told
-        classes = sorted(set(spelled.values()))
-        number = {name: place for place, name in enumerate(classes)}
-        numbers = np.array([*(number[spelled[name]] for name in names), -1])  # the last one: of no label
+        classes, number_of, remarks = text_classes(str(where), names)
+        self.remarks += remarks
+        numbers = np.array([*map(number_of.get, names), -1])  # the last one: of no label
         return numbers[places], classes
 
     def _without_unused(self, labels: np.ndarray) -> np.ndarray:

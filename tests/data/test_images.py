@@ -4,14 +4,17 @@ import io
 import struct
 import subprocess
 import sys
+import warnings
 import zlib
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from data.decode import decode
 from data.errors import ImageError
 from data.images import decode_file, fit, to_channels
+from data.lmdb.format import CODEC_RULES
 
 GRADIENT = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
 
@@ -176,11 +179,19 @@ def test_refusals_say_why() -> None:
         decode_file(as_file(Image.fromarray(np.full((8, 8), 1 << 20, np.int32)), "TIFF"), 1)
 
 
-def test_huge_images_are_refused_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10_000)
-    for side in (101, 1000):  # Pillow warns above the limit and raises above twice the limit
-        with pytest.raises(ImageError, match="more than 10,000 pixels"):
-            decode_file(as_file(Image.new("L", (side, side))), 3)
+@pytest.mark.parametrize("filters", ["ours", "reset"])
+@pytest.mark.parametrize("side", [9_500, 20_000])  # Pillow warns above the limit and raises above twice the limit
+def test_huge_images_are_refused_before_they_are_decoded(side: int, filters: str) -> None:
+    content = bytearray(as_file(Image.new("RGB", (8, 8)), "BMP"))
+    content[18:26] = struct.pack("<ii", side, side)
+    with warnings.catch_warnings():
+        if filters == "reset":  # as a program may do that embeds us
+            warnings.resetwarnings()
+            warnings.simplefilter("ignore")
+        with pytest.raises(ImageError, match="more than 89,478,485 pixels"):
+            decode_file(bytes(content), 3)
+        with pytest.raises(ImageError, match="pixels"):
+            decode(bytes(content), CODEC_RULES, 3)
 
 
 def noise(kind: str) -> bytes:

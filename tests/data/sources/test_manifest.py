@@ -79,7 +79,7 @@ def test_manifest_problems(tmp_path: Path, rows: str, problem: str) -> None:
         ("path,lable\na.png,x\n", r"line 1: no column label .did you mean 'lable'"),
         ("path,path\na.png,x\n", "column path appears 2 times"),
         ("path,label\na.png,-1\nb.png,0\n", "line 2: label -1"),
-        ("path,label\na.png,7\n", "labels go up to 7, but there are only 1"),
+        ("path,label\na.png,7\n", "line 2: label 7; labels are names, or whole numbers from 0 below the 1 images"),
         ("path,label\na.png,x\na.png,y\n", "line 3: a.png has label y, in line 2 x"),
         ("path,split\na.png,train\na.png,test\n", "line 3: a.png has split test, in line 2 train"),
         ("path,split\na.png,trian\n", "line 2: split 'trian' .did you mean 'train'"),
