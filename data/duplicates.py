@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
 
 from data.decode import stored_image
 from data.images import thumbnail
@@ -19,13 +18,12 @@ from data.lmdb.reader import LMDBReader
 from data.near_duplicates import Candidates, confirm, near
 from utils.config.cli import Parser
 from utils.errors import UserError
-from utils.files import building, write_atomic
-from utils.images import legible
+from utils.files import write_atomic
+from utils.images import save_captioned
 from utils.script import run_cli
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
-TEXT = 11  # px: height of letters
 LISTED = 5  # groups and pairs in the report for people
 MEMBERS = 5  # of a group there
 
@@ -230,24 +228,17 @@ def _members(name: Name, records: list[int], most: int) -> str:
     return ", ".join(map(name, records[:most])) + more
 
 
-def sheet(report: Report, reader: LMDBReader, other: LMDBReader) -> Image.Image:
-    """Up to SHOWN pairs side by side with their records and classes: exact duplicates, those with different labels
-    first, and near ones from the most to the least alike. Raises ValueError if there are none, DamageError.
+def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path) -> None:
+    """Draw up to SHOWN pairs side by side with their records and classes: exact duplicates, those with different labels
+    first, and near ones from the most to the least alike; there is at least one. Raises DamageError.
     """
-    shown = _shown(report.exact, report.near or [])
-    if not shown:
-        raise ValueError("there are no pairs")
-    across, width, height = min(len(shown), 4), 2 * CELL + 12, CELL + 26
-    image = Image.new("RGB", (across * width, -(-len(shown) // across) * height), "white")
-    for place, (record, other_record, caption) in enumerate(shown):
-        cell = Image.new("RGB", (width, height), "white")  # of its own: a long name ends at its edge
-        cell.paste(thumbnail(stored_image(reader, record)[0], CELL), (4, 0))
-        cell.paste(thumbnail(stored_image(other, other_record)[0], CELL), (CELL + 8, 0))
-        names = f"{caption}: {report.names[0](record)}, {report.names[1](other_record)}"
-        names, font = legible(names, TEXT)
-        ImageDraw.Draw(cell).text((4, CELL + 4), names, fill="black", font=font)
-        image.paste(cell, (place % across * width, place // across * height))
-    return image
+    pairs, captions = [], []
+    gap = np.full((3, CELL, 8), 255, np.uint8)
+    for record, other_record, kind in _shown(report.exact, report.near or []):
+        left, right = stored_image(reader, record)[0], stored_image(other, other_record)[0]
+        pairs.append(np.concatenate([thumbnail(left, CELL), gap, thumbnail(right, CELL)], axis=2))
+        captions.append(f"{kind}: {report.names[0](record)}\n{report.names[1](other_record)}")
+    save_captioned(pairs, captions, path, columns=4)
 
 
 def _shown(groups: list[Group], pairs: Sequence[Pair]) -> list[tuple[int, int, str]]:
@@ -285,8 +276,7 @@ def main(argv: list[str]) -> None:
         hint = [] if args.list or text == lines(report, None) else ["all of them: add --list FILE"]
         print(json.dumps(report.document(), indent=2) if args.json else "\n".join(text + hint))
         if args.out and (report.exact or report.near):
-            with building(args.out) as temporary:
-                sheet(report, reader, other).save(temporary, format="PNG")
+            save_sheet(report, reader, other, args.out)
             print(f"pairs: {args.out}", file=sys.stderr if args.json else sys.stdout)
         elif args.out:
             print(f"no pairs, so {args.out} was not written", file=sys.stderr)

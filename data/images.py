@@ -149,10 +149,10 @@ def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
     return padded
 
 
-def thumbnail(pixels: np.ndarray, side: int) -> Image.Image:
-    """An image uint8 [H, W, C] as side x side px for people: its middle, small ones with their pixels enlarged."""
-    pixels = fit(pixels, min(side, *pixels.shape[:2]), "crop")
-    return _pillow(pixels).resize((side, side), Image.Resampling.NEAREST)
+def thumbnail(pixels: np.ndarray, side: int) -> np.ndarray:
+    """An image uint8 [H, W, C] for people: uint8 [3, side, side], its middle, small ones with their pixels enlarged."""
+    middle = _pillow(fit(pixels, min(side, *pixels.shape[:2]), "crop")).convert("RGB")
+    return np.asarray(middle.resize((side, side), Image.Resampling.NEAREST)).transpose(2, 0, 1)
 
 
 def _pillow(pixels: np.ndarray) -> Image.Image:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import lmdb
 import numpy as np
-from PIL import Image, ImageDraw
 
 from data.decode import decode, stored_image
 from data.errors import DamageError, ImageError
@@ -24,8 +23,7 @@ from data.lmdb.format import Meta, content_hash
 from data.lmdb.reader import LMDBReader
 from utils.config.cli import Parser
 from utils.errors import UserError
-from utils.files import building
-from utils.images import legible
+from utils.images import save_table
 from utils.memory import cores
 from utils.runlog.progress import Bar
 from utils.script import run_cli
@@ -34,7 +32,6 @@ from utils.text import columns
 COLUMNS = 10
 MAX_ROWS = 20
 CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
-TEXT = 12  # px: height of letters
 TOLD = 2  # lines on damaged records
 BAR = 40  # characters of the longest bar of the histogram
 
@@ -68,33 +65,24 @@ def _text(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-def grid(reader: LMDBReader) -> Image.Image:
-    """A row of images per class with its name (the first MAX_ROWS classes), or the first images if unlabelled."""
-    rows = _grid_rows(reader)
+def save_grid(reader: LMDBReader, path: Path) -> None:
+    """Draw a row of images per class with its name (the first MAX_ROWS classes), or the first images if unlabelled."""
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
-    heads = [legible(name, TEXT) for name, _ in rows]
-    margin = max([0, *(int(font.getlength(name)) + 12 for name, font in heads if name)])
-    image = Image.new("RGB", (margin + COLUMNS * (cell + 2), len(rows) * (cell + 2)), "white")
-    draw = ImageDraw.Draw(image)
-    for row, ((name, font), (_, indices)) in enumerate(zip(heads, rows, strict=True)):
-        draw.text((6, row * (cell + 2) + cell // 2), name, fill="black", font=font, anchor="lm")
-        for column, index in enumerate(indices):
-            tile = thumbnail(stored_image(reader, index)[0], cell)
-            image.paste(tile, (margin + column * (cell + 2), row * (cell + 2)))
-    return image
+    rows = [[thumbnail(stored_image(reader, index)[0], cell) for index in row] for row in _grid_rows(reader)]
+    save_table(rows, path, row_heads=reader.classes[:MAX_ROWS], cell=cell, gap=2)
 
 
-def _grid_rows(reader: LMDBReader) -> list[tuple[str, list[int]]]:
-    """Names and records, spread evenly over each class."""
+def _grid_rows(reader: LMDBReader) -> list[list[int]]:
+    """Records, spread evenly over each class."""
     if not reader.classes:
         chosen = list(range(min(len(reader), COLUMNS * 8)))
-        return [("", chosen[start : start + COLUMNS]) for start in range(0, len(chosen), COLUMNS)]
+        return [chosen[start : start + COLUMNS] for start in range(0, len(chosen), COLUMNS)]
     rows = []
-    for label, name in enumerate(reader.classes[:MAX_ROWS]):
+    for label in range(min(len(reader.classes), MAX_ROWS)):
         members = np.flatnonzero(reader.labels() == label)
         places = np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(np.int64))
-        rows.append((name, members[places].tolist()))
+        rows.append(members[places].tolist())
     return rows
 
 
@@ -251,8 +239,7 @@ def main(argv: list[str]) -> None:
             report(damage, reader)
         if args.out or not (args.json or args.verify):
             out = args.out or args.path.with_name(f"{args.path.stem}.grid.png")
-            with building(out) as temporary:
-                grid(reader).save(temporary, format="PNG")
+            save_grid(reader, out)
             print(f"image grid: {out}", file=sys.stderr if args.json else sys.stdout)
 
 

@@ -28,7 +28,8 @@ PADDING = 4  # px between a table's images
 CAPTION = 112  # px that a caption may be wide at least
 
 Word = tuple[float, float, str, str]  # x, y, text, and what of it lies there: Pillow's anchor
-Place: TypeAlias = "tuple[int, int, Tensor | None]"  # x, y of an image's corner; None leaves the place white
+Picture: TypeAlias = "Tensor | np.ndarray"  # uint8 [C, H, W]
+Place: TypeAlias = "tuple[int, int, Picture | None]"  # x, y of an image's corner; None leaves the place white
 OWN = "DejaVu Sans"
 OTHERS = [  # the most common ones with many scripts, in order
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans SC", "Noto Sans JP", "Source Han Sans SC"),
@@ -55,7 +56,7 @@ def save_png(image: np.ndarray, path: str | Path) -> None:
     write_atomic(path, buffer.getvalue())
 
 
-def save_captioned(images: "Sequence[Tensor]", captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
+def save_captioned(images: Sequence[Picture], captions: Sequence[str], path: str | Path, *, columns: int = 6) -> None:
     """Draw images uint8 [C, H, W], all of one size, each with its caption of at most two lines below; at least one.
 
     A line that is wider than its image's cell loses its middle.
@@ -95,7 +96,7 @@ def save_rows(
 
 
 def save_table(
-    rows: "Sequence[Sequence[Tensor | None]]",  # uint8 [C, H, H] each; None, or a shorter row, leaves the place white
+    rows: "Sequence[Sequence[Picture | None]]",  # square; None, or a shorter row, leaves the place white
     path: str | Path,
     *,
     row_heads: Sequence[str] = (),  # of one line, to the left; none: no room is left for them
@@ -124,7 +125,7 @@ def save_table(
 
 def _save(path: str | Path, size: tuple[int, int], places: Iterable[Place], words: Iterable[Word], scale: int) -> None:
     """Write a white PNG of `size` (width, height) with images, of which each pixel becomes scale x scale, and words."""
-    shown = [(x, y, image.numpy().transpose(1, 2, 0)) for x, y, image in places if image is not None]
+    shown = [(x, y, np.asarray(image).transpose(1, 2, 0)) for x, y, image in places if image is not None]
     canvas = np.full((size[1], size[0], max(pixels.shape[2] for _, _, pixels in shown)), 255, dtype=np.uint8)
     for x, y, pixels in shown:
         height, width = (side * scale for side in pixels.shape[:2])

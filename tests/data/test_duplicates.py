@@ -409,8 +409,8 @@ def test_command_line(planted: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (document["images"], document["other_images"], document["exact_duplicates"]) == (27, None, 3)
     assert {pair["record"] for pair in document["near"]} == {5, 6}
     with Image.open(tmp_path / "new" / "p.png") as image:
-        assert image.size == (4 * 268, 154)  # two groups and two pairs
-        shown = np.asarray(image)[:128, 4:132]
+        assert image.size == (4 * 276, 170)  # two groups and two pairs
+        shown = np.asarray(image)[6:134, 6:134]
     np.testing.assert_array_equal(shown, photos(20)[3].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1))
 
 
@@ -428,8 +428,8 @@ def test_many_pairs_are_shown_in_part(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "a.lmdb", np.concatenate([images, saved(images, 90), images[:15]]))
     main([str(tmp_path / "a.lmdb"), "--similar", "--out", str(tmp_path / "p.png")])
     with Image.open(tmp_path / "p.png") as image:
-        assert image.size == (4 * 268, 5 * 154)
-        eleventh = np.asarray(image)[2 * 154 : 2 * 154 + 128, 2 * 268 + 4 : 2 * 268 + 132]
+        assert image.size == (4 * 276, 5 * 170)
+        eleventh = np.asarray(image)[2 * 170 + 6 : 2 * 170 + 134, 2 * 276 + 6 : 2 * 276 + 134]
     pairs = find(LMDBReader(tmp_path / "a.lmdb"), similar=True).near
     assert pairs is not None
     best = pairs[0].record  # after ten of the fifteen exact duplicates

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data import inspect as inspect_module
 from data.images import encode
-from data.inspect import Damage, check_block, grid, main, report, verify
+from data.inspect import Damage, check_block, main, report, save_grid, verify
 from data.lmdb import format as record_format
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
@@ -35,9 +35,9 @@ def test_text_and_grid(packed: Path, capsys: pytest.CaptureFixture[str]) -> None
     with Image.open(packed.parent / "packed.grid.png") as file:
         image = np.asarray(file.convert("RGB"))
     first = sample_images(20)[0].transpose(1, 2, 0).repeat(8, axis=0).repeat(8, axis=1)
-    left = image.shape[1] - 10 * 66
+    left = image.shape[1] - 7 * 66
     np.testing.assert_array_equal(image[:64, left : left + 64], first)
-    assert (image[:64, :left] == 0).any()  # the class name
+    assert image[:64, :left].min() < 50  # the class name
 
 
 def test_json_is_one_document(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     main([str(packed), "--json", "--verify", "--out", str(tmp_path / "g.png")])
     assert json.loads(capsys.readouterr().out)["damaged"] == []
     with Image.open(tmp_path / "g.png") as image:
-        assert image.size[0] > 640
+        assert image.size[0] > 7 * 66
     with pytest.raises(UserError, match=r"end in \.png"):
         main([str(packed), "--out", str(tmp_path / "g.txt")])
     main([str(packed), "--out", str(tmp_path / "new" / "g.png")])
@@ -64,21 +64,28 @@ def test_out(packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         main([str(packed), "--out", str(packed / "g.png")])
 
 
+def grid_size(path: Path) -> tuple[int, int]:
+    with LMDBReader(path) as reader:
+        save_grid(reader, path.with_suffix(".png"))
+    with Image.open(path.with_suffix(".png")) as image:
+        return image.size
+
+
 def test_grid_of_unlabelled_and_of_own_sizes(tmp_path: Path, photos: Path) -> None:
     pack_arrays(tmp_path / "x.lmdb", sample_images(25, 1))
-    assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (660, 3 * 66)
+    assert grid_size(tmp_path / "x.lmdb") == (660, 3 * 66)
     pack_main([str(photos), str(tmp_path / "s.lmdb"), "--encoding", "source"])
-    assert grid(LMDBReader(tmp_path / "s.lmdb")).size[1] == 2 * 130
+    assert grid_size(tmp_path / "s.lmdb")[1] == 2 * 130
 
 
 def test_grid_of_large_images_stays_small(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "x.lmdb", sample_images(2, 1, side=200))
-    assert grid(LMDBReader(tmp_path / "x.lmdb")).size == (1300, 130)
+    assert grid_size(tmp_path / "x.lmdb") == (260, 130)
 
 
 def test_many_classes(tmp_path: Path) -> None:
     pack_arrays(tmp_path / "x.lmdb", sample_images(50, 1), np.arange(50), [f"class {number}" for number in range(50)])
-    assert grid(LMDBReader(tmp_path / "x.lmdb")).size[1] == 20 * 66
+    assert grid_size(tmp_path / "x.lmdb")[1] == 20 * 66
 
 
 @pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from data.inspect import grid
+from data.inspect import save_grid
 from data.lmdb.reader import LMDBReader
 from data.records import pack_arrays
 from metrics.images import save_confusion
@@ -61,8 +61,8 @@ def test_class_names_of_all_scripts_are_drawn_without_a_warning(only_own: None, 
         warnings.simplefilter("error")
         patch.setattr(ImageDraw.ImageDraw, "text", draw)
         with LMDBReader(tmp_path / "x.lmdb") as reader:
-            grid(reader)
+            save_grid(reader, tmp_path / "x.png")
         save_confusion(np.eye(4).astype(int).tolist(), names, tmp_path / "c.png")
-    assert drawn == ["plain", "\\u732b", "a\\nb", names[3]]
+    assert drawn == ["plain", "\\u732b", "a b", names[3]]
     with Image.open(tmp_path / "c.png") as image:
         image.verify()
