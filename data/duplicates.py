@@ -21,6 +21,7 @@ from utils.errors import UserError
 from utils.files import write_atomic
 from utils.images import save_captioned
 from utils.script import run_cli
+from utils.text import listed
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
@@ -170,8 +171,8 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     groups = []
     most = report.images + (report.other_images or 0) if limit is None else MEMBERS
     for group in report.exact:
-        sides = (_members(name, group.records, most), _members(other_name, group.other_records, most))
-        groups.append((" = ".join(filter(None, sides)), group.labels_differ))
+        sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
+        groups.append((" = ".join(listed(side, most) for side in sides if side), group.labels_differ))
     text = _listed(f"{found} in {_count(len(groups), 'group')}", groups, "group", limit)
     if not report.exact_comparable:
         text.append("exact duplicates cannot be found: the files differ in the channels or the size of their images")
@@ -220,12 +221,6 @@ def _listed(head: str, items: list[tuple[str, bool]], what: str, limit: int | No
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _members(name: Name, records: list[int], most: int) -> str:
-    """A group's records in a file, so many by name."""
-    more = f" and {len(records) - most:,} more" if len(records) > most else ""
-    return ", ".join(map(name, records[:most])) + more
 
 
 def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path) -> None:

@@ -53,8 +53,7 @@ class _Skipped:
         """Count a problem. Raises UserError if it must not be skipped; so many are `known` of already."""
         self.problems.append(problem)
         if self._stop:
-            more = f" (and {known - 1} more)" if known > 1 else ""
-            raise UserError(f"{problem}{more}: fix it, or pass --on-error skip to leave it out")
+            raise problem.error("pass --on-error skip to leave it out", known)
         if max(known, len(self.problems)) > self.cap:
             raise UserError(
                 f"{self._source.name}: {max(known, len(self.problems)):,} images or folders cannot be used,"
@@ -75,10 +74,7 @@ class _Skipped:
 
 def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:
     """Raise UserError for an empty class, and for classes that differ from those of the file `against`."""
-    if source.classes:
-        counts = np.bincount(source.labels(), minlength=len(source.classes))
-        if not counts.all():
-            raise UserError(f"{source.name}: class {source.classes[int(counts.argmin())]} has no images; add some")
+    source.check_classes()
     if against is None:
         return
     if against.exists() and any(target.exists() and against.samefile(target) for target in targets):

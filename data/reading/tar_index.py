@@ -12,8 +12,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import NoReturn
 
 from data.lmdb.format import Shard
 from data.lmdb.reader import LMDBReader
@@ -53,12 +52,8 @@ def index_of(shards: Sequence[Path]) -> Path:
 
 
 def _state(shard: Path) -> Shard:
-    try:
+    with bounded.reading(shard, "give tar files of images"):
         size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
-    except FileNotFoundError:
-        raise UserError(f"{shard}: no such file; check the path") from None
-    except OSError as error:
-        raise UserError(f"{shard} {error.strerror}; give tar files of images") from None
     return Shard(path=str(shard.absolute()), size=size, changed=changed)
 
 
@@ -82,7 +77,7 @@ def _make(path: Path, shards: Sequence[Path], known: list[Shard]) -> None:
         with writer, contextlib.closing(images), Bar(total=len(source), desc="indexing", unit="image") as bar:
             for image in images:
                 if image.record is None:
-                    raise _refused(Problem(source.item_name(image.row), image.problem), 1)
+                    _refuse(Problem(source.item_name(image.row), image.problem))
                 writer.add_record(image.record, source.stored_name(image.row), source.place(image.row))
                 bar.update()
             writer.finish()
@@ -91,7 +86,7 @@ def _make(path: Path, shards: Sequence[Path], known: list[Shard]) -> None:
 def _check(source: TarSource) -> None:
     """Raise UserError for shards that only packing, which has options for it, can make a data set of."""
     if source.problems:
-        raise _refused(source.problems[0], len(source.problems))
+        _refuse(source.problems[0], len(source.problems))
     if source.splits:
         raise UserError(f"{source.path} holds the splits {' and '.join(source.splits)}: pack one of them, with --split")
     for remark in source.remarks:
@@ -99,12 +94,8 @@ def _check(source: TarSource) -> None:
             told = remark.removeprefix("warning: ").replace("packed without", "read without")
             raise UserError(f"{told}: only data.pack has that option: pack the shards, and train from the packed file")
         say(remark)
-    if source.classes:
-        counts = np.bincount(source.labels(), minlength=len(source.classes))
-        if not counts.all():
-            raise UserError(f"{source.path}: class {source.classes[int(counts.argmin())]} has no images; add some")
+    source.check_classes()
 
 
-def _refused(problem: Problem, count: int) -> UserError:
-    more = f" (and {count - 1} more)" if count > 1 else ""
-    return UserError(f"{problem}{more}: fix it, or pack the shards with data.pack --on-error skip, which leaves it out")
+def _refuse(problem: Problem, count: int = 1) -> NoReturn:
+    raise problem.error("pack the shards with data.pack --on-error skip, which leaves it out", count)

@@ -148,10 +148,8 @@ def load_sample_weights(path: str | Path, count: int) -> np.ndarray:
     A .npy file holds numbers [count], any other is text, one number a line. Raises UserError naming the file and line.
     """
     path, binary = Path(path), Path(path).suffix == ".npy"
-    try:
+    with bounded.reading(path, "give a file with a weight for each image"):
         weights = _array_weights(path) if binary else _text_weights(path)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; give a file with a weight for each image") from None
     if len(weights) != count:
         raise UserError(f"{path} has {len(weights)} weights, the data set {count} images: give one for each image")
     _check_values(weights, str(path), "index" if binary else "line", first=0 if binary else 1)

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from utils.errors import UserError
 from utils.passport import Passport
 from utils.text import printable
 
@@ -39,6 +40,11 @@ class Problem:
 
     def __str__(self) -> str:
         return printable(f"{self.name} {self.reason}")
+
+    def error(self, remedy: str, count: int = 1) -> UserError:
+        """That this must not be skipped; it is the first of `count`."""
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        return UserError(f"{self}{more}: fix it, or {remedy}")
 
 
 @dataclass
@@ -76,6 +82,12 @@ class Source(AbstractContextManager["Source"]):
     def labels(self) -> np.ndarray:
         """A label for each image, int64 [n]; zeros if the source is unlabelled."""
         return self._labels
+
+    def check_classes(self) -> None:
+        """Raise UserError for a class without images."""
+        counts = np.bincount(self.labels(), minlength=len(self.classes))
+        if self.classes and not counts.all():
+            raise UserError(f"{self.name}: class {self.classes[int(counts.argmin())]} has no images; add some")
 
     def item_name(self, index: int) -> str:
         """Name of an image, also where it cannot be read."""

@@ -104,7 +104,9 @@ class ZipSource(ListedSource):
     def __init__(self, path: Path, options: SourceOptions) -> None:
         self.path = path
         self._stored: dict[str, str] = {}  # the names in the archive of those that are written otherwise there
-        self._archive = _open_zip(path)
+        with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
+            bounded.check(path, bounded.ARCHIVE)
+            self._archive = zipfile.ZipFile(path)
         try:
             super().__init__(path.name, self._list(options))
         except BaseException:
@@ -149,11 +151,3 @@ class ZipSource(ListedSource):
 
     def __exit__(self, *error: object) -> None:
         self._archive.close()
-
-
-def _open_zip(path: Path) -> zipfile.ZipFile:
-    try:
-        bounded.check(path, bounded.ARCHIVE)
-        return zipfile.ZipFile(path)
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read as a zip file ({error}); copy or make it again") from None

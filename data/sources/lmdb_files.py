@@ -17,6 +17,7 @@ from data.lmdb.format import FORMAT_KEY
 from data.lmdb.reader import LMDBReader
 from data.sources.base import Item, Source, SourceOptions
 from data.sources.splits import refuse_split
+from utils import bounded
 from utils.errors import UserError
 
 LENGTH_KEY = b"length"
@@ -30,12 +31,9 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
     """
     refuse_split(path, options.split)
     handle = acquire(path)
-    try:
-        with handle.environment.begin() as transaction:
-            ours = transaction.get(FORMAT_KEY) is not None
-            theirs = transaction.get(LENGTH_KEY) is not None or bool(resolutions(transaction))
-    except lmdb.Error as error:
-        raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
+    with bounded.reading(path, "copy or make it again", lmdb.Error), handle.environment.begin() as transaction:
+        ours = transaction.get(FORMAT_KEY) is not None
+        theirs = transaction.get(LENGTH_KEY) is not None or bool(resolutions(transaction))
     if ours:
         return PackedSource(path, size=options.size)
     if theirs:
@@ -105,11 +103,8 @@ class RosinalitySource(Source):
         self.path = path
         self._handle: Handle | None = acquire(path)
         environment = self._handle.environment
-        try:
-            with environment.begin() as transaction:
-                found, length = resolutions(transaction), transaction.get(LENGTH_KEY)
-        except lmdb.Error as error:
-            raise UserError(f"{path} is damaged ({error}); copy or make it again") from None
+        with bounded.reading(path, "copy or make it again", lmdb.Error), environment.begin() as transaction:
+            found, length = resolutions(transaction), transaction.get(LENGTH_KEY)
         count = _count(path, length, environment.stat()["entries"])
         if not found:
             raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")

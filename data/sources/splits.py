@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data.images import SUFFIXES
+from utils import bounded
 from utils.errors import UserError
 
 TRAIN, TEST, VAL = ("train", "training"), ("test", "testing"), ("val", "valid", "validation")
@@ -51,13 +52,11 @@ def refuse_split(where: str | Path, split: str | None, what: str = "splits") -> 
 
 def sharded(folder: Path) -> str:
     """The suffix of SHARDED of a folder that holds such files and neither images nor visible sub-folders; else ""."""
-    try:
+    with bounded.reading(folder, "check its permissions"):
         visible = _visible(folder)
         suffixes = {entry.suffix.lower() for entry in visible}
         if suffixes & SUFFIXES or not suffixes & SHARDED.keys() or any(entry.is_dir() for entry in visible):
             return ""
-    except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; check its permissions") from None
     return next(suffix for suffix in SHARDED if suffix in suffixes)
 
 

@@ -8,7 +8,6 @@
 pyarrow is imported at the first use.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -19,6 +18,7 @@ import unicodedata
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from utils.errors import UserError
 from utils.memory import available_bytes
 from utils.text import listed, printable
 
-KINDS = {".parquet": "a Parquet file", ".arrow": "an Arrow file"}
 MEMORY_SHARE = 0.5  # of what is available, for the process that reads
 LOOKED_AT = 10_000  # rows of a column that may be labels
 PIECE_ROWS = 16  # of images at a time
@@ -277,16 +276,9 @@ def open_tables(path: Path, options: SourceOptions) -> TableSource:
     return TableSource(path, shards, options.label_column, splits, ignored)
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> AbstractContextManager[None]:
     """Around reading a file: what pyarrow raises becomes a UserError that names it."""
-    try:
-        yield
-    except (OSError, UnicodeDecodeError, pyarrow().ArrowException) as error:
-        told = (
-            f"{path} cannot be read as {KINDS.get(path.suffix.lower(), 'an Arrow file')} ({str(error).splitlines()[0]})"
-        )
-        raise UserError(f"{told}; copy or get it again") from None
+    return bounded.reading(path, "copy or get it again", UnicodeDecodeError, pyarrow().ArrowException)
 
 
 def _column(path: Path, name: str, rows: int) -> Iterator[Any]:

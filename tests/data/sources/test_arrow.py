@@ -130,7 +130,7 @@ def test_what_could_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pyte
     nulls = arrow(tmp_path / "nulls.arrow", {"image": pa.array([b"x"] * 9), "n": pa.nulls(9)})
     content = nulls.read_bytes()
     nulls.write_bytes(content.replace(struct.pack("<q", 2), struct.pack("<q", 1 << 40)))
-    with pytest.raises(UserError, match=r"cannot be read as an Arrow file|says that it holds"):
+    with pytest.raises(UserError, match=r"cannot be read|says that it holds"):
         open_source(str(nulls))
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     big = {"image": [np.random.default_rng(0).bytes(2 << 20), b"x"]}
@@ -150,7 +150,7 @@ def test_compressed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(tables, "available_bytes", lambda: 300 << 20)
         bomb = arrow(tmp_path / "bomb.arrow", {"image": [bytes(32 << 20)] * 6}, compression="zstd", rows=6)
         assert bomb.stat().st_size < 100_000
-        with pytest.raises(UserError, match=r"bomb\.arrow cannot be read as an Arrow file \([^\n]+\); copy or get it"):
+        with pytest.raises(UserError, match=r"bomb\.arrow cannot be read \([^\n]+\); copy or get it"):
             open_source(str(bomb))
         assert contents(source) == [content_of(1), content_of(2)]  # and reading goes on
 
