@@ -18,7 +18,6 @@ from studies.subject import (
     SELECTOR,
     SELECTOR_SEED,
     UNTRAINED,
-    Arm,
     Comparison,
     Conclusion,
     Control,
@@ -64,10 +63,6 @@ class AugmentConfig(StudyConfig):
         if self.selection.low > self.selection.high:
             raise UserError("selection.low lies above selection.high; exchange them")
 
-    @property
-    def needs_selector(self) -> bool:
-        return True in self.selected
-
 
 def synthetic_name(ratio: float, selected: bool) -> str:
     """An arm's name."""
@@ -95,7 +90,7 @@ class Augment(Subject):
         self.kinds = [SELECTED if selected else SAMPLES for selected in config.selected]
 
     def _file(self, job: str, ratio: float) -> Path:
-        return self.place(job) / (f"ratio-{ratio:g}.lmdb" if job != HELD else "images.lmdb")
+        return self.place(job) / ("images.lmdb" if job == HELD else f"ratio-{ratio:g}.lmdb")
 
     def _wanted(self, ratio: float) -> list[int]:
         return sample_counts(self.counts(TRAIN), ratio, fill=self.tail)
@@ -106,7 +101,7 @@ class Augment(Subject):
         config, recipe = self.config, self.config.classifier
         control = [config.control_ratio]
         jobs = [self.parts_job(), *self.generators(), self._samples(NOISE, UNTRAINED, control)]
-        jobs.append(Job(HELD, self._held_back, {"ratio": config.control_ratio}, (PARTS,)))
+        jobs.append(Job(HELD, HELD, self._held_back, {"ratio": config.control_ratio}, (PARTS,)))
         jobs += [self._samples(SAMPLES, GENERATOR, config.ratios)] if SAMPLES in self.kinds else []
         if SELECTED in self.kinds:  # by a classifier of the training images alone, every class seen equally often
             more = {"data.sampling": "balanced"}
@@ -121,15 +116,16 @@ class Augment(Subject):
         and `counts`: what each file holds, fewer than asked for where the selection's pool has no more.
         """
         selection = self.config.selection
-        band = (selection.low, selection.high)
-        drawing = Drawing(recognised=True, confidence=band) if name == SELECTED else Drawing()
-        key = {"pool": selection.pool, "recognised": True, "confidence": band} if name == SELECTED else None
+        rule: dict[str, Any] = {}
+        if name == SELECTED:
+            rule = {"recognised": True, "confidence": (selection.low, selection.high)}
+        drawing, pool = Drawing(**rule), selection.pool if rule else None
 
         def make(_place: Path) -> Settings:
             files = {self._file(name, ratio): self._wanted(ratio) for ratio in ratios}
             device = choose_device(self.device)
-            how: dict[str, Any] = {"seed": SEED, "drawing": drawing, "device": device}
-            how |= {"rule": self.selector(drawing, device), "pool": selection.pool if drawing.selects else None}
+            how: dict[str, Any] = {"seed": SEED, "drawing": drawing, "device": device, "pool": pool}
+            how["rule"] = self.selector(drawing, device)
             kept = draw_samples(files, last_checkpoints(Path(self.run_of(generator)), 1), self.classes(), **how)
             counts = {}
             for file in files:
@@ -137,9 +133,10 @@ class Augment(Subject):
                     counts[file.stem] = list(reader.meta.histogram)
             return {"kept": kept, "counts": counts}
 
-        needs = (PARTS, generator, *([SELECTOR] if name == SELECTED else []))
-        key = {"ratios": {f"ratio-{ratio:g}": ratio for ratio in ratios}, "selection": key}
-        return Job(name, make, key, needs, f"samples of {generator}" + (f", {drawing}" * drawing.selects))
+        needs = (PARTS, generator, *([SELECTOR] if rule else []))
+        selected = {"pool": pool, **rule} if rule else None
+        key = {"ratios": {f"ratio-{ratio:g}": ratio for ratio in ratios}, "selection": selected}
+        return Job(name, f"samples of {generator}" + (f", {drawing}" * drawing.selects), make, key, needs)
 
     def _held_back(self, _place: Path) -> Settings:
         with Dataset(self.part(HELD_BACK)) as reader:
@@ -150,7 +147,7 @@ class Augment(Subject):
 
     # --- arms
 
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[Job]:
         config, control = self.config, self.config.control_ratio
         arms = [self._arm(REAL, "the training images alone", {}, CLASSIC)]
         if self.tail:
@@ -168,7 +165,7 @@ class Augment(Subject):
         what = f"{control:g} further real images per real image"
         return [*arms, self._arm(HELD, what, {}, CONTROL, HELD, control)]
 
-    def _arm(self, name: str, what: str, own: Settings, family: str, job: str = "", ratio: float = 0.0) -> Arm:
+    def _arm(self, name: str, what: str, own: Settings, family: str, job: str = "", ratio: float = 0.0) -> Job:
         """An arm with overrides of its own, and with the images of a job mixed in."""
         own, images = dict(own), {}
         if job:
@@ -177,7 +174,7 @@ class Augment(Subject):
             own |= {"data.synthetic.balance": "fill"} if self.tail else {}
             own |= self.config.mixing if family == SYNTHETIC else {}
         make = partial(self._make, {"data.path": str(self.part(TRAIN)), **own, **images})
-        return Arm(name, what, make, self.recipe_key(own), (PARTS, *([job] if job else [])), family)
+        return Job(name, what, make, self.recipe_key(own), (PARTS, *([job] if job else [])), family)
 
     def _make(self, overrides: Settings, folder: Path, seed: int) -> Result:
         self.train(folder, self.config.classifier, overrides, seed)

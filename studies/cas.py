@@ -18,7 +18,6 @@ from studies.subject import (
     SELECTOR,
     SELECTOR_SEED,
     UNTRAINED,
-    Arm,
     Comparison,
     Conclusion,
     Control,
@@ -81,7 +80,7 @@ class Cas(Subject):
 
     # --- arms
 
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[Job]:
         return [
             self._arm(REAL, "as many real images: the floor", "real"),
             self._arm(CONTROL, "other real images, passed off as samples", "control"),
@@ -89,11 +88,11 @@ class Cas(Subject):
             self._arm(NOISE, "samples of an untrained generator", "control", UNTRAINED),
         ]
 
-    def _arm(self, name: str, what: str, family: str, *jobs: str) -> Arm:
+    def _arm(self, name: str, what: str, family: str, *jobs: str) -> Job:
         drawing = self.drawings.get(name)
         key = {"drawing": drawing.model_dump() if drawing else None, "classifier": self.config.classifier.key()}
         needs = (PARTS, *jobs, *([SELECTOR] if drawing and drawing.selects else []))
-        return Arm(name, what, partial(self._make, name), key | {"n": self.config.n}, needs, family)
+        return Job(name, what, partial(self._make, name), key | {"n": self.config.n}, needs, family)
 
     def _make(self, name: str, folder: Path, seed: int) -> Result:
         file, shares = folder.with_name(f"{folder.name}.lmdb"), folder.with_name(f"{folder.name}.kept")

@@ -81,13 +81,8 @@ class StudyConfig(Config):
         self.data.check_source()
         for name in ("classifier", "gan"):
             recipe: Recipe = getattr(self, name)
-            if not recipe.config and recipe.run is None and name in self.trains:
+            if not recipe.config and recipe.run is None:
                 raise UserError(f"{name}.config is not set; name a recipe, such as configs/quickstart_{name}.yaml")
-
-    @property
-    def trains(self) -> tuple[str, ...]:
-        """Which recipes the study needs."""
-        return ("classifier", "gan")
 
     @property
     def all_seeds(self) -> range:

@@ -17,7 +17,7 @@ from reporting.figures import percent
 from studies.config import StudyConfig
 from studies.images import PARTS, TRAIN, write_subset
 from studies.samples import share_of_batch
-from studies.subject import SEED, Arm, Comparison, Conclusion, Control, Job, Result, Results, Settings, Subject
+from studies.subject import SEED, Comparison, Conclusion, Control, Job, Result, Results, Settings, Subject
 from utils.checkpoint import load, resolve
 from utils.config.model import PositiveFloat, PositiveInt, Probability
 from utils.distributed.collectives import choose_device
@@ -69,9 +69,9 @@ class Labels(Subject):
         how: dict[str, Any] = {"what": f"training the generator: {gan.config}", "needs": (PARTS, UNLABELLED)}
         return [
             self.parts_job(),
-            Job(UNLABELLED, self._unlabelled, needs=(PARTS,)),
+            Job(UNLABELLED, UNLABELLED, self._unlabelled, needs=(PARTS,)),
             self.training(GENERATOR, gan, unlabelled, seed=SEED, key=gan.key(), **how),
-            Job(SAMPLES, self._samples, {"ratio": self.config.ratio}, (GENERATOR,), "samples of the generator"),
+            Job(SAMPLES, "samples of the generator", self._samples, {"ratio": self.config.ratio}, (GENERATOR,)),
         ]
 
     def _unlabelled(self, place: Path) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class Labels(Subject):
 
     # --- arms
 
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[Job]:
         arms, least = [], self.config.per_class[0]
         for count in self.config.per_class:
             what = f"supervised: {count} labelled images of each class alone"
             key = self.recipe_key() | {"threshold": self.config.threshold}
             arms += [
-                Arm(arm_name(count), what, partial(self._first, count), key, (PARTS, SAMPLES), "labels"),
+                Job(arm_name(count), what, partial(self._first, count), key, (PARTS, SAMPLES), "labels"),
                 self._arm(count, GUESSED, "and all others that it is sure of", "guessed"),
                 self._arm(count, WITH_SAMPLES, "and samples that it is sure of", "guessed"),
                 self._arm(count, HEAD, "a linear head on D's features", "few", {"finetune.freeze": ["backbone"]}),
@@ -105,17 +105,17 @@ class Labels(Subject):
             ]
         arms.append(self._arm(least, WRONG, "labels drawn by chance", "wrong", family="control"))
         make = partial(self._train, self.part(TRAIN), {})
-        return [*arms, Arm(ALL, "every training image with its label", make, self.recipe_key(), (PARTS,), "control")]
+        return [*arms, Job(ALL, "every training image with its label", make, self.recipe_key(), (PARTS,), "control")]
 
     def _arm(
         self, count: int, way: str, what: str, images: str, own: Settings | None = None, family: str = "more"
-    ) -> Arm:
+    ) -> Job:
         """An arm on a draw's images of a kind; those with D start from the generator's run."""
         config = self.config
         own = {**(config.discriminator if way in (HEAD, TUNED) else {}), **(own or {})}
         key = self.recipe_key() | {"own": own, "threshold": config.threshold, "labels": count}
         make = partial(self._make, count, way, images, own)
-        return Arm(arm_name(count, way), what, make, key, (PARTS, SAMPLES), family)
+        return Job(arm_name(count, way), what, make, key, (PARTS, SAMPLES), family)
 
     def _make(self, count: int, way: str, kind: str, own: Settings, folder: Path, seed: int) -> Result:
         images, samples = self._file(count, kind, seed), self._file(count, "samples", seed)

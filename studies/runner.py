@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from studies.subject import Arm, Result, Settings, Subject, slug
+from studies.subject import Job, Result, Settings, Subject, slug
 from studies.verdict import document
 from utils.distributed.launch import handling
 from utils.errors import StoppedBySignal, UserError
@@ -77,16 +77,15 @@ class Study:
         job, place = self.jobs[name], self.subject.place(name)
 
         def make() -> Settings:
-            say(job.what or name)
+            say(job.what)
             place.mkdir(exist_ok=True)
             return {"job": name, "told": job.make(place)}
 
-        self._perform(place, place.with_name(f"{place.name}.json"), self._job_key(name), job.needs, make)
+        self._perform(place, place.with_name(f"{place.name}.json"), self._key(job, job=name), job.needs, make)
 
-    def _run(self, arm: Arm, seed: int, title: str) -> None:
+    def _run(self, arm: Job, seed: int, title: str) -> None:
         """Make one run, and its result into its file, unless that is done."""
         place = self.folder / "runs" / f"{slug(arm.name)}-s{seed}"
-        key = digest({"arm": arm.name, **arm.key, "seed": seed, "needs": [self._job_key(name) for name in arm.needs]})
 
         def make() -> Settings:
             start = time.monotonic()
@@ -95,6 +94,7 @@ class Study:
             say(f"{title}: {figures} ({duration(time.monotonic() - start)})")
             return {"arm": arm.name, "seed": seed, "seeds": len(self.seeds), **packed(result)}
 
+        key = self._key(arm, arm=arm.name, seed=seed)
         if self._perform(place, self._result_file(arm, seed), key, arm.needs, make):
             if not self.keep_runs:
                 shutil.rmtree(place / DISCARDED, ignore_errors=True)
@@ -131,11 +131,11 @@ class Study:
         _write(file, {"key": key, **outcome, "seconds": round(time.monotonic() - start, 1)})
         return True
 
-    def _job_key(self, name: str) -> str:
-        job = self.jobs[name]
-        return digest({"job": name, **job.key, "needs": [self._job_key(before) for before in job.needs]})
+    def _key(self, of: Job, **more: Any) -> str:
+        needs = [self._key(self.jobs[name], job=name) for name in of.needs]
+        return digest({**of.key, **more, "needs": needs})
 
-    def _result_file(self, arm: Arm, seed: int) -> Path:
+    def _result_file(self, arm: Job, seed: int) -> Path:
         return self.folder / "results" / f"{slug(arm.name)}-s{seed}.json"
 
     # --- results

@@ -41,24 +41,16 @@ Settings = Mapping[str, Any]  # ready for JSON
 
 @dataclass(frozen=True)
 class Job:
-    """Something that arms share and that is made once: image files, a generator, a file of samples."""
-
-    name: str
-    make: Callable[[Path], Settings]  # into a folder that may hold what an interrupted start left; returns its outcome
-    key: Settings = field(default_factory=dict)  # what defines it
-    needs: tuple[str, ...] = ()  # jobs that come before it
-    what: str = ""  # for people; empty: the name
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One row of the table, run once for every seed."""
+    """Something that arms share and that is made once: image files, a generator, a file of samples. Or an arm: one row
+    of the table, run once for every seed.
+    """
 
     name: str
     what: str  # a line for people
-    make: "Callable[[Path, int], Result]"  # (run folder, seed): train, or resume, and judge
-    key: Settings = field(default_factory=dict)  # what defines it, beside its jobs'
-    needs: tuple[str, ...] = ()  # jobs
+    # (folder, which may hold what an interrupted start left) -> outcome; of an arm (folder, seed) -> Result
+    make: Callable[..., Any]
+    key: Settings = field(default_factory=dict)  # what defines it, beside those that it needs
+    needs: tuple[str, ...] = ()  # jobs that come before it
     family: str = ""  # how subjects group their arms: "classic", "synthetic", "control"
 
 
@@ -164,7 +156,7 @@ class Subject(ABC):
         """What arms share."""
 
     @abstractmethod
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[Job]:
         """The rows of the table; the same whatever is done already."""
 
     @abstractmethod
@@ -234,7 +226,7 @@ class Subject(ABC):
         """The study's images: training, held-out, held-back and test ones."""
         data = self.config.data
         what = "the images: training, held-out, held-back and test ones"
-        return Job(PARTS, partial(make_parts, data), key=data.model_dump(), what=what)
+        return Job(PARTS, what, partial(make_parts, data), data.model_dump())
 
     def training(
         self,
@@ -258,7 +250,7 @@ class Subject(ABC):
             self.train(place / "run", recipe, {"data.path": str(images), **more}, seed, max_steps)
             return {"run": None}
 
-        return Job(name, make, key, needs, what)
+        return Job(name, what, make, key, needs)
 
     def generators(self) -> list[Job]:
         """The generator of the training images, and one as it is before its first step."""

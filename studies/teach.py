@@ -18,7 +18,6 @@ from studies.images import HELD_BACK, PARTS, TEST, TRAIN
 from studies.samples import COLUMNS, save_table
 from studies.subject import (
     SEED,
-    Arm,
     Comparison,
     Conclusion,
     Control,
@@ -72,7 +71,7 @@ class Teach(Subject):
             self.parts_job(),
             of(JUDGE, recipe, self.part(HELD_BACK), seed=2000, what="training the judge, of images held back"),
             of(TEACHER, recipe, self.part(TRAIN), seed=1000, what="training the teacher"),
-            Job(WRONG_LABELS, self._wrong_labels, needs=(PARTS,)),
+            Job(WRONG_LABELS, WRONG_LABELS, self._wrong_labels, needs=(PARTS,)),
             of(WRONG_TEACHER, recipe, wrong, seed=1000, what="training a teacher by chance", needs=(WRONG_LABELS,)),
         ]
 
@@ -87,18 +86,18 @@ class Teach(Subject):
 
     # --- arms
 
-    def arms(self) -> list[Arm]:
+    def arms(self) -> list[Job]:
         config = self.config
         arms = [self._arm(PLAIN, "the recipe alone", {}, "plain")]
         for weight in config.teacher:
-            name, what = teacher_name(weight), "loss.classifier: a classifier of the same training images"
+            name, what = f"teacher, weight {weight:g}", "loss.classifier: a classifier of the same training images"
             arms.append(self._arm(name, what, {"loss.classifier_weight": weight}, "taught", TEACHER))
         for weight in config.head:
-            own = {"loss.auxiliary_weight": weight}
-            arms.append(self._arm(head_name(weight), "a head on D, of real images", own, "taught"))
+            name, own = f"head on D, weight {weight:g}", {"loss.auxiliary_weight": weight}
+            arms.append(self._arm(name, "a head on D, of real images", own, "taught"))
             if config.head_learns_samples:
                 own = own | {"loss.auxiliary_fakes": True}
-                arms.append(self._arm(head_name(weight, samples=True), "of samples, too", own, "taught"))
+                arms.append(self._arm(f"{name}, learns samples", "of samples, too", own, "taught"))
         own = {"loss.classifier_weight": max(config.teacher, default=1.0)}
         what = "the teacher has learnt labels by chance"
         arms.append(self._arm(WRONG_TEACHER, what, own, "control", WRONG_TEACHER))
@@ -106,7 +105,7 @@ class Teach(Subject):
 
     def _arm(
         self, name: str, what: str, own: Settings, family: str, teacher: str | None = None, share: float | None = None
-    ) -> Arm:
+    ) -> Job:
         """An arm with overrides of its own; `teacher`: its job; `share`: of the steps."""
         config, gan = self.config, self.config.gan
         overrides = {"data.path": str(self.part(TRAIN)), **own}
@@ -114,7 +113,7 @@ class Teach(Subject):
         key = {"recipe": gan.text(), "overrides": gan.overrides, "own": dict(own), "share": share}
         key |= {"n": config.n, "extractor": config.extractor}
         needs = (PARTS, JUDGE, *([teacher] if teacher else []))
-        return Arm(name, what, partial(self._make, name, overrides, share), key, needs, family)
+        return Job(name, what, partial(self._make, name, overrides, share), key, needs, family)
 
     def _make(self, name: str, overrides: Settings, share: float | None, folder: Path, seed: int) -> Result:
         gan = self.config.gan
@@ -191,16 +190,6 @@ class Teach(Subject):
                 "intervals are over the training seeds; judge and teacher are one each",
             ],
         )
-
-
-def teacher_name(weight: float) -> str:
-    """An arm's name."""
-    return f"teacher, weight {weight:g}"
-
-
-def head_name(weight: float, *, samples: bool = False) -> str:
-    """An arm's name."""
-    return f"head on D, weight {weight:g}" + (", learns samples" if samples else "")
 
 
 CONFIG, SUBJECT = TeachConfig, Teach

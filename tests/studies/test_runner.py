@@ -10,7 +10,7 @@ import pytest
 
 from reporting.study import write_study_page
 from studies.runner import Study, packed, unpacked
-from studies.subject import Arm, Comparison, Conclusion, Control, Job, Result, Subject
+from studies.subject import Comparison, Conclusion, Control, Job, Result, Subject
 from tests.reporting.test_report import page
 from utils.errors import StoppedBySignal, UserError
 
@@ -37,8 +37,8 @@ class MadeUp(Subject):
 
             return made
 
-        first = Job("images", make("images"), key={"setting": self.setting})
-        return [first, Job("generator", make("generator"), needs=("images",))]
+        first = Job("images", "", make("images"), key={"setting": self.setting})
+        return [first, Job("generator", "", make("generator"), needs=("images",))]
 
     def arms(self):
         return [self.arm(number, name, share) for number, (name, share) in enumerate(self.shares.items())]
@@ -52,7 +52,7 @@ class MadeUp(Subject):
             return Result({"accuracy": float(hits.mean())}, {"test": hits})
 
         needs = ("images", "generator") if name == "samples" else ("images",)
-        return Arm(name, f"right on {share}", make, key={"share": share}, needs=needs, family="made up")
+        return Job(name, f"right on {share}", make, key={"share": share}, needs=needs, family="made up")
 
     def controls(self):
         return [Control("untrained", "real", "not helps", "no"), Control("held back", "real", "helps", "yes")]

@@ -18,8 +18,6 @@ from studies.teach import (
     WRONG_TEACHER,
     Teach,
     TeachConfig,
-    head_name,
-    teacher_name,
 )
 from tests.conftest import REPOSITORY
 from tests.metrics.conftest import classifier_run, gan_run, pack
@@ -53,11 +51,11 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
     for arm in subject_in(tmp_path, teacher=[0.5]).arms():
         with pytest.raises(KeyError):
             arm.make(tmp_path / arm.name, 3)
-    plain, taught = told[PLAIN], told[teacher_name(0.5)]
+    plain, taught = told[PLAIN], told["teacher, weight 0.5"]
     assert taught.loss.classifier == str(tmp_path / "jobs/teacher/run")
     assert taught.loss.classifier_weight == told[WRONG_TEACHER].loss.classifier_weight == 0.5
     assert told[WRONG_TEACHER].loss.classifier == str(tmp_path / "jobs/teacher-by-chance/run")
-    head, both = told[head_name(1)].loss, told[head_name(1, samples=True)].loss
+    head, both = told["head on D, weight 1"].loss, told["head on D, weight 1, learns samples"].loss
     assert (head.auxiliary_weight, head.auxiliary_fakes, both.auxiliary_fakes) == (1, False, True)
     for config in told.values():
         config.loss = plain.loss

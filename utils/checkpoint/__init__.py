@@ -21,7 +21,7 @@ from pydantic import Field
 from utils import bounded
 from utils.config.model import Stored
 from utils.config.yaml_files import near_file
-from utils.errors import UserError
+from utils.errors import StoppedBySignal, UserError
 from utils.files import replace_file, sync_folder
 from utils.passport import check_lineage
 
@@ -235,7 +235,7 @@ def load(path: Path, *, verify: bool = True) -> Checkpoint:
         import torch  # not for who only looks for a file
 
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except CorruptCheckpoint:
+    except (CorruptCheckpoint, StoppedBySignal):
         raise
     except pickle.UnpicklingError as error:
         raise CorruptCheckpoint(
