@@ -1,10 +1,4 @@
-"""One image: decode any file by a stated rule, bring it to size, encode it.
-
-The rules (docs/lmdb.md lists them): EXIF orientation is applied; transparency is composited on white; palettes are
-resolved; 16-bit values keep their high byte; CMYK and other colour models are converted to RGB without a colour
-profile; grey from RGB is ITU-R 601 luma. Animated and multi-page files, floating-point images, images with a side
-below MIN_SIDE px and those above Pillow's limit of pixels are refused.
-"""
+"""One image: decode any file by the rules that docs/lmdb.md lists, bring it to size, encode it."""
 
 import io
 import struct

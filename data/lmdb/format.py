@@ -74,14 +74,10 @@ class Meta(Stored):
     """What a packed data set says about itself.
 
     `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
-    `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the
-    images have sizes of their own (encoding "source"). `content_hash` is the SHA-256 of classes, labels, shapes and
-    payloads: the same images packed the same way give the same hash. `fingerprint` is the SHA-256 of the source's
-    own bytes and labels in order, whatever was made of them; empty if the source was not asked. `split` says how the
-    file was drawn from a larger set (data/packing/parts.py); None: it was not. `passport` says which generator drew the
-    images (utils/passport.py); None: they are real.
-    `shards` are the tar files that hold the images' bytes, where the file is but an index of them
-    (data/reading/tar_index.py); None: it holds them itself.
+    `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the images
+    have sizes of their own (encoding "source"). `split` says how the file was drawn from a larger set
+    (data/packing/split.py), `passport` which generator drew the images (utils/passport.py), `shards` which tar files
+    hold the images' bytes (data/reading/tar_index.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION
@@ -95,7 +91,7 @@ class Meta(Stored):
     std: list[Probability]
     resize_filter: str  # how images were brought to size: "none", "zero-pad", "centre-crop+lanczos"
     source: str  # what was packed, for people
-    fingerprint: str
+    fingerprint: str  # empty if the source was not asked
     content_hash: str
     blocks: list[Annotated[int, Interval(ge=1, le=2**31)]]  # images per block, one number for each resolution
     split: Split | None = None

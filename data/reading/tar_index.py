@@ -1,9 +1,7 @@
 """Webdataset's shards as a data set: an index of them, which is a packed file without the images' bytes.
 
-Making it reads and decodes every image once, as packing does: what packing refuses is refused, and entries, signatures
-and hashes are those of a file packed with `--encoding source`. Afterwards an image's bytes are read from their place in
-the tar and compared with the checksum in the index. The index is kept in a folder for such files, and made anew when a
-shard's size or time of change is another than it says.
+Making it reads and decodes every image once, as packing does. Afterwards an image's bytes are read from their place in
+the tar and compared with the checksum in the index (docs/data-at-scale.md).
 """
 
 import contextlib

@@ -49,9 +49,7 @@ class Problem:
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """Images by index, always in the same order.
-
-    Several threads may read it at once, unless it is `in_order`.
+    """Images by index, always in the same order. Several threads may read it at once, unless it is `in_order`.
 
     `shape` is the (height, width) in px of all images where that is known beforehand, else None; then `channels` is
     known too. `problems` were found while listing, for example an empty class folder; `ignored` names files that are no

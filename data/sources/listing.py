@@ -1,18 +1,11 @@
-"""From the names of files to images and labels: the rules that folders and zip files share.
+"""From the names of files to images and labels: the rules that folders and zip files share (docs/lmdb.md), and more:
 
-- Names with a part that begins with "." and macOS's `__MACOSX` are left out; files without an image's suffix, and
-  members of archives whose names lead out of them (absolute or with ".."), are ignored and listed.
-- A `dataset.json` at the top (StyleGAN's) names the labels: `{"labels": [["name", class], ...]}` or null.
-- Images at the top only: unlabelled, in order of name. Images in sub-folders only: a class per sub-folder, in order
-  of name (text order, as torchvision's ImageFolder), images at any depth. Both: refused.
-- Sub-folders called train, training, test, testing, val, valid or validation in any case, also with "set" behind it
-  (`Test`, `training_set`), and no others: the split's folder is entered; test stands for val, valid and validation too.
-  Others beside a train and a test folder are left out if they hold no class folders; where it is unclear what the
-  folders are, UserError asks for the split or for `classes_from`. Without such folders everything is taken, unless the
-  split asked for is test.
-- A single sub-folder that holds only sub-folders is entered.
+- Images at the top and in sub-folders are refused.
+- Split folders may have any case and "set" behind their names (`Test`, `training_set`). Others beside a train and a
+  test folder are left out if they hold no class folders; where it is unclear what the folders are, UserError asks for
+  the split or for `classes_from`. Without such folders everything is taken, unless the split asked for is test.
 - Class folders below every one of several folders: UserError asks for `classes_from`, "top" (a class per folder at the
-  top) or "parent" (a class per name of the folder in which images lie). "name" makes classes of the files' names.
+  top) or "parent" (a class per name of the folder in which images lie).
 """
 
 import json

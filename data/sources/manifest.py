@@ -2,12 +2,8 @@
 
 Without `label` the only column that has the name of one is taken for it (data/sources/labels.py).
 
-- Separated by commas, semicolons or tabs; UTF-8 with or without a byte order mark. Other columns are not used.
-- Paths are relative to the manifest's folder, or absolute. Blanks around a field are dropped.
-- Classes are those of all rows, so that the parts of a split agree.
-- `split` holds the names that split folders may have (data/sources/listing.py).
-- Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems,
-  named with their line. Rows that contradict each other are refused.
+Rows of the wrong length, with an empty field, with a file that is not there, or that repeat another are problems, named
+with their line. Rows that contradict each other are refused. docs/lmdb.md has the other rules.
 """
 
 import csv
@@ -106,8 +102,10 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The number of each row's first line and its fields; empty lines are left out."""
     line = 1
     try:
-        content = bounded.open_file(path, bounded.TABLE)
-        with io.TextIOWrapper(content, encoding="utf-8-sig", newline="") as file:
+        with (
+            bounded.reading(path, "check the file and its permissions"),
+            io.TextIOWrapper(bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", newline="") as file,
+        ):
             delimiter = _delimiter(file.readline())
             file.seek(0)
             reader = csv.reader(file, delimiter=delimiter, strict=True)
@@ -119,8 +117,6 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{path}: a line from {line} on is not UTF-8; save it as UTF-8") from None
     except csv.Error as error:
         raise UserError(f"{path} line {line} cannot be read ({error}); fix it") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; check the file and its permissions") from None
 
 
 def _delimiter(header: str) -> str:

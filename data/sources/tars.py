@@ -1,15 +1,8 @@
 """Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a folder.
 
-- The files of a sample lie one after the other and share their names up to the first dot: `0001.jpg`, `0001.cls`.
-  The image is the one with an image's suffix alone.
-- Labels are those of `cls`; else of a field of `json` that has the name of a column of labels (data/sources/labels.py);
-  else of `txt`, if it has few different values. Others (`--label-column NAME`: a suffix, or a field of `json`) can be
-  asked for. Whole numbers are the classes "0" to the largest, other labels are classes in text order.
-- A tar without any of those three suffixes is arranged as a folder is (data/sources/listing.py).
-- Shards are taken in order of name, and belong to a split by their names.
-
-Nothing is extracted: the places of the images are noted once, and only regular files are read. A link or a sparse
-file is a problem. What is compressed (`.tar.gz`) cannot be read at a place, and is refused.
+The files of a sample lie one after the other; the image is the one with an image's suffix alone. A tar without any
+file that says something (TOLD) is arranged as a folder is. Nothing is extracted: the places of the images are noted
+once, and only regular files are read.
 """
 
 import json
