@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,6 @@ from utils.passport import recorded
 from utils.seeding import generator as keyed_generator
 from utils.seeding import numpy_generator
 
-REPEATS = 20  # of the test whether planted copies are found
 PAIRS = 24  # members shown with their nearest sample
 
 
@@ -81,17 +81,27 @@ def audit_gan_run(checkpoint: Checkpoint, reader: Dataset, out: Path, options: N
         logits = _logits(checkpoint, generator, files, seed, how)
 
         def finish() -> dict[str, Any]:
+            key = partial(keyed_generator, seed, "eval", "audit", "planted")
             members = len(sides.members.indices)
             near = nearest(real, samples)
             scores = {"generator": -near.distances} | ({} if logits is None else {"discriminator": logits})
             document = audit_scores(scores, members=members, seed=seed)
-            document["planted"] = _planted(real, near.distances, members, n, seed)
+            document["planted"] = [
+                detection(real, near.distances, members=members, samples=n, share=share, generator=key(number))
+                for number, share in enumerate(SHARES)
+            ]
             images, captions = neighbour_images(generator, train, _closest(near, labels, sides), seed=seed)
             save_captioned(images, captions, out / "audit_nearest.png")
             save_audit(scores, members, out / "audit.png")
-            about = {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped}
-            words = {"verdict": verdict(document), "not_shown": NOT_SHOWN}
-            return about | document | words | {"images": ["audit.png", "audit_nearest.png"]}
+            return (
+                {"n": n, "extractor": place.name, "weights": place.source, "dropped": sides.dropped}
+                | document
+                | {
+                    "verdict": verdict(document),
+                    "not_shown": NOT_SHOWN,
+                    "images": ["audit.png", "audit_nearest.png"],
+                }
+            )
 
         return collectives.from_main_process(finish)
 
@@ -133,17 +143,16 @@ def choose_sides(train: Dataset, reader: Dataset, *, conditional: bool, searched
     theirs = [reader.labels()[kept], train.labels()]
     if not conditional:
         theirs = [np.zeros_like(labels) for labels in theirs]
-    counts = [np.bincount(labels, minlength=theirs[1].max(initial=0) + 1) for labels in theirs]
-    both = (counts[0] > 0) & (counts[1][: len(counts[0])] > 0)
-    if both.any():
-        ratio = min((counts[1][both] / counts[0][both]).min(), searched / counts[0][both].sum())
-        wanted = [np.where(both, counts[0], 0), np.where(both, (ratio * counts[0]).astype(int), 0)]
-    else:
-        wanted = [np.zeros_like(counts[0])] * 2
+    size = 1 + max(labels.max(initial=0) for labels in theirs)
+    outside, inside = (np.bincount(labels, minlength=size) for labels in theirs)
+    both = (outside > 0) & (inside > 0)
+    outside[~both] = 0
+    ratio = min((inside[both] / outside[both]).min(initial=searched), searched / max(1, outside.sum()))
+    wanted = outside, (ratio * outside).astype(int)
     drawn = []
     for role, labels, most in zip(("held-out", "members"), theirs, wanted, strict=True):
         order = numpy_generator(seed, "eval", "audit", role).permutation(len(labels))
-        chosen = [order[labels[order] == label][: most[label]] for label in np.unique(labels)]
+        chosen = [order[labels[order] == label][:count] for label, count in enumerate(most)]
         drawn.append(order[np.isin(order, np.concatenate(chosen))])
     if min(len(part) for part in drawn) < 20:
         raise UserError(
@@ -160,10 +169,10 @@ def _place(options: Namespace, generator: ImageGenerator) -> Extractor:
     if not options.extractor:
         options.extractor = ["resnet50" if find_weights(options.weights) is not None else "pixels"]
     device = next(generator.parameters()).device
-    found = search_place(build_extractors(options, generator.channels, device, None), generator.channels)
+    place = search_place(build_extractors(options, generator.channels, device, None), generator.channels)
     if collectives.is_main():
-        print(f"extractor: {found.name}", file=sys.stderr)
-    return found
+        print(f"extractor: {place.name}", file=sys.stderr)
+    return place
 
 
 def _logits(
@@ -212,40 +221,26 @@ class Partners:
         """Logits float64 [n] on the CPU of images uint8 [n, C, R, R]; without classes labels count for nothing."""
         device, n = next(discriminator.parameters()).device, len(images)
         # [n, group]: a row is a group; where groups are strided, a column is what lies together
-        strided = getattr(discriminator.config, "minibatch_std_order", "") == "strided"
         groups, named = images[:, None], labels[:, None]
         if self.count:
             groups = torch.cat([groups, self.images.expand(n, *self.images.shape)], dim=1)
             named = torch.cat([named, self.labels.expand(n, -1)], dim=1)
+        strided = getattr(discriminator.config, "minibatch_std_order", "") == "strided"
         if strided:
             groups, named = groups.transpose(0, 1), named.t()
         with evaluating(discriminator), full_float32(device):
-            logits = discriminator(to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device)).view(
-                named.shape
-            )
+            logits = discriminator(to_float(groups.flatten(0, 1).to(device)), named.flatten().to(device))
+        logits = logits.view(named.shape)
         return (logits[0] if strided else logits[:, 0]).cpu().double()
-
-
-def _planted(real: Tensor, distances: Tensor, members: int, samples: int, seed: int) -> list[dict[str, Any]]:
-    """How often copies are found that are planted among the samples, for each share of them."""
-    how: dict[str, Any] = {"members": members, "samples": samples, "repeats": REPEATS}
-    keys = [keyed_generator(seed, "eval", "audit", "planted", number) for number in range(len(SHARES))]
-    return [
-        detection(real, distances, share=share, generator=key, **how) for share, key in zip(SHARES, keys, strict=True)
-    ]
 
 
 def _closest(near: Nearest, labels: np.ndarray, sides: Sides) -> dict[str, Any]:
     """The members that are nearest to a sample, as `metrics.samples.copies.neighbour_images` takes them."""
-    count = len(sides.members.indices)
-    order = near.distances[:count].sort(stable=True).indices[:PAIRS].tolist()
-    pairs = [
-        {
-            "sample": int(near.indices[place]),
-            "label": int(labels[near.indices[place]]),
-            "train": int(sides.members.indices[place]),
-            "distance": float(near.distances[place]),
-        }
-        for place in order
-    ]
-    return {"closest": pairs, "first": [], "usual_distance": float(near.distances[count:].median())}
+    members = sides.members.indices
+    pairs = []
+    for place in near.distances[: len(members)].sort(stable=True).indices[:PAIRS].tolist():
+        sample, distance = int(near.indices[place]), float(near.distances[place])
+        pairs.append(
+            {"sample": sample, "label": int(labels[sample]), "train": int(members[place]), "distance": distance}
+        )
+    return {"closest": pairs, "first": [], "usual_distance": float(near.distances[len(members) :].median())}

@@ -8,10 +8,10 @@ import torch
 from data.reading.dataset import Dataset
 from inference.pseudo_labels import write_labelled
 from metrics.evaluate_gan import evaluate_generator
-from metrics.features.extractors import Options, build
+from metrics.features.extractors import build
 from metrics.lineage import load_judge
 from models.gan import generate
-from models.restore import classifier_from, generator_from
+from models.restore import generator_from
 from reporting.figures import plain
 from studies.config import StudyConfig
 from studies.images import HELD_BACK, PARTS, TEST, TRAIN
@@ -133,19 +133,13 @@ class Teach(Subject):
         generator = generator_from(checkpoint, device)
         with Dataset(self.part(TEST)) as reader:
             classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)
-            options = Options(
-                device=device,
-                channels=reader.meta.channels,
-                weights=config.weights,
-                load_classifier=lambda path: classifier_from(load(resolve(path)), device),
-            )
             spec = f"classifier:{run}" if config.extractor == JUDGE else config.extractor
             figures = evaluate_generator(
                 generator,
                 reader,
                 n=config.n,
                 seed=SEED,
-                extractors=build([spec], options),
+                extractors=build([spec], device=device, channels=reader.meta.channels, weights=config.weights),
                 classifier=classifier,
                 per_class=max(2, config.n // len(reader.classes)),
                 floor=False,

@@ -4,8 +4,7 @@ import hashlib
 import importlib
 import os
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -58,7 +57,7 @@ class ClassifierFeatures:
     """Pooled features of one of our classifiers, before its head."""
 
     def __init__(self, classifier: Classifier, *, name: str) -> None:
-        """Args: `classifier` a `models` Classifier whose weights stay as they are; `name` as in `classifier:runs/x`."""
+        """`name` as in `classifier:runs/x`."""
         self.name = name
         self.source = fingerprint(classifier)
         self.device = device_of(classifier)
@@ -81,11 +80,8 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def classifier_input(classifier: Classifier, images: Tensor) -> Tensor:
-    """Images uint8 [n, C, H, W] as the classifier wants them: its size, its channels, [-1, 1], on its device; see
-    `fit_images`.
-    """
-    inputs = to_float(images.to(device_of(classifier)))
-    return fit_images(inputs, classifier.resolution, classifier.channels)
+    """Images uint8 [n, C, H, W] as the classifier wants them: on its device, in [-1, 1], fitted by `fit_images`."""
+    return fit_images(to_float(images.to(device_of(classifier))), classifier.resolution, classifier.channels)
 
 
 FILE_NAME = "resnet50-imagenet.safetensors"
@@ -180,10 +176,10 @@ class InceptionFeatures:
         except ImportError as error:
             raise UserError("extractor inception needs torch-fidelity; `pip install torch-fidelity`") from error
         self.device = torch.device(device)
-        self.source = Path(weights).name if weights else "torch-fidelity's download"
+        path, self.source = None, "torch-fidelity's download"
         if weights:
+            path, self.source = str(weights), Path(weights).name
             read_state_dict(Path(weights))  # torch-fidelity itself would unpickle anything
-        path = str(weights) if weights else None
         try:
             network = library.FeatureExtractorInceptionV3("inception", ["2048"], feature_extractor_weights_path=path)
         except (OSError, RuntimeError) as error:  # no network (URLError is an OSError), or not Inception's state dict
@@ -194,61 +190,56 @@ class InceptionFeatures:
         self._network = network.to(self.device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        inputs = images.to(self.device)
         with torch.no_grad():
-            return self._network(inputs.expand(-1, 3, -1, -1))[0].float()
+            return self._network(images.to(self.device).expand(-1, 3, -1, -1))[0].float()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What the builders of extractors may use."""
-
-    device: torch.device
-    channels: int  # of the images: 1 or 3
-    weights: str | Path | None = None  # a weights file, for the extractors that read one
-    classifier: str | None = None  # run or file that a bare `classifier` means
-    load_classifier: Callable[[str], Classifier] | None = None  # run or file -> classifier on the device
-
-
-def _build_classifier(argument: str, options: Options) -> Extractor:
-    run = argument or options.classifier
-    if not run or options.load_classifier is None:
-        raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
-    return ClassifierFeatures(options.load_classifier(run), name=f"classifier:{run}")
-
-
-BUILDERS: dict[str, Callable[[str, Options], Extractor]] = {
-    "classifier": _build_classifier,
-    "resnet50": lambda _, options: ResNet50Features(options.weights, device=options.device),
-    "inception": lambda _, options: InceptionFeatures(options.weights, device=options.device),
-    "pixels": lambda _, options: PixelFeatures(options.channels),
-}
+EXTRACTORS = ("classifier", "resnet50", "inception", "pixels")
 WITH_WEIGHTS = ("resnet50", "inception")
 
 
-def build(specs: list[str], options: Options) -> list[Extractor]:
+def build(
+    specs: Sequence[str],
+    *,
+    device: torch.device,
+    channels: int,  # of the images: 1 or 3
+    weights: str | Path | None = None,  # a weights file, for the extractors that read one
+    classifier: str | None = None,  # run or file that a bare `classifier` means
+    judge: Classifier | None = None,  # that run's classifier, if it is loaded already
+) -> list[Extractor]:
     """Extractors from their names: `resnet50`, `inception`, `pixels`, `classifier`, `classifier:RUN_OR_FILE`.
 
     Raises UserError for an unknown name (the near one is told), one that comes twice, a weights file that fits no or
     two of them, and where something that the extractor needs is missing.
     """
-    kinds = [spec.partition(":")[0] for spec in specs]
-    for spec, kind in zip(specs, kinds, strict=True):
-        if kind not in BUILDERS or (":" in spec and kind != "classifier"):
-            near = did_you_mean(kind, list(BUILDERS))
-            raise UserError(f"no extractor {spec!r}{near}; there are {', '.join(BUILDERS)}")
-    readers = [kind for kind in kinds if kind in WITH_WEIGHTS]
-    if options.weights and len(readers) != 1:
+    parts = [spec.partition(":") for spec in specs]
+    for kind, colon, argument in parts:
+        if kind not in EXTRACTORS or (colon and kind != "classifier"):
+            near = did_you_mean(kind, EXTRACTORS)
+            raise UserError(f"no extractor {kind + colon + argument!r}{near}; there are {', '.join(EXTRACTORS)}")
+    readers = [kind for kind, _, _ in parts if kind in WITH_WEIGHTS]
+    if weights and len(readers) != 1:
         raise UserError(
             f"--weights is for one extractor of {', '.join(WITH_WEIGHTS)}, but {' and '.join(readers) or 'none'} is "
             "named; name one with --extractor"
         )
-    built = [BUILDERS[kind](spec.partition(":")[2], options) for spec, kind in zip(specs, kinds, strict=True)]
-    names = [extractor.name for extractor in built]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"extractor {name} is named twice; name it once")
-    return built
+    built: dict[str, Extractor] = {}
+    for kind, _, argument in parts:
+        extractor: Extractor
+        if kind == "classifier":
+            run = argument or classifier
+            if not run:
+                raise UserError("extractor classifier: which one? give --classifier RUN, or --extractor classifier:RUN")
+            loaded = judge if judge is not None and run == classifier else classifier_from(load(resolve(run)), device)
+            extractor = ClassifierFeatures(loaded, name=f"classifier:{run}")
+        elif kind == "pixels":
+            extractor = PixelFeatures(channels)
+        else:
+            extractor = (ResNet50Features if kind == "resnet50" else InceptionFeatures)(weights, device=device)
+        if extractor.name in built:
+            raise UserError(f"extractor {extractor.name} is named twice; name it once")
+        built[extractor.name] = extractor
+    return list(built.values())
 
 
 def extract(extractor: Extractor, images: Tensor) -> Tensor:
@@ -263,26 +254,15 @@ def extract(extractor: Extractor, images: Tensor) -> Tensor:
 def build_extractors(
     options: Namespace, channels: int, device: torch.device, judge: Classifier | None
 ) -> list[Extractor]:
-    """The named extractors; the judge is not loaded a second time."""
-    given = options.classifier
-
-    def load_classifier(run: str) -> Classifier:
-        return judge if judge is not None and run == given else classifier_from(load(resolve(run)), device)
-
-    how = {"device": device, "channels": channels, "weights": options.weights, "classifier": given}
-    return build(named_extractors(options), Options(**how, load_classifier=load_classifier))
-
-
-def named_extractors(options: Namespace) -> list[str]:
-    """The extractors that were asked for, else those that can be had without asking."""
+    """Those that were asked for, else those that can be had without asking. The judge is not loaded a second time."""
+    run, weights = options.classifier, options.weights
     if options.extractor:
-        return [name.strip() for text in options.extractor for name in text.split(",")]
-    names = ["classifier"] if options.classifier else []
-    if find_weights(options.weights) is not None:
-        names.append("resnet50")
+        names = [name.strip() for text in options.extractor for name in text.split(",")]
+    else:
+        names = ["classifier"] * bool(run) + ["resnet50"] * (find_weights(weights) is not None)
     if not names:
         raise UserError(
             "no feature extractor is available; give --classifier RUN, or a ResNet-50 weights file with --weights, "
             "or --extractor pixels for a rough figure"
         )
-    return names
+    return build(names, device=device, channels=channels, weights=weights, classifier=run, judge=judge)

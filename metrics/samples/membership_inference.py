@@ -22,6 +22,7 @@ from utils.text import columns, decimal
 
 LEVEL = 0.01  # of significance of an audit: one that finds nothing is accused once in a hundred
 TOPS = (0.0, 0.001, 0.01, 0.1)  # shares of the held-out images that are let above a threshold; 0: a single one
+REPEATS = 20  # of the test whether planted copies are found
 ENOUGH = 0.95  # of the planted copies' tries that must be found for "nothing was found" to mean something
 SHARES = (0.01, 0.02, 0.05)  # of the samples that are copies, in the test of the audit itself
 NOT_SHOWN = [
@@ -120,7 +121,7 @@ def detection(
     members: int,
     samples: int,
     share: float,  # of the samples that are copies of members
-    repeats: int,
+    repeats: int = REPEATS,
     generator: torch.Generator,
 ) -> dict[str, Any]:
     """How often `attack` finds copies of members that are planted among the samples: the test of the audit itself.
@@ -159,29 +160,21 @@ def verdict(document: dict[str, Any]) -> str:
     return "; ".join(words)
 
 
-def _share(planted: dict[str, Any], samples: int) -> str:
-    """The share of the samples that planted copies are: less than asked where there are too few members to copy."""
-    copies, asked = planted["copies"], planted["share"]
-    if copies >= round(asked * samples / (1 - asked)):
-        return f"{asked:.0%}"
-    return f"{copies / (samples + copies):.1%}, all members there are"
-
-
 def audit_table(document: dict[str, Any]) -> str:
     """The audit for people."""
     rows = [["score of", "AUC", "95 %", "p", "control", "95 %"]]
     for name, result in document["attacks"].items():
         rows.append([name, *_auc(result), f"{result['p_value']:.2g}", *_auc(document["controls"][name])])
-    one = next(iter(document["attacks"].values()))
-    planted = [
-        f"copies planted at {_share(each, document['n'])} ({each['copies']}): found in {each['found']} of "
-        f"{each['repeats']} tries"
-        for each in document["planted"]
-    ]
+    one, n, planted = next(iter(document["attacks"].values())), document["n"], []
+    for each in document["planted"]:
+        copies, share = each["copies"], f"{each['share']:.0%}"
+        if copies < round(each["share"] * n / (1 - each["share"])):
+            share = f"{copies / (n + copies):.1%}, all members there are"
+        planted.append(f"copies planted at {share} ({copies}): found in {each['found']} of {each['repeats']} tries")
     return "\n".join(
         [
             f"{document['checkpoint']} (step {document['step']}): {one['members']} training images against "
-            f"{one['held_out']} held-out ones of {document['data']}, {document['n']} samples, {document['extractor']}",
+            f"{one['held_out']} held-out ones of {document['data']}, {n} samples, {document['extractor']}",
             columns(rows),
             "",
             *planted,

@@ -19,6 +19,7 @@ from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run, pack,
 from tests.metrics.test_scripts import call, pixels, refused
 from utils.checkpoint import load, resolve
 from utils.distributed.launch import launch
+from utils.errors import UserError
 from utils.seeding import forked
 
 D_SIZES: dict[str, Any] = {"channel_base": 64, "channel_max": 8}
@@ -168,6 +169,11 @@ def test_sides_have_one_mix_of_classes(tmp_path):
         assert np.bincount(fewer.members.labels).tolist() == [15, 30]
         every = choose_sides(train, reader, conditional=False, searched=1000, seed=0)
         assert (len(every.members.indices), len(every.held_out.indices)) == (200, 60)
+        turned = choose_sides(reader, train, conditional=True, searched=1000, seed=0)  # no member of class 2
+        assert np.bincount(turned.members.labels).tolist() == [20, 13]
+        assert np.bincount(turned.held_out.labels).tolist() == [90, 60]
+        with pytest.raises(UserError, match="not 0 and 0"):
+            choose_sides(train, train, conditional=True, searched=1000, seed=0)  # every test image is a member
 
 
 def test_what_cannot_be_audited_is_refused(run, sets, tmp_path, capsys):

@@ -12,7 +12,7 @@ from data.augment.transforms import to_float
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch, read_batch
 from metrics.evaluate_gan import evaluate_generator
-from metrics.features.extractors import Options, build, fingerprint
+from metrics.features.extractors import build, fingerprint
 from metrics.features.passes import shared_pass
 from metrics.features.precision import evaluating
 from metrics.features.sets import RealFeatures
@@ -94,14 +94,11 @@ class GanTask(Task):
         self.watch = Watch(config.watch, config.loss.functions)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
-        options = Options(
-            weights=config.evaluation.weights,
-            device=device,
-            channels=meta.channels,
-            load_classifier=lambda run: classifier_from(load(resolve(run)), device),
-        )
         # now, not at the first evaluation: it may be refused
-        self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], options))
+        spec, weights = config.evaluation.extractor, config.evaluation.weights
+        self._extractors = collectives.main_first(
+            lambda: build([spec], device=device, channels=meta.channels, weights=weights)
+        )
 
     @staticmethod
     def outline(config: GanConfig, shape: Mapping[str, int]) -> Outline:

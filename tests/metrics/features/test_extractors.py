@@ -9,7 +9,6 @@ from data.augment.transforms import to_float
 from metrics.features.extractors import (
     ClassifierFeatures,
     InceptionFeatures,
-    Options,
     PixelFeatures,
     build,
     classifier_input,
@@ -17,10 +16,12 @@ from metrics.features.extractors import (
 )
 from metrics.features.precision import evaluating, full_float32
 from models.classifier import Classifier, ModelConfig
+from tests.metrics.conftest import classifier_run
 from utils.errors import UserError
 from utils.passport import Lineage
 
 CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {"device": CPU, "channels": 1}
 
 
 def classifier(channels=1, resolution=8):
@@ -69,14 +70,11 @@ def test_images_are_fitted_to_the_classifier():
     torch.testing.assert_close(classifier_input(classifier(), colour), luma)
 
 
-def options(**changes):
-    given: dict[str, Any] = {"device": CPU, "channels": 1, "load_classifier": lambda run: classifier()}
-    return Options(**given | changes)
-
-
-def test_names_stand_in_the_extractors():
-    built = build(["pixels", "classifier:runs/a", "classifier"], options(classifier="runs/b"))
-    assert [extractor.name for extractor in built] == ["pixels", "classifier:runs/a", "classifier:runs/b"]
+def test_names_stand_in_the_extractors_and_the_judge_is_not_loaded_again(tmp_path):
+    run, judge = classifier_run(tmp_path / "a"), classifier()
+    built = build([f"classifier:{run}", "pixels", "classifier"], **SETTINGS, classifier="runs/b", judge=judge)
+    assert [extractor.name for extractor in built] == [f"classifier:{run}", "pixels", "classifier:runs/b"]
+    assert built[2].source == ClassifierFeatures(judge, name="b").source != built[0].source
 
 
 @pytest.mark.parametrize(
@@ -94,12 +92,12 @@ def test_names_stand_in_the_extractors():
 )
 def test_bad_names_are_told(specs, changes, told):
     with pytest.raises(UserError, match=told):
-        build(specs, options(**changes))
+        build(specs, **SETTINGS, **changes, judge=classifier())
 
 
 def test_missing_weights_are_told(no_weights):
     with pytest.raises(UserError, match="resnet50 needs a weights file"):
-        build(["resnet50"], options())
+        build(["resnet50"], **SETTINGS)
 
 
 class TwoFeatures:
