@@ -8,6 +8,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -89,14 +90,11 @@ class Asked:
 
     def source(self, shown: Shown, which: str = "") -> Source:
         """A sample: `seed`, `class` and `psi`, the first two with `which` behind."""
-        label = self._label(f"class{which}", shown) if shown.classes else None
+        label = self.label(f"class{which}", shown) if shown.classes else None
         return Source(self.whole(f"seed{which}", 0, LARGEST_SEED), label, self.psi())
 
-    def target(self, by: Shown) -> str:
-        """The class that an edit goes to."""
-        return by.classes[self._label("target", by)]
-
-    def _label(self, name: str, shown: Shown) -> int:
+    def label(self, name: str, shown: Shown) -> int:
+        """The number of a class of the run."""
         given = self._args.get(name, "")
         if given not in shown.classes:
             near = did_you_mean(given[:80], shown.classes)
@@ -137,9 +135,9 @@ class App:
             "/api/compare": self._compare,
         }
         self._takes: dict[str, Callable[[Asked], Answer]] = {  # an image, by POST
-            "/api/name": self._name,
-            "/api/spoke": self._spoke,
-            "/api/nearest": self._nearest,
+            "/api/name": self._of_image("classifier", classifier.name),
+            "/api/spoke": self._of_image("classifier", self._witnesses.spoke_for),
+            "/api/nearest": self._of_image("gan", partial(generator.nearest, tick=worker.tick)),
         }
 
     def __call__(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
@@ -149,8 +147,7 @@ class App:
         except HTTPException as error:
             response = _line(str(error.description), error.code or 500)
         except (UserError, ImageError) as error:
-            told = f"the image {error}" if isinstance(error, ImageError) else str(error)
-            response = _line(told, 400)
+            response = _line(f"the image {error}" if isinstance(error, ImageError) else str(error), 400)
         except Unavailable as error:
             response = _line(str(error), 503)
             response.headers["Retry-After"] = "2"
@@ -181,14 +178,15 @@ class App:
         return None
 
     def _answer(self, request: Request) -> Response:
-        if request.path in self._static:
-            _require(request, "GET")
-            content, kind = self._static[request.path]
-            return Response(content, content_type=f"{kind}; charset=utf-8")
+        static = self._static.get(request.path)
         ask = self._asks.get(request.path) or self._takes.get(request.path)
-        if ask is None:
+        method = "POST" if request.path in self._takes else "GET"
+        if (static or ask) and request.method != method:
+            raise MethodNotAllowed([method], f"this is asked with {method}")
+        if static:
+            return Response(static[0], content_type=f"{static[1]}; charset=utf-8")
+        if not ask:
             raise NotFound("there is nothing here")
-        _require(request, "POST" if request.path in self._takes else "GET")
         answer = ask(Asked(request, self.runs))
         if isinstance(answer, str):
             return Response(answer, content_type="text/html; charset=utf-8")
@@ -216,20 +214,15 @@ class App:
 
     def _edit(self, asked: Asked) -> Answer:
         shown, by = asked.run("gan"), asked.run("classifier", "by")
-        source, target = asked.source(shown), asked.target(by)
+        source, target = asked.source(shown), by.classes[asked.label("target", by)]
         return self.worker.run(lambda: self._editors.edit(shown, by, source, target))
 
-    def _name(self, asked: Asked) -> Answer:
-        shown, content = asked.run("classifier"), asked.image()
-        return self.worker.run(lambda: classifier.name(shown, content))
+    def _of_image(self, task: str, answer: Callable[[Shown, bytes], Answer]) -> Callable[[Asked], Answer]:
+        def ask(asked: Asked) -> Answer:
+            shown, content = asked.run(task), asked.image()
+            return self.worker.run(lambda: answer(shown, content))
 
-    def _spoke(self, asked: Asked) -> Answer:
-        shown, content = asked.run("classifier"), asked.image()
-        return self.worker.run(lambda: self._witnesses.spoke_for(shown, content))
-
-    def _nearest(self, asked: Asked) -> Answer:
-        shown, content = asked.run("gan"), asked.image()
-        return self.worker.run(lambda: generator.nearest(shown, content, self.worker.tick))
+        return ask
 
     def _history(self, asked: Asked) -> Answer:
         samples = asked.run().files().samples
@@ -245,11 +238,6 @@ class App:
 
 def _line(text: str, status: int) -> Response:
     return Response(printable(" ".join(text.split())), status, content_type="text/plain; charset=utf-8")
-
-
-def _require(request: Request, method: str) -> None:
-    if request.method != method:
-        raise MethodNotAllowed([method], f"this is asked with {method}")
 
 
 def _same(given: str | None, token: str) -> bool:

@@ -37,14 +37,9 @@ class Step(NamedTuple):
     command: list[str]  # Python's arguments
     done: bool  # by an earlier start
 
-    @property
-    def part(self) -> str:
-        """The part of the plan: packing is one command or two."""
-        return part_of(self.name)
-
 
 def part_of(step: str) -> str:
-    """The part of the plan that a step belongs to."""
+    """The part of the plan that a step belongs to: packing is one command or two."""
     return step.partition(" ")[0] if step.startswith("pack") else step
 
 
@@ -63,9 +58,9 @@ class Quickstart:
         begun: set[str] = set()  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
-            expected = self.plan.seconds
-            seconds = 0.0 if step.part in begun else expected[step.part]
-            begun.add(step.part)
+            expected, part = self.plan.seconds, part_of(step.name)
+            seconds = 0.0 if part in begun else expected[part]
+            begun.add(part)
             rest = sum(expected[name] for name in expected if name not in begun)
             timed = seconds and not self.plan.quick and not step.done
             when = f": about {duration(seconds)}, then {duration(rest)}" if timed else ""

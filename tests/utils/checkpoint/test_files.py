@@ -13,7 +13,7 @@ import torch
 from tests.utils.checkpoint.files import content, names, value_of
 from utils import checkpoint as checkpoints
 from utils.checkpoint import load, load_latest, newest_first, point, pointer, resolve, resolve_for_people, rotate, save
-from utils.errors import UserError
+from utils.errors import StoppedBySignal, UserError
 
 
 def latest(folder):
@@ -275,3 +275,13 @@ def test_one_checkpoint_alone_needs_no_word(run, capsys):
     point(folder, "best", folder / "step-00000002.pt")
     resolve_for_people(run)
     assert capsys.readouterr().err == ""
+
+
+def test_a_signal_that_comes_while_a_checkpoint_is_read_is_no_damage(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise StoppedBySignal("SIGTERM")
+
+    path = save(tmp_path, content(1))
+    monkeypatch.setattr(torch, "load", stop)
+    with pytest.raises(StoppedBySignal, match="SIGTERM"):
+        load(path)
