@@ -5,6 +5,7 @@ threads and in order: what packing and the index of tar files do first.
 import dataclasses
 import hashlib
 import io
+import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -243,11 +244,6 @@ def _read(source: Source, row: int) -> Item | ImageError:
         return error
 
 
-def convert(rows: Iterable[int], items: Iterable[Item | ImageError], plan: Plan) -> list[Converted]:
-    """Make records of images of a source."""
-    return [_convert(row, item, plan) for row, item in zip(rows, items, strict=True)]
-
-
 def _convert(row: int, item: Item | ImageError, plan: Plan) -> Converted:
     layout = plan.layout
     try:
@@ -300,7 +296,7 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
         for piece in pieces:
             items: Iterable[Item | ImageError] = (_read(source, row) for row in piece)  # by the thread that converts
             items = list(items) if source.in_order else items
-            waiting.append(pool.apply_async(convert, (piece, items, plan)))
+            waiting.append(pool.apply_async(list, (map(_convert, piece, items, itertools.repeat(plan)),)))
             if len(waiting) == WINDOW * workers:
                 yield from waiting.popleft().get()
         while waiting:
