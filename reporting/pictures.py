@@ -3,6 +3,7 @@
 import base64
 import io
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -49,17 +50,16 @@ def samples(run: Run) -> list[Picture]:
     return [picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
 
 
-def outputs(run: Run) -> list[Picture]:
-    """Images that other commands have written into the run folder: Grad-CAM maps, grids, projections."""
-    shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
-    return [picture(path, str(path.relative_to(run.folder))) for path in shown]
-
-
-def links(run: Run, folder: Path) -> list[tuple[str, str]]:
-    """(address seen from the page in `folder`, size) of the run's other files: films, exports, and more images."""
+def outputs(run: Run, folder: Path) -> dict[str, list[Any]]:
+    """What other commands have written into the run folder. `outputs`: Grad-CAM maps, grids, projections; `links`:
+    (address seen from the page in `folder`, size) of films, exports and more images.
+    """
     shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
     files = [path for path in run.outputs if path not in shown]
-    return [(path.relative_to(folder).as_posix(), _size(path)) for path in files]
+    return {
+        "outputs": [picture(path, str(path.relative_to(run.folder))) for path in shown],
+        "links": [(path.relative_to(folder).as_posix(), _size(path)) for path in files],
+    }
 
 
 def _size(path: Path) -> str:

@@ -143,8 +143,7 @@ def _view(run: Run, folder: Path) -> dict[str, Any]:
         "remarks": figures.remarks(run),
         "images": pictures.pictures(run),
         "samples": pictures.samples(run),
-        "outputs": pictures.outputs(run),
-        "links": pictures.links(run, folder),
+        **pictures.outputs(run, folder),
         "data": figures.data_tables(run),
         "charts": _charts(run),
     }

@@ -39,7 +39,6 @@ def kernel_distance(
     second: Tensor,  # features [m, F]
     *,
     seed: int,
-    subsets: int = SUBSETS,
     subset_size: int = SUBSET_SIZE,
 ) -> tuple[float, float]:
     """Mean unbiased squared MMD over random subsets of equal size, 0 is expected of equal distributions; and its
@@ -58,11 +57,11 @@ def kernel_distance(
         value, answers = squared_mmd(first, second)
         return value, sum(float(each.square().sum()) for each in answers)
     total, sums = 0.0, [first.new_zeros(len(first)), second.new_zeros(len(second))]
-    for index in range(subsets):
+    for index in range(SUBSETS):
         draw = numpy_generator(seed, "eval", "kernel", index)
         rows = [torch.from_numpy(draw.permutation(len(part))[:size]) for part in (first, second)]
         value, answers = squared_mmd(first[rows[0]], second[rows[1]])
         total += value
         for kept, chosen, answer in zip(sums, rows, answers, strict=True):
-            kept[chosen] += answer / subsets
-    return total / subsets, sum(float(each.square().sum()) for each in sums)
+            kept[chosen] += answer / SUBSETS
+    return total / SUBSETS, sum(float(each.square().sum()) for each in sums)

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from metrics.samples.neighbours import QUERY_BLOCK, distance_blocks
+
 TAIL = 0.01  # share of the held-out images that counts as unusually near to the training images
 LEVEL = 0.001  # of significance: a generator that copies nothing is accused once in a thousand evaluations
 LEAST_IN_CELL = 20  # samples and held-out images of a cell that C_T takes account of
-QUERY_BLOCK, REFERENCE_BLOCK = 1024, 4096  # rows at a time: 32 MiB of distances whatever the sizes of the sets
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,16 @@ def nearest(queries: Tensor, references: Tensor) -> Nearest:
     if queries.ndim != 2 or references.ndim != 2 or queries.shape[1] != references.shape[1] or len(references) == 0:
         raise ValueError(f"no nearest neighbours of {list(queries.shape)} among {list(references.shape)}")
     queries, references = queries.detach().cpu(), references.detach().cpu()
-    centre = references[:REFERENCE_BLOCK].double().mean(0)  # about it, numbers are small and lose less to cancellation
     least = torch.full((len(queries),), torch.inf, dtype=torch.float64)
-    found = torch.zeros(len(queries), dtype=torch.int64)
-    for start in range(0, len(references), REFERENCE_BLOCK):
-        block = references[start : start + REFERENCE_BLOCK].double() - centre
-        norms = block.square().sum(1)
-        for first in range(0, len(queries), QUERY_BLOCK):
-            rows = slice(first, first + QUERY_BLOCK)
-            products = (queries[rows].double() - centre) @ block.T
-            squares, places = (norms - 2 * products).min(1)  # |q - r|^2 but for |q|^2
-            nearer = squares < least[rows]
-            least[rows] = torch.where(nearer, squares, least[rows])
-            found[rows] = torch.where(nearer, places + start, found[rows])
-    pieces = zip(queries.split(QUERY_BLOCK), found.split(QUERY_BLOCK), strict=True)
+    indices = torch.zeros(len(queries), dtype=torch.int64)
+    for rows, columns, block in distance_blocks(queries, references):
+        squares, places = block.min(1)
+        nearer = squares < least[rows]
+        least[rows] = torch.where(nearer, squares, least[rows])
+        indices[rows] = torch.where(nearer, places + columns.start, indices[rows])
+    pieces = zip(queries.split(QUERY_BLOCK), indices.split(QUERY_BLOCK), strict=True)
     distances = [(part.double() - references[places].double()).norm(dim=1) for part, places in pieces]
-    return Nearest(torch.cat(distances), found)
+    return Nearest(torch.cat(distances), indices)
 
 
 def share_below(samples: Tensor, held_out: Tensor, *, tail: float = TAIL) -> tuple[float, float, float]:
@@ -95,18 +90,16 @@ def data_copying(
     held_out: Tensor,  # distances [m]
     sample_cells: Tensor,  # int64 [n]
     held_out_cells: Tensor,  # int64 [m]
-    *,
-    least: int = LEAST_IN_CELL,
 ) -> float | None:
     """C_T of Meehan et al.: the mean of Z_U over cells of the space, weighted by the held-out images in each.
 
     Far below 0 (-3 and less): samples hug the training images; above: they keep farther away than held-out images
-    do. Cells with fewer than `least` samples or held-out images are left out; None where that leaves none.
+    do. Cells with fewer than LEAST_IN_CELL samples or held-out images are left out; None where that leaves none.
     """
     total, weights = 0.0, 0
     for cell in held_out_cells.unique():
         near, far = samples[sample_cells == cell], held_out[held_out_cells == cell]
-        if min(len(near), len(far)) >= least:
+        if min(len(near), len(far)) >= LEAST_IN_CELL:
             total += len(far) * mann_whitney(near, far)
             weights += len(far)
     return total / weights if weights else None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from metrics.samples import memorisation as module
+from metrics.samples import neighbours
 from metrics.samples.memorisation import (
     Nearest,
     RealSet,
@@ -33,8 +33,8 @@ def unlabelled(features):
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize(("queries", "references"), [(1, 1), (7, 13), (21, 40)])
 def test_nearest_is_that_of_brute_force_over_block_borders(queries, references, offset, monkeypatch):
-    monkeypatch.setattr(module, "QUERY_BLOCK", 8)
-    monkeypatch.setattr(module, "REFERENCE_BLOCK", 5)
+    monkeypatch.setattr(neighbours, "QUERY_BLOCK", 8)
+    monkeypatch.setattr(neighbours, "REFERENCE_BLOCK", 5)
     first, second = normal(queries, 3) + offset, normal(references, 3, key=1) + offset
     found = nearest(first, second)
     for i in range(queries):
