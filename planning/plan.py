@@ -256,20 +256,21 @@ class _Choice:
         self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
     ) -> Training:
         """A training that sees so many images."""
-        task, batch, rate = "gan" if config == GAN else "classifier", BATCH[config], speed.images_per_second
-        steps = STEPS[task] if self.quick else max(STEPS[task], int(images / batch))
-        if task == "classifier":
+        gan, batch, rate = config == GAN, BATCH[config], speed.images_per_second
+        least = STEPS["gan" if gan else "classifier"]
+        steps = least if self.quick else max(least, int(images / batch))
+        if not gan:
             options = [*options, "--data.resolution", str(side), "--optimizer.warmup-steps", str(max(1, steps // 10))]
-        self.notes.append(f"{'GAN' if config == GAN else task}: {why}")
+        self.notes.append(f"{'GAN' if gan else 'classifier'}: {why}")
         return Training(
             config=config,
-            overrides=[*options, *_cadence(steps, batch / rate, evaluations=1 if config == GAN else 2)],
+            overrides=[*options, *_cadence(steps, batch / rate, evaluations=1 if gan else 2)],
             steps=steps,
             batch_size=batch,
             resolution=side,
             precision=speed.precision,
             images_per_second=rate,
-            seconds=(GRIDS if config == GAN else 1) * steps * batch / rate,
+            seconds=(GRIDS if gan else 1) * steps * batch / rate,
             why=why,
             most=None if most is None else max(steps, most // batch),
         )

@@ -127,9 +127,9 @@ class Teach(Subject):
             save_table(dict(zip(classes, images.split(COLUMNS), strict=True)), self.picture(name))
         return self.judged(checkpoint)
 
-    def judged(self, checkpoint: Checkpoint, judge: str = JUDGE) -> Result:
-        """What the job `judge` says of a generator. Raises UserError where it taught this one."""
-        config, device, run = self.config, choose_device(self.device), str(self.place(judge) / "run")
+    def judged(self, checkpoint: Checkpoint) -> Result:
+        """What the judge says of a generator. Raises UserError where it taught this one."""
+        config, device, run = self.config, choose_device(self.device), str(self.place(JUDGE) / "run")
         generator = generator_from(checkpoint, device)
         with Dataset(self.part(TEST)) as reader:
             classifier = load_judge(run, checkpoint, list(checkpoint["classes"]), device, reader)

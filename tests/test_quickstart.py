@@ -113,7 +113,7 @@ def test_who_was_trained_on_samples_or_test_images_may_not_judge(tmp_path):
     assert "samples" in unfit(pack_samples(tmp_path / "samples.lmdb"), test)
 
 
-def test_all_steps_in_order_then_summary_and_report(commands, tmp_path, capsys):
+def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
     assert main(["--dir", str(tmp_path)]) == 0
     assert commands.names == STEPS
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -131,21 +131,14 @@ def test_all_steps_in_order_then_summary_and_report(commands, tmp_path, capsys):
         assert " ".join(["python", *arguments]).replace("&", "&amp;") in (tmp_path / "report.html").read_text()
     assert str(tmp_path / "report.html") in shown
     assert str(tmp_path / "summary.json") in shown
+    test, gan = str(tmp_path / "data" / "test.lmdb"), commands.calls[-1]
+    assert {option(arguments, "--data.val-path") for arguments in commands.calls[2:4]} == {test}
+    assert (option(gan, "--classifier"), option(gan, "--data")) == (str(tmp_path / "classifier"), test)
+    assert "--max-steps" not in commands.calls[2]
 
 
 def plan_of(folder: Path) -> dict:
     return json.loads((folder / "plan.json").read_text())
-
-
-def test_training_and_evaluation_use_the_packed_sample_and_the_judge(commands, tmp_path):
-    main(["--dir", str(tmp_path)])
-    test = str(tmp_path / "data" / "test.lmdb")
-    for arguments in commands.calls[2:4]:
-        assert arguments[arguments.index("--data.val-path") + 1] == test
-    gan = commands.calls[-1]
-    assert gan[gan.index("--classifier") + 1] == str(tmp_path / "classifier")
-    assert gan[gan.index("--data") + 1] == test
-    assert "--max-steps" not in commands.calls[2]
 
 
 def test_quick_trains_a_few_steps_only(commands, tmp_path):

@@ -72,10 +72,17 @@ def test_sample_on_a_fast_machine_has_what_the_figures_of_a_quarter_of_an_hour_n
 
 
 @pytest.mark.parametrize(
-    ("machine", "minutes", "side"), [("fast", 15, 32), ("fast", 60, 64), ("tiny", 15, 16), ("accelerator", 15, 128)]
+    ("images", "machine", "minutes", "side"),
+    [
+        *(("emoji", *row) for row in (("fast", 15, 32), ("fast", 60, 64), ("tiny", 15, 16), ("accelerator", 15, 128))),
+        *(("tiny images", *row) for row in (("fast", 15, 16), ("accelerator", 600, 16))),  # hardly enlarged
+    ],
 )
-def test_resolution_follows_from_machine_and_time(machine, minutes, side):
-    assert plan(machine, "emoji", minutes).gan.resolution == side
+def test_resolution_follows_from_images_machine_and_time(images, machine, minutes, side):
+    made = plan(machine, images, minutes)
+    assert made.gan.resolution == side
+    assert made.size <= max(side, 64)
+    assert images == "emoji" or made.size == side
 
 
 def test_more_time_never_means_fewer_images_of_the_same_size():
@@ -92,11 +99,6 @@ def test_time_that_does_not_show_is_not_spent():
     made = plan("accelerator", "sample", 600)
     assert made.total < 60 * 60
     assert any("hardly show" in note for note in made.notes)
-
-
-def test_images_are_never_enlarged_much():
-    for machine, minutes in (("accelerator", 600), ("fast", 15)):
-        assert plan(machine, "tiny images", minutes).size <= 24
 
 
 @pytest.mark.parametrize(("count", "ada"), [(ADA_BELOW // 2, True), (3 * ADA_BELOW, False)])

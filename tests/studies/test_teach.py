@@ -11,10 +11,8 @@ from models.restore import classifier_from
 from studies.config import tokens
 from studies.images import TEST
 from studies.teach import (
-    JUDGE,
     PLAIN,
     SHORT,
-    TEACHER,
     WRONG_TEACHER,
     Teach,
     TeachConfig,
@@ -66,15 +64,19 @@ def test_arms_differ_by_their_classifiers_loss_alone(tmp_path, monkeypatch):
 def test_the_judge_took_no_part_and_the_teacher_is_refused(tmp_path):
     subject = subject_in(tmp_path, n=30)
     pack(subject.part(TEST), count=30, seed=5)
-    classifier_run(tmp_path / "jobs/judge/run", seed=1)
-    teacher = classifier_from(load(resolve(classifier_run(tmp_path / "jobs/teacher/run", seed=2))))
-    checkpoint = load(resolve(gan_run(tmp_path / "gan", teachers=[fingerprint(teacher)])))
-    figures = subject.judged(checkpoint, JUDGE).figures
+    judge, teacher = (
+        fingerprint(classifier_from(load(resolve(classifier_run(tmp_path / f"jobs/{name}/run", seed=seed)))))
+        for name, seed in (("judge", 1), ("teacher", 2))
+    )
+    taught, wrongly = (
+        load(resolve(gan_run(tmp_path / name, teachers=[weights]))) for name, weights in (("a", teacher), ("b", judge))
+    )
+    figures = subject.judged(taught).figures
     assert 0 <= figures["recognised"] <= 1
     assert figures["frechet"] > 0
     assert figures["diversity"] > 0
     with pytest.raises(UserError, match="supplied a loss to this generator, so it cannot judge it"):
-        subject.judged(checkpoint, TEACHER)
+        subject.judged(wrongly)
 
 
 @pytest.mark.parametrize("more", [["--teacher", "[]", "--head", "[]"], ["--gan.run", "runs/a"], ["--short", "0"]])
