@@ -78,38 +78,22 @@ def test_images_that_cannot_be_read_are_named(folder):
     assert "0.png is not an image" in survey(str(folder)).unreadable
 
 
-def empty(folder: Path) -> None:
-    folder.mkdir()
-
-
-def texts(folder: Path) -> None:
-    folder.mkdir()
-    for number in range(20):
-        (folder / f"{number}.txt").write_text("words")
-
-
-def broken(folder: Path) -> None:
-    folder.mkdir()
-    for number in range(20):
-        (folder / f"{number}.png").write_text("words")
-
-
-def few(folder: Path) -> None:
-    for number in range(FEWEST - 1):
-        draw(folder / f"{number}.png", seed=number)
-
-
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("count", "name", "told"),
     [
-        (empty, "holds no images (it is empty); supported are"),
-        (texts, "holds no images (only 20 .txt); supported are"),
-        (broken, "none of its images can be read; the first: "),
-        (few, f"holds {FEWEST - 1} images; give {FEWEST} or more"),
+        (0, "", "holds no images (it is empty); supported are"),
+        (20, "words.txt", "holds no images (only 20 .txt); supported are"),
+        (20, "words.png", "none of its images can be read; the first: "),
+        (FEWEST - 1, "image.png", f"holds {FEWEST - 1} images; give {FEWEST} or more"),
     ],
 )
-def test_what_cannot_be_used_is_one_line_with_the_remedy(tmp_path, capsys, make, told):
-    make(tmp_path / "images")
+def test_what_cannot_be_used_is_one_line_with_the_remedy(tmp_path, capsys, count, name, told):
+    (tmp_path / "images").mkdir()
+    for number in range(count):
+        file = draw(tmp_path / "images" / f"{number}.png", seed=number)
+        if name.startswith("words"):
+            file.write_text("words")
+            file.rename(file.with_suffix(Path(name).suffix))
     with pytest.raises(UserError) as error:
         survey(str(tmp_path / "images"))
     assert told in str(error.value)
