@@ -155,7 +155,7 @@ def draw_table(options: Namespace) -> str:
 
 def interpolate(options: Namespace) -> str:
     """A film."""
-    config = FilmConfig(**chosen(options, FilmConfig))
+    config = chosen(options, FilmConfig)
     check_film(options.out, fps=options.fps)
     sampler, *_ = open_sampler(options)
     from inference.interpolate import draw_film
@@ -169,7 +169,7 @@ def project(options: Namespace) -> str:
     check_suffix(options.out, ".png")
     if options.save is not None:
         check_suffix(options.save, ".safetensors", "latents are kept in a .safetensors file", option="--save")
-    config = ProjectionConfig(**chosen(options, ProjectionConfig))
+    config = chosen(options, ProjectionConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from inference import projection
 
@@ -182,7 +182,7 @@ def project(options: Namespace) -> str:
 def edit(options: Namespace) -> str:
     """Images on their way from a class to another."""
     check_suffix(options.out, ".png")
-    config = EditConfig(**chosen(options, EditConfig))
+    config = chosen(options, EditConfig)
     sampler, checkpoint, _ = open_sampler(options)
     from inference.editing import Editor, pair_of
     from inference.projection import read_target
@@ -224,10 +224,10 @@ def write_dataset(options: Namespace) -> str:
     return f"wrote {meta.count} images to {options.out}: {source}"
 
 
-def chosen(options: Namespace, config: type) -> dict[str, Any]:
-    """What the options say of a config's fields; they have the same names."""
+def chosen(options: Namespace, config: Any) -> Any:
+    """A config of what the options say of its fields; they have the same names."""
     names = {field.name for field in fields(config)}
-    return {name: value for name, value in vars(options).items() if name in names}
+    return config(**{name: value for name, value in vars(options).items() if name in names})
 
 
 def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":

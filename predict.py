@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     how = {"resize": options.resize, "top": top, "batch_size": options.batch_size, "maps": maps, "fast": fast}
     strips = counterfactual_options(options, checkpoint["classes"], classifier)
     results = predict(classifier, checkpoint, options.images, **how)
-    for result in results if strips else ():
+    for result in results:
         if strips and "error" not in result:
             result["counterfactual"] = strips.draw(result["file"], result["label"], resize=options.resize)
     print(json.dumps(results, indent=1, allow_nan=False) if options.json else "\n".join(map(line, results)))
@@ -133,9 +133,8 @@ def way(found: dict[str, Any]) -> str:
     if "error" in found:
         return f"no counterfactual: {found['error']}"
     where = "" if found["arrived"] else "never there, at best "
-    return f"{where}{found['class']} {found['probability']:.3f}, pixels change by {found['pixel_change']:.3f} (" + (
-        f"{found['image']})"
-    )
+    change = f"pixels change by {found['pixel_change']:.3f} ({found['image']})"
+    return f"{where}{found['class']} {found['probability']:.3f}, {change}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ def draw_film(sampler: Sampler, out: Path, config: FilmConfig) -> int:
     Frame k of a segment lies k / `frames` of the way from its sample to the next, and after the last sample comes the
     first. Noise maps are those of the first sample all through, so that nothing flickers. Raises UserError.
     """
-    check_film(out, fps=config.fps)
     journey = Journey(sampler, config)
     scale = enlargement(sampler.generator.resolution, config.scale)
     bar = Bar(total=len(journey), desc="frames", unit="frame")
@@ -109,10 +108,13 @@ def slerp(a: Tensor, b: Tensor, t: Tensor) -> Tensor:
 # --- the file
 
 LEAST_SIDE = 256  # px that smaller images are enlarged to, or a little more
-OPTIONS = {".mp4": {"movflags": "+faststart"}, ".gif": {"loop": "0"}}  # of the files: index in front, repeats for ever
-# H.264 in BT.709 and marked so, hardly to be told from the original
-H264 = {"crf": "18", "preset": "medium"}
-H264["x264-params"] = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"
+BT709 = "colorprim=bt709:transfer=bt709:colormatrix=bt709:range=tv"  # what H.264 is marked with
+FORMATS = {  # codec, pixels, options of the codec and of the file
+    # hardly to be told from the original; the index in front
+    ".mp4": ("libx264", "yuv420p", {"crf": "18", "preset": "medium", "x264-params": BT709}, {"movflags": "+faststart"}),
+    # each frame whole, not what differs; repeats for ever
+    ".gif": ("gif", "pal8", {"gifflags": "0"}, {"loop": "0"}),
+}
 
 AddFrame = Callable[[np.ndarray], None]
 """Takes the next frame, uint8 [H, W, C] with C 1 or 3; all of one size."""
@@ -144,10 +146,10 @@ def film(path: Path, *, fps: int, scale: int) -> Iterator[AddFrame]:
 
     check_film(path, fps=fps)
     kind = path.suffix.lower()
-    with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=OPTIONS[kind]) as container:
-        stream: Any = container.add_stream("libx264" if kind == ".mp4" else "gif", rate=fps)
-        stream.pix_fmt = "yuv420p" if kind == ".mp4" else "pal8"
-        stream.options = H264 if kind == ".mp4" else {"gifflags": "0"}  # each frame whole, not what differs
+    codec, pixel_format, options, of_file = FORMATS[kind]
+    with building(path) as temporary, av.open(str(temporary), "w", format=kind[1:], options=of_file) as container:
+        stream: Any = container.add_stream(codec, rate=fps)
+        stream.pix_fmt, stream.options = pixel_format, options
         convert = _to_yuv if kind == ".mp4" else _Palettes(fps)
 
         def add(frame: np.ndarray) -> None:

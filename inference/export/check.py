@@ -80,8 +80,9 @@ def judge(row: Row, form: Format, original: Tensor) -> str | None:
         return None
     if not math.isfinite(row.largest_difference):
         return "its outputs are not finite"
-    loss = -row.accuracy_change if row.accuracy_change is not None else 1 - (row.agreement or 0.0)
-    what = "accuracy falls" if row.accuracy_change is not None else "it names other classes than the original"
+    loss, what = 1 - (row.agreement or 0.0), "it names other classes than the original"
+    if row.accuracy_change is not None:
+        loss, what = -row.accuracy_change, "accuracy falls"
     if loss > ACCURACY_LOSS + 1e-9:
         return f"{what} by {100 * loss:.2f} points, more than {100 * ACCURACY_LOSS:g}"
     return None

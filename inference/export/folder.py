@@ -143,8 +143,7 @@ def described(checkpoint: dict[str, Any], *, licence: str, more: dict[str, Any])
         **more,
         "network": contents(checkpoint)["config"],
         "figures": figures(document),
-        "data": {key: lineage[key] for key in ("trained_on", "synthetic")}
-        | {"tested_on": document.get("data_hash")},
+        "data": {key: lineage[key] for key in ("trained_on", "synthetic")} | {"tested_on": document.get("data_hash")},
         "teachers": list(checkpoint.get("teachers", [])),
         "licence": licence,
     }
