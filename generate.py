@@ -240,10 +240,10 @@ def open_sampler(options: Namespace) -> "tuple[Sampler, dict[str, Any], Path]":
 
     checkpoint = load(path)
     generator = generator_from(checkpoint, choose_device(options.device))
-    classes = getattr(options, "classes", "all")
+    classes = checkpoint["classes"] if generator.classes else []
     sampler = Sampler(
         generator=generator,
-        chosen=chosen_classes(classes, checkpoint["classes"], conditional=bool(generator.classes)),
+        chosen=chosen_classes(getattr(options, "classes", "all"), classes),
         seed=options.seed,
         truncation_psi=getattr(options, "truncation_psi", 1.0),
         truncation_cutoff=getattr(options, "truncation_cutoff", None),

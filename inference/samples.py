@@ -105,17 +105,15 @@ def with_styles(generator: ImageGenerator, what: str) -> StyledGenerator:
     return cast(StyledGenerator, generator)
 
 
-def chosen_classes(names: str, classes: Sequence[str], *, conditional: bool = True) -> list[int]:
-    """Labels of `all` classes, or of those named with commas between; none where the generator is not conditional.
+def chosen_classes(names: str, classes: Sequence[str]) -> list[int]:
+    """Labels of `all` classes, or of those named with commas between; an unconditional generator has no `classes`.
 
     Raises UserError for an unknown or a repeated class, and for any name where there are no classes.
     """
-    if not conditional:
-        if names != "all":
-            raise UserError(f"--classes {names}: this generator is unconditional and has none; leave it out")
-        return []
     if names == "all":
         return list(range(len(classes)))
+    if not classes:
+        raise UserError(f"--classes {names}: this generator is unconditional and has none; leave it out")
     chosen = [label_of(part.strip(), classes, "--classes") for part in names.split(",")]
     if len(set(chosen)) < len(chosen):
         raise UserError(f"--classes {names}: a class is named twice; name it once")

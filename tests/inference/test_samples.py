@@ -66,14 +66,14 @@ def test_classes_are_chosen_by_name():
     names = ["dark", "grey", "light"]
     assert chosen_classes("all", names) == [0, 1, 2]
     assert chosen_classes("light, dark", names) == [2, 0]
-    assert chosen_classes("all", [], conditional=False) == []
-    for text, conditional, told in (
-        ("drak", True, "did you mean 'dark'"),
-        ("dark,dark", True, "named twice"),
-        ("dark", False, "unconditional"),
+    assert chosen_classes("all", []) == []
+    for text, classes, message in (
+        ("drak", names, "did you mean 'dark'"),
+        ("dark,dark", names, "named twice"),
+        ("dark", [], "unconditional"),
     ):
-        with pytest.raises(UserError, match=told):
-            chosen_classes(text, names, conditional=conditional)
+        with pytest.raises(UserError, match=message):
+            chosen_classes(text, classes)
 
 
 def test_classes_and_generator_must_fit(generator):
