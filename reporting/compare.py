@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from metrics.comparison.compare import cells, compare
 from reporting.charts import line_chart
 from reporting.pictures import CAPTIONS, picture
-from reporting.report import SHOWN_AT_ONCE, chart_of, render
 from reporting.run_files import Run, read_run
 from utils.config.cli import Parser
 from utils.files import as_json, check_writable, write_atomic
@@ -25,6 +23,8 @@ KINDS = {"better": "good", "worse": "bad"}
 
 def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare` found."""
+    from reporting.report import render  # it knows the figures, whose functions bring torch along
+
     names = list(document["runs"])
     runs = {name: read_run(name.partition(",")[0]) for name in names}  # of seeds alike the first
     pairs = [
@@ -50,6 +50,8 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
     """The cells of a figure's row, in the order of HEADER; and how its verdict is coloured."""
+    from metrics.comparison.compare import cells  # see above
+
     name, *weights = row["figure"].split(" ")  # a figure of features: the extractor and its weights
     return {
         "name": " ".join([name.replace("_", " "), *weights[:1]]),
@@ -72,6 +74,8 @@ def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:
 
 def shared_charts(runs: Mapping[str, Run]) -> list[Any]:
     """A chart for each key of metrics.jsonl that all runs have and that a report shows at once."""
+    from reporting.report import SHOWN_AT_ONCE, chart_of  # see above
+
     series = {name: run.series for name, run in runs.items()}
     first = next(iter(series.values()))
     keys = [k for k in first if all(k in other for other in series.values()) and k.split("/")[0] in SHOWN_AT_ONCE]
@@ -91,6 +95,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help=text)
     options = parser.parse_args(argv)
     check_writable(options.out)
+    from metrics.comparison.compare import compare
 
     print(write_comparison(compare(options.runs), options.out))
 

@@ -1,6 +1,7 @@
 """Fixtures that several folders of tests use."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,13 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # what `precision: auto` means: two runs that are compared must train in the same, and nothing is measured
 os.environ.setdefault("DUET_PRECISION", "fp32")
+
+# signals that whoever started the tests has ignored (`nohup make test &`) would be ignored by their children, too; a
+# handler is not passed on
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 REPOSITORY = Path(__file__).parents[1]
 

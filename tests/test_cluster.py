@@ -313,7 +313,7 @@ def test_probes_look_at_the_age_of_the_heartbeat(tmp_path: Path) -> None:
     spec = manifests()["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = spec["template"]["spec"]["containers"][0]
     started, alive = container["startupProbe"], container["livenessProbe"]
-    assert seconds(started) > DistributedConfig.start_timeout
+    assert seconds(started) > DistributedConfig().start_timeout
 
     def passed() -> tuple[bool, bool]:
         probes = (

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,29 +71,24 @@ def evaluate_here(data: str, batch_size: int, out: str) -> int:
     """A rank of the evaluation in a classifier's training; rank 0 writes what all counts came to."""
     import torch
 
-    import training.classifier.task as module
     from data.reading.dataset import Dataset
+    from metrics.evaluate_classifier import answers_of, classify, document_of
     from tests.slim import slim_down
+    from training.classifier.task import ClassifierTask
     from training.engine.tasks import build_run_config
     from utils.distributed import collectives
 
     slim_down()
-    found: list[dict[str, Any]] = []
-    original = module.evaluate_classifier
-
-    def kept(*arguments: Any, **options: Any) -> dict[str, Any]:
-        found.append(original(*arguments, **options))
-        return found[-1]
-
-    module.evaluate_classifier = kept
     collectives.start(torch.device("cpu"))
     tree = {"task": "classifier", "batch_size": 12, "data": {"path": data, "val_path": data}}
     config = build_run_config(tree | {"evaluation": {"batch_size": batch_size}, "seed": 5}, [], "test")
     with Dataset(data) as train_reader, Dataset(data) as reader:
-        task = module.ClassifierTask(config, train_reader, reader, torch.device("cpu"))  # type: ignore[arg-type]
-        figures = task.evaluate()
+        task = ClassifierTask(config, train_reader, reader, torch.device("cpu"))  # type: ignore[arg-type]
+        figures, model = task.evaluate(), task.ema.model
+        logits = classify(model, reader, batch_size=batch_size)
+        counts = collectives.from_main_process(lambda: document_of(answers_of(model, reader, logits), seed=5)[0])
     rank = os.environ.get("RANK", "0")
-    Path(f"{out}.{rank}.json").write_text(json.dumps({"counts": found[0], "figures": figures}))
+    Path(f"{out}.{rank}.json").write_text(json.dumps({"counts": counts, "figures": figures}))
     collectives.stop()
     return 0
 

@@ -39,7 +39,8 @@ class DataConfig(Config):
     @classmethod
     def _of_older_runs(cls, values: Any) -> Any:
         """Without the key `cache`, which is gone, where it was off."""
-        return {key: value for key, value in dict(values).items() if (key, value) != ("cache", "off")}
+        old = isinstance(values, dict) and values.get("cache") == "off"
+        return {key: value for key, value in values.items() if key != "cache"} if old else values
 
     def check(self) -> None:
         for name, (low, high) in (("crop_area", self.crop_area), ("crop_aspect", self.crop_aspect)):
