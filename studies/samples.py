@@ -29,7 +29,7 @@ from metrics.samples.memorisation import nearest
 from models.classifier import Classifier
 from models.gan import draw, generate
 from models.restore import generator_from
-from utils.checkpoint import load
+from utils.checkpoint import load, newest_first
 from utils.classes import require_same_classes
 from utils.config.model import Config, PositiveFloat, PositiveInt
 from utils.errors import UserError
@@ -142,7 +142,7 @@ def share_of_batch(ratio: float) -> float:
 
 def last_checkpoints(run: Path, count: int) -> list[Path]:
     """The checkpoints of the `count` last steps of a run. Raises UserError where it kept fewer."""
-    files = sorted((run / "checkpoints").glob("step-*.pt"))
+    files = newest_first(run / "checkpoints")[::-1]
     if len(files) < count:
         raise UserError(f"{run} keeps {len(files)} checkpoints, {count} are asked for; raise its checkpoint.keep")
     return files[-count:]

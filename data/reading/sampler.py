@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data.reading.weighted_sampling import weighted_epochs
+from data.reading.weighted_sampling import occurrences, weighted_epochs
 from utils.errors import UserError
 from utils.seeding import numpy_generator
 
@@ -183,13 +183,3 @@ class GlobalSampler:
 class _Epoch(NamedTuple):
     order: np.ndarray  # int64 [count]
     repeats: np.ndarray  # int64 [count]: `occurrences` of it; empty for a permutation
-
-
-def occurrences(order: np.ndarray) -> np.ndarray:
-    """How often each entry has come before: [5, 7, 5, 5] -> [0, 0, 1, 2]; int64 [n]."""
-    by_value = np.argsort(order, kind="stable")
-    ordered = order[by_value]
-    firsts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
-    counts = np.empty(len(order), np.int64)
-    counts[by_value] = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
-    return counts

@@ -198,3 +198,13 @@ def few_labels(labels: np.ndarray, per_class: int, seed: int, names: Sequence[st
         own = np.flatnonzero(labels == label)
         rows.append(own[numpy_generator(seed, "labels", label).permutation(len(own))[:per_class]])
     return np.sort(np.concatenate(rows))
+
+
+def occurrences(order: np.ndarray) -> np.ndarray:
+    """How often each entry has come before: [5, 7, 5, 5] -> [0, 0, 1, 2]; int64 [n]."""
+    by_value = np.argsort(order, kind="stable")
+    ordered = order[by_value]
+    firsts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    counts = np.empty(len(order), np.int64)
+    counts[by_value] = np.arange(len(order)) - np.repeat(firsts, np.diff(firsts, append=len(order)))
+    return counts

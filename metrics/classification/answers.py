@@ -1,6 +1,6 @@
 """A classifier's answers to labelled images, and its figures: pure functions of the logits in the images' order.
 
-So they depend neither on batches nor on processes. Every figure has its 95 % interval.
+So they depend neither on batches nor on processes. Figures have their 95 % interval.
 """
 
 import math

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.reading.sampler import GlobalSampler, occurrences
-from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
+from data.reading.sampler import GlobalSampler
+from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights, occurrences
 from utils.errors import UserError
 
 

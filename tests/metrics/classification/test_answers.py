@@ -71,7 +71,7 @@ def test_a_document_is_scikit_learns_and_lies_in_its_intervals():
         assert row["auroc"] == pytest.approx(roc_auc_score(labels == place, probabilities[:, place]), abs=1e-9)
         score = average_precision_score(labels == place, probabilities[:, place])
         assert row["average_precision"] == pytest.approx(score, abs=1e-9)
-    for figure in CLASSIFIER:
+    for figure in (row for row in CLASSIFIER if row.interval):
         low, high = document[f"{figure.key}_interval"]
         assert low < document[figure.key] < high < low + 0.3, figure.key
     assert document["temperature"]["judged_on"] == 250
