@@ -37,7 +37,7 @@ from utils.config.yaml_files import near_file
 from utils.distributed.collectives import choose_device
 from utils.errors import UserError
 from utils.memory import cores
-from utils.passport import recorded
+from utils.provenance import recorded
 from utils.script import run_cli
 
 MULTIPLES = (8.0, 4.0, 2.8)

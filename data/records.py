@@ -25,7 +25,7 @@ from data.lmdb.writer import LMDBWriter
 from data.sources.base import ArraySource, Item, Problem, Source
 from utils.errors import UserError
 from utils.memory import cores
-from utils.passport import Passport
+from utils.provenance import Provenance
 
 CODECS = {"raw": CODEC_RULES, "jpeg": CODEC_JPEG, "png": CODEC_PNG}  # of images that are encoded here
 PAD_SHARE = 8  # resize "auto" pads data sets whose images are smaller than N by at most N / PAD_SHARE
@@ -132,7 +132,7 @@ def pack_arrays(
     *,
     encoding: str = "raw",
     source: str = "arrays",
-    passport: Passport | None = None,  # of generated images
+    passport: Provenance | None = None,  # of generated images
     smallest: int | None = None,  # px: also store the images at half their side, a quarter and so on down to this
     overwrite: bool = False,
 ) -> Meta:

@@ -39,7 +39,7 @@ from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import save_captioned
-from utils.passport import recorded
+from utils.provenance import recorded
 from utils.seeding import generator as keyed_generator
 from utils.seeding import numpy_generator
 

@@ -33,7 +33,7 @@ from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import save_captioned, save_rows
-from utils.passport import Lineage, recorded
+from utils.provenance import Lineage, recorded
 
 SPEED = {"precision": "fp32", "fold": False, "tta": "off"}
 NOT_FOR = {  # what is evaluated: options that it does not take and their defaults, and whose they are

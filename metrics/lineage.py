@@ -15,7 +15,7 @@ from models.restore import classifier_from
 from utils.checkpoint import Checkpoint, load, resolve
 from utils.classes import require_same_classes
 from utils.errors import UserError
-from utils.passport import Generated, Lineage, Passport, recorded
+from utils.provenance import Generated, Lineage, Provenance, recorded
 
 TOLERATED = 0.01  # share of the test images that a judge may have been trained on: public splits share a few
 
@@ -27,7 +27,7 @@ def passport_of(
     seed: int,  # of the draws
     truncation_psi: float = 1.0,
     selection: str | None = None,  # the rule by which samples are chosen; None: all that are drawn
-) -> Passport:
+) -> Provenance:
     """The passport of samples of a generator. Raises UserError for a seed or psi that no file can hold."""
     passport = {
         "generator": fingerprint(generator),
@@ -44,7 +44,7 @@ def passport_of(
         raise UserError(f"the samples' passport cannot be written: {error}; give another value") from None
 
 
-def lineage_of(*readers: Dataset, passports: Sequence[Passport] = ()) -> Lineage:
+def lineage_of(*readers: Dataset, passports: Sequence[Provenance] = ()) -> Lineage:
     """What training on these files, and on samples with these passports, leaves in a checkpoint."""
     metas = [meta for reader in readers for meta in metas_of(reader)]
     return Lineage.of(

@@ -18,7 +18,7 @@ from models.backbones.registry import backbone_of
 from models.batchnorm import statistics_kept
 from utils.config.model import Config, PositiveInt
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 
 Stem = Literal["imagenet", "small", "small-stride2"]
 

@@ -11,7 +11,7 @@ from utils.checkpoint import Shape
 from utils.checkpoint.state_schema import FAULTS, loaded
 from utils.config.build import build
 from utils.errors import UserError
-from utils.passport import recorded
+from utils.provenance import recorded
 
 
 def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch.device | str) -> Any:

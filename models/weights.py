@@ -26,7 +26,7 @@ from utils.config.cli import did_you_mean
 from utils.config.yaml_files import near_file
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage, recorded
+from utils.provenance import Lineage, recorded
 
 OPTION = "model.weights"
 # under which other programs keep the state dict, the average first: it is the network to use

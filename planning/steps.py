@@ -160,7 +160,7 @@ class Quickstart:
     def finish(self) -> None:
         """Write summary.json and report.html and say where they are."""
         from reporting.report import write_quickstart_report
-        from utils.provenance import environment
+        from utils.versions import environment
 
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
         summary = summarise(self.folder, self.plan, seconds)

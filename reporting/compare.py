@@ -13,8 +13,8 @@ from reporting.pictures import CAPTIONS, picture
 from reporting.run_files import Run, read_run
 from utils.config.cli import Parser
 from utils.files import as_json, check_writable, write_atomic
-from utils.provenance import environment
 from utils.script import exit_cli
+from utils.versions import environment
 
 SIDE_BY_SIDE = ("samples", "recognised_worst", "reliability", "confusion", "mistakes")  # images in eval/
 HEADER = ["", "the second is", "first", "second", "difference", "95 % interval", "p"]

@@ -21,9 +21,9 @@ from reporting.run_files import Run, of_run, read_run
 from utils import bounded
 from utils.errors import UserError
 from utils.files import write_atomic
-from utils.provenance import environment
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import Events
+from utils.versions import environment
 
 # --- what the figures are called; a curve whose key is not named here is shown under the first part of it
 

@@ -11,7 +11,7 @@ from reporting.figures import change, percent, plain
 from reporting.pictures import picture
 from reporting.report import render
 from utils.files import write_atomic
-from utils.provenance import environment
+from utils.versions import environment
 
 HEADINGS = {"main": "The answer", "classes": "The same by class", "all arms": "Every arm"}
 KINDS = {"helps": "good", "hurts": "bad"}

@@ -1,54 +1,81 @@
-"""Where a result comes from: versions, hardware and commit."""
+"""What generated images say of where they come from, and what a checkpoint says of all that its weights have seen.
 
-import importlib.metadata
-import os
-import platform
-import subprocess
-from functools import cache
-from pathlib import Path
+A packed file of samples has its provenance (key `passport`); one without holds real images. Lineages are frozen and
+joined, never changed; those of the checkpoint that weights started from are part of theirs.
+"""
 
-ROOT = Path(__file__).resolve().parent.parent
+from collections.abc import Collection, Mapping
+from typing import Any, Self
 
+from utils.config.model import Count, Stored, Whole
 
-def environment() -> dict[str, str]:
-    """Versions and hardware, for people: Python, packages, platform, processor, accelerator, git commit."""
-    import torch  # here and below: who asks for --help does not wait for it
-
-    found = {"python": platform.python_version()}
-    found |= {name: importlib.metadata.version(name) for name in ("torch", "torchvision", "numpy", "lmdb")}
-    found |= {"platform": platform.platform(), "processor": _processor(), "cores": str(os.cpu_count())}
-    if torch.cuda.is_available():
-        found["accelerator"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    git = commit(ROOT)
-    return found | ({"commit": git.replace("-dirty", " with local changes")} if git else {})
+Provenance = dict[str, Any]
+"""A `Generated` as a packed file holds it."""
 
 
-def versions() -> dict[str, str | None]:
-    """What the numbers of a run may depend on, for its checkpoints."""
-    import torch
-    import torchvision  # the version with its build, as torch's; the report needs no torchvision
+class Generated(Stored):
+    """Where samples come from."""
 
-    packages = {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
-    return {"python": platform.python_version(), **packages, "git": commit(ROOT)}
+    generator: str  # fingerprint of its weights (metrics.features.extractors.fingerprint)
+    step: Count  # of its checkpoint
+    seed: Whole  # of the draws
+    truncation_psi: float
+    selection: str | None  # the rule by which samples were chosen; None: all that were drawn
+    trained_on: str | None  # content hash of the images it was trained on; None: not known
+    classes: list[str]  # names of their classes
 
-
-@cache
-def commit(checkout: Path) -> str | None:
-    """The commit of a checkout, "-dirty" behind it where tracked files differ from it: `0123456789ab-dirty`. None
-    without git or where `checkout` is none; never waits for long.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set in git's hooks
-    clean |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_CEILING_DIRECTORIES": str(checkout.parent)}  # none of a folder above
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        done = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return None
-    return done.stdout.strip() or None
+    def document(self) -> Provenance:
+        """As a packed file holds it."""
+        return self.model_dump()
 
 
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+class Lineage(Stored):
+    """Which images and which networks weights have learnt from, themselves or those that they started from."""
+
+    trained_on: list[str]  # content hashes, and fingerprints where there are any, of files of images
+    synthetic: list[Generated]  # those of them that hold samples
+    teachers: list[str] = []  # fingerprints of classifiers that supplied a loss
+    pretrained: list[str] = []  # hashes of others' weights files that they, or their teachers, began with
+
+    @classmethod
+    def of(cls, **parts: Any) -> Self:
+        """A lineage of the given parts alone."""
+        return cls(**{"trained_on": [], "synthetic": [], **parts})
+
+    def document(self) -> dict[str, Any]:
+        """As a checkpoint holds it."""
+        return self.model_dump(exclude_defaults=True)
+
+    def may_not_judge(self, generator: "Lineage", weights: str, images: Collection[str]) -> str:
+        """Why a network of this lineage, whose fingerprint is `weights`, cannot judge samples of a generator beside
+        images that have these hashes; empty if it can.
+        """
+        if weights in generator.teachers:
+            return "supplied a loss to this generator, so it cannot judge it; give another"
+        if self.synthetic:
+            whose = ", ".join(dict.fromkeys(each.generator for each in self.synthetic))[:200]
+            return (
+                f"was trained on samples (of {whose}), so it would recognise them too well; give one that has seen "
+                "real images only"
+            )
+        return "" if set(self.trained_on).isdisjoint(images) else "was trained on the test images"
+
+    def related(self, other: "Lineage") -> bool:
+        """Whether both began with the same weights file: what one finds alike the other may."""
+        return not set(self.pretrained).isdisjoint(other.pretrained)
+
+
+def join(*lineages: Lineage) -> Lineage:
+    """Everything that several lineages hold, each part once, in order."""
+    joined: dict[str, list[Any]] = {key: [] for key in Lineage.model_fields}
+    for lineage in lineages:
+        for key, parts in joined.items():
+            parts += [part for part in getattr(lineage, key) if part not in parts]
+    return Lineage(**joined)
+
+
+def recorded(checkpoint: Mapping[str, Any]) -> Lineage:
+    """A checkpoint's lineage; those of before had none and say only which file they were trained on."""
+    content = (checkpoint.get("data") or {}).get("content_hash")
+    own = Lineage.of(trained_on=[content] if content else [], teachers=list(checkpoint.get("teachers", [])))
+    return join(own, Lineage.read(checkpoint["lineage"])) if checkpoint.get("lineage") else own

@@ -12,7 +12,7 @@ from annotated_types import Interval, MinLen
 
 from data.errors import MOST_SIDE
 from utils.config.model import Count, PositiveInt, Probability, Stored, Whole
-from utils.passport import check_passport
+from utils.provenance import Generated
 
 FORMAT = "duet-lmdb"
 VERSION = 1
@@ -76,7 +76,7 @@ class Meta(Stored):
     `mean` and `std` are per channel in units of [0, 1], over all pixels of all images at the largest resolution.
     `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the images
     have sizes of their own (encoding "source"). `split` says how the file was drawn from a larger set
-    (data/packing/split.py), `passport` which generator drew the images (utils/passport.py), `shards` which tar files
+    (data/packing/split.py), `passport` which generator drew the images (utils/provenance.py), `shards` which tar files
     hold the images' bytes (data/reading/tar_index.py).
     """
 
@@ -111,7 +111,7 @@ class Meta(Stored):
         if "version" not in meta.model_fields_set:
             raise ValueError("version is missing")
         if meta.passport is not None:
-            check_passport("passport", meta.passport)
+            Generated.read(meta.passport, "passport")
         meta.check()
         return meta
 

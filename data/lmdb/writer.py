@@ -37,7 +37,7 @@ from data.lmdb.record import Layout, Record, mean_and_std
 from utils import bounded
 from utils.errors import UserError
 from utils.files import replaceable, sync_folder
-from utils.passport import Passport, check_passport
+from utils.provenance import Generated, Provenance
 
 BATCH_PUTS = 1000  # records per transaction at most
 BATCH_BYTES = 16 << 20
@@ -77,14 +77,14 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         classes: Sequence[str],  # names by label; empty: unlabelled
         resize_filter: str = "none",
         source: str = "",
-        passport: Passport | None = None,  # of generated images
+        passport: Provenance | None = None,  # of generated images
         shards: list[Shard] | None = None,  # tar files that hold the images: the file becomes their index
         overwrite: bool = False,
         first_map: int = FIRST_MAP,  # bytes
     ) -> None:
         check_target(Path(path), overwrite)
         if passport is not None:
-            check_passport("passport", passport)
+            Generated.read(passport, "passport")
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
         self._resize_filter, self._source, self._passport = resize_filter, source, passport

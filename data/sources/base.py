@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from utils.errors import UserError
-from utils.passport import Passport
+from utils.provenance import Provenance
 from utils.text import printable
 
 
@@ -67,7 +67,7 @@ class Source(AbstractContextManager["Source"]):
     ignored: list[str] = field(default_factory=list)
     splits: tuple[str, ...] = ()
     remarks: list[str] = field(default_factory=list)
-    passport: Passport | None = None  # of generated images, which a packed file goes on telling
+    passport: Provenance | None = None  # of generated images, which a packed file goes on telling
     _labels: np.ndarray = field(init=False)  # int64 [n]; a subclass sets it, or has `labels` of its own
 
     def __len__(self) -> int:

@@ -24,7 +24,7 @@ from models.classifier import ModelConfig
 from models.registry import DEFAULT
 from utils import bounded
 from utils.config.build import build
-from utils.passport import recorded
+from utils.provenance import recorded
 from utils.runlog.run_log import say
 from utils.text import printable
 

@@ -22,7 +22,7 @@ from models.weights import file_hash, fitted, read_state_dict
 from utils.checkpoint import load, resolve
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 
 
 class Extractor(Protocol):

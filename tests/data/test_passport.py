@@ -17,9 +17,9 @@ from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.lmdb.test_metadata import OTHERS, forge, read, use
 from utils.errors import UserError
-from utils.passport import Lineage, Passport, join, recorded
+from utils.provenance import Lineage, Provenance, join, recorded
 
-PASSPORT: Passport = {
+PASSPORT: Provenance = {
     "generator": "sha256:0123456789ab",
     "step": 7,
     "seed": -3,
@@ -30,7 +30,7 @@ PASSPORT: Passport = {
 }
 
 
-def pack_samples(path: Path, *, count: int = 20, seed: int = 0, passport: Passport | None = PASSPORT) -> Path:
+def pack_samples(path: Path, *, count: int = 20, seed: int = 0, passport: Provenance | None = PASSPORT) -> Path:
     """Images that say that a generator drew them."""
     pack_arrays(path, sample_images(count, seed=seed), np.arange(count) % 3, CLASSES, passport=passport)
     return path

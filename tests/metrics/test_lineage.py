@@ -16,7 +16,7 @@ from tests.data.test_passport import PASSPORT, pack_samples
 from tests.metrics.conftest import CLASSES, SIDE, classifier_run, gan_run
 from tests.metrics.test_scripts import call, refused
 from utils.checkpoint import CorruptCheckpoint, load, resolve
-from utils.passport import Lineage, recorded
+from utils.provenance import Lineage, recorded
 
 
 def judge_of(folder, *, data=None, **more):

@@ -21,7 +21,7 @@ from models.weights import file_hash, find_weights, fit_first, fitted, load_pret
 from tests.models.test_layers import draw
 from utils import checkpoint as checkpoints
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 from utils.seeding import forked
 
 WEIGHTS = Path(__file__).resolve().parents[3] / "shared" / "weights" / "resnet50-imagenet.safetensors"

@@ -18,7 +18,7 @@ from reporting.pictures import LARGEST_SIDE
 from reporting.report import refresh, write_quickstart_report, write_report
 from reporting.run_files import read_run
 from utils.images import grid, save_png
-from utils.provenance import environment
+from utils.versions import environment
 
 VOID = {"meta", "img", "br", "hr", "link", "input"}
 CHART = re.compile(r'<figure class="chart">.*?</figure>', re.DOTALL)

@@ -18,7 +18,7 @@ from tests.inference.conftest import gan_run, styled
 from tests.metrics.conftest import CLASSES, SIDE, pack
 from utils.checkpoint import load, resolve, save
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 from utils.seeding import generator as keyed_generator
 
 

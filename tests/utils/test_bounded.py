@@ -61,7 +61,7 @@ OWN = {  # what opens files otherwise, and why
     "utils/runlog/run_log.py": "its own rows",
     "utils/memory.py": "the kernel's figures",
     "utils/processes.py": "the kernel's figures",
-    "utils/provenance.py": "the kernel's figures",
+    "utils/versions.py": "the kernel's figures",
     "utils/config/recipes.py": "our own recipes",
     "utils/runlog/run_folder.py": "its own lock",
     "utils/script.py": "the null device",

@@ -32,7 +32,7 @@ from training.base.synthetic import (
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 from utils.runlog.run_log import say
 
 OPEN_FILES = 96  # that a process needs besides the packed files: libraries, sockets, logs

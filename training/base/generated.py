@@ -16,7 +16,7 @@ from models.gan import generate
 from models.restore import generator_from
 from utils.checkpoint import load, resolve
 from utils.errors import UserError
-from utils.passport import Passport
+from utils.provenance import Provenance
 
 BLOCK = 16  # samples a forward pass, always the same ones together: rounding depends on a batch's size
 
@@ -84,7 +84,7 @@ class GeneratedSamples:
         """The samples' labels, int64 [count]: the same in every epoch."""
         return self._labels
 
-    def passport(self, seed: int) -> Passport:
+    def passport(self, seed: int) -> Provenance:
         """What a checkpoint records of them where the run has this seed."""
         return passport_of(self.generator, self._about, seed=seed)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from data.reading.dataset import Dataset
 from data.reading.loader import Batch
-from utils.passport import Lineage
+from utils.provenance import Lineage
 
 Outline = Mapping[str, tuple[torch.nn.Module, int]]  # section of the config -> its network, least copies of its weights
 

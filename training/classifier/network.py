@@ -19,7 +19,7 @@ from models.restore import discriminator_from, generator_from
 from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage, join, recorded
+from utils.provenance import Lineage, join, recorded
 
 IMAGES = 5000  # that are looked at, at most
 PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most

@@ -37,7 +37,7 @@ from utils.distributed.collectives import by_device
 from utils.errors import UserError
 from utils.images import grid
 from utils.memory import ran_out
-from utils.passport import Lineage
+from utils.provenance import Lineage
 from utils.runlog.run_log import say_main
 from utils.seeding import forked
 

@@ -12,10 +12,10 @@ from utils.checkpoint.writer import Background, Snapshot
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage, join, recorded
-from utils.provenance import versions
+from utils.provenance import Lineage, join, recorded
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say
+from utils.versions import versions
 
 Registry = dict[str, Any]  # name -> object with state_dict and load_state_dict
 

@@ -27,7 +27,7 @@ from utils.distributed.heartbeat import Heartbeat, silent_ranks
 from utils.distributed.launch import under_launcher
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.memory import tune_malloc
-from utils.passport import Lineage, join
+from utils.provenance import Lineage, join
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say, say_main, say_refused
 

@@ -22,7 +22,7 @@ from utils.checkpoint.state_schema import check_tensors
 from utils.config.build import to_tree
 from utils.distributed import collectives
 from utils.errors import UserError
-from utils.passport import Lineage, recorded
+from utils.provenance import Lineage, recorded
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say
 

@@ -36,7 +36,7 @@ from utils.checkpoint import load, resolve
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.images import grid
-from utils.passport import Lineage
+from utils.provenance import Lineage
 from utils.runlog.run_log import say_main
 from utils.seeding import forked
 

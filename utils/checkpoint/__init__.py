@@ -23,7 +23,7 @@ from utils.config.model import Stored
 from utils.config.yaml_files import near_file
 from utils.errors import StoppedBySignal, UserError
 from utils.files import replace_file, sync_folder
-from utils.passport import check_lineage
+from utils.provenance import Lineage
 
 if TYPE_CHECKING:
     from utils.checkpoint.writer import Snapshot
@@ -260,7 +260,7 @@ def checked(checkpoint: Any, file: str) -> Checkpoint:
     try:
         Head.read(checkpoint)
         if checkpoint.get("lineage") is not None:
-            check_lineage("lineage", checkpoint["lineage"])
+            Lineage.read(checkpoint["lineage"], "lineage")
         classes, named = checkpoint["shape"]["classes"], len(checkpoint["classes"])
         if classes != named:
             raise ValueError(f"shape.classes is {classes}, but classes has {named} names")

@@ -18,7 +18,7 @@ from metrics.features.precision import evaluating, full_float32
 from models.classifier import Classifier, ModelConfig
 from tests.metrics.conftest import classifier_run
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {"device": CPU, "channels": 1}

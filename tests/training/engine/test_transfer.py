@@ -17,7 +17,7 @@ from utils import checkpoint as checkpoints
 from utils.config.build import to_tree
 from utils.config.yaml_files import save_yaml
 from utils.errors import UserError
-from utils.passport import Lineage
+from utils.provenance import Lineage
 from utils.runlog.run_folder import RunFolder
 
 # the same width at every resolution, so that shapes cannot tell resolutions apart
