@@ -15,7 +15,7 @@ import numpy as np
 from data.decode import stored_image
 from data.images import thumbnail
 from data.lmdb.reader import LMDBReader
-from data.near_duplicates import Candidates, confirm, near
+from data.near_duplicates import confirm, near
 from utils.config.cli import Parser
 from utils.errors import UserError
 from utils.files import write_atomic
@@ -25,9 +25,7 @@ from utils.text import listed
 
 SHOWN = 20  # pairs in a PNG
 CELL = 128  # px of an image there
-LISTED = 5  # groups and pairs in the report for people
-MEMBERS = 5  # of a group there
-
+LISTED = 5  # groups and pairs in the report for people, and members of a group there
 
 Name = Callable[[int], str]  # of a record, for people
 
@@ -77,10 +75,10 @@ class Report:
         for pair in self.near or []:
             records[0].add(pair.record)
             records[1 if self.other_file else 0].add(pair.other_record)
-        names = [
+        names, others = (
             {record: name(record) for record in sorted(some)} for name, some in zip(self.names, records, strict=True)
-        ]
-        return asdict(self) | {"names": names[0], "other_names": names[1]}
+        )
+        return asdict(self) | {"names": names, "other_names": others}
 
 
 def exact(signatures: np.ndarray) -> list[np.ndarray]:
@@ -104,36 +102,44 @@ def find(
     """
     second = other or reader
     signatures, others = reader.signatures(), other.signatures() if other else None
-    count = len(signatures)
-    groups = []
+
+    def differ(here: Sequence[int], there: Sequence[int]) -> bool:
+        """Whether records have several class names; an unlabelled image agrees with all."""
+        sides = [(one, records) for one, records in ((reader, here), (second, there)) if one.classes]
+        return len({one.classes[one.labels()[record]] for one, records in sides for record in records}) > 1
+
+    count, groups = len(signatures), []
     for indices in exact(signatures if others is None else np.concatenate([signatures, others])):
-        here, there = indices[indices < count], indices[indices >= count] - count
-        if other is None or (len(here) and len(there)):
-            groups.append(Group(here.tolist(), there.tolist(), _differ(reader, here, second, there)))
+        here, there = indices[indices < count].tolist(), (indices[indices >= count] - count).tolist()
+        if other is None or (here and there):
+            groups.append(Group(here, there, differ(here, there)))
+    shapes = [(one.meta.channels, one.meta.resolutions[-1]) for one in (reader, second)]
     report = Report(
         file=str(reader.path),
         images=count,
         other_file=str(other.path) if other else None,
         other_images=len(other) if other else None,
         exact_duplicates=sum(len(group.other_records) if other else len(group.records) - 1 for group in groups),
-        exact_comparable=_form(reader) == _form(second),
+        exact_comparable=shapes[0] == shapes[1],
         exact=groups,
-        names=(_named(reader, item_name), _named(second, None if other else item_name)),
+        names=(_with_class(reader, item_name), _with_class(second, None if other else item_name)),
     )
     if similar:
         candidates = near(signatures, others)
-        report.near = _confirmed(candidates, reader, second)
+        size = min(side or 64 for _, side in shapes)
+        pairs, correlations = confirm(
+            candidates, lambda i: stored_image(reader, i)[0], lambda j: stored_image(second, j)[0], size
+        )
+        order = np.argsort(-correlations, kind="stable")
+        alike = zip(pairs[order].tolist(), correlations[order].tolist(), strict=True)
+        report.near = [Pair(i, j, correlation, differ([i], [j])) for (i, j), correlation in alike]
         report.candidates, report.not_compared = len(candidates.pairs), candidates.left_out
         report.textureless = candidates.textureless
     return report
 
 
-def _form(reader: LMDBReader) -> tuple[int, int]:
-    return reader.meta.channels, reader.meta.resolutions[-1]
-
-
-def _named(reader: LMDBReader, item_name: Name | None) -> Name:
-    """Records with their classes."""
+def _with_class(reader: LMDBReader, item_name: Name | None) -> Name:
+    """The names of records, with their classes."""
     labels, classes, stored = reader.labels(), reader.classes, [] if item_name else reader.names()
 
     def name(record: int) -> str:
@@ -143,37 +149,17 @@ def _named(reader: LMDBReader, item_name: Name | None) -> Name:
     return name
 
 
-def _differ(reader: LMDBReader, here: np.ndarray, other: LMDBReader, there: np.ndarray) -> bool:
-    """Whether records have several class names; an unlabelled image agrees with all."""
-    sides = ((reader, here), (other, there))
-    return len({one.classes[label] for one, records in sides if one.classes for label in one.labels()[records]}) > 1
-
-
-def _confirmed(candidates: Candidates, reader: LMDBReader, other: LMDBReader) -> list[Pair]:
-    """The near duplicates among the candidates, most alike first."""
-    size = min(one.meta.resolutions[-1] or 64 for one in (reader, other))
-    pairs, correlations = confirm(
-        candidates, lambda i: stored_image(reader, i)[0], lambda j: stored_image(other, j)[0], size
-    )
-    order = np.argsort(-correlations, kind="stable")
-    return [
-        Pair(int(pair[0]), int(pair[1]), float(correlation), _differ(reader, pair[:1], other, pair[1:]))
-        for pair, correlation in zip(pairs[order], correlations[order], strict=True)
-    ]
-
-
 def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     """The report for people: counts, then `limit` groups and pairs (None: all), those with different labels first."""
     name, other_name = report.names
-    found = _count(report.exact_duplicates, "exact duplicate")
+    head = _count(report.exact_duplicates, "exact duplicate")
     if report.other_file:
-        found = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
-    groups = []
-    most = report.images + (report.other_images or 0) if limit is None else MEMBERS
+        head = f"{_count(report.exact_duplicates, 'image')} of {report.other_file} also in {report.file},"
+    groups, members = [], sys.maxsize if limit is None else LISTED
     for group in report.exact:
         sides = (list(map(name, group.records)), list(map(other_name, group.other_records)))
-        groups.append((" = ".join(listed(side, most) for side in sides if side), group.labels_differ))
-    text = _listed(f"{found} in {_count(len(groups), 'group')}", groups, "group", limit)
+        groups.append((" = ".join(listed(side, members) for side in sides if side), group.labels_differ))
+    text = _listed(f"{head} in {_count(len(groups), 'group')}", groups, "group", limit)
     if not report.exact_comparable:
         text.append("exact duplicates cannot be found: the files differ in the channels or the size of their images")
     if report.near is None:
@@ -188,19 +174,6 @@ def lines(report: Report, limit: int | None = LISTED) -> list[str]:
     if report.not_compared:
         text.append(f"{_count(report.not_compared, 'pair')} not compared: too many images look alike")
     return text
-
-
-def brief(reports: Sequence[Report], everything: Path) -> list[str]:
-    """The reports for people. Where they leave something out, all of it goes into the file `everything`; else one of
-    that name, which an earlier run left, is removed. Raises UserError if it cannot be written.
-    """
-    text = [line for report in reports for line in lines(report)]
-    all_of_it = [line for report in reports for line in lines(report, None)]
-    if text == all_of_it:
-        everything.unlink(missing_ok=True)
-        return text
-    write_lines(everything, all_of_it)
-    return [*text, f"all of them: {everything}"]
 
 
 def write_lines(path: Path, text: Sequence[str]) -> None:
@@ -227,23 +200,19 @@ def save_sheet(report: Report, reader: LMDBReader, other: LMDBReader, path: Path
     """Draw up to SHOWN pairs side by side with their records and classes: exact duplicates, those with different labels
     first, and near ones from the most to the least alike; there is at least one. Raises DamageError.
     """
-    pairs, captions = [], []
+    pairs = report.near or []
+    groups = sorted(report.exact, key=lambda group: not group.labels_differ)[: max(SHOWN // 2, SHOWN - len(pairs))]
+    chosen = [(group.records[0], (group.other_records or group.records[1:])[0], "exact") for group in groups]
+    places = np.linspace(0, len(pairs) - 1, min(SHOWN - len(groups), len(pairs))).astype(int)
+    for pair in (pairs[place] for place in places):
+        chosen.append((pair.record, pair.other_record, f"{pair.correlation:.3f}"))
+    images, captions = [], []
     gap = np.full((3, CELL, 8), 255, np.uint8)
-    for record, other_record, kind in _shown(report.exact, report.near or []):
+    for record, other_record, kind in chosen:
         left, right = stored_image(reader, record)[0], stored_image(other, other_record)[0]
-        pairs.append(np.concatenate([thumbnail(left, CELL), gap, thumbnail(right, CELL)], axis=2))
+        images.append(np.concatenate([thumbnail(left, CELL), gap, thumbnail(right, CELL)], axis=2))
         captions.append(f"{kind}: {report.names[0](record)}\n{report.names[1](other_record)}")
-    save_captioned(pairs, captions, path, columns=4)
-
-
-def _shown(groups: list[Group], pairs: Sequence[Pair]) -> list[tuple[int, int, str]]:
-    """The records of the pairs to show, and what they are."""
-    groups = sorted(groups, key=lambda group: not group.labels_differ)[: max(SHOWN // 2, SHOWN - len(pairs))]
-    shown = [(group.records[0], (group.other_records or group.records[1:])[0], "exact") for group in groups]
-    for place in np.linspace(0, len(pairs) - 1, min(SHOWN - len(groups), len(pairs))).astype(int):
-        pair = pairs[place]
-        shown.append((pair.record, pair.other_record, f"{pair.correlation:.3f}"))
-    return shown
+    save_captioned(images, captions, path, columns=4)
 
 
 def main(argv: list[str]) -> None:
@@ -265,11 +234,12 @@ def main(argv: list[str]) -> None:
         if args.other and args.other.samefile(args.path):
             raise UserError(f"{args.other} and {args.path} are the same file: give it once to search within it")
         report = find(reader, other if args.other else None, similar=args.similar)
+        text, all_of_it = lines(report), lines(report, None)
         if args.list:
-            write_lines(args.list, lines(report, None))
-        text = lines(report)
-        hint = [] if args.list or text == lines(report, None) else ["all of them: add --list FILE"]
-        print(json.dumps(report.document(), indent=2) if args.json else "\n".join(text + hint))
+            write_lines(args.list, all_of_it)
+        elif text != all_of_it:
+            text.append("all of them: add --list FILE")
+        print(json.dumps(report.document(), indent=2) if args.json else "\n".join(text))
         if args.out and (report.exact or report.near):
             save_sheet(report, reader, other, args.out)
             print(f"pairs: {args.out}", file=sys.stderr if args.json else sys.stdout)

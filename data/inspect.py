@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,20 +31,13 @@ from utils.text import columns
 COLUMNS = 10
 MAX_ROWS = 20
 CELL = 64  # px; smaller images are enlarged by a whole factor, those above twice this are scaled down to it
-TOLD = 2  # lines on damaged records
 BAR = 40  # characters of the longest bar of the histogram
-
-
-def description(reader: LMDBReader) -> dict[str, object]:
-    """The metadata and the file as one flat document."""
-    return {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
 
 
 def lines(document: dict[str, object], meta: Meta) -> list[str]:
     """The description for people, with a bar per class."""
-    skipped = ("classes", "histogram")
-    told = document | ({} if meta.passport else {"passport": "none, real images"})
-    rows = [(key, _text(value)) for key, value in told.items() if key not in skipped]
+    document = document | ({} if meta.passport else {"passport": "none, real images"})
+    rows = [(key, _text(value)) for key, value in document.items() if key not in ("classes", "histogram")]
     text = columns([*rows, ("classes", str(len(meta.classes) or "none, unlabelled"))], "<").splitlines()
     largest = max([1, *meta.histogram])
     bars = [
@@ -56,34 +48,28 @@ def lines(document: dict[str, object], meta: Meta) -> list[str]:
 
 
 def _text(value: object) -> str:
+    if value is None or value == []:
+        return "none"
     if isinstance(value, list):
-        return "none" if not value else " ".join(_text(item) for item in value)
+        return " ".join(map(_text, value))
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    if value is None:
-        return "none"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def save_grid(reader: LMDBReader, path: Path) -> None:
-    """Draw a row of images per class with its name (the first MAX_ROWS classes), or the first images if unlabelled."""
+    """Draw a row of images per class with its name, spread evenly over the class (the first MAX_ROWS classes), or the
+    first images if unlabelled.
+    """
     side = min(reader.resolution or 2 * CELL, 2 * CELL)
     cell = side * max(1, -(-CELL // side))
-    rows = [[thumbnail(stored_image(reader, index)[0], cell) for index in row] for row in _grid_rows(reader)]
-    save_table(rows, path, row_heads=reader.classes[:MAX_ROWS], cell=cell, gap=2)
-
-
-def _grid_rows(reader: LMDBReader) -> list[list[int]]:
-    """Records, spread evenly over each class."""
-    if not reader.classes:
-        chosen = list(range(min(len(reader), COLUMNS * 8)))
-        return [chosen[start : start + COLUMNS] for start in range(0, len(chosen), COLUMNS)]
-    rows = []
-    for label in range(min(len(reader.classes), MAX_ROWS)):
-        members = np.flatnonzero(reader.labels() == label)
-        places = np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(np.int64))
-        rows.append(members[places].tolist())
-    return rows
+    first = np.arange(min(len(reader), COLUMNS * 8))
+    rows = np.split(first, np.arange(COLUMNS, len(first), COLUMNS))
+    if heads := reader.classes[:MAX_ROWS]:
+        classes = [np.flatnonzero(reader.labels() == label) for label in range(len(heads))]
+        rows = [members[np.unique(np.linspace(0, len(members) - 1, COLUMNS).astype(int))] for members in classes]
+    images = [[thumbnail(stored_image(reader, index)[0], cell) for index in row.tolist()] for row in rows]
+    save_table(images, path, row_heads=heads, cell=cell, gap=2)
 
 
 @dataclass
@@ -97,68 +83,58 @@ class Damage:
         return bool(self.records or self.content)
 
 
-@dataclass
-class Block:
-    """What one block turned out to be."""
-
-    labels: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # empty if its index is damaged
-    digest: bytes = b""  # SHA-256 of payloads and entries
-    damaged: dict[int, str] = field(default_factory=dict)  # record -> reason
-
-
 def verify(reader: LMDBReader, workers: int | None = None) -> Damage:
     """Check every index, block and record at every resolution, decode encoded images, compare labels and hash with
     the metadata. `workers`: threads, default one per core.
     """
-    meta, damage = reader.meta, Damage()
-    levels = [LMDBReader(reader.path, resolution=side or None) for side in meta.resolutions]
-    jobs = [(number, block) for number, level in enumerate(levels) for block in range(level.blocks)]
-    labels: list[list[np.ndarray]] = [[] for _ in levels]
-    digests: dict[int, list[bytes]] = {side: [] for side in meta.resolutions}
+    damage, sides = Damage(), reader.meta.resolutions
+    levels = {side: LMDBReader(reader.path, resolution=side or None) for side in sides}
+    jobs = [(side, block) for side in sides for block in range(levels[side].blocks)]
+    labels: dict[int, list[np.ndarray]] = {side: [] for side in sides}
+    digests: dict[int, list[bytes]] = {side: [] for side in sides}
     with ThreadPoolExecutor(workers or cores()) as pool:
-        found = pool.map(lambda job: check_block(levels[job[0]], job[1]), jobs)
-        progress = Bar(found, "verifying", len(jobs), unit="block")
-        for (number, _), block in zip(jobs, progress, strict=True):
-            damage.records |= block.damaged
-            labels[number].append(block.labels)
-            digests[meta.resolutions[number]].append(block.digest)
+        checked = pool.map(lambda job: check_block(levels[job[0]], job[1]), jobs)
+        progress = Bar(checked, "verifying", len(jobs), unit="block")
+        for (side, _), (of_block, digest, damaged) in zip(jobs, progress, strict=True):
+            damage.records |= damaged
+            labels[side].append(of_block)
+            digests[side].append(digest)
     try:
         reader.signatures()
         reader.names()
     except DamageError as error:
         damage.records |= dict.fromkeys(error.records, error.reason)
     if not damage.records:
-        content = content_hash(meta.classes, meta.channels, meta.encoding, digests)
-        damage.content = _contradiction(reader, [np.concatenate(parts) for parts in labels], content)
+        damage.content = _contradiction(reader.meta, [np.concatenate(labels[side]) for side in sides], digests)
     return damage
 
 
-def _contradiction(reader: LMDBReader, labels: list[np.ndarray], content: str) -> str:
+def _contradiction(meta: Meta, labels: list[np.ndarray], digests: dict[int, list[bytes]]) -> str:
     """What does not fit the metadata, if anything."""
-    meta = reader.meta
     if any((part != labels[0]).any() for part in labels):
         return "the labels differ between the resolutions"
-    known = (labels[0] >= 0) & (labels[0] < len(meta.classes))
-    counts = np.bincount(labels[0][known], minlength=len(meta.classes)).tolist()
-    if meta.classes and counts != meta.histogram:
+    known = labels[0][(labels[0] >= 0) & (labels[0] < len(meta.classes))]
+    if np.bincount(known, minlength=len(meta.classes)).tolist() != meta.histogram:
         return "the labels do not give the histogram in the metadata"
-    if content != meta.content_hash:
+    if content_hash(meta.classes, meta.channels, meta.encoding, digests) != meta.content_hash:
         return "the content hash does not match"
     return ""
 
 
-def check_block(reader: LMDBReader, block: int) -> Block:
-    """Check one block at the reader's resolution."""
-    found, digest = Block(), hashlib.sha256()
+def check_block(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
+    """Check one block at the reader's resolution: its labels (none if its index is damaged), the SHA-256 of its
+    payloads and entries, and its damaged records with the reason.
+    """
+    labels, digest, damaged = np.empty(0, np.int64), hashlib.sha256(), {}
     with reader.handle().environment.begin(buffers=True) as transaction:
         try:
             head, entries = reader.index_record(transaction, block)
-            found.labels = entries["label"].astype(np.int64)
+            labels = entries["label"].astype(np.int64)
             if reader.meta.encoding == "raw":
                 pixels = reader.raw_block(transaction, block)
-                damaged = reader.damaged_in_raw_block(transaction, block)
-                found.damaged |= dict.fromkeys(damaged, "its checksum does not match")
-                if not found.damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
+                wrong = reader.damaged_in_raw_block(transaction, block)
+                damaged = dict.fromkeys(wrong, "its checksum does not match")
+                if not damaged and zlib.crc32(pixels.data) != head["block_checksum"]:
                     raise reader.damage(reader.block_range(block), "the checksum of its block does not match")
                 digest.update(pixels.data)
             else:
@@ -166,12 +142,11 @@ def check_block(reader: LMDBReader, block: int) -> Block:
                     try:
                         digest.update(_checked_payload(reader, transaction, record, expected))
                     except DamageError as error:
-                        found.damaged[record] = error.reason
+                        damaged[record] = error.reason
             digest.update(entries.tobytes())
-            found.digest = digest.digest()
         except DamageError as error:
-            found.damaged |= dict.fromkeys(error.records, error.reason)
-    return found
+            damaged |= dict.fromkeys(error.records, error.reason)
+    return labels, digest.digest(), damaged
 
 
 def _checked_payload(reader: LMDBReader, transaction: lmdb.Transaction, record: int, expected: np.void) -> memoryview:
@@ -179,12 +154,12 @@ def _checked_payload(reader: LMDBReader, transaction: lmdb.Transaction, record: 
     entry, payload = reader.encoded_record(transaction, record)
     if entry != expected:
         raise reader.damage(record, "it differs from its index")
+    size = (int(entry["height"]), int(entry["width"]))
     try:
-        size = (int(entry["height"]), int(entry["width"]))
         height, width = decode(payload, int(entry["codec"]), reader.meta.channels, size).shape[:2]
     except ImageError as error:
         raise reader.damage(record, str(error)) from None
-    if (height, width) != (entry["height"], entry["width"]):
+    if (height, width) != size:
         raise reader.damage(record, f"it is {width}x{height} px when decoded")
     return payload
 
@@ -193,30 +168,23 @@ def report(damage: Damage, reader: LMDBReader) -> None:
     """Raise UserError if there is damage, naming the first record; two lines on stderr say more, `--json` all."""
     if not damage:
         return
-    runs = _runs(damage.records)
-    told = [f"record {first}{f' to {last}' * (last > first)}: {reason}" for first, last, reason in runs]
-    if len(told) > TOLD:
-        rest = len(damage.records) - sum(last - first + 1 for first, last, _ in runs[: TOLD - 1])
-        told[TOLD - 1 :] = [f"and {rest:,} more records; --json lists all"]
-    print("".join(f"{line}\n" for line in told), end="", file=sys.stderr)
-    if damage.records:
-        first = min(damage.records)
-        raise UserError(
-            f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first is"
-            f" record {first} ({damage.records[first]}): copy or pack the file again"
-        )
-    raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
-
-
-def _runs(records: Mapping[int, str]) -> list[tuple[int, int, str]]:
-    """First and last of consecutive records with the same reason."""
-    runs: list[tuple[int, int, str]] = []
-    for record, reason in sorted(records.items()):
-        if runs and runs[-1][1:] == (record - 1, reason):
-            runs[-1] = (runs[-1][0], record, reason)
+    if not damage.records:
+        raise UserError(f"{reader.path}: {damage.content}, although every record is whole: pack the file again")
+    runs: list[list[int]] = []  # of consecutive records with the same reason
+    for record, reason in sorted(damage.records.items()):
+        if runs and record == runs[-1][-1] + 1 and reason == damage.records[record - 1]:
+            runs[-1].append(record)
         else:
-            runs.append((record, record, reason))
-    return runs
+            runs.append([record])
+    text = [f"record {run[0]}{f' to {run[-1]}' * (len(run) > 1)}: {damage.records[run[0]]}" for run in runs]
+    if len(text) > 2:
+        text[1:] = [f"and {len(damage.records) - len(runs[0]):,} more records; --json lists all"]
+    print("\n".join(text), file=sys.stderr)
+    first = runs[0][0]
+    raise UserError(
+        f"{reader.path}: {len(damage.records):,} of {len(reader):,} records are damaged, the first is"
+        f" record {first} ({damage.records[first]}): copy or pack the file again"
+    )
 
 
 def main(argv: list[str]) -> None:
@@ -231,7 +199,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"--out {args.out}: its name must end in .png")
     with LMDBReader(args.path) as reader:
         damage = verify(reader) if args.verify else None
-        document = description(reader)
+        document = {"file": str(reader.path), "bytes": reader.path.stat().st_size, **reader.meta.model_dump()}
         if damage is not None:
             document["damaged"] = sorted(damage.records)
         print(json.dumps(document, indent=2) if args.json else "\n".join(lines(document, reader.meta)))

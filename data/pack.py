@@ -9,6 +9,7 @@ if __name__ == "__main__" and not __package__:  # the modules beside this file w
 import argparse
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Generator, Sequence
 from fractions import Fraction
@@ -17,16 +18,16 @@ from pathlib import Path
 import cv2
 import numpy as np
 
-from data.duplicates import Name, Report, brief, find
+from data.duplicates import LISTED, Name, Report, find, lines, write_lines
 from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
-from data.packing.split import Written, check_splittable, publish_both, to_share, val_path, write_parts
-from data.packing.summary import Summary, list_skipped, summary_lines
+from data.packing.split import publish_both, to_share, val_path, write_parts
+from data.packing.summary import Summary, Written, list_skipped, summary_lines
 from data.records import Converted, Plan, converted, make_plan, thread_count
 from data.sources import CLASSES_FROM, NAMED, SPLITS, Problem, Source, open_source
 from utils.classes import require_same_classes
-from utils.config.cli import Parser
+from utils.config.cli import Parser, number
 from utils.errors import UserError
 from utils.memory import tune_malloc
 from utils.runlog.progress import Bar
@@ -45,20 +46,19 @@ class _Skipped:
         self._source, self._stop = source, on_error == "stop"
         self.cap = max(SKIPPED_IMAGES, int(SKIPPED_SHARE * len(source))) if cap is None else cap
         self.problems: list[Problem] = []
-        listed = len(source.problems)
         for problem in source.problems:
-            self.add(problem, listed)
+            self.add(problem, len(source.problems))
 
     def add(self, problem: Problem, known: int = 1) -> None:
         """Count a problem. Raises UserError if it must not be skipped; so many are `known` of already."""
         self.problems.append(problem)
         if self._stop:
             raise problem.error("pass --on-error skip to leave it out", known)
-        if max(known, len(self.problems)) > self.cap:
-            raise UserError(
-                f"{self._source.name}: {max(known, len(self.problems)):,} images or folders cannot be used,"
-                f" --max-skipped is {self.cap:,}; the first: {self.problems[0]}: fix them or raise --max-skipped"
-            )
+        count = max(known, len(self.problems))
+        if count > self.cap:
+            over = f"{count:,} images or folders cannot be used, --max-skipped is {self.cap:,}"
+            remedy = "fix them or raise --max-skipped"
+            raise UserError(f"{self._source.name}: {over}; the first: {self.problems[0]}: {remedy}")
 
     def check_packed(self, histogram: np.ndarray, count: int, dropped: int) -> None:
         """Raise UserError if so much was left out that a class or everything is missing."""
@@ -119,30 +119,32 @@ def pack(
     plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize, smallest=smallest)
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
-        writers, whole = _open_writers(stack, source, plan, targets, overwrite)
-        written = _write(source, converted(source, plan, workers), whole, skipped, drop_duplicates, share is not None)
+        *writers, whole = _open_writers(stack, source, plan, targets, overwrite)
+        images = converted(source, plan, workers)
+        written = _write(source, images, whole, skipped, drop_duplicates, keep=share is not None)
         skipped.check_packed(whole.histogram, whole.count, written.dropped)
         metas, report = [whole.finish()], None
-        name = written.names(source)
+
+        def name(record: int) -> str:
+            return source.item_name(written.rows[record])
+
         if share is not None:
-            metas, report = write_parts(whole.path, written, writers, share, seed, name)
+            metas, report = write_parts(whole.path, written.records, writers, share, seed, name)
             publish_both(writers)
-        packed, lines = time.perf_counter(), None
-        if duplicates or similar:
-            lines = _find_duplicates(whole.path, targets[0], against, similar, name, report)
+        packed = time.perf_counter()
+        search = duplicates or similar
+        text = _find_duplicates(whole.path, targets[0], against, similar, name, report) if search else None
     return Summary(
         meta=metas[0],
         held_out=metas[1] if len(metas) > 1 else None,
         held_out_path=targets[-1] if len(targets) > 1 else None,
+        written=written,
         problems=skipped.problems,
         listed=list_skipped(skipped.problems, targets[0]),
         ignored=source.ignored,
-        enlarged=written.enlarged,
-        dropped=written.dropped,
-        dropped_otherwise=written.dropped_otherwise,
         workers=workers,
         seconds=packed - started,
-        duplicates=lines,
+        duplicates=text,
         search_seconds=time.perf_counter() - packed,
     )
 
@@ -153,7 +155,11 @@ def _targets(
     """The files to be written: one, or of training and held-out images. Raises UserError if that cannot be."""
     targets = [dest]
     if share is not None:
-        check_splittable(source.name, source.labels(), share)
+        labels = source.labels()
+        if len(labels) < 2 or np.bincount(labels).max() < 2:
+            what = "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
+            remedy = f"--val-share {float(share)} needs two images of a class, there is {what}; add some"
+            raise UserError(f"{source.name}: {remedy}")
         targets.append(val_path(dest) if val_dest is None else Path(val_dest))
         if targets[0].absolute() == targets[1].absolute():
             raise UserError(f"--val-dest {val_dest} is the file of the training images: name another one")
@@ -166,31 +172,22 @@ def _targets(
 
 def _open_writers(
     stack: contextlib.ExitStack, source: Source, plan: Plan, targets: Sequence[Path], overwrite: bool
-) -> tuple[list[LMDBWriter], LMDBWriter]:
-    """Writers of the targets, and the one for all images: the only one, or that of a hidden file that is to be split.
-    The stack closes them.
-    """
-
-    def writer(path: Path, replace: bool) -> LMDBWriter:
-        return stack.enter_context(
-            LMDBWriter(
-                path,
-                plan.layout,
-                classes=source.classes,
-                resize_filter=plan.resize_filter,
-                source=source.name,
-                passport=source.passport,
-                overwrite=replace,
-            )
-        )
-
-    writers = [writer(target, overwrite) for target in targets]
-    if len(writers) == 1:
-        return writers, writers[0]
-    hidden = targets[0].with_name(f".{targets[0].name}.whole")
-    whole = writer(hidden, True)
-    stack.callback(hidden.unlink, missing_ok=True)
-    return writers, whole
+) -> list[LMDBWriter]:
+    """Writers of the targets, which the stack closes; of two also one of a hidden file for all images, the last."""
+    new_writer = functools.partial(
+        LMDBWriter,
+        layout=plan.layout,
+        classes=source.classes,
+        resize_filter=plan.resize_filter,
+        source=source.name,
+        passport=source.passport,
+    )
+    writers = [stack.enter_context(new_writer(target, overwrite=overwrite)) for target in targets]
+    if len(targets) > 1:
+        hidden = targets[0].with_name(f".{targets[0].name}.whole")
+        writers.append(stack.enter_context(new_writer(hidden, overwrite=True)))
+        stack.callback(hidden.unlink, missing_ok=True)
+    return writers
 
 
 def _write(
@@ -228,18 +225,23 @@ def _find_duplicates(
     known: Report | None,  # what was found within the file, look-alikes included
 ) -> list[str]:
     """The report on equal images, and `similar` ones, within the file, and between it and `against`. What is too long
-    for people goes into a file beside `dest`.
+    for people goes into a file beside `dest`; one that an earlier run left is removed.
     """
+    everything = dest.with_name(f"{dest.stem}.duplicates.txt")
     try:
         with LMDBReader(path) as reader:
-            reports = [known or find(reader, similar=similar, item_name=name)]
-            if known and not similar:
-                reports = [dataclasses.replace(known, near=None)]
+            report = known or find(reader, similar=similar, item_name=name)
+            reports = [dataclasses.replace(report, near=report.near if similar else None)]
             if against is not None:
                 with LMDBReader(against) as other:
                     reports.append(find(reader, other, similar=similar, item_name=name))
         reports = [dataclasses.replace(report, file=str(dest)) for report in reports]
-        return brief(reports, dest.with_name(f"{dest.stem}.duplicates.txt"))
+        text, all_of_it = ([line for report in reports for line in lines(report, most)] for most in (LISTED, None))
+        if text == all_of_it:
+            everything.unlink(missing_ok=True)
+            return text
+        write_lines(everything, all_of_it)
+        return [*text, f"all of them: {everything}"]
     except Exception as error:  # the file is complete and good: a fault in the search must not look like the pack's
         return [f"the search failed ({type(error).__name__}: {error}); the file is complete"]
 
@@ -259,7 +261,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("source", help=f"folder, .zip, .tar, .csv, .parquet or LMDB file, URL, or one of: {', '.join(NAMED)}")
     add("dest", type=Path, metavar="DEST.lmdb", help="the file to make")
-    add("--size", type=int, metavar="N", help="side of the square images in px; default: their own")
+    add("--size", type=number(int, 4), metavar="N", help="side of the square images in px; default: their own")
     add("--pyramid", type=int, metavar="M", dest="smallest", help="also store the images at N/2, N/4, ... down to M px")
     add("--encoding", choices=ENCODINGS, default="raw", help="how images are stored (default: raw)")
     add("--channels", type=int, choices=(1, 3), help="grey or RGB; default: the data set's own, 3 for image files")
@@ -276,7 +278,8 @@ def make_parser() -> Parser:
     )
     add("--resize", choices=("auto", "crop", "pad"), default="auto", help="see docs/lmdb.md")
     add("--on-error", choices=("stop", "skip"), default="stop", help="for images that cannot be read")
-    add("--max-skipped", type=int, metavar="N", help="what skip leaves out at most; default: 100 or 1 %%, if more")
+    most = "what skip leaves out at most; default: 100 or 1 %%, if more"
+    add("--max-skipped", type=number(int, 0), metavar="N", help=most)
     add("--against", type=Path, metavar="OTHER.lmdb", help="refuse other classes than its; report images in both")
     add("--similar", action="store_true", help="also report images that look alike")
     add("--drop-duplicates", action="store_true", help="keep only the first of equal images")
@@ -288,39 +291,26 @@ def make_parser() -> Parser:
 
 def main(argv: list[str]) -> None:
     """The command line."""
-    args = make_parser().parse_args(argv)
-    if args.size is not None and args.size < 4:
-        raise UserError(f"--size {args.size}: must be at least 4 px")
-    if args.max_skipped is not None and args.max_skipped < 0:
-        raise UserError(f"--max-skipped {args.max_skipped}: must be 0 or more")
-    check_target(args.dest, args.overwrite)
+    options = vars(make_parser().parse_args(argv))
+    dest, split, val_share = options["dest"], options["split"], options["val_share"]
+    check_target(dest, options["overwrite"])
     tune_malloc(KEPT_BYTES)
     cv2.setNumThreads(1)  # images go to threads whole
-    of_source = ("split", "root", "label_column", "classes_from")
-    other = ("source", "debug", *of_source)
-    options = {name: value for name, value in vars(args).items() if name not in other}
-    asked = {name: getattr(args, name) for name in of_source}
-    with open_source(args.source, size=args.size, **asked) as source:
-        _check_split(source, args.split, args.val_share)
+    del options["debug"]
+    of_source = {name: options.pop(name) for name in ("split", "root", "label_column", "classes_from")}
+    with open_source(options.pop("source"), size=options["size"], **of_source) as source:
+        if source.splits and val_share is not None:
+            splits = f"{source.name} has splits of its own ({' and '.join(source.splits)})"
+            if split is not None:
+                raise UserError(
+                    f"{splits}: drop --val-share to pack --split {split}, or drop --split to hold out a part of its"
+                    " training images"
+                )
+            source.remarks.append(f"{splits}: --val-share holds out a part of its training images")
         for remark in source.remarks:
             print(remark, file=sys.stderr)
         summary = pack(source, **options)
-    print("\n".join(summary_lines(summary, args.dest)))
-
-
-def _check_split(source: Source, split: str | None, val_share: str | None) -> None:
-    """Raise UserError for a share of a split that was asked for; remark that a source has splits of its own."""
-    if val_share is None or not source.splits:
-        return
-    splits = " and ".join(source.splits)
-    if split is not None:
-        raise UserError(
-            f"{source.name} has splits of its own ({splits}): drop --val-share to pack --split {split}, or drop --split"
-            " to hold out a part of its training images"
-        )
-    source.remarks.append(
-        f"{source.name} has splits of its own ({splits}): --val-share holds out a part of its training images"
-    )
+    print("\n".join(summary_lines(summary, dest)))
 
 
 if __name__ == "__main__":

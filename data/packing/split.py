@@ -2,8 +2,8 @@
 and from one packed file two: the last part of `data.pack --val-share`.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,11 +14,9 @@ from data.lmdb.format import Meta, Split
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Record
 from data.lmdb.writer import LMDBWriter
-from data.sources import Source
 from utils.errors import UserError
 from utils.runlog.progress import Bar
 
-PARTS = ("train", "val")
 LARGEST = Fraction(1, 2)  # share that may be held out
 
 
@@ -114,41 +112,9 @@ def draw(
     return held
 
 
-def check_splittable(name: str, labels: np.ndarray, share: Fraction) -> None:
-    """Raise UserError for too few images."""
-    if len(labels) < 2 or np.bincount(labels).max() < 2:
-        what = "1 image" if len(labels) == 1 else f"{len(labels):,} images, each of another class"
-        raise UserError(f"{name}: --val-share {float(share)} needs two images of a class, there is {what}; add some")
-
-
-def check_drawn(name: str, held: np.ndarray, groups: Sequence[np.ndarray]) -> None:
-    """Raise UserError if nothing could be held out."""
-    if not held.any():
-        largest = max(map(len, groups))
-        raise UserError(
-            f"{name}: the images of each class look alike (the largest group has {largest:,} of {len(held):,}), so none"
-            " can be held out; add others, or pack held-out images of their own"
-        )
-
-
-@dataclass
-class Written:
-    """What is known of the records that were written, beyond what the file holds."""
-
-    rows: list[int] = field(default_factory=list)  # their indices in the source
-    records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
-    enlarged: int = 0  # images that were smaller than asked for
-    dropped: int = 0  # exact duplicates of earlier images that were left out
-    dropped_otherwise: int = 0  # of those: with another label than the one that was kept
-
-    def names(self, source: Source) -> Name:
-        """The records' names, as the source calls its images."""
-        return lambda record: source.item_name(self.rows[record])
-
-
 def write_parts(
     whole: Path,  # the packed file
-    written: Written,
+    records: Sequence[Record],  # its records without their payloads
     writers: Sequence[LMDBWriter],  # for training and held-out images
     share: Fraction,
     seed: int,
@@ -160,20 +126,30 @@ def write_parts(
     Raises UserError if nothing can be held out.
     """
     with LMDBReader(whole) as reader:
-        report = find(reader, similar=True, item_name=name)
-        groups = look_alikes(len(reader), report)
-        held = draw(groups, reader.labels(), [record.digest for record in written.records], share, seed)
-        check_drawn(reader.meta.source, held, groups)
-        levels = [LMDBReader(whole, resolution=side or None) for side in reader.meta.resolutions]
-        payloads = zip(*map(_payloads, levels), strict=True)
-        images = zip(held, written.records, reader.names(), payloads, strict=True)
-        for part, record, record_name, stored in Bar(images, "splitting", len(reader), unit="image"):
-            writers[int(part)].add_record(replace(record, payloads=stored), record_name)
-        split = Split(part="train", share=float(share), seed=seed, whole=reader.meta.fingerprint, images=len(reader))
-    metas = [
-        writer.complete(split.model_copy(update={"part": part})) for part, writer in zip(PARTS, writers, strict=True)
-    ]
-    return metas, report
+        meta, report = reader.meta, find(reader, similar=True, item_name=name)
+        groups = look_alikes(meta.count, report)
+        held = draw(groups, reader.labels(), [record.digest for record in records], share, seed)
+        if not held.any():
+            alike = f"(the largest group has {max(map(len, groups)):,} of {meta.count:,})"
+            raise UserError(
+                f"{meta.source}: the images of each class look alike {alike}, so none can be held out; add others, or"
+                " pack held-out images of their own"
+            )
+        levels = [LMDBReader(whole, resolution=side or None) for side in meta.resolutions]
+        copies = enumerate(zip(held, records, reader.names(), strict=True))
+        for index, (part, record, record_name) in Bar(copies, "splitting", meta.count, unit="image"):
+            payloads = tuple(_payload(level, index) for level in levels)
+            writers[int(part)].add_record(replace(record, payloads=payloads), record_name)
+    split = Split(part="train", share=float(share), seed=seed, whole=meta.fingerprint, images=meta.count)
+    parts = (split, split.model_copy(update={"part": "val"}))
+    return [writer.complete(part) for writer, part in zip(writers, parts, strict=True)], report
+
+
+def _payload(level: LMDBReader, index: int) -> bytes:
+    """The payload of an image at a resolution. Raises DamageError."""
+    if level.meta.encoding == "raw":
+        return level.raw_image(index).transpose(2, 0, 1).tobytes()
+    return bytes(level.encoded_record(level.handle().transaction, index)[1])
 
 
 def publish_both(writers: Sequence[LMDBWriter]) -> None:
@@ -184,13 +160,3 @@ def publish_both(writers: Sequence[LMDBWriter]) -> None:
     training.path.unlink(missing_ok=True)
     held_out.publish()
     training.publish()
-
-
-def _payloads(level: LMDBReader) -> Iterator[bytes]:
-    """The payload of each image at a resolution. Raises DamageError."""
-    handle = level.handle()
-    with handle.environment.begin(buffers=True) as transaction:
-        for block in range(level.blocks):
-            raw = level.raw_block(transaction, block) if level.meta.encoding == "raw" else None
-            for row, record in enumerate(level.block_range(block)):
-                yield bytes(level.encoded_record(transaction, record)[1]) if raw is None else raw[row].tobytes()

@@ -1,12 +1,12 @@
 """What data.pack says at its end."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from data.duplicates import write_lines
 from data.lmdb.format import Meta
+from data.lmdb.record import Record
 from data.sources import Problem
 from utils.errors import UserError
 from utils.text import columns, listed
@@ -14,23 +14,32 @@ from utils.text import columns, listed
 LISTED = 10  # names in the summary
 
 
+@dataclass
+class Written:
+    """What is known of the records that were written, beyond what the file holds."""
+
+    rows: list[int] = field(default_factory=list)  # their indices in the source
+    records: list[Record] = field(default_factory=list)  # if the file is to be split: all but their payloads
+    enlarged: int = 0  # images that were smaller than asked for and scaled up
+    dropped: int = 0  # exact duplicates of earlier images that were left out
+    dropped_otherwise: int = 0  # of those: with another label than the one that was kept
+
+
 @dataclass(kw_only=True)
 class Summary:
     """What was packed."""
 
     meta: Meta  # of a split the training file's
-    held_out: Meta | None = None  # with a split
-    held_out_path: Path | None = None
-    problems: list[Problem] = field(default_factory=list)  # skipped
-    listed: str = ""  # where all of them are
-    ignored: list[str] = field(default_factory=list)  # no images by their name
-    enlarged: int = 0  # images that were smaller than --size and scaled up
-    dropped: int = 0  # exact duplicates that were left out
-    dropped_otherwise: int = 0  # of those: with another label than the one that was kept
-    workers: int = 0  # threads that converted images besides this one
-    seconds: float = 0.0  # until the file was complete
-    duplicates: list[str] | None = None  # the report's lines; None: not searched
-    search_seconds: float = 0.0  # for them, afterwards
+    held_out: Meta | None  # with a split
+    held_out_path: Path | None
+    written: Written
+    problems: list[Problem]  # skipped
+    listed: str  # where all of them are
+    ignored: list[str]  # no images by their name
+    workers: int  # threads that converted images besides this one
+    seconds: float  # until the file was complete
+    duplicates: list[str] | None  # the report's lines; None: not searched
+    search_seconds: float  # for them, afterwards
 
 
 def list_skipped(problems: Sequence[Problem], dest: Path) -> str:
@@ -50,64 +59,47 @@ def list_skipped(problems: Sequence[Problem], dest: Path) -> str:
 
 def summary_lines(summary: Summary, dest: Path) -> list[str]:
     """The table at the end."""
-    meta, held_out = summary.meta, summary.held_out
+    meta, held_out, written = summary.meta, summary.held_out, summary.written
     count = meta.count + (held_out.count if held_out else 0)
-    sides = meta.resolutions
+    smaller, largest = meta.resolutions[:-1], meta.resolutions[-1]
+    side = f"{largest}x{largest}" if largest else "sizes of their own"
     search = "" if summary.duplicates is None else f"; search for duplicates {summary.search_seconds:.1f} s"
-    side = f"{sides[-1]}x{sides[-1]}" if sides[-1] else "sizes of their own"
-    rows = [
-        ("packed", f"{dest} ({dest.stat().st_size:,} bytes)"),
-        *([("", f"a link: {dest.resolve()} was written")] if dest.is_symlink() else []),
-        *_held_out_rows(summary),
+    mean, std = (" ".join(f"{value:.4f}" for value in values) for values in (meta.mean, meta.std))
+    rows = [("packed", f"{dest} ({dest.stat().st_size:,} bytes)")]
+    rows += [("", f"a link: {dest.resolve()} was written")] if dest.is_symlink() else []
+    if held_out and held_out.split and summary.held_out_path:
+        rows.append(("held out", f"{summary.held_out_path} ({summary.held_out_path.stat().st_size:,} bytes)"))
+        share = f"{held_out.count:,} of {count:,} images, {held_out.count / count:.1%}"
+        rows.append(("", f"{share}; seed {held_out.split.seed}"))
+        without = [name for name, number in zip(meta.classes, held_out.histogram, strict=True) if not number]
+        why = "one image each, or all of a class look alike"
+        rows += [("", f"none of {len(without):,} classes ({why}): {listed(without)}")] if without else []
+    rows += [
         ("source", meta.source),
         ("images", f"{meta.count:,}, {side}, {'grey' if meta.channels == 1 else 'RGB'}"),
         ("time", f"{summary.seconds:.1f} s, {count / summary.seconds:,.0f} images/s{search}"),
         ("workers", str(summary.workers) if summary.workers else "0, this thread alone"),
         ("encoding", f"{meta.encoding}, resize {meta.resize_filter}"),
-        ("mean, std", f"{_numbers(meta.mean)}, {_numbers(meta.std)}"),
+        ("mean, std", f"{mean}, {std}"),
         ("content", meta.content_hash[:16]),
         ("fingerprint", meta.fingerprint[:16]),
     ]
-    rows += [("pyramid", f"also at {', '.join(map(str, reversed(sides[:-1])))} px")] if len(sides) > 1 else []
-    rows += [("enlarged", f"{summary.enlarged:,} images were smaller than asked for")] if summary.enlarged else []
+    rows += [("pyramid", f"also at {', '.join(map(str, reversed(smaller)))} px")] if smaller else []
+    rows += [("enlarged", f"{written.enlarged:,} images were smaller than asked for")] if written.enlarged else []
     rows += [("classes", "none, unlabelled")] if not meta.classes else []
-    if summary.dropped:
-        other = f", {summary.dropped_otherwise:,} of them with another label" if summary.dropped_otherwise else ""
-        rows.append(("dropped", f"{summary.dropped:,} exact duplicates of images that were kept{other}"))
-    rows += [(f"  {name}", _of_class(summary, label)) for label, name in enumerate(meta.classes)]
+    if written.dropped:
+        other = f", {written.dropped_otherwise:,} of them with another label" if written.dropped_otherwise else ""
+        rows.append(("dropped", f"{written.dropped:,} exact duplicates of images that were kept{other}"))
+    for label, name in enumerate(meta.classes):
+        part = f", {held_out.histogram[label]:,} held out" if held_out else ""
+        rows.append((f"  {name}", f"{meta.histogram[label]:,}{part}"))
     lines = ["not searched"] if summary.duplicates is None else summary.duplicates or ["none"]
     rows += [("" if index else "duplicates", line) for index, line in enumerate(lines)]
-    for title, names in (("skipped", [str(problem) for problem in summary.problems]), ("ignored", summary.ignored)):
-        if names:
-            rows.append((title, f"{len(names):,}"))
-            rows += [("", name) for name in itertools.islice(names, LISTED)]
-            rows += [("", f"and {len(names) - LISTED:,} more")] if len(names) > LISTED else []
-            rows += [("", summary.listed)] if title == "skipped" and summary.listed else []
+    for title, names, where in (
+        ("skipped", [str(problem) for problem in summary.problems], summary.listed),
+        ("ignored", summary.ignored, ""),
+    ):
+        more = f"and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+        rows += [(title, f"{len(names):,}")] if names else []
+        rows += [("", line) for line in (*names[:LISTED], more, where) if line]
     return columns(rows, "<").splitlines()
-
-
-def _held_out_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Where the held-out images are, and how many."""
-    meta, path = summary.held_out, summary.held_out_path
-    if meta is None or path is None or meta.split is None:
-        return []
-    count = meta.count + summary.meta.count
-    rows = [
-        ("held out", f"{path} ({path.stat().st_size:,} bytes)"),
-        ("", f"{meta.count:,} of {count:,} images, {meta.count / count:.1%}; seed {meta.split.seed}"),
-    ]
-    without = [name for name, number in zip(meta.classes, meta.histogram, strict=True) if not number]
-    if without:
-        why = "one image each, or all of a class look alike"
-        rows.append(("", f"none of {len(without):,} classes ({why}): {listed(without)}"))
-    return rows
-
-
-def _of_class(summary: Summary, label: int) -> str:
-    """Images of a class."""
-    held_out = f", {summary.held_out.histogram[label]:,} held out" if summary.held_out else ""
-    return f"{summary.meta.histogram[label]:,}{held_out}"
-
-
-def _numbers(values: list[float]) -> str:
-    return " ".join(f"{value:.4f}" for value in values)

@@ -161,7 +161,7 @@ def test_drop_duplicates_of_the_pixels_that_are_packed(tmp_path: Path) -> None:
     pixels = images(1, side=16)[0].transpose(1, 2, 0)
     write(tmp_path / "x", a=Image.fromarray(pixels))
     Image.fromarray(pixels).save(tmp_path / "x" / "b.bmp")  # another file with the same pixels
-    assert pack(open_source(str(tmp_path / "x")), tmp_path / "x.lmdb", drop_duplicates=True).dropped == 1
+    assert pack(open_source(str(tmp_path / "x")), tmp_path / "x.lmdb", drop_duplicates=True).written.dropped == 1
 
 
 def test_a_class_of_duplicates_alone_is_named(copies: Path, tmp_path: Path) -> None:
@@ -175,5 +175,5 @@ def test_a_class_of_duplicates_alone_is_named(copies: Path, tmp_path: Path) -> N
 def test_drop_and_split(copies: Path, tmp_path: Path) -> None:
     summary = pack(open_source(str(copies)), tmp_path / "x.lmdb", drop_duplicates=True, val_share=0.5)
     assert summary.held_out is not None
-    assert (summary.meta.count, summary.held_out.count, summary.dropped) == (2, 1, 3)
+    assert (summary.meta.count, summary.held_out.count, summary.written.dropped) == (2, 1, 3)
     assert summary.held_out.histogram == [0, 1]

@@ -170,7 +170,7 @@ def test_blocks_are_verified_side_by_side(tmp_path: Path, monkeypatch: pytest.Mo
     pack_arrays(tmp_path / "x.lmdb", sample_images(12))
     together = threading.Barrier(3)
 
-    def check(reader: LMDBReader, block: int) -> inspect_module.Block:
+    def check(reader: LMDBReader, block: int) -> tuple[np.ndarray, bytes, dict[int, str]]:
         together.wait(timeout=10)  # raises unless three blocks are checked at once
         return check_block(reader, block)
 

@@ -204,7 +204,7 @@ def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(packed(photos, *skip)) == 4
     refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
     refused(photos, "--max-skipped is for --on-error skip", "--max-skipped", "3")
-    refused(photos, "--max-skipped -1: must be 0 or more", *skip, "--max-skipped", "-1")
+    refused(photos, "--max-skipped: '-1' is not a whole number of at least 0", *skip, "--max-skipped", "-1")
 
 
 def test_problems_of_the_listing_count_too(photos: Path) -> None:
@@ -347,7 +347,7 @@ def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
     refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
     refused(photos, "drop --size", "--encoding", "source", "--size", "8")
-    refused(photos, "--size 2: must be at least 4", "--size", "2")
+    refused(photos, "--size: '2' is not a whole number of at least 4", "--size", "2")
     with pytest.raises(UserError, match="has no files to keep"):
         main(["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
     save(tmp_path / "tall" / "a.png")

@@ -121,7 +121,7 @@ def test_every_kind_of_image_is_converted_by_its_rule_or_refused_by_name(tmp_pat
     turned = sample_images[5].astype(int)  # what was on the left is on top
     assert turned[:, :4].min() > 250
     assert turned[:, 4:].max() < 5
-    assert summary.enlarged == 1  # the wide one, 4 px high
+    assert summary.written.enlarged == 1  # the wide one, 4 px high
     reasons = [
         (r"r_animated\.gif", r"is animated or has several pages \(2\)"),
         (r"s_one\.png", "is only 1x1 px"),
