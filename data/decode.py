@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import cv2
 import numpy as np
 import simplejpeg
-from PIL import Image
 
 from data.errors import MOST_PIXELS, ImageError
-from data.images import decode_by_rules
+from data.images import BOMB, DAMAGED, check_size, decode_by_rules
 from data.lmdb.format import CODEC_JPEG, CODEC_PNG
 from data.lmdb.reader import LMDBReader
 
@@ -23,7 +22,6 @@ Box = tuple[int, int, int, int]  # top, left, height, width in px
 Size = tuple[int, int]  # height, width in px
 
 PNG = b"\x89PNG\r\n\x1a\n"  # how one begins
-BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 MARGIN = 1.5  # a crop of a scaled image begins at a whole pixel of it: that must be less than one of the result
 MORE_ROWS = 16  # of a JPEG than a crop needs, see `first_rows`
 TRIES = 10  # draws of a random crop before the middle is taken
@@ -80,7 +78,7 @@ def decode(payload: bytes | memoryview, codec: int, channels: int, size: Size | 
         return decode_by_rules(payload, channels, size)
     except ImageError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, *BOMB) as error:
+    except (*DAMAGED, *BOMB) as error:
         raise ImageError(f"cannot be decoded ({' '.join(str(error).split())[:200]})") from None
 
 
@@ -107,9 +105,8 @@ def decode_crop(
     payload: bytes | memoryview,
     codec: int,
     box: Box,  # in the whole image
-    height: int,  # of the whole image in px
+    size: Size,  # of the whole image, which its header must have
     out: np.ndarray,  # uint8 [C, S, S], filled
-    width: int | None = None,  # of the whole image, if its header is to be compared with the size
 ) -> None:
     """Decode the part of an image inside `box` and bring it to S x S px. Raises ImageError as `decode` does.
 
@@ -118,21 +115,18 @@ def decode_crop(
     """
     top, left, h, w = box
     channels, side = out.shape[0], out.shape[1]
-    size = None if width is None else (height, width)
-    if codec == CODEC_JPEG:
-        shrink = min(8, 1 << int(math.log2(max(1.0, min(h, w) / (MARGIN * side)))))
-        if shrink > 1:
-            pixels = _decode_jpeg(payload, channels, size, shrink, height)
-            exact = pixels.shape[0] / height  # a scaled image's sides are rounded up
-            top, left, h, w = (round(value * exact) for value in box)
-            h, w = min(h, pixels.shape[0] - top), min(w, pixels.shape[1] - left)
-        else:
-            part = first_rows(payload, top + h, height)
-            if part is not payload and width is not None:
-                size = (top + h + MORE_ROWS, width)
-            pixels = _decode_jpeg(part, channels, size)
-    else:
+    shrink = min(8, 1 << int(math.log2(max(1.0, min(h, w) / (MARGIN * side)))))
+    if codec != CODEC_JPEG:
         pixels = decode(payload, codec, channels, size)
+    elif shrink > 1:
+        pixels = _decode_jpeg(payload, channels, size, shrink)
+        exact = pixels.shape[0] / size[0]  # a scaled image's sides are rounded up
+        top, left, h, w = (round(value * exact) for value in box)
+        h, w = min(h, pixels.shape[0] - top), min(w, pixels.shape[1] - left)
+    else:
+        part = first_rows(payload, top + h, size[0])
+        rows = size[0] if part is payload else top + h + MORE_ROWS
+        pixels = _decode_jpeg(part, channels, (rows, size[1]))
     crop_into(pixels, (top, left, h, w), out)
 
 
@@ -179,15 +173,7 @@ def first_rows(payload: bytes | memoryview, rows: int, height: int) -> bytes | m
     return payload
 
 
-def check_size(found: Size, size: Size | None) -> None:
-    """Raise ImageError if a header's size is not that of the record; None: it is not known."""
-    if size is not None and found != size:
-        raise ImageError(f"is {found[1]}x{found[0]} px by its header, {size[1]}x{size[0]} px by its record")
-
-
-def _decode_jpeg(
-    payload: bytes | memoryview, channels: int, size: Size | None = None, shrink: int = 1, height: int = 0
-) -> np.ndarray:
+def _decode_jpeg(payload: bytes | memoryview, channels: int, size: Size | None, shrink: int = 1) -> np.ndarray:
     """A JPEG, at 1/`shrink` of its size (1, 2, 4 or 8)."""
     try:
         rows, columns, *_ = simplejpeg.decode_jpeg_header(payload, strict=False)
@@ -198,7 +184,7 @@ def _decode_jpeg(
             payload,
             "GRAY" if channels == 1 else "RGB",
             min_factor=shrink,
-            min_height=-(-height // shrink) if shrink > 1 else 0,
+            min_height=-(-rows // shrink) if shrink > 1 else 0,
             strict=False,  # the file's checksum was compared; warnings are those it had when it was packed
         )
     except ImageError:

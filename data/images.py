@@ -21,6 +21,7 @@ DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
     *(struct.error, zlib.error),
 )
+BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
@@ -46,7 +47,7 @@ def decode_file(content: bytes, channels: int) -> np.ndarray:
         raise
     except Image.UnidentifiedImageError:
         raise ImageError(f"is not an image (it begins with {content[:12]!r})") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except BOMB:
         raise ImageError(TOO_LARGE) from None
     except DAMAGED as error:
         raise ImageError(f"is truncated or damaged ({error})") from None
@@ -64,14 +65,20 @@ def decode_by_rules(content: bytes | memoryview, channels: int, size: tuple[int,
         if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG, the first frame is the image
             raise ImageError(f"is animated or has several pages ({frames}); save one of them as an image")
         _check_depth(image, content)
-        if size is not None and size not in (image.size, image.size[::-1]):  # it may be stored on its side
-            told = f"is {image.width}x{image.height} px by its header, {size[1]}x{size[0]} px by its record"
-            raise ImageError(told)
+        if image.size != size:  # it may be stored on its side
+            check_size((image.height, image.width), size)
         image.load()
         pixels = np.asarray(_convert(ImageOps.exif_transpose(image), channels))
     if min(pixels.shape[:2]) < MIN_SIDE:
         raise ImageError(f"is only {pixels.shape[1]}x{pixels.shape[0]} px")
     return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def check_size(in_header: tuple[int, int], size: tuple[int, int] | None) -> None:
+    """Raise ImageError if a header's height and width are not those of the record; None: they are not known."""
+    if size is not None and in_header != size:
+        by_header = f"is {in_header[1]}x{in_header[0]} px by its header"
+        raise ImageError(f"{by_header}, {size[1]}x{size[0]} px by its record")
 
 
 def _check_depth(image: Image.Image, content: bytes | memoryview) -> None:
@@ -122,7 +129,7 @@ def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
     Pillow's Lanczos filter; "pad" puts it in the middle of zeros, scaled down before (Lanczos) if it is larger than
     `size`, never scaled up. Raises ImageError for a size that "exact" does not allow.
     """
-    height, width, channels = pixels.shape
+    height, width = pixels.shape[:2]
     if (height, width) == (size, size):
         return pixels
     if mode == "exact":
@@ -131,16 +138,12 @@ def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
         return _scale(pixels[top : top + side, left : left + side], size, size)
-    if mode != "pad":
-        raise ValueError(f"mode {mode!r}")
     longest = max(height, width)
     if longest > size:
         pixels = _scale(pixels, max(1, round(height * size / longest)), max(1, round(width * size / longest)))
     height, width = pixels.shape[:2]
-    padded = np.zeros((size, size, channels), np.uint8)
     top, left = (size - height) // 2, (size - width) // 2
-    padded[top : top + height, left : left + width] = pixels
-    return padded
+    return np.pad(pixels, ((top, size - height - top), (left, size - width - left), (0, 0)))
 
 
 def thumbnail(pixels: np.ndarray, side: int) -> np.ndarray:

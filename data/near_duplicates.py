@@ -83,7 +83,7 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
         sets = (a["dhash"], rows, np.zeros(len(a), np.bool_)), (b["dhash"], columns, known)
         for crowd, (hashes, searched, left_out) in zip(crowds, sets, strict=True):
             for places, _ in _close(hashes[searched], hashes[searched], within=True):
-                sides = searched[np.stack(places)]
+                sides = searched[places]
                 crowd += np.bincount(sides[~left_out[sides[::-1]]], minlength=len(crowd))
     crowd = np.maximum(crowds[0][pairs[:, 0]], crowds[1][pairs[:, 1]])
     return Candidates(pairs, crowd, total - len(pairs), textureless + others)
@@ -97,13 +97,13 @@ def _searched(signatures: np.ndarray) -> tuple[np.ndarray, int]:
     return first[textured], len(first) - int(textured.sum())
 
 
-def _close(a: np.ndarray, b: np.ndarray, *, within: bool) -> Iterator[tuple[tuple[np.ndarray, np.ndarray], np.ndarray]]:
-    """Places in `a` and `b`, uint64 [n] and [m], and distances of the near pairs; `within` one array the later ones
-    only.
+def _close(a: np.ndarray, b: np.ndarray, *, within: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Places in `a` and `b`, uint64 [n] and [m], of the near pairs, int64 [2, p], and their distances; `within` one
+    array the later ones only.
     """
     step = max(1, TILE // max(1, len(b)))
 
-    def tile(start: int) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
+    def tile(start: int) -> tuple[np.ndarray, np.ndarray]:
         xor, bits, close = (np.empty(min(BLOCK, len(b)), kind) for kind in (np.uint64, np.uint8, np.bool_))
         rows, columns, distances = [start], [np.empty(0, np.int64)], [bits[:0]]
         for row in range(start, min(start + step, len(a))):
@@ -117,7 +117,7 @@ def _close(a: np.ndarray, b: np.ndarray, *, within: bool) -> Iterator[tuple[tupl
                     columns.append(found + column)
                     distances.append(bits[found])
         repeated = np.repeat(rows, [len(part) for part in columns])
-        return (repeated, np.concatenate(columns)), np.concatenate(distances)
+        return np.stack([repeated, np.concatenate(columns)]), np.concatenate(distances)
 
     starts, several = range(0, len(a), step), cores()
     with ThreadPoolExecutor(several) as pool, Bar(starts, "comparing hashes", unit="tile", delay=1) as bar:

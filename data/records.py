@@ -2,7 +2,6 @@
 threads and in order: what packing and the index of tar files do first.
 """
 
-import dataclasses
 import hashlib
 import io
 import itertools
@@ -46,31 +45,29 @@ def make_record(
     layout: Layout,
     payload: bytes | None = None,  # the file to keep, for encoding "source" only
     codec: int = CODEC_RULES,  # of that file
+    digest: bytes = b"",  # as Record's
 ) -> Record:
-    """Encode an image at every resolution. Raises ValueError for a wrong shape or type, a label below 0."""
+    """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     side = layout.resolutions[-1]
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != layout.channels:
         raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
     if side and image.shape[:2] != (side, side):
         raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {side}x{side}")
-    if label < 0:
-        raise ValueError(f"label {label} is negative")
     if (payload is None) == (layout.encoding == "source"):
         raise ValueError(f"encoding {layout.encoding!r} and payload do not fit together")
     levels = pyramid(image, layout.resolutions)
     if payload is not None:
-        payloads: Sequence[bytes] = [payload]
+        payloads = [payload]
     elif layout.encoding == "raw":
-        payloads = [np.ascontiguousarray(level.transpose(2, 0, 1)).tobytes() for level in levels]
+        payloads = [level.transpose(2, 0, 1).tobytes() for level in levels]
     else:
         payloads = [encode(level, layout.encoding) for level in levels]
     codec = CODECS.get(layout.encoding, codec)
-    entries = [
-        make_entry(content, label, level.shape[0], level.shape[1], codec)
-        for content, level in zip(payloads, levels, strict=True)
-    ]
+    sizes = [level.shape[:2] for level in levels]
+    entries = [make_entry(content, label, h, w, codec) for content, (h, w) in zip(payloads, sizes, strict=True)]
     pixels = image.shape[0] * image.shape[1]
-    return Record(label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image))
+    sums = pixel_sums(image)
+    return Record(label, np.concatenate(entries), tuple(payloads), sums, pixels, signature(image), digest)
 
 
 def add_image(writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
@@ -96,9 +93,8 @@ def signature(pixels: np.ndarray) -> np.ndarray:
     grey = pixels if pixels.shape[2] == 1 else cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY)
     small = cv2.resize(grey, (9, 8), interpolation=cv2.INTER_AREA)
     bits = np.packbits(small[:, :-1] < small[:, 1:])
-    result = np.zeros(1, SIGNATURE)
-    result[0] = (int.from_bytes(digest.digest(), "little"), int.from_bytes(bits.tobytes(), "big"))
-    return result
+    numbers = (int.from_bytes(digest.digest(), "little"), int.from_bytes(bits.tobytes(), "big"))
+    return np.array([numbers], SIGNATURE)
 
 
 def pixel_sums(image: np.ndarray) -> np.ndarray:
@@ -114,14 +110,12 @@ def plain_codec(content: bytes, channels: int) -> int:
     (8 bits, no transparency, no orientation, no change from colour to grey), else CODEC_RULES.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-        if image.mode not in ("L", "RGB") or (image.mode == "RGB" and channels == 1):
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        if turned or image.has_transparency_data or image.mode not in (("L",) if channels == 1 else ("L", "RGB")):
             return CODEC_RULES
-        if image.has_transparency_data or image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            return CODEC_RULES
-        if image.format == "JPEG":
-            return CODEC_JPEG
-        depth = content[24]  # bits, in the header
-        return CODEC_PNG if image.format == "PNG" and depth == 8 else CODEC_RULES
+        if image.format == "PNG" and content[24] == 8:  # bits, in the header
+            return CODEC_PNG
+        return CODEC_JPEG if image.format == "JPEG" else CODEC_RULES
 
 
 def pack_arrays(
@@ -180,10 +174,10 @@ def make_plan(
     Raises UserError for options that do not fit together.
     """
     if encoding == "source":
-        if size is not None:
-            raise UserError("--encoding source keeps the files as they are: drop --size or choose raw, jpeg or png")
-        if smallest is not None:
-            raise UserError("--encoding source keeps the files as they are: drop --pyramid or choose raw, jpeg or png")
+        for option, value in (("--size", size), ("--pyramid", smallest)):
+            if value is not None:
+                remedy = f"drop {option} or choose raw, jpeg or png"
+                raise UserError(f"--encoding source keeps the files as they are: {remedy}")
         if source.shape is not None:
             raise UserError(f"{source.name} has no files to keep: choose --encoding raw or png")
         return Plan(layout=Layout(channels=channels or 3, resolutions=(0,), encoding=encoding), mode="exact")
@@ -211,14 +205,14 @@ def make_plan(
 
 def _first_shape(source: Source, channels: int) -> tuple[int, int]:
     """Height and width of the first image that can be read."""
-    problems = []
+    problem = None
     for index in range(len(source)):
         try:
-            shape = _pixels(source.item(index), channels).shape
-            return shape[0], shape[1]
+            height, width, _ = _pixels(source.item(index), channels).shape
+            return height, width
         except ImageError as error:
-            problems.append(Problem(source.item_name(index), str(error)))
-    raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problems[0]}")
+            problem = problem or Problem(source.item_name(index), str(error))
+    raise UserError(f"{source.name}: none of {len(source)} images can be read; the first: {problem}")
 
 
 def _pixels(item: Item, channels: int) -> np.ndarray:
@@ -249,25 +243,19 @@ def _convert(row: int, item: Item | ImageError, plan: Plan) -> Converted:
     try:
         if isinstance(item, ImageError):
             raise item
+        content, payload, codec = item.content, None, CODEC_RULES
         pixels = _pixels(item, layout.channels)
         if layout.encoding != "source":
-            record = make_record(fit(pixels, plan.size, plan.mode), item.label, layout)
-        elif isinstance(item.content, bytes):
-            codec = plain_codec(item.content, layout.channels)
-            record = make_record(pixels, item.label, layout, item.content, codec)
+            image = fit(pixels, plan.size, plan.mode)
+        elif isinstance(content, bytes):
+            image, payload, codec = pixels, content, plain_codec(content, layout.channels)
         else:
             raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
+        as_had = content if isinstance(content, bytes) else b"%dx%dx%d" % content.shape + content.tobytes()
+        record = make_record(image, item.label, layout, payload, codec, hashlib.sha256(as_had).digest())
     except ImageError as error:
         return Converted(row, None, str(error))
-    record = dataclasses.replace(record, digest=content_digest(item.content))
     return Converted(row, record, enlarged=plan.mode == "crop" and min(pixels.shape[:2]) < plan.size)
-
-
-def content_digest(content: bytes | np.ndarray) -> bytes:
-    """SHA-256 of an image as the source has it: a file's bytes, or "HxWxC" and the pixels."""
-    if isinstance(content, bytes):
-        return hashlib.sha256(content).digest()
-    return hashlib.sha256(b"%dx%dx%d" % content.shape + content.tobytes()).digest()
 
 
 def thread_count(source: Source, workers: int | None) -> int:
@@ -283,18 +271,18 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     Close it after an error. It then waits for no thread: they are daemons, so that one that reads from a server that
     does not answer holds up neither Ctrl-C nor the end of the program.
     """
-    pixels = plan.size * plan.size * plan.layout.channels
-    length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
-    pieces = [range(start, min(len(source), start + length)) for start in range(0, len(source), length)]
     if not workers:
         for row in range(len(source)):
             yield _convert(row, _read(source, row), plan)
         return
+    pixels = plan.size * plan.size * plan.layout.channels
+    length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
     pool = ThreadPool(workers)
     waiting: deque[AsyncResult[list[Converted]]] = deque()
     try:
-        for piece in pieces:
-            items: Iterable[Item | ImageError] = (_read(source, row) for row in piece)  # by the thread that converts
+        for start in range(0, len(source), length):
+            piece = range(start, min(len(source), start + length))
+            items: Iterable[Item | ImageError] = map(_read, itertools.repeat(source), piece)  # where it is converted
             items = list(items) if source.in_order else items
             waiting.append(pool.apply_async(list, (map(_convert, piece, items, itertools.repeat(plan)),)))
             if len(waiting) == WINDOW * workers:

@@ -119,8 +119,9 @@ def _status(path: Path) -> os.stat_result:
     except FileNotFoundError:
         if partial_path(path).exists():
             raise UserError(f"{path} was not finished: run data.pack again") from None
-        names = [item.name for item in path.parent.glob("*.lmdb")] if path.parent.is_dir() else []
-        hint = did_you_mean(path.name, names) if path.parent.is_dir() else f", nor a folder {path.parent}"
+        hint = f", nor a folder {path.parent}"
+        if path.parent.is_dir():
+            hint = did_you_mean(path.name, [item.name for item in path.parent.glob("*.lmdb")])
         raise UserError(f"{path}: no such file{hint}; make it with data.pack") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or errno.errorcode.get(error.errno or 0)}; check the path") from None
@@ -133,11 +134,8 @@ def partial_path(path: Path) -> Path:
 
 def is_lmdb(path: Path) -> bool:
     """Whether a file begins as LMDB's do. Raises UserError if it cannot be read."""
-    try:
-        with bounded.open_file(path, bounded.ARCHIVE) as file:
-            return file.read(20)[16:] == MAGIC
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
+    with bounded.reading(path, "check its permissions"), bounded.open_file(path, bounded.ARCHIVE) as file:
+        return file.read(20)[16:] == MAGIC
 
 
 def _open(path: Path, size: int) -> lmdb.Environment:
@@ -179,8 +177,8 @@ def read_meta(path: Path, environment: lmdb.Environment) -> Meta:
     if name != FORMAT or not version.isdecimal():
         raise UserError(f"{path} is an LMDB file but not a packed data set of this program: pack the images again")
     if version != str(VERSION):
-        told = f"{path} has format version {version[:20]}, this program reads {VERSION}"
-        raise UserError(f"{told}: update it or pack again")
+        newer = f"format version {version[:20]}, this program reads {VERSION}"
+        raise UserError(f"{path} has {newer}: update it or pack again")
     if complete is None or meta_record is None:
         raise UserError(f"{path} was not finished: run data.pack again")
     try:

@@ -202,8 +202,7 @@ def name_key(record: int) -> bytes:
 
 def make_entry(payload: bytes, label: int, height: int, width: int, codec: int = CODEC_RULES) -> np.ndarray:
     """The entry of an image, as an array of shape [1] and type ENTRY."""
-    entry = np.zeros(1, ENTRY)
-    entry[0] = (0, len(payload), label, height, width, codec)
+    entry = np.array([(0, len(payload), label, height, width, codec)], ENTRY)
     entry["checksum"] = entry_checksum(entry[0], payload)
     return entry
 

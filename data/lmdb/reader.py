@@ -96,10 +96,10 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         for records, value in self._beside(name_key, "names"):
             try:
                 stored = json.loads(value) if value else [""] * len(records)
+                if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
+                    raise ValueError("they must be a list of text")
             except (ValueError, RecursionError) as error:
                 raise self.damage(records, f"its names are none ({error})") from None
-            if not isinstance(stored, list) or not all(isinstance(name, str) for name in stored):
-                raise self.damage(records, "its names are none (they must be a list of text)")
             if len(stored) != len(records):
                 raise self.damage(records, f"it has {len(stored)} names")
             names += stored
@@ -125,7 +125,9 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         return range(block * self.block, min(len(self), (block + 1) * self.block))
 
     def index_record(self, transaction: lmdb.Transaction, block: int) -> tuple[np.void, np.ndarray]:
-        """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises UserError if it is damaged."""
+        """A block's index: its head (INDEX_HEAD) and its entries (ENTRY [n]). Raises DamageError, also for a size that
+        the file cannot hold.
+        """
         records = self.block_range(block)
         value = self._get(transaction, index_key(block, self.resolution), records)
         if len(value) != INDEX_HEAD.itemsize + len(records) * ENTRY.itemsize:
@@ -134,11 +136,6 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
         if zlib.crc32(value[INDEX_HEAD.itemsize :]) != head["checksum"]:
             raise self.damage(records, "the checksum of its index does not match")
         entries = np.frombuffer(value, ENTRY, offset=INDEX_HEAD.itemsize).copy()
-        self._check_sizes(records, entries)
-        return head, entries
-
-    def _check_sizes(self, records: range, entries: np.ndarray) -> None:
-        """Raise DamageError for entries of a size that the file cannot hold."""
         height, width = entries["height"], entries["width"]
         if self.resolution:
             wrong = (height != self.resolution) | (width != self.resolution)
@@ -146,6 +143,7 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
             wrong = (height == 0) | (width == 0) | (height.astype(np.float64) * width > MOST_PIXELS)
         if wrong.any():
             raise self.damage([records[place] for place in np.flatnonzero(wrong).tolist()], "its size cannot be")
+        return head, entries
 
     def raw_block(self, transaction: lmdb.Transaction, block: int) -> np.ndarray:
         """The images of a raw block as a view into the file: uint8 [n, C, H, W]; valid within the transaction."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import lmdb
@@ -80,15 +80,13 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         passport: Provenance | None = None,  # of generated images
         shards: list[Shard] | None = None,  # tar files that hold the images: the file becomes their index
         overwrite: bool = False,
-        first_map: int = FIRST_MAP,  # bytes
     ) -> None:
         check_target(Path(path), overwrite)
         if passport is not None:
             Generated.read(passport, "passport")
         self.path = replaceable(Path(path))  # a link stays and points to the new file
         self.layout, self.classes = layout, list(classes)
-        self._resize_filter, self._source, self._passport = resize_filter, source, passport
-        self._shards = shards
+        self._about = {"resize_filter": resize_filter, "source": source, "passport": passport, "shards": shards}
         self._levels = [_Level(side, layout) for side in layout.resolutions]
         self._batch: list[tuple[bytes, bytes]] = []
         self._batch_bytes = 0
@@ -100,34 +98,30 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._signatures: list[np.ndarray] = []  # since the last record of them
         self._names: list[str] = []  # likewise
         self._partial = partial_path(self.path)
-        self._environment: lmdb.Environment | None = None
         self._undo = contextlib.ExitStack()  # what `abort` does, the last of it first
         try:
-            for folder in _make_folders(self.path):
-                self._undo.callback(folder.rmdir)
-            self._open(first_map)
+            self._open()
         except BaseException:
             self.abort()
             raise
 
-    def _open(self, first_map: int) -> None:
-        try:
+    def _open(self) -> None:
+        missing = [folder for folder in self.path.parents if not folder.exists()]
+        with _writing(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(missing):
+            self._undo.callback(folder.rmdir)
+        with _writing(self._partial):
             replaceable(self._partial)  # a pipe would hang
-            lock = self._partial.open("ab")
-        except OSError as error:
-            raise UserError(f"{self._partial}: {error.strerror}; choose a folder that can be written") from None
+            self._lock = self._undo.enter_context(self._partial.open("ab"))
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.close()
             raise UserError(f"{self.path} is being written by another process: wait or choose another name") from None
-        self._lock = self._undo.enter_context(lock)
         self._undo.callback(self._partial.unlink, missing_ok=True)
         os.truncate(self._partial, 0)  # what a killed run has left
-        try:
-            self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=first_map)
-        except (lmdb.Error, OSError) as error:
-            raise self._full(error) from None
+        with _writing(self.path):
+            self._environment = lmdb.open(str(self._partial), subdir=False, lock=False, sync=False, map_size=FIRST_MAP)
         self._undo.callback(self._environment.close)
         self._batch.append((FORMAT_KEY, f"{FORMAT} {VERSION}".encode()))
         self._commit()
@@ -171,8 +165,7 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         entries, pixels = b"".join(level.entries), b"".join(level.pixels)
         if pixels:
             self._put(pixels_key(block, level.side), pixels)
-        head = np.zeros(1, INDEX_HEAD)
-        head[0] = (zlib.crc32(entries), zlib.crc32(pixels) if pixels else 0)
+        head = np.array([(zlib.crc32(entries), zlib.crc32(pixels))], INDEX_HEAD)
         self._put(index_key(block, level.side), head.tobytes() + entries)
         level.payloads.update(entries)
         level.digests.append(level.payloads.digest())
@@ -196,19 +189,16 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
 
     def _commit(self) -> None:
         """Write the batch in one transaction; a full map is doubled and the batch replayed."""
-        environment = self._opened()
-        while True:
+        with _writing(self.path):
             try:
-                with environment.begin(write=True) as transaction:
+                with self._environment.begin(write=True) as transaction:
                     for key, value in self._batch:
                         # Images have the last keys and come in order: appending keeps pages full. The rest is small.
                         if not transaction.put(key, value, append=key.startswith(LAST_KEYS)):
                             raise RuntimeError(f"{key!r} is not the last key")
-                break
             except lmdb.MapFullError:
-                environment.set_mapsize(environment.info()["map_size"] * 2)
-            except (lmdb.Error, OSError) as error:
-                raise self._full(error) from None
+                self._environment.set_mapsize(self._environment.info()["map_size"] * 2)
+                self._commit()
         self._batch, self._batch_bytes = [], 0
 
     def finish(self) -> Meta:
@@ -235,14 +225,11 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
             histogram=self.histogram.tolist(),
             mean=mean,
             std=std,
-            resize_filter=self._resize_filter,
-            source=self._source,
             fingerprint="" if self._fingerprint is None else self._fingerprint.hexdigest(),
             content_hash=content_hash(self.classes, self.layout.channels, self.layout.encoding, digests),
             blocks=[level.block for level in self._levels],
             split=split,
-            passport=self._passport,
-            shards=self._shards,
+            **self._about,  # type: ignore[arg-type]  # as they were given
         )
         record = meta.to_json()
         self._put(META_KEY, record)
@@ -250,43 +237,24 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         complete = {"content_hash": meta.content_hash, "count": meta.count, "meta_checksum": zlib.crc32(record)}
         self._put(COMPLETE_KEY, json.dumps(complete, sort_keys=True).encode())
         self._commit()
-        self._sync()
+        needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
+        self._environment.close()
+        with _writing(self.path), self._partial.open("rb+") as file:
+            if os.fstat(file.fileno()).st_size < needed:  # pages that were reserved but never written
+                file.truncate(needed)
+            os.fsync(file.fileno())
         return meta
-
-    def _sync(self) -> None:
-        environment = self._opened()
-        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        environment.close()
-        self._environment = None
-        try:
-            with self._partial.open("rb+") as file:
-                if os.fstat(file.fileno()).st_size < needed:  # pages that were reserved but never written
-                    file.truncate(needed)
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; free some space or choose another folder") from None
 
     def publish(self) -> None:
         """Give the file that is complete its name."""
-        try:
+        with _writing(self.path):
             os.replace(self._partial, self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; free some space or choose another folder") from None
         self._undo.pop_all()
         self._lock.close()
 
-    def _full(self, error: Exception) -> UserError:
-        return UserError(f"{self.path}: cannot write ({error}); free some space or change the disk")
-
-    def _opened(self) -> lmdb.Environment:
-        if self._environment is None:
-            raise ValueError(f"{self.path}: the writer is closed")
-        return self._environment
-
     def abort(self) -> None:
         """Remove what was written. Does nothing after `finish`."""
-        self._environment = None
         self._undo.close()
 
     def __exit__(self, *error: object) -> None:
@@ -305,11 +273,11 @@ def check_target(path: Path, overwrite: bool) -> None:
         raise UserError(f"{path} exists: choose another name or add --overwrite")
 
 
-def _make_folders(path: Path) -> list[Path]:
-    """Make the folders above `path`; returns the new ones, outermost first."""
-    missing = [folder for folder in path.parents if not folder.exists()]
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the disk refuses inside becomes a UserError."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{path.parent}: {error.strerror}; choose a folder that can be written") from None
-    return missing[::-1]
+        yield
+    except (lmdb.Error, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot write ({why}); free some space or choose another folder") from None

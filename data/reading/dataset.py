@@ -205,7 +205,7 @@ class Dataset(AbstractContextManager["Dataset"]):
             entry, payload = shard.encoded_record(transaction, place)
             height, width, codec = (int(entry[name]) for name in ("height", "width", "codec"))
             try:
-                decode_crop(payload, codec, box(height, width), height, out, width)
+                decode_crop(payload, codec, box(height, width), (height, width), out)
             except ImageError as error:
                 raise shard.damage(place, str(error)) from None
 

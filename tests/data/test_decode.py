@@ -95,7 +95,7 @@ def test_crop_without_scaling_is_part_of_the_image(kind: str, box: tuple[int, in
     whole = decode_file(content, 3)
     top, left, height, width = box
     out = np.empty((3, 64, 64), np.uint8)
-    decode_crop(content, codec, box, whole.shape[0], out)
+    decode_crop(content, codec, box, whole.shape[:2], out)
     np.testing.assert_array_equal(out.transpose(1, 2, 0), whole[top : top + height, left : left + width])
 
 
@@ -117,7 +117,7 @@ def test_scaled_decoding_is_close_to_scaling_the_whole(side: int) -> None:
     whole = decode_file(content, 3)
     box = (5, 20, 130, 140)
     out = np.empty((3, side, side), np.uint8)
-    decode_crop(content, codec, box, 150, out)
+    decode_crop(content, codec, box, (150, 200), out)
     top, left, height, width = box
     part = Image.fromarray(whole[top : top + height, left : left + width])
     expected = np.asarray(part.resize((side, side), Image.Resampling.BOX)).astype(int)
@@ -190,7 +190,7 @@ def test_h11_a_header_is_compared_with_the_record_before_anything_is_decoded(
     out = np.empty((3, 8, 8), np.uint8)
     assert decode(content, codec, 3, (40, 60)).shape == (40, 60, 3)
     for box in ((0, 0, 40, 60), (4, 4, 9, 9)):  # scaled while decoding, and the first rows alone
-        decode_crop(content, codec, box, 40, out, 60)
+        decode_crop(content, codec, box, (40, 60), out)
     for name in ("cv2.imdecode", "simplejpeg.decode_jpeg", "PIL.ImageFile.ImageFile.load"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("it was decoded"))
     for height, width in ((40, 61), (39, 60), (8, 8)):
@@ -198,4 +198,4 @@ def test_h11_a_header_is_compared_with_the_record_before_anything_is_decoded(
             decode(content, codec, 3, (height, width))
         for box in ((0, 0, 8, 8), (0, 0, height, width)):
             with pytest.raises(ImageError, match="by its record"):
-                decode_crop(content, codec, box, height, out, width)
+                decode_crop(content, codec, box, (height, width), out)

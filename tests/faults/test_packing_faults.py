@@ -54,7 +54,7 @@ import sys
 from data import pack
 from data.lmdb import writer
 from utils.script import run_cli
-writer.LMDBWriter.__init__.__kwdefaults__["first_map"] = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
+writer.FIRST_MAP = 1 << 16  # bytes, instead of 64 MiB: doubled seven times
 sys.exit(run_cli(pack.main))
 """
 
