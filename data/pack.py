@@ -120,9 +120,7 @@ def pack(
     workers = thread_count(source, workers)
     with contextlib.ExitStack() as stack:
         *writers, whole = _open_writers(stack, source, plan, targets, overwrite)
-        images = converted(source, plan, workers)
-        written = _write(source, images, whole, skipped, drop_duplicates, keep=share is not None)
-        skipped.check_packed(whole.histogram, whole.count, written.dropped)
+        written = _write(source, converted(source, plan, workers), whole, skipped, drop_duplicates, share is not None)
         metas, report = [whole.finish()], None
 
         def name(record: int) -> str:
@@ -213,6 +211,7 @@ def _write(
             written.rows.append(row)
             if keep:
                 written.records.append(dataclasses.replace(record, payloads=()))
+    skipped.check_packed(writer.histogram, writer.count, written.dropped)
     return written
 
 
