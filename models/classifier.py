@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from models.backbones import discriminator as gans
 from models.backbones.base import Backbone, in_turn
-from models.backbones.registry import backbone_of
 from models.batchnorm import statistics_kept
+from models.registry import backbone_of
 from utils.config.model import Config, PositiveInt
 from utils.errors import UserError
 from utils.provenance import Lineage
@@ -26,7 +26,7 @@ Stem = Literal["imagenet", "small", "small-stride2"]
 class ModelConfig(Config):
     """Which network."""
 
-    name: str = "resnet18"  # one of models/backbones/registry.py; discriminator: that of the GAN's run in weights
+    name: str = "resnet18"  # one of models/registry.py; discriminator: that of the GAN's run in weights
     discriminator: dict[str, Any] | None = None  # its form, which the run of weights says
     stem: Stem = "imagenet"  # small: 3x3, no pooling (32 px); small-stride2: the same with stride 2, four times cheaper
     he_strides: bool = False  # stride 2 in a bottleneck's first 1x1, as in He's own ImageNet weights

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
     converted = read(options.file)
     names = class_names(options.classes, converted.shape["classes"])
-    content = checkpoint_of(converted, names, str(options.file))
+    content = checkpoint_of(converted, names)
     path = checkpoints.save(folder, content)
     checkpoints.point(folder, "last", path)
     side, channels = converted.shape["resolution"], converted.shape["channels"]
@@ -84,28 +84,10 @@ def class_names(given: str | None, count: int) -> list[str]:
     return names
 
 
-def checkpoint_of(converted: "Converted", names: list[str], file: str) -> dict[str, Any]:
-    """The checkpoint, after its tensors were compared with our networks', built on the meta device."""
-    import torch
-
-    from models.registry import architecture_of
+def checkpoint_of(converted: "Converted", names: list[str]) -> dict[str, Any]:
+    """The checkpoint of networks whose classes have these names."""
     from utils.checkpoint import SCHEMA
-    from utils.checkpoint.state_schema import check_tensors
-    from utils.config.build import build
 
-    architecture = architecture_of(converted.architecture)
-    parts = {
-        "generator": (architecture.generator_config, architecture.generator, converted.generator),
-        "discriminator": (architecture.discriminator_config, architecture.discriminator, converted.discriminator),
-    }
-    for name, state in converted.state.items():
-        kind, network, given = parts[name.removesuffix("_ema")]
-        with torch.device("meta"):
-            wanted = network(build(kind, given, source=file), **converted.shape).state_dict()
-        try:
-            check_tensors(name, state, wanted)
-        except ValueError as error:
-            raise UserError(f"{file}: cannot be converted: {error}; its network has another form") from None
     config: dict[str, Any] = {"task": "gan", "architecture": converted.architecture}
     config |= {"generator": converted.generator, "discriminator": converted.discriminator}
     head = {"schema": SCHEMA, "task": "gan", "step": 0, "config": config, "classes": names}

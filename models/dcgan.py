@@ -49,10 +49,6 @@ class DcganGeneratorConfig(DcganConfig):
     z_dim: PositiveInt = 128  # latent dimensions
 
 
-class DcganDiscriminatorConfig(DcganConfig):
-    """Size of the discriminator."""
-
-
 class DcganGenerator(PlainGenerator):
     """A fully connected layer to 4 px, then transposed 4x4 convolutions that double the side; tanh.
 
@@ -129,7 +125,7 @@ class DcganDiscriminator(ImageDiscriminator):
     Conditional: the features' first dimension, plus the product of the others with the label's embedding (1802.05637).
     """
 
-    def __init__(self, config: DcganDiscriminatorConfig, *, resolution: int, channels: int, classes: int) -> None:
+    def __init__(self, config: DcganConfig, *, resolution: int, channels: int, classes: int) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         *widths, last = config.widths(resolution)[::-1]

@@ -1,10 +1,16 @@
-"""The registry of GANs: another one is one more file and one more line here (see models/gan.py)."""
+"""The registries: another GAN (see models/gan.py), or another family of backbones (see models/backbones/base.py), is
+one more file and one more line here.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from models import dcgan, r3gan, stylegan2
+from models.backbones import timm, torchvision
+from models.backbones.airbench import AIRBENCH
+from models.backbones.base import Backbone
+from utils.config.build import build
 from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
@@ -19,6 +25,11 @@ class Architecture:
     discriminator: Any  # type[ImageDiscriminator]
     recipe: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # section -> key -> default of a training
 
+    def build(self, section: str, given: dict[str, Any], **shape: Any) -> Any:
+        """The network of a section of a checkpoint's config. Raises UserError for a config that is none."""
+        config = build(getattr(self, f"{section}_config"), given, source=f"checkpoint's {section}")
+        return getattr(self, section)(config, **shape)
+
 
 ARCHITECTURES = {
     "stylegan2": Architecture(
@@ -28,14 +39,12 @@ ARCHITECTURES = {
         r3gan.R3GeneratorConfig, r3gan.R3Generator, r3gan.R3DiscriminatorConfig, r3gan.R3Discriminator, r3gan.RECIPE
     ),
     "dcgan": Architecture(
-        dcgan.DcganGeneratorConfig,
-        dcgan.DcganGenerator,
-        dcgan.DcganDiscriminatorConfig,
-        dcgan.DcganDiscriminator,
-        dcgan.RECIPE,
+        dcgan.DcganGeneratorConfig, dcgan.DcganGenerator, dcgan.DcganConfig, dcgan.DcganDiscriminator, dcgan.RECIPE
     ),
 }
 DEFAULT = "stylegan2"  # of checkpoints that were written before there was a choice
+FAMILIES = (torchvision.RESNET, torchvision.CONVNEXT, torchvision.EFFICIENTNET, AIRBENCH)
+BACKBONES = {name: family for family in FAMILIES for name in family.names}
 
 
 def architecture_of(name: str) -> Architecture:
@@ -44,3 +53,15 @@ def architecture_of(name: str) -> Architecture:
         known = list(ARCHITECTURES)
         raise UserError(f"architecture {name!r} is unknown{did_you_mean(name, known)}; there are {', '.join(known)}")
     return ARCHITECTURES[name]
+
+
+def backbone_of(name: str) -> Backbone:
+    """The description of the network of that name; UserError, with the near one, for an unknown name."""
+    if name.startswith(timm.PREFIX):
+        return timm.timm_backbone(name)
+    if name not in BACKBONES:
+        known = [*BACKBONES, "discriminator"]
+        raise UserError(
+            f"model {name!r} is unknown{did_you_mean(name, known)}; choose one of {', '.join(known)} or timm:NAME"
+        )
+    return BACKBONES[name]

@@ -19,19 +19,17 @@ def _restored(checkpoint: dict[str, Any], section: str, part: str, device: torch
     file, task = _file(checkpoint), "classifier" if section == "model" else "gan"
     if checkpoint["task"] != task:
         raise UserError(f"{file}: is of task {checkpoint['task']!r}, but a {task!r} checkpoint is needed here")
-    kind: Any = ModelConfig
-    network: Any = Classifier
-    if task == "gan":
-        architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
-        kind, network = getattr(architecture, f"{section}_config"), getattr(architecture, section)
     if section not in checkpoint["config"]:
         raise UserError(f"{file}: config.{section} is missing; use another checkpoint")
-    config = build(kind, checkpoint["config"][section], source=f"checkpoint's {section}")
+    given: Any = checkpoint["config"][section]
     shape: dict[str, Any] = {key: checkpoint["shape"][key] for key in Shape.model_fields}
 
     def built() -> Any:
+        if task == "classifier":
+            return Classifier(build(ModelConfig, given, source="checkpoint's model"), **shape)
         held = {name.partition(".")[0] for name in checkpoint["state"][part]}
-        model = network(config, **shape, **({"progressive": True} if "from_rgbs" in held else {}))
+        architecture = architecture_of(checkpoint["config"].get("architecture", DEFAULT))
+        model = architecture.build(section, given, **shape, **({"progressive": True} if "from_rgbs" in held else {}))
         if "auxiliary" in held:
             model.add_auxiliary()
         return model

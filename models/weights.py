@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.backbones.base import Backbone
-from models.backbones.registry import BACKBONES, backbone_of
 from models.classifier import Classifier, ModelConfig
+from models.registry import BACKBONES, backbone_of
 from utils import bounded
 from utils import checkpoint as checkpoints
 from utils.checkpoint.state_schema import check_tensors

@@ -37,8 +37,9 @@ def networks(checkpoint: dict[str, Any]) -> Converted:
     state = {name: part for name, part in checkpoint["state"].items() if name.removesuffix("_ema") in sections}
     if "discriminator" not in config:  # a file of weights: of the generator alone
         state.pop("discriminator", None)
-    heads = {name.partition(".")[0] for name in state.get("discriminator", {})} & {"auxiliary", "from_rgbs"}
-    if heads:
+    if heads := {name.partition(".")[0] for name in state.get("discriminator", {})} & {"auxiliary", "from_rgbs"}:
+        part = state["discriminator"]
+        state["discriminator"] = {name: x for name, x in part.items() if name.partition(".")[0] not in heads}
         say(f"note: without the discriminator's {' and '.join(sorted(heads))}, which those programs have not")
     return Converted("stylegan2", shape, whole["generator"], whole["discriminator"], state)
 
@@ -86,5 +87,5 @@ def _tell_of_groups(gan: Converted, only: int | None = None) -> None:
 
 def open_official(subject: Subject, path: Path) -> Runner:
     """The generator that `models.convert` makes of the file, as a function of its inputs."""
-    content = checkpoint_of(read(path), list(subject.checkpoint["classes"]), str(path))
+    content = checkpoint_of(read(path), list(subject.checkpoint["classes"]))
     return as_runner(Drawing(generator_from(content)))

@@ -13,7 +13,6 @@ from torch import nn
 from models.backbones.base import Backbone
 from models.registry import DEFAULT, architecture_of
 from utils import checkpoint as checkpoints
-from utils.config.build import build
 from utils.config.model import PositiveInt, Stored
 from utils.errors import UserError
 
@@ -54,9 +53,8 @@ def discriminator_backbone(form: Mapping[str, Any]) -> Backbone:
                 f"model.weights: the discriminator has seen images of {given} channels, these have {channels}; pack "
                 f"them with --channels {given}, or give another GAN"
             )
-        entry = architecture_of(about.architecture)
-        config = build(entry.discriminator_config, about.config, source="model.discriminator")
-        return Trunk(entry.discriminator(config, classes=0, resolution=side, channels=given))
+        shape = {"classes": 0, "resolution": side, "channels": given}
+        return Trunk(architecture_of(about.architecture).build("discriminator", about.config, **shape))
 
     with torch.device("meta"):
         *stages, _pool, _fc = dict(trunk().named_children())

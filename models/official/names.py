@@ -1,9 +1,9 @@
-"""What the tables of other programs' names share: a network of theirs, taken tensor by tensor into one of ours, and
-one of ours by their names. A table serves both ways.
+"""What the readers of other programs' files share: a network of theirs, taken tensor by tensor into one of ours, and
+one of ours by their names. A function from our names to theirs serves both ways.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,55 +12,37 @@ from torch import Tensor
 
 from models.layers import TAPS
 from models.official.unpickle import Refused
+from models.registry import architecture_of
+from utils.errors import UserError
 
 FILTER = torch.outer(torch.tensor(TAPS), torch.tensor(TAPS)) / sum(TAPS) ** 2  # of resampling, [4, 4]
+# a part of a GAN's state -> NVIDIA's and R3GAN's name of the network
+NETWORKS = {"generator": "G", "generator_ema": "G_ema", "discriminator": "D"}
 
 
 class Place(NamedTuple):
-    """Where a tensor of ours is in their network, and the dimensions of size 1 that it has more there (below 0: less)
-    before and after the others.
-    """
+    """Where a tensor of ours is in their network; `ours[view]` is theirs: they differ in dimensions of size 1."""
 
     name: str
-    leading: int = 0
-    trailing: int = 0
-
-    def from_theirs(self, x: Tensor) -> Tensor:
-        """Theirs in our form."""
-        return _reshaped(x, -self.leading, -self.trailing)
-
-    def from_ours(self, x: Tensor) -> Tensor:
-        """Ours in their form."""
-        return _reshaped(x, self.leading, self.trailing)
+    view: tuple[Any, ...] = ()
 
 
-Table = dict[str, Place]  # by our names
+Places = Callable[[str], Place]  # our name of a tensor -> its place
 
 
-def _reshaped(x: Tensor, leading: int, trailing: int) -> Tensor:
-    for dimension, count in ((0, leading), (-1, trailing)):
-        for _ in range(abs(count)):
-            x = x.unsqueeze(dimension) if count > 0 else x.squeeze(dimension)
-    return x
+def renamed(name: str, table: Mapping[str, str]) -> str:
+    """The name that the first pattern of the whole name expands to; a name that fits none stays."""
+    matches = ((re.fullmatch(pattern, name), new) for pattern, new in table.items())
+    return next((match.expand(new) for match, new in matches if match), name)
 
 
-def by_their_names(state: Mapping[str, Tensor], table: Table, filters: Iterable[str], gain: float = 1.0) -> Any:
+def by_their_names(state: Mapping[str, Tensor], place: Places, filters: Iterable[str], gain: float = 1.0) -> Any:
     """name -> tensor, contiguous float32, of a network of theirs; the resampling filters, times `gain`, included."""
-    found = {place.name: place.from_ours(state[ours].detach().cpu().float()) for ours, place in table.items()}
-    found |= dict.fromkeys(filters, gain * FILTER)
-    return {name: x.clone(memory_format=torch.contiguous_format) for name, x in found.items()}
-
-
-@dataclass
-class Converted:
-    """A GAN in our names: what a checkpoint holds of it."""
-
-    architecture: str  # of models.registry
-    shape: dict[str, int]  # resolution, channels, classes
-    generator: dict[str, Any]  # its configuration
-    discriminator: dict[str, Any]
-    state: dict[str, dict[str, Tensor]]  # generator_ema, and where the file has them generator, discriminator
-    notes: list[str] = field(default_factory=list)  # what a person should know
+    tensors = dict.fromkeys(filters, gain * FILTER)
+    for ours, value in state.items():
+        name, view = place(ours)
+        tensors[name] = value.detach().cpu().float()[view]
+    return {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
 
 
 class Source:
@@ -81,29 +63,63 @@ class Source:
             raise Refused(f"{self.what}'s {name} is not finite")
         return value
 
-    def take_all(self, table: Table) -> dict[str, Tensor]:
-        """What the table names, by our names."""
-        return {ours: place.from_theirs(self.take(place.name)) for ours, place in table.items()}
+    def shape(self, name: str, ndim: int) -> tuple[int, ...]:
+        """The shape of a tensor that stays. Refused where it is missing, empty, or has another number of dimensions."""
+        if name not in self.tensors or self.tensors[name].ndim != ndim or not self.tensors[name].numel():
+            raise Refused(f"{self.what} has no {name} of {ndim} dimensions")
+        return tuple(self.tensors[name].shape)
 
     def drop_filters(self, suffix: str, gains: tuple[float, ...] = (1.0,)) -> None:
         """Take the resampling filters off; each must be [1, 3, 3, 1] times one of `gains`."""
         for name in [name for name in self.tensors if name.endswith(suffix)]:
-            found = self.take(name).squeeze()
-            if found.shape != FILTER.shape or not any(torch.allclose(found, gain * FILTER) for gain in gains):
+            value = self.take(name).squeeze()
+            if value.shape != FILTER.shape or not any(torch.allclose(value, gain * FILTER) for gain in gains):
                 raise Refused(f"{self.what}'s {name} is another filter than [1, 3, 3, 1], which Duet has not")
 
-    def done(self) -> None:
-        """Refused where tensors are left over: the network has parts that ours lacks."""
-        if self.tensors:
-            names = ", ".join(list(self.tensors)[:3])
-            raise Refused(f"{self.what} has {len(self.tensors)} tensors that Duet's network lacks: {names}")
+
+@dataclass
+class Converted:
+    """A GAN in our names: what a checkpoint holds of it."""
+
+    architecture: str  # of models.registry
+    shape: dict[str, int]  # resolution, channels, classes
+    generator: dict[str, Any]  # its configuration
+    discriminator: dict[str, Any]
+    state: dict[str, dict[str, Tensor]]  # generator_ema, and where the file has them generator, discriminator
+    notes: list[str] = field(default_factory=list)  # what a person should know
+
+    def take(self, part: str, source: Source, place: Places, absent: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Their network as the state of `part`, compared with ours of that configuration, built on the meta device;
+        tensors of ours that end with one of `absent` are zeros. Refused where it is another network.
+        """
+        section = part.removesuffix("_ema")
+        try:
+            with torch.device("meta"):
+                network = architecture_of(self.architecture).build(section, getattr(self, section), **self.shape)
+        except UserError as error:
+            raise Refused(str(error)) from None
+        state = self.state[part] = {}
+        for ours, like in network.state_dict().items():
+            if ours.endswith(absent):
+                state[ours] = torch.zeros(like.shape)
+                continue
+            name = place(ours).name
+            value = source.take(name)
+            there, here = ([n for n in x.shape if n != 1] for x in (value, like))
+            if there != here:
+                raise Refused(f"{source.what}'s {name} is {list(value.shape)}, Duet's {ours} {list(like.shape)}")
+            state[ours] = value.reshape(like.shape)
+        if source.tensors:
+            names = ", ".join(list(source.tensors)[:3])
+            raise Refused(f"{source.what} has {len(source.tensors)} tensors that Duet's network lacks: {names}")
+        return state
 
 
 def sizes(resolution: Any) -> list[int]:
     """4, 8, ... up to a resolution that is a power of two from 8 to 4096."""
     if type(resolution) is not int or not 8 <= resolution <= 4096 or resolution & (resolution - 1):
         raise Refused(f"a resolution of {resolution!r}; Duet's networks have a power of two from 8 up")
-    return [2**k for k in range(2, int(math.log2(resolution)) + 1)]
+    return [2**k for k in range(2, resolution.bit_length())]
 
 
 def number(value: Any, name: str) -> int:

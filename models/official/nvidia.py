@@ -3,19 +3,37 @@
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from models.official.names import Converted, Place, Source, Table, by_their_names, number, sizes
+from models.official.names import NETWORKS, Converted, Place, Source, by_their_names, number, renamed, sizes
 from models.official.unpickle import Inert, Refused, module_state
 from utils import bounded
 
 FILTER = [1, 3, 3, 1]
 ENTRY = "nvidia"  # of a .safetensors file's metadata: JSON of the keyword arguments
+GENERATOR = {  # ours, of the block of 8 px `b8` -> theirs
+    "w_avg": "mapping.w_avg",
+    "constant": "synthesis.b4.const",
+    r"mapping\.layers\.(.+)": r"mapping.fc\1",
+    r"(b\d+)\.first\.(?:conv\.)?(.+)": r"synthesis.\1.conv0.\2",
+    r"(b\d+)\.second\.(?:conv\.)?(.+)": r"synthesis.\1.conv1.\2",
+    r"(b\d+)\.to_rgb\.(?:conv\.)?(.+)": r"synthesis.\1.torgb.\2",
+}
+DISCRIMINATOR = {
+    r"(b\d+)\.first\.(.+)": r"\1.conv0.\2",
+    r"(b\d+)\.second\.(.+)": r"\1.conv1.\2",
+    r"last_conv\.(.+)": r"b4.conv.\1",
+    r"last_linear\.(.+)": r"b4.fc.\1",
+    r"output\.(.+)": r"b4.out.\1",
+    r"embed\.(.+)": r"mapping.embed.\1",
+    r"label_mapping\.(.+)": r"mapping.fc\1",
+}
+FILTERED = re.compile(r"(.*b\d+\.(?:conv\d?|skip|fromrgb))\.weight")
 
 
 class Arguments:
@@ -73,27 +91,24 @@ def converted(generator: Any, discriminator: Any, states: Mapping[str, Mapping[s
     in ours.
     """
     g, shape, noise = _generator_arguments(Arguments(generator, "the generator's arguments"))
-    side, conditional = shape["resolution"], shape["classes"] > 0
-    state = {}
-    for ours, theirs in (("generator", "G"), ("generator_ema", "G_ema")):
+    d = {name: g[name] for name in ("channel_base", "channel_max")}  # a new one is as wide as the generator
+    gan, multiplier = Converted("stylegan2", shape, g, d, {}), 0.01
+    if "D" in states:
+        given = Arguments(discriminator, "the discriminator's arguments")
+        gan.discriminator, there, multiplier, gan.notes = _discriminator_arguments(given)
+        if shape != there:
+            raise Refused(f"the generator draws {shape}, the discriminator looks at {there}")
+    for ours, theirs in NETWORKS.items():
         if theirs in states:
             source = Source(states[theirs], theirs)
             source.drop_filters("resample_filter")
-            table = _generator_table(side, g["mapping_layers"], conditional)
-            state[ours] = _taken(source, table, () if noise else ("noise_strength", "noise_const"))
-    if "D" not in states:  # a new one will be as wide as the generator
-        return Converted("stylegan2", shape, g, {name: g[name] for name in ("channel_base", "channel_max")}, state)
-    d, there, multiplier, notes = _discriminator_arguments(Arguments(discriminator, "the discriminator's arguments"))
-    if shape != there:
-        raise Refused(f"the generator draws {shape}, the discriminator looks at {there}")
-    source = Source(states["D"], "D")
-    source.drop_filters("resample_filter")
-    table = _discriminator_table(side, d["mapping_layers"], conditional, d["architecture"] == "residual")
-    state["discriminator"] = _taken(source, table)
-    for name, value in state["discriminator"].items():
+            # a network without noise: the same as noise of strength 0
+            absent = () if noise or theirs == "D" else ("noise_strength", "noise_const")
+            gan.take(ours, source, partial(_place, theirs, shape["resolution"]), absent)
+    for name, value in gan.state.get("discriminator", {}).items():
         if name.startswith("label_mapping."):
             value.mul_(multiplier / 0.01)
-    return Converted("stylegan2", shape, g, d, state, notes)
+    return gan
 
 
 def from_file(path: Path) -> Converted:
@@ -115,47 +130,44 @@ def theirs(gan: Converted) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """NETWORK.NAME -> tensor of `G`, `G_ema`, `D` (those that are there) as NVIDIA's state dicts have them, and the
     keyword arguments of `G` and `D` in stylegan2-ada-pytorch.
     """
-    shape, g, d = gan.shape, gan.generator, gan.discriminator
-    side, conditional = shape["resolution"], shape["classes"] > 0
-    image = {theirs: shape[ours] for ours, theirs in SHAPE.items()}
+    g, d = gan.generator, gan.discriminator
+    image = {theirs: gan.shape[ours] for ours, theirs in SHAPE.items()}
     mapping = {"num_layers": g["mapping_layers"], "lr_multiplier": g["mapping_lr_multiplier"]}
     mapping["w_avg_beta"] = g["w_avg_beta"]
     given = {"z_dim": g["z_dim"], "w_dim": g["w_dim"], **image, "mapping_kwargs": mapping}
     arguments = {"G": given | {"synthesis_kwargs": _sizes_of(g)}}
-    residual, layers = d.get("architecture") == "residual", d.get("mapping_layers", 0)
     if "discriminator" in gan.state:
-        group = d["minibatch_std_group"]
+        group, form = d["minibatch_std_group"], {ours: theirs for theirs, ours in FORMS.items()}[d["architecture"]]
         last = {"mbstd_group_size": group, "mbstd_num_channels": int(group > 1)}
-        arguments["D"] = image | {"architecture": "resnet" if residual else "orig", **_sizes_of(d)}
-        arguments["D"] |= {"mapping_kwargs": {"num_layers": layers, "lr_multiplier": 0.01}, "epilogue_kwargs": last}
+        mapping = {"num_layers": d["mapping_layers"], "lr_multiplier": 0.01}
+        arguments["D"] = image | {"architecture": form, **_sizes_of(d), "mapping_kwargs": mapping}
+        arguments["D"] |= {"epilogue_kwargs": last}
     tensors: dict[str, Tensor] = {}
-    for ours, part in (("generator", "G"), ("generator_ema", "G_ema"), ("discriminator", "D")):
-        if ours in gan.state:
-            table = _generator_table(side, g["mapping_layers"], conditional)
-            filters = _generator_filters(side)
-            if part == "D":
-                table = _discriminator_table(side, layers, conditional, residual)
-                filters = _discriminator_filters(side, residual)
-            named = by_their_names(gan.state[ours], table, filters)
-            tensors |= {f"{part}.{name}": x for name, x in named.items()}
+    for part, network in NETWORKS.items():
+        if state := gan.state.get(part):
+            place = partial(_place, network, gan.shape["resolution"])
+            # in each block, and in each convolution but those of ToRGB
+            layers = {match[1] for name in state if (match := FILTERED.fullmatch(place(name).name))}
+            blocks = {layer.rpartition(".")[0] for layer in layers} - {"b4"}
+            filters = [f"{owner}.resample_filter" for owner in sorted(layers | blocks)]
+            named = by_their_names(state, place, filters)
+            tensors |= {f"{network}.{name}": x for name, x in named.items()}
     return tensors, arguments
 
 
-def _taken(source: Source, table: Table, absent: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    taken = {}
-    for ours, place in table.items():
-        if place.name.endswith(absent or ("\0",)):  # a network without noise: the same as noise of strength 0
-            side = int(re.findall(r"\.b(\d+)\.", place.name)[0])
-            taken[ours] = torch.zeros(()) if ours.endswith("strength") else torch.zeros(1, 1, side, side)
-        else:
-            taken[ours] = place.from_theirs(source.take(place.name))
-    source.done()
-    return taken
+def _place(network: str, side: int, name: str) -> Place:
+    """A tensor of `G`, `G_ema` or `D` of `side` px; their blocks go by their resolutions."""
+    down = network == "D"
+    view = (0,) if name == "constant" else (0, 0) if name.endswith("noise_const") else ()
+    name = name.replace("from_rgb", f"b{side}.fromrgb")
+    name = re.sub(r"^blocks\.(\d+)", lambda match: f"b{side >> int(match[1]) if down else 4 << int(match[1])}", name)
+    return Place(renamed(name, DISCRIMINATOR if down else GENERATOR), view)
 
 
 # --- what they were built with
 
 SHAPE = {"resolution": "img_resolution", "channels": "img_channels", "classes": "c_dim"}  # ours -> theirs
+FORMS = {"resnet": "residual", "orig": "plain"}  # theirs -> ours
 
 
 def _generator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, int], bool]:
@@ -182,11 +194,10 @@ def _generator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, in
 def _discriminator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, int], float, list[str]]:
     """Our configuration, the shape, the label mapping's multiplier of the learning rate, and notes."""
     shape, notes = _shape(given), []
-    forms = {"resnet": "residual", "orig": "plain"}
     form = given.take("architecture", "resnet")
-    if form not in forms:
-        raise Refused(f"the discriminator is of architecture {str(form)[:30]!r}; Duet has {', '.join(forms)}")
-    config = {"architecture": forms[form], **_sizes(given)}
+    if form not in FORMS:
+        raise Refused(f"the discriminator is of architecture {str(form)[:30]!r}; Duet has {', '.join(FORMS)}")
+    config = {"architecture": FORMS[form], **_sizes(given)}
     width = min(config["channel_base"] // 4, config["channel_max"])
     given.only("cmap_dim", None, width)
     block, mapping, last = (given.inner(f"{name}_kwargs") for name in ("block", "mapping", "epilogue"))
@@ -238,53 +249,3 @@ def _mapping_as_ours(mapping: Arguments, width: int) -> None:
     mapping.only("activation", "lrelu")
     mapping.only("embed_features", None, width)
     mapping.only("layer_features", None, width)
-
-
-# --- names
-
-
-def _generator_table(resolution: int, layers: int, conditional: bool) -> Table:
-    table = {"w_avg": Place("mapping.w_avg"), "constant": Place("synthesis.b4.const", -1)}
-    for part in ("weight", "bias"):
-        if conditional:
-            table[f"mapping.embed.{part}"] = Place(f"mapping.embed.{part}")
-        for k in range(layers):
-            table[f"mapping.layers.{k}.{part}"] = Place(f"mapping.fc{k}.{part}")
-    for i, r in enumerate(sizes(resolution)):
-        pairs = {f"blocks.{i}.second": "conv1"} | ({f"blocks.{i}.first": "conv0"} if r > 4 else {})
-        for ours, theirs in pairs.items():
-            theirs = f"synthesis.b{r}.{theirs}"
-            table |= {f"{ours}.{part}": Place(f"{theirs}.{part}") for part in ("bias", "noise_strength")}
-            table[f"{ours}.noise_const"] = Place(f"{theirs}.noise_const", -2)
-        table[f"blocks.{i}.to_rgb.bias"] = Place(f"synthesis.b{r}.torgb.bias")
-        for ours, theirs in (pairs | {f"blocks.{i}.to_rgb": "torgb"}).items():
-            for part in ("weight", "affine.weight", "affine.bias"):
-                table[f"{ours}.conv.{part}"] = Place(f"synthesis.b{r}.{theirs}.{part}")
-    return table
-
-
-def _discriminator_table(resolution: int, layers: int, conditional: bool, residual: bool) -> Table:
-    pairs = {"from_rgb": f"b{resolution}.fromrgb"}
-    for j, r in enumerate(sizes(resolution)[:0:-1]):
-        pairs |= {f"blocks.{j}.first": f"b{r}.conv0", f"blocks.{j}.second": f"b{r}.conv1"}
-    pairs |= {"last_conv": "b4.conv", "last_linear": "b4.fc", "output": "b4.out"}
-    if conditional:
-        pairs |= {"embed": "mapping.embed"} | {f"label_mapping.{k}": f"mapping.fc{k}" for k in range(layers)}
-    table = {f"{a}.{part}": Place(f"{b}.{part}") for a, b in pairs.items() for part in ("weight", "bias")}
-    if residual:
-        blocks = enumerate(sizes(resolution)[:0:-1])
-        table |= {f"blocks.{j}.skip.weight": Place(f"b{r}.skip.weight") for j, r in blocks}
-    return table
-
-
-def _generator_filters(resolution: int) -> list[str]:
-    """Where their generator keeps the resampling filter: in each block and each of its 3x3 convolutions."""
-    parts = [(r, part) for r in sizes(resolution) for part in ("", ".conv0", ".conv1") if r > 4 or part != ".conv0"]
-    return [f"synthesis.b{r}{part}.resample_filter" for r, part in parts]
-
-
-def _discriminator_filters(resolution: int, residual: bool) -> list[str]:
-    """Where their discriminator keeps it: in each block and each convolution."""
-    parts = ["", ".conv0", ".conv1", *([".skip"] if residual else [])]
-    places = [f"b{r}{part}" for r in sizes(resolution)[1:] for part in parts]
-    return [f"{place}.resample_filter" for place in (f"b{resolution}.fromrgb", *places, "b4.conv")]

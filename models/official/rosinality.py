@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.official.names import Converted, Place, Source, Table, by_their_names, sizes
+from models.official.names import Converted, Place, Source, by_their_names, renamed, sizes
 from models.official.unpickle import Refused
 from models.stylegan2 import Generator, GeneratorConfig
 from utils import bounded
@@ -18,40 +18,57 @@ from utils.errors import UserError
 from utils.seeding import generator as keyed
 
 DRAWS = 4096  # of z, for the mean w that training files lack
-NAMES = ("g_ema", "g", "d")
+NETWORKS = {"generator_ema": "g_ema", "generator": "g", "discriminator": "d"}  # a part of our state -> theirs
 LR_MULTIPLIER = 0.01  # of their mapping network's learning rate
+STYLED = {  # ours -> theirs
+    r"conv\.affine\.(.+)": r"conv.modulation.\1",
+    "noise_strength": "noise.weight",
+    "bias": "activate.bias",
+}
+DISCRIMINATOR = {
+    r"from_rgb\.weight": "convs.0.0.weight",
+    r"from_rgb\.bias": "convs.0.1.bias",
+    r"last_conv\.weight": "final_conv.0.weight",
+    r"last_conv\.bias": "final_conv.1.bias",
+    r"last_linear\.(.+)": r"final_linear.0.\1",
+    r"output\.(.+)": r"final_linear.1.\1",
+}
+BLOCK = {  # of the discriminator
+    r"first\.weight": "conv1.0.weight",
+    r"first\.bias": "conv1.1.bias",
+    r"second\.weight": "conv2.1.weight",
+    r"second\.bias": "conv2.2.bias",
+    r"skip\.weight": "skip.1.weight",
+}
 
 
 def convert(content: Mapping[str, Any]) -> Converted:
     """The networks `g_ema`, and where the file has them `g` and `d`."""
-    for name in NAMES:
+    for name in NETWORKS.values():
         if name in content or name == "g_ema":
             check_tensors(name, content.get(name))
-    average = content["g_ema"]
-    side = 4 << sum(re.fullmatch(r"to_rgbs\.\d+\.bias", name) is not None for name in average)
-    sizes(side)
-    layers = sum(re.fullmatch(r"style\.\d+\.weight", name) is not None for name in average)
-    widths = [_width(average, name) for name in ("input.input", f"to_rgbs.{len(sizes(side)) - 2}.conv.weight")]
-    dims = _width(average, "style.1.weight")
-    base = {"channel_base": widths[1] * side, "channel_max": widths[0], "fp16_resolutions": 0, "conv_clamp": None}
+    average = Source(content["g_ema"], "g_ema")
+    side = 4 << sum(re.fullmatch(r"to_rgbs\.\d+\.bias", name) is not None for name in average.tensors)
+    layers = sum(re.fullmatch(r"style\.\d+\.weight", name) is not None for name in average.tensors)
+    last = average.shape(f"to_rgbs.{len(sizes(side)) - 2}.conv.weight", 5)[2]
+    base: dict[str, Any] = {"channel_base": last * side, "channel_max": average.shape("input.input", 4)[1]}
+    base |= {"fp16_resolutions": 0, "conv_clamp": None}
+    dims = average.shape("style.1.weight", 2)[1]
     g = base | {"z_dim": dims, "w_dim": dims, "mapping_layers": layers}
     d = base | {"architecture": "residual", "minibatch_std_group": 4, "minibatch_std_order": "strided"}
-    shape = {"resolution": side, "channels": 3, "classes": 0}
-    mean, notes = content.get("latent_avg"), []
+    gan = Converted("stylegan2", {"resolution": side, "channels": 3, "classes": 0}, g, d, {})
+    mean = content.get("latent_avg")
     if mean is None:
-        notes.append(f"the file has no mean w; it was taken over {DRAWS:,} draws")
-    state = {}
-    for ours, theirs in (("generator_ema", "g_ema"), ("generator", "g"), ("discriminator", "d")):
-        if theirs not in content:
-            continue
-        source = Source(content[theirs], theirs)
-        source.drop_filters(".kernel", (1.0,) if theirs == "d" else (1.0, 4.0))
-        state[ours] = source.take_all(_discriminator_table(side) if theirs == "d" else _generator_table(side, layers))
-        source.done()
-        if theirs != "d":
-            taken = None if mean is None else Source({"latent_avg": mean}, "it").take("latent_avg")
-            state[ours]["w_avg"] = _mean(state[ours], g, shape) if taken is None else taken
-    return Converted("stylegan2", shape, g, d, state, notes)
+        gan.notes.append(f"the file has no mean w; it was taken over {DRAWS:,} draws")
+    for ours, theirs in NETWORKS.items():
+        if theirs in content:
+            given = {} if theirs == "d" else {"latent_avg": torch.zeros(dims) if mean is None else mean}
+            source = Source(content[theirs] | given, theirs)
+            source.drop_filters(".kernel", (1.0,) if theirs == "d" else (1.0, 4.0))
+            state = gan.take(ours, source, _discriminator_place if theirs == "d" else _generator_place)
+            if mean is None and theirs != "d":
+                state["w_avg"] = _mean(state, g, gan.shape)
+    return gan
 
 
 def read(path: Path) -> Any:
@@ -80,25 +97,17 @@ def theirs(gan: Converted) -> dict[str, Any]:
         raise Refused(f"rosinality's networks are RGB and without classes, this one has {here}")
     if g["z_dim"] != g["w_dim"] or g["mapping_lr_multiplier"] != LR_MULTIPLIER:
         raise Refused(f"rosinality's networks have z_dim = w_dim and a mapping_lr_multiplier of {LR_MULTIPLIER}")
-    side = shape["resolution"]
-    rest = range(len(sizes(side)) - 1)
+    rest = range(len(sizes(shape["resolution"])) - 1)
     filters = [name for n in rest for name in (f"convs.{2 * n}.conv.blur.kernel", f"to_rgbs.{n}.upsample.kernel")]
     content: dict[str, Any] = {}
     for ours, name in (("generator_ema", "g_ema"), ("generator", "g")):
         if ours in gan.state:
-            table = _generator_table(side, g["mapping_layers"])
-            content[name] = by_their_names(gan.state[ours], table, filters, gain=4.0)
+            content[name] = by_their_names(gan.state[ours], _generator_place, filters, gain=4.0)
+            content["latent_avg"] = content[name].pop("latent_avg")
     if "discriminator" in gan.state and d["architecture"] == "residual" and d["minibatch_std_group"] > 1:
         filters = [name for n in rest for name in (f"convs.{n + 1}.conv2.0.kernel", f"convs.{n + 1}.skip.0.kernel")]
-        content["d"] = by_their_names(gan.state["discriminator"], _discriminator_table(side), filters)
-    return content | {"latent_avg": gan.state["generator_ema"]["w_avg"].detach().cpu().float().clone()}
-
-
-def _width(state: Mapping[str, Tensor], name: str) -> int:
-    """The layer's inputs: of ToRGB's [1, 3, C, 1, 1] and of input and matrix [., C, ...]."""
-    if name not in state or state[name].ndim < 2:
-        raise Refused(f"g_ema has no {name}")
-    return state[name].shape[2 if name.startswith("to_rgbs") else 1]
+        content["d"] = by_their_names(gan.state["discriminator"], _discriminator_place, filters)
+    return content
 
 
 @torch.no_grad()
@@ -110,43 +119,23 @@ def _mean(part: Mapping[str, Tensor], config: Mapping[str, Any], shape: Mapping[
     return network(torch.randn(DRAWS, config["z_dim"], generator=keyed(0, "eval", "mean w")), None).mean(dim=0)
 
 
-# --- names
+def _generator_place(name: str) -> Place:
+    """`latent_avg` is no part of their network, but beside it."""
+    if match := re.fullmatch(r"mapping\.layers\.(\d+)\.(.+)", name):
+        return Place(f"style.{int(match[1]) + 1}.{match[2]}")
+    if match := re.fullmatch(r"blocks\.(\d+)\.(first|second|to_rgb)\.(.+)", name):
+        n, layer, part = int(match[1]), match[2], match[3]
+        if part == "noise_const":
+            return Place(f"noises.noise_{2 * n - (layer == 'first')}")
+        styled = f"convs.{2 * n - (2 if layer == 'first' else 1)}" if n else "conv1"
+        theirs = styled if layer != "to_rgb" else f"to_rgbs.{n - 1}" if n else "to_rgb1"
+        if layer == "to_rgb" and part == "bias":
+            return Place(f"{theirs}.bias", (None, slice(None), None, None))
+        return Place(f"{theirs}.{renamed(part, STYLED)}", (None,) if part in ("conv.weight", "noise_strength") else ())
+    return Place({"w_avg": "latent_avg", "constant": "input.input"}[name])
 
 
-def _generator_table(side: int, layers: int) -> Table:
-    """All but `w_avg`, which is no part of their network."""
-    table = {"constant": Place("input.input")}
-    for k in range(layers):
-        for part in ("weight", "bias"):
-            table[f"mapping.layers.{k}.{part}"] = Place(f"style.{k + 1}.{part}")
-    for i in range(len(sizes(side))):
-        places = {"second": ("conv1", 0)}
-        if i:
-            places = {"first": (f"convs.{2 * i - 2}", 2 * i - 1), "second": (f"convs.{2 * i - 1}", 2 * i)}
-        for name, (theirs, noise) in places.items():
-            ours = f"blocks.{i}.{name}"
-            table |= _modulated(f"{ours}.conv", f"{theirs}.conv")
-            table[f"{ours}.noise_strength"] = Place(f"{theirs}.noise.weight", 1)
-            table[f"{ours}.bias"] = Place(f"{theirs}.activate.bias")
-            table[f"{ours}.noise_const"] = Place(f"noises.noise_{noise}")
-        theirs = f"to_rgbs.{i - 1}" if i else "to_rgb1"
-        table |= _modulated(f"blocks.{i}.to_rgb.conv", f"{theirs}.conv")
-        table[f"blocks.{i}.to_rgb.bias"] = Place(f"{theirs}.bias", 1, 2)
-    return table
-
-
-def _modulated(ours: str, theirs: str) -> Table:
-    affine = {f"{ours}.affine.{part}": Place(f"{theirs}.modulation.{part}") for part in ("weight", "bias")}
-    return {f"{ours}.weight": Place(f"{theirs}.weight", 1)} | affine
-
-
-def _discriminator_table(side: int) -> Table:
-    layers = {"from_rgb": ("convs.0.0", "convs.0.1"), "last_conv": ("final_conv.0", "final_conv.1")}
-    layers |= {ours: (f"final_linear.{n}",) * 2 for n, ours in enumerate(("last_linear", "output"))}
-    for j in range(len(sizes(side)) - 1):
-        theirs = f"convs.{j + 1}"
-        layers[f"blocks.{j}.first"] = (f"{theirs}.conv1.0", f"{theirs}.conv1.1")
-        layers[f"blocks.{j}.second"] = (f"{theirs}.conv2.1", f"{theirs}.conv2.2")
-    skips = {f"blocks.{j}.skip.weight": Place(f"convs.{j + 1}.skip.1.weight") for j in range(len(sizes(side)) - 1)}
-    weights = {f"{ours}.weight": Place(f"{there}.weight") for ours, (there, _) in layers.items()}
-    return weights | {f"{ours}.bias": Place(f"{there}.bias") for ours, (_, there) in layers.items()} | skips
+def _discriminator_place(name: str) -> Place:
+    if match := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
+        return Place(f"convs.{int(match[1]) + 1}.{renamed(match[2], BLOCK)}")
+    return Place(renamed(name, DISCRIMINATOR))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.official.names import Converted
+from models.official.names import Converted, renamed
 from models.official.nvidia import FILTER, Arguments, converted
 from models.official.unpickle import Array, Inert, Refused
 
@@ -33,6 +33,39 @@ NAMES = {  # theirs -> NVIDIA's PyTorch program's; the generator's, then the dis
     r"LabelEmbed/(\w+)": r"mapping.embed.\1",
     r"Mapping(\d+)/(\w+)": r"mapping.fc\1.\2",
 }
+# arguments -> NVIDIA's PyTorch program's, with their defaults
+COMMON: dict[str, tuple[str, Any]] = {
+    "resolution": ("img_resolution", 1024),
+    "num_channels": ("img_channels", 3),
+    "label_size": ("c_dim", 0),
+    "fmap_base": ("channel_base", 16384),  # theirs is half as large
+    "fmap_max": ("channel_max", 512),
+    "num_fp16_res": ("num_fp16_res", 0),
+    "conv_clamp": ("conv_clamp", None),
+    "label_fmaps": ("mapping_kwargs.embed_features", None),
+    "mapping_fmaps": ("mapping_kwargs.layer_features", None),
+    "mapping_nonlinearity": ("mapping_kwargs.activation", "lrelu"),
+}
+GENERATOR: dict[str, tuple[str, Any]] = {
+    "latent_size": ("z_dim", 512),
+    "dlatent_size": ("w_dim", 512),
+    "architecture": ("architecture", "skip"),
+    "nonlinearity": ("activation", "lrelu"),
+    "resample_kernel": ("resample_filter", FILTER),
+    "use_noise": ("use_noise", True),
+    "mapping_layers": ("mapping_kwargs.num_layers", 8),
+    "mapping_lrmul": ("mapping_kwargs.lr_multiplier", 0.01),
+    "w_avg_beta": ("mapping_kwargs.w_avg_beta", 0.995),
+}
+DISCRIMINATOR: dict[str, tuple[str, Any]] = {
+    "architecture": ("architecture", "resnet"),
+    "nonlinearity": ("block_kwargs.activation", "lrelu"),
+    "resample_kernel": ("block_kwargs.resample_filter", FILTER),
+    "mbstd_group_size": ("epilogue_kwargs.mbstd_group_size", None),
+    "mbstd_num_features": ("epilogue_kwargs.mbstd_num_channels", 1),
+    "mapping_layers": ("mapping_kwargs.num_layers", 0),
+    "mapping_lrmul": ("mapping_kwargs.lr_multiplier", 0.1),
+}
 UNUSED = re.compile(r"(synthesis/)?lod|.*/?ema_.*")  # of progressive growing, which these networks no longer have
 
 
@@ -42,8 +75,7 @@ def convert(content: Any) -> Converted:
         raise Refused("it holds no three networks (G, D, Gs)")
     names = ("G", "D", "G_ema")
     states = {name: _tensors(network) for name, network in zip(names, content, strict=True)}
-    g, d = (Arguments(content[n].state.get("static_kwargs") or {}, "the network's arguments") for n in (2, 1))
-    return converted(_generator(g), _discriminator(d), states)
+    return converted(_arguments(content[2], GENERATOR), _arguments(content[1], DISCRIMINATOR), states)
 
 
 def _tensors(network: Any) -> dict[str, Tensor]:
@@ -80,8 +112,7 @@ def _named(name: str) -> str:
     if noise := re.fullmatch(r"synthesis/noise(\d+)", name):  # noise0 is of 4 px, then two for each size
         index = int(noise[1])
         return f"synthesis.b{4 << ((index + 1) // 2)}.conv{1 - index % 2}.noise_const"
-    matches = ((re.fullmatch(theirs, name), there) for theirs, there in NAMES.items())
-    return next((match.expand(there).replace(".mod_", ".affine.") for match, there in matches if match), name)
+    return renamed(name, NAMES).replace(".mod_", ".affine.")
 
 
 def _turned(name: str, x: np.ndarray) -> np.ndarray:
@@ -97,47 +128,14 @@ def _turned(name: str, x: np.ndarray) -> np.ndarray:
     return x.transpose()
 
 
-# --- what NVIDIA's PyTorch networks would be built with
-
-
-def _generator(given: Arguments) -> dict[str, Any]:
-    mapping = _mapping(given, 8, 0.01)
-    synthesis = _common(given) | {"use_noise": given.take("use_noise", True)}
-    synthesis |= {"architecture": given.take("architecture", "skip"), "activation": given.take("nonlinearity", "lrelu")}
-    synthesis["resample_filter"] = given.take("resample_kernel", FILTER)
-    arguments = {"z_dim": given.take("latent_size", 512), "w_dim": given.take("dlatent_size", 512), **_shape(given)}
-    mapping["w_avg_beta"] = given.take("w_avg_beta", 0.995)
+def _arguments(network: Any, table: dict[str, tuple[str, Any]]) -> dict[str, Any]:
+    """What NVIDIA's PyTorch network would be built with."""
+    given = Arguments(network.state.get("static_kwargs") or {}, "the network's arguments")
+    arguments: dict[str, Any] = {}
+    for theirs, (path, default) in (COMMON | table).items():
+        part, _, name = path.rpartition(".")
+        (arguments.setdefault(part, {}) if part else arguments)[name] = given.take(theirs, default)
+    arguments["channel_base"] *= 2
     given.ignore("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")  # of their training
     given.done()
-    return {**arguments, "mapping_kwargs": mapping, "synthesis_kwargs": synthesis}
-
-
-def _discriminator(given: Arguments) -> dict[str, Any]:
-    mapping = _mapping(given, 0, 0.1)
-    block = {"activation": given.take("nonlinearity", "lrelu")}
-    block["resample_filter"] = given.take("resample_kernel", FILTER)
-    last = {"mbstd_group_size": given.take("mbstd_group_size")}
-    last["mbstd_num_channels"] = given.take("mbstd_num_features", 1)
-    arguments = {"architecture": given.take("architecture", "resnet"), **_shape(given), **_common(given)}
-    given.ignore("structure")
-    given.done()
-    return {**arguments, "mapping_kwargs": mapping, "block_kwargs": block, "epilogue_kwargs": last}
-
-
-def _shape(given: Arguments) -> dict[str, Any]:
-    sizes = {"c_dim": given.take("label_size", 0), "img_resolution": given.take("resolution", 1024)}
-    return sizes | {"img_channels": given.take("num_channels", 3)}
-
-
-def _common(given: Arguments) -> dict[str, Any]:
-    sizes = {"channel_base": 2 * given.take("fmap_base", 16384), "channel_max": given.take("fmap_max", 512)}
-    return {**sizes, "num_fp16_res": given.take("num_fp16_res", 0), "conv_clamp": given.take("conv_clamp")}
-
-
-def _mapping(given: Arguments, layers: int, multiplier: float) -> dict[str, Any]:
-    theirs = {
-        "num_layers": given.take("mapping_layers", layers),
-        "lr_multiplier": given.take("mapping_lrmul", multiplier),
-    }
-    theirs |= {"embed_features": given.take("label_fmaps"), "layer_features": given.take("mapping_fmaps")}
-    return theirs | {"activation": given.take("mapping_nonlinearity", "lrelu")}
+    return arguments

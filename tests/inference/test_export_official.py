@@ -197,7 +197,7 @@ def test_what_they_cannot_be_is_refused_with_the_remedy(runs, tmp_path):
         ({"nvidia": '{"G": 3}'}, "are no dictionary"),
         ({"nvidia": "[" * 10**5}, "cannot be read"),
         ({"nvidia": '{"G": {"img_resolution": 16, "magic": 1}}'}, "which Duet does not know"),
-        ({"nvidia": '{"G": {"img_resolution": 16}}'}, "G_ema has no mapping.w_avg"),
+        ({"nvidia": '{"G": {"img_resolution": 16}}'}, "G_ema has no synthesis.b4.const"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, metadata, told):

@@ -13,11 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from inference.predictions import grad_cam, image_heat
 from models.backbones.base import Backbone
-from models.backbones.registry import BACKBONES, backbone_of
 from models.backbones.torchvision import RESNET
 from models.classifier import Classifier, ModelConfig
 from models.fast import fold_batchnorm
 from models.model_parallel import place
+from models.registry import BACKBONES, backbone_of
 from models.weights import find_weights, load_pretrained
 from tests.models.test_layers import draw
 from training.classifier.finetune import FineTuneConfig, FineTuning

@@ -7,8 +7,8 @@ import torch
 
 from models.dcgan import (
     GAIN,
+    DcganConfig,
     DcganDiscriminator,
-    DcganDiscriminatorConfig,
     DcganGenerator,
     DcganGeneratorConfig,
     Spectral,
@@ -23,7 +23,7 @@ SHAPE = {"resolution": 16, "channels": 1}
 def networks(classes=3, width=4):
     with forked(0, "init", "dcgan"):
         generator = DcganGenerator(DcganGeneratorConfig(z_dim=6, width=width), classes=classes, **SHAPE)
-        discriminator = DcganDiscriminator(DcganDiscriminatorConfig(width=width), classes=classes, **SHAPE)
+        discriminator = DcganDiscriminator(DcganConfig(width=width), classes=classes, **SHAPE)
     return generator.double(), discriminator.double()
 
 
@@ -105,12 +105,12 @@ def test_no_sample_depends_on_another(classes):
 
 
 def test_widths_double_towards_4_px():
-    assert DcganDiscriminatorConfig(width=64).widths(32) == [512, 256, 128, 64]
-    assert DcganDiscriminatorConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
+    assert DcganConfig(width=64).widths(32) == [512, 256, 128, 64]
+    assert DcganConfig(width=64).widths(128) == [512, 512, 512, 256, 128, 64]
     for sizes in ({"width": 0}, {"width_max": 0}):
         with pytest.raises(UserError, match="must be"):
-            DcganDiscriminatorConfig(**sizes)
+            DcganConfig(**sizes)
     with pytest.raises(UserError, match="not a power of two"):
-        DcganDiscriminatorConfig().widths(12)
+        DcganConfig().widths(12)
     with pytest.raises(UserError, match=r"truncation_psi 0\.5: DCGAN has no w"):
         networks()[0](torch.zeros(1, 6), None, truncation_psi=0.5)

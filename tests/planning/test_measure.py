@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from models.backbones.registry import backbone_of
+from models.registry import backbone_of
 from planning import measure
 from planning.measure import ThisMachine, make_plan, plan_lines, speed_text, weights_at_hand
 from planning.plan import GAN, Machine, Speed, choose

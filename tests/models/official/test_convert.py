@@ -138,7 +138,10 @@ def test_rosinalitys_networks(tmp_path):
         ({"average": {"synthesis.b16.conv1.extra": torch.ones(1)}}, "has 1 tensors that Duet's network lacks"),
         ({"average": {"synthesis.b8.resample_filter": torch.eye(4)}}, "another filter"),
         ({"average": {"mapping.fc0.bias": torch.full((7,), torch.nan)}}, "not finite"),
-        ({"average": {"mapping.fc0.bias": torch.zeros(8)}}, "mapping.layers.0.bias is float32 .8."),
+        (
+            {"average": {"mapping.fc0.bias": torch.zeros(8)}},
+            "fc0.bias is .8., Duet.s mapping.layers.0.bias .7.",
+        ),
         ({"discriminator": {"b8.skip.weight": None}}, "has no b8.skip.weight"),
         ({"g": {"synthesis_kwargs": {"architecture": "resnet", **layouts.CHANNELS}}}, "architecture is 'resnet'"),
         ({"g": {"mapping_kwargs": {"num_layers": 2, "activation": "relu"}}}, "activation is 'relu'"),
