@@ -16,7 +16,6 @@ from training.gan.ada import AdaConfig
 from training.gan.diagnostics import WatchConfig
 from training.gan.losses import Objective, objective_of
 from training.gan.stages import ProgressiveConfig, Stages
-from training.optim.config import cosine
 from training.optim.updater import OptimizerConfig
 from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Share
 from utils.errors import UserError
@@ -71,12 +70,6 @@ class GanLossConfig(Config):
 
     def gradients_due(self, step: int) -> bool:
         return self.gradients_every > 0 and step % self.gradients_every == 0
-
-    def gamma_scale(self, images_seen: int, over_images: int) -> float:
-        """What both gammas are multiplied by: 1 at the start, gamma_final / r1_gamma at the end."""
-        if self.gamma_final is None or self.r1_gamma == 0:
-            return 1.0
-        return cosine(1.0, self.gamma_final / self.r1_gamma, images_seen, over_images)
 
 
 class GanEmaConfig(Config):
@@ -139,7 +132,7 @@ class GanConfig(RunConfig):
         return Stages(self.progressive, resolution, self.steps, self.batch_size)
 
     def spans(self, resolution: int) -> list[tuple[int, int, int]]:
-        return self.stages(resolution).spans()
+        return [(stage.first_step, stage.resolution, stage.batch_size) for stage in self.stages(resolution).all]
 
     @property
     def schedule_steps(self) -> int:
@@ -161,13 +154,34 @@ class GanConfig(RunConfig):
         return super().for_trial(samples).changed(compile="off", progressive=ProgressiveConfig())
 
     def check_batches(self, stages: Stages, world_size: int) -> None:
-        """Raise UserError unless every stage's batch can be shared out in whole groups."""
-        loss = self.loss
-        per_pass = {"discriminator.minibatch_std_group": self.discriminator.group}
-        if loss.feature_matching_weight:
-            per_pass["loss.feature_matching_group"] = loss.feature_matching_group
-        halves = {"loss.path_length_weight (half a batch)": 2} if loss.path_length_weight else {}
-        stages.check_batches(world_size, micro_batch=self.micro_limit, per_pass=per_pass, per_process=halves)
+        """Raise UserError, naming the stage, unless every stage's batch can be shared out, split and grouped."""
+        groups = {"discriminator.minibatch_std_group": self.discriminator.group}
+        if self.loss.feature_matching_weight:
+            groups["loss.feature_matching_group"] = self.loss.feature_matching_group
+        for stage in stages.all:
+            size, side = stage.batch_size, stage.resolution
+            name = f"batch_size {size}" + f" of the stage of {side} px" * stages.growing
+            if stages.growing and side in self.progressive.batch_sizes:
+                name = f"progressive.batch_sizes {side}: {size}"
+            if size % world_size:
+                shared = f"{name} cannot be shared by {world_size} processes"
+                raise UserError(f"{shared}; make it a multiple of {world_size}")
+            share = size // world_size
+            micro = min(self.micro_limit or share, share)
+            if share % micro:
+                split = f"micro_batch {micro} does not divide the {share} samples a process holds ({name})"
+                raise UserError(f"{split}; make it a divisor of {share}")
+            if self.loss.path_length_weight and share % 2:
+                raise UserError(
+                    f"loss.path_length_weight (half a batch): a process must hold a multiple of 2 samples, but holds "
+                    f"{share} ({name}); make it a multiple of {2 * world_size}"
+                )
+            for key, group in groups.items():
+                if micro % group:
+                    raise UserError(
+                        f"{key} {group} does not divide the {micro} samples of a forward pass ({name}); make the "
+                        f"batch size / processes or micro_batch a multiple of {group}"
+                    )
 
 
 def _unpickled(architecture: str, values: dict[str, Any]) -> GanConfig:

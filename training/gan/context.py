@@ -107,7 +107,8 @@ class StepShare(NamedTuple):
     @classmethod
     def of(cls, step: int, images_seen: int, stage: Stage, micro_batch: int | None) -> "StepShare":
         world = collectives.world_size()
-        size, micro = stage.share(world), stage.micro(world, micro_batch)
+        size = stage.batch_size // world
+        micro = min(micro_batch or size, size)
         return cls(step, images_seen, stage, stage.batch_size, size, micro, collectives.rank() * size, {})
 
     def micro_batches(self) -> list[slice]:
@@ -147,13 +148,6 @@ class DiscriminatorOutput(NamedTuple):
     logits: Tensor  # [n]
 
 
-def faded(images: Tensor, alpha: float) -> Tensor:
-    """Real images [n, C, R, R] as a stage that fades in shall see them: between those of the stage before, scaled up
-    as the generator does, and their own (1710.10196, appendix A.1).
-    """
-    return images if alpha == 1 else upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)
-
-
 @dataclass
 class Context:
     """The networks in training and what both halves of a step do with them."""
@@ -184,7 +178,9 @@ class Context:
             images = draw_and_apply(batch.images[here], config.augment, global_batch=share.batch_size, **draw)
             images = to_float(images, channels_last=config.channels_last)  # from uint8, a quarter of the memory
             assert images.shape[-1] == share.stage.resolution  # the loader is where the stages are
-            micro_batches.append(Images(faded(images, share.stage.alpha), batch.labels[here]))
+            if (alpha := share.stage.alpha) < 1:  # fading in, as samples do (1710.10196, appendix A.1)
+                images = upsample_fir(F.avg_pool2d(images, 2)).lerp(images, alpha)
+            micro_batches.append(Images(images, batch.labels[here]))
         return micro_batches
 
     def latents(self, share: StepShare, name: str, partners: Sequence[Images] = ()) -> tuple[Latents, list[Tensor]]:
@@ -233,3 +229,16 @@ class Context:
         features = self.discriminator.output(hidden)
         logits = self.discriminator.project(features, batch.labels)
         return DiscriminatorOutput(name, *batch, hidden, features, logits)
+
+    def auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor | float:
+        """The auxiliary head's cross entropy on a micro-batch, weighted, as its share of the mean; 0 without a head."""
+        if not self.config.loss.auxiliary_weight:
+            return 0.0
+        class_logits = self.discriminator.auxiliary(output.hidden)
+        loss = F.cross_entropy(class_logits, output.labels, reduction="sum") / share.batch_size
+        if output.name == "real":
+            share.add("loss/auxiliary_real", loss)
+            share.add("accuracy/auxiliary", (class_logits.argmax(1) == output.labels).sum() / share.batch_size)
+        elif output.name == "generator":
+            share.add("loss/auxiliary", loss)
+        return loss * self.config.loss.auxiliary_weight

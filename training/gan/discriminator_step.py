@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from training.base.phases import phase
 from training.gan import losses
 from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
+from training.optim.config import cosine
 from training.optim.updater import Updater
 from utils.distributed import collectives
 
@@ -27,6 +27,7 @@ class DiscriminatorStep:
     def __init__(self, context: Context, updater: Updater) -> None:
         self.context, self.updater = context, updater
         self.loss, self.objective = context.config.loss, context.config.loss.functions
+        self.weights: dict[str, float] = {}  # of the penalties of this step
 
     def run(self, share: StepShare, reals: Sequence[Images], fakes: Sequence[Images], *, one_pass: bool) -> None:
         """Update D from micro-batches of real and generated images (without graphs); G stays as it is.
@@ -34,15 +35,22 @@ class DiscriminatorStep:
         `one_pass`: D has its gradients on the samples from the generator's half already; they are added to.
         """
         context, metrics = self.context, share.metrics
+        self.weights = self.penalty_weights(share)
         for rows, real, fake in zip(share.micro_batches(), reals, fakes, strict=True):
             if self.objective.paired:
-                self._pairs(share, rows, real, fake)
+                of_fake = self._discriminate(share, rows, fake, "fake")
+                of_real = self._discriminate(share, rows, real, "real")
+                self._backward(share, rows, self.objective.real(of_real.logits - of_fake.logits), [of_real, of_fake])
             else:
                 if not one_pass:
-                    self._fakes(share, rows, fake)
+                    of_fake = self._discriminate(share, rows, fake, "fake")
+                    self._backward(share, rows, self.objective.fake(of_fake.logits), [of_fake])
                 self._reals(share, rows, real)
-            if "gradient_penalty" in self.penalty_weights(share):
-                self._between(share, rows, real, fake)
+            if "gradient_penalty" in self.weights:  # of images on the way from a sample to an image, with its label
+                ratio = context.draws.shares(share.step, share.batch_size)[rows]
+                images = losses.between(real.images, fake.images, ratio)
+                output = self._discriminate(share, rows, Images(images, real.labels), "between")
+                self._backward(share, rows, torch.zeros_like(output.logits), [output])
         with phase("discriminator/optimizer"):
             update = self.updater.step(share.step)
             context.discriminator.after_update()
@@ -55,19 +63,15 @@ class DiscriminatorStep:
 
     def penalty_weights(self, share: StepShare) -> dict[str, float]:
         """The penalties of this step, each with its weight before the gain of the interval, which `_backward` gives."""
-        loss = self.loss
+        loss, scale = self.loss, 1.0
         if not loss.penalty_due(share.step):
             return {}
-        scale = loss.gamma_scale(share.images_seen, self.context.schedule_images)
+        if loss.gamma_final is not None and loss.r1_gamma:
+            end = loss.gamma_final / loss.r1_gamma
+            scale = cosine(1.0, end, share.images_seen, self.context.schedule_images)
         weights = {"r1": scale * loss.r1_gamma / 2, "r2": scale * loss.r2_gamma / 2}
         weights["gradient_penalty"] = loss.gradient_penalty_weight
         return {name: weight for name, weight in weights.items() if weight > 0}
-
-    # --- one graph and one backward pass each
-
-    def _fakes(self, share: StepShare, rows: slice, fake: Images) -> None:
-        output = self._discriminate(share, rows, fake, "fake")
-        self._backward(share, rows, self.objective.fake(output.logits), [output])
 
     def _reals(self, share: StepShare, rows: slice, real: Images) -> None:
         output = self._discriminate(share, rows, real, "real")
@@ -79,22 +83,8 @@ class DiscriminatorStep:
             mismatch = self.objective.fake(logits).sum() * (self.loss.mismatch_weight / share.batch_size)
         self._backward(share, rows, self.objective.real(output.logits), [output], mismatch)
 
-    def _pairs(self, share: StepShare, rows: slice, real: Images, fake: Images) -> None:
-        of_fake = self._discriminate(share, rows, fake, "fake")
-        of_real = self._discriminate(share, rows, real, "real")
-        self._backward(share, rows, self.objective.real(of_real.logits - of_fake.logits), [of_real, of_fake])
-
-    def _between(self, share: StepShare, rows: slice, real: Images, fake: Images) -> None:
-        """The penalty of images on the way from a sample to an image, with the image's label."""
-        ratio = self.context.draws.shares(share.step, share.batch_size)[rows]
-        images = Images(losses.between(real.images, fake.images, ratio), real.labels)
-        output = self._discriminate(share, rows, images, "between")
-        self._backward(share, rows, torch.zeros_like(output.logits), [output])
-
-    # --- what they have in common
-
     def _discriminate(self, share: StepShare, rows: slice, batch: Images, name: str) -> DiscriminatorOutput:
-        due = PENALTIES[name][0] in self.penalty_weights(share)
+        due = PENALTIES[name][0] in self.weights
         batch = Images(batch.images.detach().requires_grad_(due), batch.labels)
         with phase("discriminator/forward"):
             output = self.context.discriminate(batch, share, rows, name, compiled=not due)
@@ -103,18 +93,6 @@ class DiscriminatorStep:
         if name == "real":
             share.add("logits/real_sign", output.logits.sign().sum() / share.batch_size)
         return output
-
-    def _auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor | float:
-        """The weighted cross entropy of the auxiliary head on images and, where it learns from them, on samples."""
-        taught = output.name == "real" or (output.name == "fake" and self.loss.auxiliary_fakes)
-        if not (self.loss.auxiliary_weight and taught):
-            return 0.0
-        class_logits = self.context.discriminator.auxiliary(output.hidden)
-        loss = F.cross_entropy(class_logits, output.labels, reduction="sum") / share.batch_size
-        if output.name == "real":
-            share.add("loss/auxiliary_real", loss)
-            share.add("accuracy/auxiliary", (class_logits.argmax(1) == output.labels).sum() / share.batch_size)
-        return loss * self.loss.auxiliary_weight
 
     def _backward(
         self, share: StepShare, rows: slice, values: Tensor, outputs: Sequence[DiscriminatorOutput], more: Any = 0.0
@@ -125,16 +103,17 @@ class DiscriminatorStep:
         R1, R2 and the gradient penalty are multiplied by their interval. One update serves them all, so this gain alone
         makes up for the steps without them (no change of Adam's lr and betas).
         """
-        weights, loss = self.penalty_weights(share), values.sum() / share.batch_size
+        loss = values.sum() / share.batch_size
         share.add("loss/discriminator", loss)
-        loss = loss + more + sum(self._auxiliary_loss(output, share) for output in outputs)
-        due = [output for output in outputs if PENALTIES[output.name][0] in weights]
+        taught = ("real", "fake") if self.loss.auxiliary_fakes else ("real",)  # what the auxiliary head learns from
+        loss = loss + more + sum(self.context.auxiliary_loss(o, share) for o in outputs if o.name in taught)
+        due = [output for output in outputs if PENALTIES[output.name][0] in self.weights]
         with phase("discriminator/penalty" if due else "discriminator/backward"):
             for output in due:
                 name, penalty = PENALTIES[output.name]
                 mean = penalty(output.logits, output.images, self.context.precision.scale()).sum() / share.batch_size
-                share.add(f"loss/{name}", mean * weights[name])
-                loss = loss + mean * (weights[name] * self.loss.r1_interval)
-            final = "between" if "gradient_penalty" in weights else "real"
+                share.add(f"loss/{name}", mean * self.weights[name])
+                loss = loss + mean * (self.weights[name] * self.loss.r1_interval)
+            final = "between" if "gradient_penalty" in self.weights else "real"
             self.updater.overlap(last=share.is_last(rows) and outputs[0].name == final)
             self.context.precision.backward(loss, self.updater.parameters)

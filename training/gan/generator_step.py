@@ -9,7 +9,7 @@ from torch import Tensor
 from models.classifier import Classifier, fit_images
 from training.base.phases import phase
 from training.gan import losses
-from training.gan.context import Context, DiscriminatorOutput, Images, StepShare
+from training.gan.context import Context, Images, StepShare
 from training.gan.loss_gradients import PerLossGradients
 from training.optim.config import cosine
 from training.optim.ema import EMA, half_life_beta
@@ -61,8 +61,7 @@ class GeneratorStep:
         `reals`: real images in micro-batches. D's parameters stay as they are, and so do its gradients, except in
         `one_pass`: there they become those of its own loss on the samples.
         """
-        context, generator = self.context, self.context.generator
-        apart = self.loss.gradients_due(share.step)
+        context, apart = self.context, self.loss.gradients_due(share.step)
         gradients = PerLossGradients(self.updater.parameters, context.precision, apart=apart)
         context.discriminator.requires_grad_(self.one_pass(share))  # else its gradients are not this phase's business
         try:
@@ -77,8 +76,8 @@ class GeneratorStep:
             update = self.updater.step(share.step)
         with phase("ema"):
             if w_sum is not None:
-                generator.update_w_avg(collectives.all_reduce_sum_(w_sum) / share.batch_size)
-            self.ema.update(generator, self.ema_beta(share), update.skipped)
+                context.generator.update_w_avg(collectives.all_reduce_sum_(w_sum) / share.batch_size)
+            self.ema.update(context.generator, self.ema_beta(share), update.skipped)
         share.metrics.update(update.metrics("generator"))
         return fakes
 
@@ -121,11 +120,9 @@ class GeneratorStep:
         """Gradients of both networks' losses on the samples from one pass of D: G's in G's parameters, D's in D's."""
         context, batch = self.context, share.batch_size
         seen = Images(fake.images.detach().requires_grad_(), fake.labels)
-        auxiliary: Tensor | float = 0.0
         with phase("discriminator/forward"):
             output = context.discriminate(seen, share, rows, "generator")
-            if self.loss.auxiliary_weight:
-                auxiliary = self._auxiliary_loss(output, share)
+            auxiliary = context.auxiliary_loss(output, share)
         with phase("generator/backward"):
             adversarial = self.objective.generator(output.logits).sum() / batch
             total = (adversarial + auxiliary) * context.precision.scale()
@@ -139,13 +136,6 @@ class GeneratorStep:
         share.add("loss/generator", adversarial)
         share.add("loss/discriminator", loss)
         share.add("logits/fake", output.logits.sum() / batch)
-
-    def _auxiliary_loss(self, output: DiscriminatorOutput, share: StepShare) -> Tensor:
-        """The auxiliary head's cross entropy on a micro-batch of samples, weighted, as its share of the mean."""
-        class_logits = self.context.discriminator.auxiliary(output.hidden)
-        loss = F.cross_entropy(class_logits, output.labels, reduction="sum") / share.batch_size
-        share.add("loss/auxiliary", loss)
-        return loss * self.loss.auxiliary_weight
 
     def _terms(self, share: StepShare, rows: slice, fake: Images, real: Images) -> dict[str, Tensor]:
         """The losses of a micro-batch by name, weighted, as its share of the global batch's means."""
@@ -165,8 +155,8 @@ class GeneratorStep:
             wrong = F.cross_entropy(class_logits.to(fake.images.dtype), fake.labels, reduction="sum") / batch
             share.add("loss/classifier", wrong)
             terms["classifier"] = wrong * loss.classifier_weight
-        if loss.auxiliary_weight:
-            terms["auxiliary"] = self._auxiliary_loss(output, share)
+        if isinstance(auxiliary := context.auxiliary_loss(output, share), Tensor):
+            terms["auxiliary"] = auxiliary
         if loss.feature_matching_weight:
             group = loss.feature_matching_group
             distance = losses.feature_matching(output.hidden, of_real.hidden, group).sum() * (group / batch)

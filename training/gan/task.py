@@ -129,7 +129,6 @@ class GanTask(Task):
     def _teacher(self) -> Classifier | None:
         """The classifier whose loss the generator shall lower, frozen. Raises UserError if its classes differ."""
         run = self.config.loss.classifier
-        self.teachers: list[str] = []
         self.learnt_from = Lineage.of()
         if run is None:
             return None
@@ -140,8 +139,8 @@ class GanTask(Task):
                 f"loss.classifier {run}: its classes differ from those of {self.config.data.path}; train it on the "
                 "same classes"
             )
-        self.teachers.append(fingerprint(classifier))
-        self.learnt_from = Lineage.of(teachers=self.teachers, pretrained=classifier.lineage.pretrained)
+        teachers, pretrained = [fingerprint(classifier)], classifier.lineage.pretrained
+        self.learnt_from = Lineage.of(teachers=teachers, pretrained=pretrained)
         return classifier
 
     def images_at(self, step: int) -> int:
@@ -155,7 +154,7 @@ class GanTask(Task):
         return self.learnt_from
 
     def provenance(self) -> dict[str, Any]:
-        return {"teachers": list(self.teachers), "stage": [self._stage.resolution, self._stage.alpha]}
+        return {"teachers": self.learnt_from.teachers, "stage": [self._stage.resolution, self._stage.alpha]}
 
     def registry(self) -> dict[str, Any]:
         return {
@@ -201,7 +200,7 @@ class GanTask(Task):
     def _begin(self, step: int) -> StepShare:
         """The step's sizes; at a new stage of growth also what the config says of the optimizers."""
         self._stage = self.stages.at(step)
-        if self.stages.starts_at(step):
+        if step == self._stage.first_step > 0:
             say_main(self.stages.announcement(step))
             if self.config.progressive.reset_optimizer:
                 self.generator_step.updater.reset()

@@ -1,6 +1,7 @@
 """The schedule of progressive growing: against a loop that grows image by image, and its properties."""
 
 import math
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from training.gan.config import GanConfig
 from training.gan.stages import ProgressiveConfig, Stage, Stages
 from utils.config.build import build, to_tree
 from utils.errors import UserError
@@ -58,9 +60,12 @@ def schedules(draw: st.DrawFn) -> Lengths:
     images = st.integers(0, 200)
     fades = {side: draw(images) for side in sides[1:]}
     stables = {side: draw(st.integers(0 if fades.get(side) else 1, 200)) for side in sides[:-1]}
-    return Lengths(
-        sides, fades, stables, {side: draw(st.integers(2, 40)) for side in sides}
-    )  # at most 600 steps to the full resolution
+    batches = {side: draw(st.integers(2, 40)) for side in sides}  # at most 600 steps to the full resolution
+    return Lengths(sides, fades, stables, batches)
+
+
+def spans(stages: Stages) -> list[tuple[int, int, int]]:
+    return [(stage.first_step, stage.resolution, stage.batch_size) for stage in stages.all]
 
 
 @settings(derandomize=True, deadline=None)
@@ -70,10 +75,8 @@ def test_every_step_is_that_of_the_walk(lengths: Lengths) -> None:
     for step, (side, alpha, batch, images, first) in enumerate(grown(lengths, 150)):
         stage = stages.at(step)
         assert (stage.resolution, stage.batch_size, stage.first_step) == (side, batch, first)
-        assert stage.index == lengths.sides.index(side)
         assert stage.alpha == float(alpha)
         assert stages.images_at(step) == images
-        assert stages.starts_at(step) == (step == first > 0)
 
 
 @settings(derandomize=True, deadline=None)
@@ -81,48 +84,42 @@ def test_every_step_is_that_of_the_walk(lengths: Lengths) -> None:
 def test_whether_the_run_is_long_enough(lengths: Lengths, steps: int) -> None:
     stages = stages_of(lengths, steps)
     full = [(side, alpha) == (lengths.sides[-1], Fraction(1)) for side, alpha, *_ in grown(lengths, 700)].index(True)
-    assert stages.total_steps == full
     rows = stages.describe()
     assert (len(rows), rows[-1].startswith("warning: ")) == (len(lengths.sides) + 1 + (steps <= full), steps <= full)
+    assert steps > full or f"at alpha 1 begin at step {full:,}:" in rows[-1]
 
 
 def test_spans_are_the_stages() -> None:
     lengths = Lengths((8, 16, 32), {16: 30, 32: 8}, {8: 21, 16: 12}, {8: 10, 16: 5, 32: 2})
     stages = stages_of(lengths)
-    assert stages.spans() == [(0, 8, 10), (3, 16, 5), (12, 32, 2)]
-    assert [stages.images_at(first) for first, _, _ in stages.spans()] == [0, 30, 75]
-    assert [first for first in range(2000) if stages.starts_at(first)] == [3, 12]
+    assert spans(stages) == [(0, 8, 10), (3, 16, 5), (12, 32, 2)]
+    assert [stages.images_at(first) for first in (0, 3, 12)] == [0, 30, 75]
     assert [stages.at(step).alpha for step in range(2, 11)] == [1, 0, 1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6, 1, 1]
-    expected = Stage(resolution=32, alpha=0.75, batch_size=2, index=2, first_step=12, first_image=75, fade_images=8)
-    assert stages.at(15) == expected
-    assert stages.total_steps == 16
+    assert stages.at(15) == Stage(resolution=32, alpha=0.75, batch_size=2, first_step=12, first_image=75, fade_images=8)
 
 
 def test_one_number_for_all_stages_and_batches_of_the_run() -> None:
-    stages = Stages(ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50}), 32, 100, 10)
-    assert stages.spans() == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]
-    assert stages.at(132 + 30).alpha == 0.5
-    assert stages.images_at(133) == 1000 + 1600 + 10
+    progressive = ProgressiveConfig(start=8, fade_kimg=0.6, stable_kimg=1, batch_sizes={16: 50})
+    config = GanConfig(progressive=progressive, steps=100, batch_size=10)
+    assert config.spans(32) == spans(config.stages(32)) == [(0, 8, 10), (100, 16, 50), (132, 32, 10)]
+    assert config.stages(32).at(132 + 30).alpha == 0.5
+    assert config.stages(32).images_at(133) == 1000 + 1600 + 10
 
 
 @pytest.mark.parametrize("length", [1.001, {16: 1.001, 32: 1.001}])  # times 1000 it is a little less than 1001
 def test_lengths_are_whole_images(length: Any) -> None:
     stages = Stages(ProgressiveConfig(start=8, fade_kimg=length, stable_kimg=1), 32, 100, 1)
-    assert stages.spans() == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
+    assert spans(stages) == [(0, 8, 1), (1000, 16, 1), (3001, 32, 1)]
 
 
 @pytest.mark.parametrize("config", [ProgressiveConfig(), ProgressiveConfig(batch_sizes={8: 3}, fade_kimg={})])
 def test_without_growth_there_is_one_stage(config: ProgressiveConfig) -> None:
     stages = Stages(config, 48, 70, 12)  # any resolution
-    first = stages.at(0)
-    assert (first.resolution, first.alpha, first.batch_size, first.index, first.first_step) == (48, 1.0, 12, 0, 0)
-    assert (stages.growing, stages.total_steps) == (False, 0)
     for step in (0, 1, 69, 70, 10**9):
-        assert stages.at(step) == first
+        assert stages.at(step) == Stage(48, 12, 0, 0, 0, alpha=1.0)
         assert stages.images_at(step) == 12 * step
-        assert not stages.starts_at(step)
-    assert stages.describe() == []
-    assert stages.spans() == [(0, 48, 12)]
+    assert (stages.growing, stages.describe()) == (False, [])
+    assert spans(stages) == [(0, 48, 12)]
 
 
 def test_plan() -> None:
@@ -193,59 +190,29 @@ def test_stages_that_do_not_fit_are_refused(options: dict[str, Any], resolution:
         Stages(ProgressiveConfig(start=8, **options), resolution, 100, 8)
 
 
-def test_negative_steps_are_a_fault() -> None:
-    with pytest.raises(ValueError, match="step -1"):
-        Stages(ProgressiveConfig(), 8, 10, 4).images_at(-1)
-
-
-def check(stages: Stages, world: int, **options: Any) -> None:
-    stages.check_batches(world, **({"micro_batch": None, "per_pass": {}, "per_process": {}} | options))
-
-
 @pytest.mark.parametrize(
-    ("world", "options", "message"),
+    ("world", "changes", "message"),
     [
         (3, {}, r"^progressive\.batch_sizes 8: 64 cannot be shared by 3 processes; make it a multiple of 3$"),
-        (64, {}, r"^batch_size 24 of the stage of 16 px cannot be shared by 64"),
+        (16, {}, r"^batch_size 24 of the stage of 16 px cannot be shared by 16"),
+        (5, {"progressive": {}}, r"^batch_size 24 cannot be shared by 5 processes; make it a multiple of 5$"),
         (
             2,
             {"micro_batch": 8},
-            r"micro_batch 8 does not divide the 12 samples .* \(batch_size 24 of the stage of 16 px\)",
+            r"^micro_batch 8 does not divide the 12 samples .* \(batch_size 24 of the stage of 16 ",
         ),
-        (
-            1,
-            {"per_pass": {"x.group": 16}},
-            r"x\.group 16 does not divide the 24 samples of a forward pass \(batch_size 24",
-        ),
-        (
-            1,
-            {"per_pass": {"x.group": 8}, "micro_batch": 4},
-            r"x\.group 8 does not divide the 4 .*progressive\.batch_sizes 8",
-        ),
-        (1, {"per_pass": {"x.a": 4, "x.b": 3}}, r"x\.b 3 does not divide the 64"),
-        (
-            8,
-            {"per_process": {"path": 2}},
-            r"path: a process must hold a multiple of 2 .* 3 \(batch_size 24 .* multiple of 16$",
-        ),
+        (1, {"discriminator": {"minibatch_std_group": 16}}, r"group 16 does not divide the 24 .* \(batch_size 24"),
+        (1, {"micro_batch": 2}, r"group 4 does not divide the 2 .*progressive\.batch_sizes 8"),
+        (1, {"loss": {"feature_matching_weight": 1, "feature_matching_group": 3}}, r"_group 3 does not divide the 64"),
+        (8, {"loss": {"path_length_weight": 2}}, r"^loss\.path_length_weight .* of 2 .* 3 \(batch.* multiple of 16$"),
+        (2, {"micro_batch": 4, "loss": {"path_length_weight": 2}}, None),
+        (6, {"micro_batch": 16, "progressive": {}}, None),  # 4 samples in one pass
     ],
 )
-def test_batches_that_do_not_fit_name_their_stage(world: int, options: dict[str, Any], message: str) -> None:
-    stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
-    with pytest.raises(UserError, match=message):
-        check(stages, world, **options)
-
-
-def test_batches_that_fit() -> None:
-    stages = Stages(ProgressiveConfig(start=8, batch_sizes={8: 64}), 16, 10, 24)
-    check(stages, 1)
-    check(stages, 8)
-    check(stages, 2, micro_batch=4, per_pass={"group": 2}, per_process={"path": 2})
-    check(stages, 4, micro_batch=16, per_pass={"group": 2}, per_process={"path": 2})  # 6 samples in one pass
-    with pytest.raises(UserError, match=r"^batch_size 24 cannot be shared by 5 processes; make it a multiple of 5$"):
-        check(Stages(ProgressiveConfig(), 16, 10, 24), 5)
-    stage = stages.at(0)
-    assert (stage.share(4), stage.micro(4, None), stage.micro(4, 8), stage.micro(4, 20)) == (16, 16, 8, 16)
+def test_batches_that_do_not_fit_name_their_stage(world: int, changes: dict[str, Any], message: str | None) -> None:
+    config = build(GanConfig, {"batch_size": 24, "progressive": {"start": 8, "batch_sizes": {8: 64}}} | changes)
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        config.check_batches(config.stages(16), world)
 
 
 def test_config_from_yaml_and_the_command_line() -> None:
