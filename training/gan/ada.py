@@ -68,8 +68,7 @@ class Ada:
             raise UserError(f"ada.mode {config.mode} needs images of 1 or 3 channels, not {channels}; set it to off")
         self.config, self.seed, self.channels = config, seed, channels
         self.device, self.schedule_images = device, schedule_images
-        kimg = config.kimg if config.kimg is not None else (KIMG_TRANSFER if transfer else KIMG)
-        self.adjustment_images = kimg * 1000
+        self.adjustment_images = (config.kimg or (KIMG_TRANSFER if transfer else KIMG)) * 1000
         self.active = config.mode != "off"
         # never changed in place: whoever keeps one for the log keeps that step's
         self.p = torch.full((), config.p, device=device)
@@ -80,8 +79,6 @@ class Ada:
         """The global batch's draws of a phase, on the device: a group's are a function of (seed, "augment", step,
         phase, group) and the batch's size alone. `resolution`: px, matters to the noise only.
         """
-        if not self.active:
-            return {}
         draws = {}
         for name, (operations, uniform, normal) in ops.DRAWS.items():
             if not self.config.operations.get(name):
@@ -103,11 +100,8 @@ class Ada:
         the images' own precision, float32 at least; half-precision images are rounded once, at the end. At p = 0 no bit
         changes.
         """
-        if not self.active:
-            return images
         result = images.to(torch.promote_types(images.dtype, torch.float32))
         groups = {name: group.rows(rows, result.dtype) for name, group in draws.items()}
-        assert all(len(group.chance) == len(images) for group in groups.values())
         with torch.autocast(images.device.type, enabled=False):
             size, p = images.shape[-1], {name: self.p * factor for name, factor in self.config.operations.items()}
             blit = ops.blit_inverse(groups["blit"], p["blit"], size) if "blit" in groups else None
@@ -128,8 +122,7 @@ class Ada:
         """
         config = self.config
         if config.mode == "scheduled":
-            p = cosine(config.p, config.p_final, images_seen, self.schedule_images)
-            self.p = torch.full_like(self.p, p)
+            self.p = torch.full_like(self.p, cosine(config.p, config.p_final, images_seen, self.schedule_images))
         if config.mode != "adaptive":
             return
         finite = real_sign.isfinite()
@@ -141,7 +134,6 @@ class Ada:
             self._sign_sum, self._count = torch.zeros_like(self._sign_sum), torch.zeros_like(self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        """p and what has been gathered since it was last adjusted, as 0-d tensors."""
         return {"p": self.p, "sign_sum": self._sign_sum, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

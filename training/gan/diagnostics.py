@@ -27,6 +27,10 @@ MORE_DATA = (
     "give more data, start from a related run with --init-from, or take a smaller discriminator; beyond about 0.8 "
     "augmentations leak into the samples, so look at them"
 )
+SHARPEN = "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower a fixed ada.p that is high"
+FORGET = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
+EXPLODES = "lower the learning rates or set clip_norm, raise loss.r1_gamma; the last good checkpoint is kept"
+VANISHES = "the other network has won: look at D(real) - D(fake), change loss.r1_gamma, lower its learning rate"
 
 
 class WatchConfig(Config):
@@ -48,12 +52,11 @@ class WatchConfig(Config):
     memorised: tuple[float, float] = (0.001, 0.05)  # p-value of metrics.samples.memorisation
 
     def check(self) -> None:
-        rising = {"margin_low": self.margin_low, "diversity": self.diversity, "memorised": self.memorised}
-        falling = {"overfit": self.overfit, "sign": self.sign, "margin_high": self.margin_high, "ada": self.ada}
-        for name, (said, forgotten) in {**rising, **falling}.items():
-            if (said > forgotten) if name in rising else (said < forgotten):
+        rising = ("margin_low", "diversity", "memorised")  # the other pairs fall
+        for name, pair in vars(self).items():
+            if isinstance(pair, tuple) and pair != tuple(sorted(pair, reverse=name not in rising)):
                 order = "at most" if name in rising else "at least"
-                raise UserError(f"{name} {said}, {forgotten}: the first must be {order} the second")
+                raise UserError(f"{name} {pair[0]}, {pair[1]}: the first must be {order} the second")
 
 
 # (a failure, whether it shows (None: neither clearly there nor clearly gone), what to say)
@@ -94,66 +97,9 @@ class Watch:
             self._remember(finite)
         else:
             self._evaluated(finite)
-        return self._say() if self.images >= 1000 * self.config.warmup_kimg else []
-
-    def _remember(self, row: dict[str, float]) -> None:
-        """Fold a log row into the moving means."""
-        passed, self.images = row["images"] - self.images, row["images"]
-        if passed <= 0:
-            return
-        if "logits/real" in row and "logits/fake" in row:
-            row.setdefault("logits/margin", row["logits/real"] - row["logits/fake"])
-        for key in MEANS:
-            if key in row:
-                self._blend(self.means, key, row[key], passed, self.config.memory)
-        for key in NORMS:
-            if row.get(key, 0.0) > 0:
-                self._blend(self.norms, f"fast/{key}", math.log(row[key]), passed, self.config.memory / 5)
-                self._blend(self.norms, f"slow/{key}", math.log(row[key]), passed, self.config.memory * 2.5)
-
-    def _blend(self, means: dict[str, float], key: str, value: float, passed: float, memory: float) -> None:
-        """Moving mean with a half-life of `memory` times the images seen, so that it fits short runs and long ones.
-
-        No row counts for more than half, however rare rows are: one spike is no state.
-        """
-        keep = max(0.5, 0.5 ** (passed / (memory * self.images)))
-        means[key] = keep * means.get(key, value) + (1 - keep) * value
-
-    def _evaluated(self, row: dict[str, float]) -> None:
-        """Compare an evaluation's figures with those before and count how often in a row they were bad."""
-        figures = self.figures
-        distance, diversity = _first(row, "val/frechet/"), _first(row, "val/diversity_ratio/")
-        if distance is not None:
-            figures["fell"] = float(distance < 0.98 * figures.get("distance", math.inf))
-            if distance < figures.get("best", math.inf):
-                figures["best"], figures["margin at best"] = distance, self.means.get("logits/margin", 0.0)
-            figures["distance"] = distance
-            self._count("worse", distance > self.config.worse * figures["best"])
-        if diversity is not None:
-            figures["diversity"] = diversity
-            figures["best diversity"] = max(diversity, figures.get("best diversity", 0.0))
-        share, chance = _first(row, "val/memorised/"), _first(row, "val/memorised_p/")
-        if chance is not None:
-            figures["memorised"], figures["chance"] = share or 0.0, chance
-            self._count("memorised", chance <= self.config.memorised[0])
-        # r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1); these are of the
-        # same evaluation, where it has them, else of the log's means
-        logits = self.means | {key.removeprefix("val/"): value for key, value in row.items()}
-        real, margin = logits.get("logits/real", 0.0), logits.get("logits/real", 0.0) - logits.get("logits/fake", 0.0)
-        # a discriminator that tells nothing apart cannot overfit
-        if "logits/held_out" in logits and margin > 10 * self.config.margin_low[0]:
-            figures["overfit"] = (real - logits["logits/held_out"]) / margin
-            self._count("overfit", figures["overfit"] >= self.config.overfit[0])
-
-    def _count(self, name: str, bad: bool) -> None:
-        self.streaks[name] = self.streaks.get(name, 0) + 1 if bad else 0
-
-    def _lasts(self, name: str) -> bool:
-        return self.streaks.get(name, 0) >= self.config.patience
-
-    def _say(self) -> list[str]:
-        """The words of failures that show and were not said yet; those that are gone may be said again."""
-        lines = []
+        lines: list[str] = []
+        if self.images < 1000 * self.config.warmup_kimg:
+            return lines
         for name, shows, words in self._findings():
             if shows and name not in self.said:
                 self.said.append(name)
@@ -162,12 +108,75 @@ class Watch:
                 self.said.remove(name)
         return lines
 
+    def _remember(self, row: dict[str, float]) -> None:
+        """Fold a log row into the moving means."""
+        passed, self.images = row["images"] - self.images, row["images"]
+        if passed <= 0:
+            return
+
+        def blend(means: dict[str, float], key: str, value: float, memory: float) -> None:
+            """With a half-life of `memory` times the images seen, so that it fits short runs and long ones. No row
+            counts for more than half, however rare rows are: one spike is no state.
+            """
+            keep = max(0.5, 0.5 ** (passed / (memory * self.images)))
+            means[key] = keep * means.get(key, value) + (1 - keep) * value
+
+        if "logits/real" in row and "logits/fake" in row:
+            row.setdefault("logits/margin", row["logits/real"] - row["logits/fake"])
+        for key in MEANS:
+            if key in row:
+                blend(self.means, key, row[key], self.config.memory)
+        for key in NORMS:
+            if row.get(key, 0.0) > 0:
+                blend(self.norms, f"fast/{key}", math.log(row[key]), self.config.memory / 5)
+                blend(self.norms, f"slow/{key}", math.log(row[key]), self.config.memory * 2.5)
+
+    def _evaluated(self, row: dict[str, float]) -> None:
+        """Compare an evaluation's figures with those before and count how often in a row they were bad."""
+
+        def figure(name: str) -> float | None:
+            """The first of that name, whatever extractor it names."""
+            return next((value for key, value in row.items() if key.startswith(f"val/{name}/")), None)
+
+        figures, config = self.figures, self.config
+        if (distance := figure("frechet")) is not None:
+            figures["fell"] = float(distance < 0.98 * figures.get("distance", math.inf))
+            if distance < figures.get("best", math.inf):
+                figures["best"], figures["margin at best"] = distance, self.means.get("logits/margin", 0.0)
+            figures["distance"] = distance
+            self._count("worse", distance > config.worse * figures["best"])
+        if (diversity := figure("diversity_ratio")) is not None:
+            figures["diversity"] = diversity
+            figures["best diversity"] = max(diversity, figures.get("best diversity", 0.0))
+        if (chance := figure("memorised_p")) is not None:
+            figures["memorised"], figures["chance"] = figure("memorised") or 0.0, chance
+            self._count("memorised", chance <= config.memorised[0])
+        # r_v of ADA: where held-out logits lie between those of training images (0) and of fakes (1); these are of the
+        # same evaluation, where it has them, else of the log's means
+        logits = self.means | {key.removeprefix("val/"): value for key, value in row.items()}
+        real, margin = logits.get("logits/real", 0.0), logits.get("logits/real", 0.0) - logits.get("logits/fake", 0.0)
+        # a discriminator that tells nothing apart cannot overfit
+        if "logits/held_out" in logits and margin > 10 * config.margin_low[0]:
+            figures["overfit"] = (real - logits["logits/held_out"]) / margin
+            self._count("overfit", figures["overfit"] >= config.overfit[0])
+
+    def _count(self, name: str, bad: bool) -> None:
+        self.streaks[name] = self.streaks.get(name, 0) + 1 if bad else 0
+
+    def _lasts(self, name: str) -> bool:
+        return self.streaks.get(name, 0) >= self.config.patience
+
     def _findings(self) -> Iterator[Finding]:
-        yield from (self._overfits(), self._runs_away(), self._is_blind(), self._collapses(), self._augments_in_vain())
+        yield self._overfits()
+        yield self._runs_away()
+        yield from self._other_states()
+        limits = (math.log(self.config.norm_factor), math.log(self.config.norm_factor) / 2)
         for key, what in NORMS.items():
-            if f"slow/{key}" in self.norms:
-                yield from self._norm_jumps(key, what)
-        yield self._memorises()
+            if f"slow/{key}" in self.norms:  # one that has left its own long mean far behind, upwards or downwards
+                fast, slow = self.norms[f"fast/{key}"], self.norms[f"slow/{key}"]
+                seen = f"{math.exp(fast):.3g}, it was {math.exp(slow):.3g}"
+                yield f"exploding {key}", _above(fast - slow, limits), f"{what} explodes: {seen}. Try: {EXPLODES}"
+                yield f"vanishing {key}", _above(slow - fast, limits), f"{what} vanishes: {seen}. Try: {VANISHES}"
 
     def _overfits(self) -> Finding:
         """The discriminator knows its training images by heart."""
@@ -197,52 +206,30 @@ class Watch:
         words = f"the discriminator runs away: {seen}; gamma is too small or its rate too high. Try: {cure}"
         return "runs away", shows, words
 
-    def _is_blind(self) -> Finding:
-        """The discriminator tells nothing apart: gamma is too large."""
-        margin, (said, forgotten) = self.means.get("logits/margin"), self.config.margin_low
-        shows = None if margin is None or not self.objective.bounded else _above(-margin, (-said, -forgotten))
-        loss, chance = self.means.get("loss/discriminator", math.nan), self.objective.chance_level
-        seen = f"D(real) - D(fake) is {margin or 0.0:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
-        cure = "lower loss.r1_gamma (/2 to /10), raise discriminator_optimizer.lr, or lower a fixed ada.p that is high"
-        return "blind", shows, f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {cure}"
-
-    def _collapses(self) -> Finding:
-        """Samples that differ far less than real images do."""
-        config, figures = self.config, self.figures
+    def _other_states(self) -> Iterator[Finding]:
+        """A discriminator that tells nothing apart, samples that differ far less than real images do, ADA at its end,
+        and samples that keep to training images more than chance allows.
+        """
+        config, means, figures = self.config, self.means, self.figures
+        margin, (said, forgotten) = means.get("logits/margin", math.nan), config.margin_low
+        shows = _above(-margin, (-said, -forgotten)) if self.objective.bounded else None
+        loss, chance = means.get("loss/discriminator", math.nan), self.objective.chance_level
+        seen = f"D(real) - D(fake) is {margin:.2g}, its loss {loss:.3g} ({chance:.3g} is chance level)"
+        words = f"the discriminator tells nothing apart: {seen}; gamma is too large. Try: {SHARPEN}"
+        yield "blind", shows, words
         ratio, best = figures.get("diversity", math.nan), figures.get("best diversity", 0.0)
         low = ratio < config.diversity[0] and not figures.get("fell", 0.0)
         falls = ratio < config.diversity_fall * best and self.streaks.get("worse", 0) > 0
-        bad = low or falls or ratio < config.diversity[0] / 2
+        shows = _shows(low or falls or ratio < config.diversity[0] / 2, gone=ratio > config.diversity[1])
         seen = f"the least varied class has {ratio:.0%} of the variety of real images (its best was {best:.0%})"
-        return (
-            "collapse",
-            _shows(bad, gone=ratio > config.diversity[1]),
-            f"the generator collapses: {seen}. Try: {VARY}",
-        )
-
-    def _augments_in_vain(self) -> Finding:
-        """ADA has come to its end."""
-        p = self.means.get("ada/p", math.nan)
+        yield "collapse", shows, f"the generator collapses: {seen}. Try: {VARY}"
+        p = means.get("ada/p", math.nan)
         seen = f"the augmentation probability stands at {p:.2f} and the discriminator is still too sure"
-        return "ada", _above(p, self.config.ada), f"{seen}. Try: {MORE_DATA}"
-
-    def _norm_jumps(self, key: str, what: str) -> Iterator[Finding]:
-        """A norm that has left its own long mean far behind, upwards or downwards."""
-        fast, slow = self.norms[f"fast/{key}"], self.norms[f"slow/{key}"]
-        limits = (math.log(self.config.norm_factor), math.log(self.config.norm_factor) / 2)
-        seen = f"{math.exp(fast):.3g}, it was {math.exp(slow):.3g}"
-        cure = "lower the learning rates or set clip_norm, raise loss.r1_gamma; the last good checkpoint is kept"
-        yield f"exploding {key}", _above(fast - slow, limits), f"{what} explodes: {seen}. Try: {cure}"
-        cure = "the other network has won: look at D(real) - D(fake), change loss.r1_gamma, lower its learning rate"
-        yield f"vanishing {key}", _above(slow - fast, limits), f"{what} vanishes: {seen}. Try: {cure}"
-
-    def _memorises(self) -> Finding:
-        """Samples that keep to training images more than chance allows."""
-        share, chance = self.figures.get("memorised", 0.0), self.figures.get("chance", math.nan)
+        yield "ada", _above(p, config.ada), f"{seen}. Try: {MORE_DATA}"
+        shows = _shows(self._lasts("memorised"), gone=figures.get("chance", math.nan) > config.memorised[1])
+        share = figures.get("memorised", 0.0)
         seen = f"{share:.0%} of the samples are nearer to a training image than all but 1 % of held-out images are"
-        cure = f"{GENERALISE}; neighbours.png of evaluate.py shows the pairs, an earlier checkpoint may be free of it"
-        shows = _shows(self._lasts("memorised"), gone=chance > self.config.memorised[1])
-        return "memorised", shows, f"the generator copies training images: {seen}. Try: {cure}"
+        yield "memorised", shows, f"the generator copies training images: {seen}. Try: {FORGET}"
 
 
 def _shows(bad: bool, *, gone: bool) -> bool | None:
@@ -252,8 +239,3 @@ def _shows(bad: bool, *, gone: bool) -> bool | None:
 def _above(value: float, limits: tuple[float, float]) -> bool | None:
     """Whether a value lies above the first limit; False below the second, None between, and of a NaN."""
     return _shows(value > limits[0], gone=value < limits[1])
-
-
-def _first(row: Mapping[str, float], prefix: str) -> float | None:
-    """The value of the first key that begins so, whatever extractor it names."""
-    return next((value for key, value in row.items() if key.startswith(prefix)), None)

@@ -67,38 +67,26 @@ class GanTask(Task):
         self.precision = Precision(config.precision, device)
         kimg = config.schedule_kimg  # in which scheduled settings reach their ends
         schedule_images = self.stages.images_at(config.steps) if kimg is None else max(1, round(kimg * 1000))
-        self.context = Context(
-            config=config,
-            device=device,
-            generator=self.generator,
-            discriminator=self.discriminator,
-            precision=self.precision,
-            draws=GanDraws(config.seed, device, label_shares(config.data, reader)),
-            ada=Ada(
-                config.ada,
-                seed=config.seed,
-                channels=meta.channels,
-                device=device,
-                schedule_images=schedule_images,
-                transfer=config.init_from is not None,
-            ),
-            schedule_images=schedule_images,
+        draws = GanDraws(config.seed, device, label_shares(config.data, reader))
+        given: Any = {"seed": config.seed, "channels": meta.channels, "device": device}
+        transfer = config.init_from is not None
+        ada = Ada(config.ada, **given, schedule_images=schedule_images, transfer=transfer)
+        networks = (self.generator, self.discriminator)
+        self.context = Context(config, device, *networks, self.precision, draws, ada, schedule_images)
+        more: Any = {"growing": self.stages.growing, "compress": config.distributed.compress}
+        optimizers = (config.generator_optimizer, config.discriminator_optimizer)
+        for_generator, for_discriminator = (
+            Updater(network, optimizer, self.precision, config.schedule_steps, **more)
+            for network, optimizer in zip(networks, optimizers, strict=True)
         )
-        steps = config.schedule_steps
-        teacher = self._teacher()
-        more: dict[str, Any] = {"growing": self.stages.growing, "compress": config.distributed.compress}
-        updater = Updater(self.generator, config.generator_optimizer, self.precision, steps, **more)
-        self.generator_step = GeneratorStep(self.context, updater, self.ema, teacher)
-        updater = Updater(self.discriminator, config.discriminator_optimizer, self.precision, steps, **more)
-        self.discriminator_step = DiscriminatorStep(self.context, updater)
+        self.generator_step = GeneratorStep(self.context, for_generator, self.ema, self._teacher())
+        self.discriminator_step = DiscriminatorStep(self.context, for_discriminator)
         self.watch = Watch(config.watch, config.loss.functions)
         self.best_metric = f"frechet/{config.evaluation.extractor}"  # a distance means nothing without its extractor
         self._real = RealFeatures(batch_size=config.evaluation.batch_size)
         # now, not at the first evaluation: it may be refused
-        spec, weights = config.evaluation.extractor, config.evaluation.weights
-        self._extractors = collectives.main_first(
-            lambda: build([spec], device=device, channels=meta.channels, weights=weights)
-        )
+        given = {"device": device, "channels": meta.channels, "weights": config.evaluation.weights}
+        self._extractors = collectives.main_first(lambda: build([config.evaluation.extractor], **given))
 
     @staticmethod
     def outline(config: GanConfig, shape: Mapping[str, int]) -> Outline:
@@ -170,10 +158,9 @@ class GanTask(Task):
         }
 
     def networks(self) -> dict[str, tuple[torch.nn.Module, tuple[Tensor, ...]]]:
-        group = self.config.discriminator.group
+        group, size = self.config.discriminator.group, self.shape["resolution"]
         labels = torch.zeros(group, dtype=torch.int64, device=self.device)
         z = torch.zeros(group, self.generator.z_dim, device=self.device)
-        size = self.shape["resolution"]
         images = torch.zeros(group, self.shape["channels"], size, size, device=self.device)
         return {"generator": (self.generator, (z, labels)), "discriminator": (self.discriminator, (images, labels))}
 
@@ -185,8 +172,11 @@ class GanTask(Task):
         fakes = self.generator_step.run(share, reals)
         if self.config.loss.functions.paired:
             reals = self.context.reals(next(batches), share, "discriminator")
-            with phase("discriminator/samples"):
-                fakes = self._paired_samples(share, reals)
+            with phase("discriminator/samples"), torch.no_grad(), self.precision.autocast():
+                latents, noise = self.context.latents(share, "discriminator", reals)
+                rows = share.micro_batches()
+                samples = [self.context.sample(latents, noise, part, share.stage)[0] for part in rows]
+            fakes = [Images(part, real.labels) for part, real in zip(samples, reals, strict=True)]
         self.discriminator_step.run(share, reals, fakes, one_pass=self.generator_step.one_pass(share))
         self.precision.update_scale()
         return share.metrics
@@ -214,26 +204,15 @@ class GanTask(Task):
             return self.ema.model
         return StageGenerator(self.ema.model, stage.resolution, stage.alpha, shown=self.shape["resolution"])
 
-    @torch.no_grad()
-    def _paired_samples(self, share: StepShare, reals: list[Images]) -> list[Images]:
-        """Samples for D alone, with the labels of the real images they are paired with."""
-        latents, noise = self.context.latents(share, "discriminator", reals)
-        fakes = []
-        for rows, real in zip(share.micro_batches(), reals, strict=True):
-            with self.precision.autocast():
-                images, _, _ = self.context.sample(latents, noise, rows, share.stage)
-            fakes.append(Images(images, real.labels))
-        return fakes
-
     def warnings(self, step: int, row: Mapping[str, float]) -> list[str]:
         return self.watch.observe(step, row)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """uint8 image [H, W, C]: the average generator's samples at the fixed seed, a row a class (the first 20)."""
         rows, columns = (min(20, self.shape["classes"]), 10) if self.shape["classes"] else (8, 8)
-        count = rows * columns
         labels = torch.arange(rows).repeat_interleave(columns) if self.shape["classes"] else None
-        return grid(generate(self.shown(), labels=labels, indices=range(count), seed=self.config.seed), columns=columns)
+        samples = generate(self.shown(), labels=labels, indices=range(rows * columns), seed=self.config.seed)
+        return grid(samples, columns=columns)
 
     def evaluate(self) -> dict[str, float]:
         """Distance of the average generator's samples to held-out images (training images where there are none); the
@@ -255,10 +234,9 @@ class GanTask(Task):
         )
         followed = history(GAN, document["distances"][0])
         figures = {"n": document["n"]} | {f"{key}/{config.extractor}": value for key, value in followed.items()}
-        copies = document["memorisation"]
-        if copies:
-            figures |= {f"memorised/{copies['extractor']}": copies["share"]}
-            figures |= {f"memorised_p/{copies['extractor']}": copies["p_value"]}
+        if copies := document["memorisation"]:
+            figures[f"memorised/{copies['extractor']}"] = copies["share"]
+            figures[f"memorised_p/{copies['extractor']}"] = copies["p_value"]
         return figures | self._mean_logits()
 
     def _mean_logits(self) -> dict[str, float]:
@@ -272,18 +250,18 @@ class GanTask(Task):
         if not count:
             return {}
 
+        def logits_of(batch: Batch) -> Tensor:
+            images, labels = batch.images.to(self.device), batch.labels.to(self.device)
+            return self.discriminator(to_float(images), labels).flatten().cpu()  # labels may count for nothing
+
         def work(rows: range) -> Tensor:
             held_out, real = (read_batch(part, np.arange(rows.start, rows.stop)) for part in readers)
             labels = real.labels if self.generator.classes else None
             samples = generate(self.ema.model, labels=labels, indices=rows, seed=self.config.seed)
-            return torch.stack([self._logits(batch) for batch in (held_out, real, Batch(samples, real.labels))])
+            return torch.stack([logits_of(batch) for batch in (held_out, real, Batch(samples, real.labels))])
 
         readers, size = (self.val_reader, self.reader), self.config.evaluation.batch_size
         with evaluating(self.discriminator):
             logits = list(shared_pass(count, work, side=self.reader.resolution, batch_size=size, multiple=group))
         means = collectives.from_main_process(lambda: torch.cat(logits, 1).double().mean(1).tolist())
         return dict(zip(("logits/held_out", "logits/real", "logits/fake"), means, strict=True))
-
-    def _logits(self, batch: Batch) -> Tensor:
-        """[n] on the CPU, of whole minibatch-std groups; labels of an unlabelled set count for nothing."""
-        return self.discriminator(to_float(batch.images.to(self.device)), batch.labels.to(self.device)).flatten().cpu()
