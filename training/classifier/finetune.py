@@ -5,13 +5,14 @@ Everything here is a function of the config and the step, so there is nothing to
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook
 
 from models.classifier import Classifier
 from training.optim.config import OptimizerConfig
@@ -69,14 +70,23 @@ class FineTuning:
     def __init__(self, model: Classifier, config: FineTuneConfig, *, steps_per_epoch: float = 1.0) -> None:
         self.model, self.config = model, config
         self.parameters = dict(model.named_parameters())
-        for key in ("freeze", "unfreeze", "freeze_at", "stage_lr"):
-            self._check_parts(f"finetune.{key}", getattr(config, key))
+        self._check_parts()
         unit = steps_per_epoch if config.unfreeze_by == "epoch" else 1.0
         starts, stops = (
             {part: math.ceil(when * unit - 1e-9) for part, when in given.items()}
             for given in (config.unfreeze, config.freeze_at)
         )
-        self.begins = {name: self._begin(name, starts) for name in self.parameters}
+        never = dict.fromkeys([*model.backbone.frozen, *config.freeze], True)
+        self.begins: dict[str, int | None] = {
+            name: None if self._last(never, name, False) else self._last(starts, name, None if starts else 0)
+            for name in self.parameters
+        }
+        first = min((begin for begin in self.begins.values() if begin is not None), default=None)
+        if first is None:
+            raise UserError("finetune.freeze: nothing is left to train; leave a part out of it, e.g. head")
+        if first:
+            begin = "let a part begin at 0, e.g. head: 0"
+            raise UserError(f"finetune.unfreeze: nothing trains before step {first}; {begin}")
         self.ends: dict[str, int | None] = {name: self._last(stops, name, None) for name in self.parameters}
         layer = model.block_of if config.layer_decay_by == "block" else {n: model.stage_of(n) for n in model.block_of}
         above = list(reversed(dict.fromkeys(layer.values())))  # layers, the head first
@@ -84,7 +94,6 @@ class FineTuning:
             name: self._last(config.stage_lr, name, 1.0) * config.layer_decay ** above.index(layer[name])
             for name in self.parameters
         }
-        self._check_something_trains()
         self.norms = [  # each BatchNorm and the names of its parameters
             (module, [f"{prefix}.{name}" for name, _ in module.named_parameters(recurse=False)])
             for prefix, module in model.named_modules()
@@ -93,36 +102,26 @@ class FineTuning:
 
     def matches(self, part: str, name: str) -> bool:
         """Whether a part (see FineTuneConfig) holds the parameter `name`."""
-        stage = self.model.stage_of(name)
-        if part in self.model.stages or part == BACKBONE:
-            return stage == part or (part == BACKBONE and stage != "head")
+        if part == BACKBONE:
+            return self.model.stage_of(name) != "head"
+        if part in self.model.stages:
+            return self.model.stage_of(name) == part
         return fnmatchcase(plain(name), part) or fnmatchcase(name, part)
 
     def _last(self, values: Mapping[str, Any], name: str, otherwise: Any) -> Any:
         """The value of the last part that holds the parameter."""
         return next((value for part, value in reversed(list(values.items())) if self.matches(part, name)), otherwise)
 
-    def _check_parts(self, key: str, parts: Iterable[str]) -> None:
+    def _check_parts(self) -> None:
         known = [*self.model.stages, BACKBONE]
-        for part in parts:
-            if not any(self.matches(part, name) for name in self.parameters):
-                near = did_you_mean(part, known) or did_you_mean(part, [plain(name) for name in self.parameters])
-                raise UserError(
-                    f"{key}: {part!r} is neither a stage nor a parameter's name{near}; stages are {', '.join(known)}"
-                )
-
-    def _begin(self, name: str, starts: Mapping[str, int]) -> int | None:
-        if any(self.matches(part, name) for part in (*self.model.backbone.frozen, *self.config.freeze)):
-            return None
-        return self._last(starts, name, None) if starts else 0
-
-    def _check_something_trains(self) -> None:
-        first = min((begin for begin in self.begins.values() if begin is not None), default=None)
-        if first is None:
-            raise UserError("finetune.freeze: nothing is left to train; leave a part out of it, e.g. head")
-        if first:
-            told = f"finetune.unfreeze: nothing trains before step {first}"
-            raise UserError(f"{told}; let a part begin at 0, e.g. head: 0")
+        for key in ("freeze", "unfreeze", "freeze_at", "stage_lr"):
+            for part in getattr(self.config, key):
+                if not any(self.matches(part, name) for name in self.parameters):
+                    near = did_you_mean(part, known) or did_you_mean(part, [plain(name) for name in self.parameters])
+                    raise UserError(
+                        f"finetune.{key}: {part!r} is neither a stage nor a parameter's name{near}; stages are "
+                        f"{', '.join(known)}"
+                    )
 
     def trains(self, name: str, step: int) -> bool:
         """Whether update number `step` (from 0) changes the parameter."""
@@ -137,8 +136,8 @@ class FineTuning:
             return
         for name, parameter in self.parameters.items():
             parameter.requires_grad_(self.trains(name, step))
-        for norm, own in self.norms:
-            frozen = self.config.freeze_bn or (bool(own) and not any(self.trains(name, step) for name in own))
+        for norm, names in self.norms:
+            frozen = self.config.freeze_bn or (bool(names) and not any(self.trains(name, step) for name in names))
             norm.train(not frozen)
 
     def groups(self, weight_decay: float) -> list[dict[str, Any]] | None:
@@ -163,17 +162,16 @@ class FineTuning:
         """What the plan says, a row each; nothing where everything trains at one rate."""
         if not self.config.watched:
             return []
-        spans: dict[int | None, list[str]] = {}
-        for stage in self.model.stages:
-            for begin in dict.fromkeys(b for name, b in self.begins.items() if self.model.stage_of(name) == stage):
-                spans.setdefault(begin, []).append(stage)
         rows = []
-        for begin in sorted(spans, key=lambda b: math.inf if b is None else b):
-            count = sum(p.numel() for name, p in self.parameters.items() if self.begins[name] == begin)
-            when = "never" if begin is None else f"from step {begin}"
-            rows.append(f"{when}: {', '.join(spans[begin])} ({count:,} parameters)")
+        for begin in sorted(set(self.begins.values()), key=lambda begin: math.inf if begin is None else begin):
+            names = [name for name, other in self.begins.items() if other == begin]
+            stages = dict.fromkeys(map(self.model.stage_of, names))
+            count = sum(self.parameters[name].numel() for name in names)
+            rows.append(
+                f"{'never' if begin is None else f'from step {begin}'}: {', '.join(stages)} ({count:,} parameters)"
+            )
         for end in sorted({end for end in self.ends.values() if end is not None}):
-            names = [plain(name) for name, own in self.ends.items() if own == end and self.begins[name] is not None]
+            names = [plain(n) for n, other in self.ends.items() if other == end and self.begins[n] is not None]
             rows.append(f"until step {end}: {', '.join(names)}")
         if self.config.freeze_bn:
             rows.append("BatchNorm statistics stay as they are")
@@ -184,21 +182,18 @@ def layer_table(network: nn.Module, inputs: tuple[Any, ...], finetuning: FineTun
     """Every layer in the order of the forward pass: output shape, parameters, rate at the peak, weight decay, and from
     which update it trains. `network` is in evaluation mode, its parameters named as those of `finetuning`.
     """
-    shapes: dict[str, str] = {}
-    modules = {prefix: module for prefix, module in network.named_modules() if not any(True for _ in module.children())}
+    names = {module: prefix for prefix, module in network.named_modules() if not list(module.children())}
+    shapes: dict[nn.Module, str] = {}  # in the order of the forward pass
 
-    def note(prefix: str, output: Tensor) -> None:
-        shapes.setdefault(prefix, " x ".join(map(str, output.shape)))
+    def note(module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        if module in names:
+            shapes.setdefault(module, " x ".join(map(str, output.shape)))
 
-    hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output, prefix=prefix: note(prefix, output))
-        for prefix, module in modules.items()
-    ]
+    hook = register_module_forward_hook(note)
     with torch.no_grad():
         network(*inputs)
-    for hook in hooks:
-        hook.remove()
-    rows = [_layer_row(prefix, shapes[prefix], modules[prefix], finetuning, config) for prefix in shapes]
+    hook.remove()
+    rows = [_layer_row(names[module], shape, module, finetuning, config) for module, shape in shapes.items()]
     ever = sum(p.numel() for name, p in finetuning.parameters.items() if finetuning.begins[name] is not None)
     total = sum(p.numel() for p in finetuning.parameters.values())
     totals = (("Total", total), ("Trainable", ever), ("Non-trainable", total - ever))

@@ -30,13 +30,16 @@ class Targets(NamedTuple):
     own: Tensor | None = None  # float [n]: the share of `labels`, 0 to 1
     weights: Tensor | None = None  # float [n]: what each sample's loss counts; None: 1
 
+    def rows(self, rows: slice) -> "Targets":
+        return Targets(*(part if part is None else part[rows] for part in self))  # type: ignore[arg-type]
+
     def correct(self, logits: Tensor) -> Tensor:
         """Number of correct predictions, 0-d; a mixed sample counts by the share of the predicted class."""
-        named = logits.argmax(1)
+        predicted = logits.argmax(1)
         if self.others is None or self.own is None:
-            return (named == self.labels).sum()
+            return (predicted == self.labels).sum()
         own = self.own.to(torch.promote_types(self.own.dtype, logits.dtype))  # the sum is as exact as the loss
-        return (own * (named == self.labels) + (1 - own) * (named == self.others)).sum()
+        return (own * (predicted == self.labels) + (1 - own) * (predicted == self.others)).sum()
 
 
 def class_weight_list(

@@ -43,12 +43,11 @@ from utils.seeding import forked
 
 
 class Prepared(NamedTuple):
-    """A process's share of a step: augmented uint8 images, and how they are mixed if they are."""
+    """A process's share of a step: augmented uint8 images, what they show, and how they are mixed if they are."""
 
     images: Tensor
-    labels: Tensor
-    mixed: tuple[Tensor, Tensor, Mixing] | None = None  # with which images and labels, and how
-    weights: Tensor | None = None  # of the samples' losses; None: all 1
+    targets: Targets
+    mixed: tuple[Tensor, Mixing] | None = None  # with which images, and how
 
 
 class ClassifierTask(Task):
@@ -136,8 +135,9 @@ class ClassifierTask(Task):
         with phase("optimizer"):
             update = self.updater.step(step)
             restore_where_(self.statistics, before, update.skipped)
-            if self.apart:
-                collectives.average_(self._own_statistics())
+            if self.apart:  # the running means and variances that this step has moved
+                norms = [m for m in self.model.modules() if isinstance(m, torch.nn.BatchNorm2d) and m.training]
+                collectives.average_(b for norm in norms for b in norm.buffers() if b.is_floating_point())
             self.precision.update_scale()
         with phase("ema"):
             average = self.updater.average(self.model.parameters())
@@ -174,11 +174,11 @@ class ClassifierTask(Task):
         self.updater.zero_grad()
         trying = self.micro.auto and (self.replica is None or self.micro.tries > 0)
         while trying:
-            found = self._try_gradients(batch, step)
-            short = collectives.all_reduce_max(int(found is None))
-            if found is not None and self.replica is None:
-                return found
-            del found
+            result = self._try_gradients(batch, step)
+            short = collectives.all_reduce_max(int(result is None))
+            if result is not None and self.replica is None:
+                return result
+            del result
             self.updater.zero_grad()
             for tensor, old in zip(self.statistics, before, strict=True):
                 tensor.copy_(old)
@@ -189,12 +189,6 @@ class ClassifierTask(Task):
                 torch.accelerator.empty_cache()
             say_main(self.micro.halve())
         return self._accumulate(batch, step)
-
-    def _own_statistics(self) -> list[Tensor]:
-        """Running means and variances that this step has moved, and in each process differently."""
-        norms = [module for module in self.model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-        moved = [buffer for norm in norms if norm.training for buffer in norm.buffers(recurse=False)]
-        return [buffer for buffer in moved if buffer.is_floating_point()]
 
     def _try_gradients(self, batch: Batch, step: int) -> tuple[Tensor, Tensor] | None:
         """None: memory ran out. (By the time of the return what the failed pass held is free again.)"""
@@ -248,28 +242,28 @@ class ClassifierTask(Task):
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:
         """Augment rows [start, start + n) of the global batch: in uint8, a quarter of the memory."""
-        config, labels, synthetic = self.config, batch.labels, batch.synthetic
-        weight = config.data.synthetic.weight
-        weighed = None if synthetic is None or weight == 1 else synthetic
+        config, targets = self.config, Targets(batch.labels)
         draw: Any = {"seed": config.seed, "step": step, "start": start, "global_batch": config.batch_size}
         images = draw_and_apply(batch.images, config.augment, **draw)
-        if not config.augment.mixes:
-            weights = None if weighed is None else sample_weights(weighed, weight, None, None)
-            return Prepared(images, labels, weights=weights)
-        size = (images.shape[2], images.shape[3])
-        mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
-        weights = None if weighed is None else sample_weights(weighed, weight, partners(weighed), mixing.own)
-        return Prepared(images, labels, (partners(images), partners(labels), mixing), weights)
+        mixed = None
+        if config.augment.mixes:
+            size = (images.shape[2], images.shape[3])
+            mixing = draw_mixing(config.augment, count=len(images), size=size, device=images.device, **draw)
+            mixed = partners(images), mixing
+            targets = Targets(batch.labels, partners(batch.labels), mixing.own)
+        if batch.synthetic is not None and (weight := config.data.synthetic.weight) != 1:
+            others = partners(batch.synthetic) if mixed else None
+            targets = targets._replace(weights=sample_weights(batch.synthetic, weight, others, targets.own))
+        return Prepared(images, targets, mixed)
 
     def _part(self, prepared: Prepared, rows: slice) -> tuple[Tensor, Targets]:
         """Some rows as the network takes them."""
-        images, labels = to_float(prepared.images[rows], channels_last=self.config.channels_last), prepared.labels[rows]
-        weights = None if prepared.weights is None else prepared.weights[rows]
-        if prepared.mixed is None:
-            return images, Targets(labels, weights=weights)
-        others, other_labels, mixing = prepared.mixed[0][rows], prepared.mixed[1][rows], prepared.mixed[2].rows(rows)
-        others = to_float(others, channels_last=self.config.channels_last)
-        return mix_images(images, others, mixing), Targets(labels, other_labels, mixing.own, weights)
+        images = to_float(prepared.images[rows], channels_last=self.config.channels_last)
+        if prepared.mixed is not None:
+            others, mixing = prepared.mixed
+            others = to_float(others[rows], channels_last=self.config.channels_last)
+            images = mix_images(images, others, mixing.rows(rows))
+        return images, prepared.targets.rows(rows)
 
     def sample_grid(self, step: int) -> np.ndarray | None:
         """At the start, the first training images as the network will see them; later nothing new."""
@@ -278,11 +272,8 @@ class ClassifierTask(Task):
         count = min(64, len(self.reader), self.config.batch_size)
         count -= count % 2 if self.config.augment.mixes else 0
         batch = read_batch(self.reader, np.arange(count)).to(self.device)
-        shown = self._prepared(batch, 0, 0)
-        if shown.mixed is None:
-            return grid(shown.images.cpu())
-        mixed, _ = self._part(shown, slice(0, count))
-        return grid(((mixed + 1) * 127.5).round().to(torch.uint8).cpu())
+        images, _ = self._part(self._prepared(batch, 0, 0), slice(0, count))
+        return grid(((images + 1) * 127.5).round().to(torch.uint8).cpu())
 
     def images_at(self, step: int) -> int:
         return step * self.config.batch_size
