@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from data.errors import ImageError
 from data.images import FORMATS, decode_file, to_channels
-from data.sources import Source, open_source
+from data.sources import open_source
 from planning.plan import Machine, Plan, Speed, Survey, choose
 from utils.config.cli import Parser, number
 from utils.errors import UserError
-from utils.files import write_atomic
+from utils.files import as_json, write_atomic
 from utils.memory import cores
 from utils.script import run_cli
 from utils.text import columns, duration
@@ -38,12 +38,6 @@ CLOSING = 4.0  # seconds that a command takes after its work: the last checkpoin
 # --- the images
 
 
-class _Look(NamedTuple):
-    side: int
-    grey: bool
-    transparent: bool
-
-
 def survey(spec: str) -> Survey:
     """Look at what `spec` names (see `data.sources.open_source`). Raises UserError where nothing can be made of it."""
     with open_source(spec) as source:
@@ -53,7 +47,21 @@ def survey(spec: str) -> Survey:
         sizes = np.bincount(source.labels(), minlength=max(1, len(source.classes)))
         started = time.perf_counter()
         rows = np.unique(np.linspace(0, count - 1, LOOKED_AT).astype(int)).tolist()
-        looks, unreadable = _look_at(source, rows)
+        sides, grey, transparent, unreadable = [], True, False, ""
+        for row in rows:
+            content = source.item(row).content
+            try:
+                pixels = decode_file(content, 3) if isinstance(content, bytes) else to_channels(content, 3)
+            except ImageError as error:
+                unreadable = unreadable or f"{source.item_name(row)} {error}"
+                continue
+            sides.append(min(pixels.shape[:2]))
+            grey = grey and bool((pixels == pixels[..., :1]).all())
+            if isinstance(content, bytes):
+                with Image.open(BytesIO(content), formats=FORMATS) as image:
+                    transparent = transparent or image.has_transparency_data
+        if not sides:
+            raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
         seconds = (time.perf_counter() - started) / len(rows)
         apart = "test" in source.splits
     held_out = 0
@@ -67,37 +75,12 @@ def survey(spec: str) -> Survey:
         classes=len(source.classes),
         smallest_class=int(sizes.min()),
         largest_class=int(sizes.max()),
-        side=int(median(look.side for look in looks)),
-        channels=1 if all(look.grey for look in looks) else 3,
-        transparent=any(look.transparent for look in looks),
+        side=int(median(sides)),
+        channels=1 if grey else 3,
+        transparent=transparent,
         unreadable=unreadable,
         seconds=seconds,
     )
-
-
-def _look_at(source: Source, rows: list[int]) -> tuple[list[_Look], str]:
-    """Decode these images; the second part names the first that cannot be read. Raises UserError if none can be."""
-    looks, unreadable = [], ""
-    for row in rows:
-        try:
-            looks.append(_look(source.item(row).content))
-        except ImageError as error:
-            unreadable = unreadable or f"{source.item_name(row)} {error}"
-    if not looks:
-        raise UserError(f"{source.name}: none of its images can be read; the first: {unreadable}: give image files")
-    return looks, unreadable
-
-
-def _look(content: bytes | np.ndarray) -> _Look:
-    """Raises ImageError."""
-    transparent = False
-    if isinstance(content, bytes):
-        pixels = decode_file(content, 3)
-        with Image.open(BytesIO(content), formats=FORMATS) as image:
-            transparent = image.has_transparency_data
-    else:
-        pixels = to_channels(content, 3)
-    return _Look(min(pixels.shape[:2]), bool((pixels == pixels[..., :1]).all()), transparent)
 
 
 # --- the machine
@@ -111,28 +94,37 @@ class ThisMachine(Machine):
         `side` of the images in px.
         """
         started = time.perf_counter()
+        import torch
+
         import training.engine.speed  # noqa: F401
-        from metrics.features.extractors import find_weights
+        from metrics.features.extractors import ResNet50Features, find_weights
 
         self.start = 2 * (time.perf_counter() - started) + CLOSING
         self.folder, self.cores = folder, cores()
         self.weights = weights_at_hand(weights) if tuning else None
-        features = find_weights(None)
-        self.features_per_second = 0.0 if features is None else _features_per_second(features, side)
+        if (features := find_weights(None)) is not None:
+            extractor, images = ResNet50Features(features), torch.zeros(16, 3, side, side, dtype=torch.uint8)
+            extractor(images)
+            started = time.perf_counter()
+            extractor(images)
+            self.features_per_second = len(images) / (time.perf_counter() - started)
         self._known: dict[tuple[Any, ...], Speed] = {}
 
-    def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
+    def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         """Train a few steps on noise of that shape."""
         from training.engine.speed import measure_recipe
 
-        key = (config, *overrides, side, channels, classes)
+        key = (config, *overrides, side, images.channels, images.classes)
         if key not in self._known:
-            data = ["--data.path", str(self._noise(side, channels, classes)), "--data.val-path", "null"]
+            data = ["--data.path", str(self._noise(side, images.channels, images.classes)), "--data.val-path", "null"]
             if "--model.weights" in overrides:  # as fast without them
                 data += ["--model.weights", "null", "--model.normalise", "imagenet"]
             measured = measure_recipe(config, [*overrides, *data])
-            speed = self._known[key] = Speed(measured.precision, measured.images_per_second, measured.ratio)
-            print(f"  {Path(config).stem}, {side} px: {speed_text(speed)}", flush=True)
+            self._known[key] = Speed(measured.precision, measured.images_per_second)
+            ratio = measured.ratio or math.inf
+            compared = f" ({ratio:.2f} times the slower precision)" if math.isfinite(ratio) else ""
+            text = f"{measured.images_per_second:,.0f} images/s of training in {measured.precision}{compared}"
+            print(f"  {Path(config).stem}, {side} px: {text}", flush=True)
         return self._known[key]
 
     def _noise(self, side: int, channels: int, classes: int) -> Path:
@@ -146,25 +138,6 @@ class ThisMachine(Machine):
             names = [f"{label:05}" for label in range(classes)]
             pack_arrays(file, images, np.arange(count) % max(1, classes), names, source="noise")
         return file
-
-
-def speed_text(speed: Speed) -> str:
-    """A speed for a person."""
-    ratio = f" ({speed.ratio:.2f} times the slower precision)" if speed.ratio and math.isfinite(speed.ratio) else ""
-    return f"{speed.images_per_second:,.0f} images/s of training in {speed.precision}{ratio}"
-
-
-def _features_per_second(file: Path, side: int) -> float:
-    import torch
-
-    from metrics.features.extractors import ResNet50Features
-
-    extractor = ResNet50Features(file)
-    images = torch.zeros(16, 3, side, side, dtype=torch.uint8)
-    extractor(images)
-    started = time.perf_counter()
-    extractor(images)
-    return len(images) / (time.perf_counter() - started)
 
 
 def weights_at_hand(given: str | None) -> tuple[str, str, bool] | None:
@@ -236,7 +209,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     plan = make_plan(options.source, options.minutes, options.weights, options.quick)
     print("\n".join(plan_lines(plan)), flush=True)
-    write_atomic(options.out, plan.model_dump_json(indent=1).encode() + b"\n")
+    write_atomic(options.out, as_json(plan.model_dump()))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ class Speed(NamedTuple):
 
     precision: str
     images_per_second: float
-    ratio: float | None  # over the slower precision; None: not compared
 
 
 class Machine:
@@ -66,9 +65,9 @@ class Machine:
     weights: tuple[str, str, bool] | None = None  # ImageNet weights at hand: file, its network, stride of 2 as in He's
     features_per_second = 0.0  # images through ResNet-50 for the distance; 0: there are no weights for it
 
-    def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
-        """How fast the recipe trains on such images."""
-        return Speed("auto", 1000.0, None)
+    def speed(self, config: str, overrides: Sequence[str], side: int, images: "Survey") -> Speed:
+        """How fast the recipe trains on such images of `side` px."""
+        return Speed("auto", 1000.0)
 
 
 class Survey(Stored):
@@ -193,14 +192,24 @@ class _Choice:
         self.images = survey.count - (self.held_out if self.val_share else 0)
         self.labelled = survey.classes > 1
         self.ada = self.images < ADA_BELOW
-        self.notes: list[str] = []
+        self.gan_side = _side(survey.side, SIZES[0].side)  # px: the largest that the images have details for
+        if self.val_share is None:
+            self.notes = [f"held out: the source's own {survey.held_out:,} images"]
+        else:
+            few = f" (20 % because there are fewer than {FEW})" if self.val_share == VAL_SHARE_FEW else ""
+            what = f"{self.val_share:.0%} of each class, about {self.held_out:,} images in all"
+            self.notes = [f"held out: {what}, look-alikes on one side{few}"]
+        if survey.unreadable:
+            self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
+        if not self.labelled:
+            why = "are of one class" if survey.classes else "have no labels"
+            self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
 
     def plan(self) -> Plan:
         """Classifier first, because it needs little; the GAN has what is left."""
         survey, start = self.survey, self.machine.start
         packing = survey.seconds * (survey.count + survey.held_out) / max(1, self.machine.cores)
         seconds = {"pack": packing + PACKING * (2 if survey.held_out else 1)}
-        self._notes_on_data()
         left = FILLED * 60 * self.minutes - seconds["pack"] - start * (4 if self.labelled else 2)
         most = EVALUATION * 60 * self.minutes  # for the GAN's evaluation
         classifier, judging = None, 0.0
@@ -233,24 +242,6 @@ class _Choice:
             seconds={name: round(seconds[name], 1) for name in ORDER if name in seconds},
             notes=self.notes,
         )
-
-    def _notes_on_data(self) -> None:
-        survey = self.survey
-        if self.val_share is None:
-            self.notes.append(f"held out: the source's own {survey.held_out:,} images")
-        else:
-            few = f" (20 % because there are fewer than {FEW})" if self.val_share == VAL_SHARE_FEW else ""
-            what = f"{self.val_share:.0%} of each class, about {self.held_out:,} images in all"
-            self.notes.append(f"held out: {what}, look-alikes on one side{few}")
-        if survey.unreadable:
-            self.notes.append(f"images that cannot be read are left out, for example: {survey.unreadable}")
-        if not self.labelled:
-            why = "are of one class" if survey.classes else "have no labels"
-            self.notes.append(f"no classifier: the images {why}; put them into a folder for each class")
-
-    def _speed(self, config: str, options: list[str], side: int) -> Speed:
-        shape = {"side": side, "channels": self.survey.channels, "classes": self.survey.classes}
-        return self.machine.speed(config, options, **shape)
 
     def _training(
         self, config: str, options: list[str], side: int, speed: Speed, images: float, why: str, most: int | None = None
@@ -294,11 +285,11 @@ class _Choice:
             options = ["--model.name", name, "--model.weights", file, "--model.he-strides", str(he_strides).lower()]
             why = f"fine-tuned from {name}'s ImageNet weights, {file}"
             wanted = max(3200, 6 * self.images, min(20 * self.images, 25_600))
-        speed = self._speed(config, options, side)
+        speed = self.machine.speed(config, options, side, self.survey)
         if weights and share * budget * speed.images_per_second < wanted / 3:
             options += ["--finetune.freeze", "[backbone]"]
             why += "; the head alone, because there is no time for more"
-            speed = self._speed(config, options, side)
+            speed = self.machine.speed(config, options, side, self.survey)
         most = share * budget * speed.images_per_second
         return self._training(config, options, side, speed, max(min(wanted, most), min(3 * wanted, most / 2)), why)
 
@@ -306,29 +297,27 @@ class _Choice:
 
     def _gan_size(self, budget: float) -> tuple[Size, Speed]:
         """The largest whose samples can be recognised in the time that is left, and its speed."""
-        sizes = [size for size in SIZES if size.side <= self._gan_side] or [SIZES[-1]]
+        sizes = [size for size in SIZES if size.side <= self.gan_side] or [SIZES[-1]]
         base, known = next((size for size in sizes if size.side <= 32), sizes[-1]), 0.0
         if not self.quick:
-            known = self._speed(GAN, self._options(base), base.side).images_per_second
+            known = self._gan_speed(base).images_per_second
         for size in sizes[:-1]:
             hoped = known * _work(base) / _work(size) * budget
             if self.quick or hoped < 600 * size.kimg:  # not worth measuring
                 continue
-            speed = self._speed(GAN, self._options(size), size.side)
+            speed = self._gan_speed(size)
             if speed.images_per_second * budget >= 1000 * size.kimg:
                 return size, speed
-        return sizes[-1], self._speed(GAN, self._options(sizes[-1]), sizes[-1].side)
+        return sizes[-1], self._gan_speed(sizes[-1])
 
-    @property
-    def _gan_side(self) -> int:
-        """px: the largest side that the images have details for."""
-        return _side(self.survey.side, SIZES[0].side)
+    def _gan_speed(self, size: Size) -> Speed:
+        return self.machine.speed(GAN, self._options(size), size.side, self.survey)
 
     def _gan(self, size: Size, speed: Speed, budget: float) -> Training:
         """As long as there is time, and as it shows."""
         images = min(budget * speed.images_per_second / GRIDS, 1000 * size.most)
         why = f"{size.side} px, " + ("one network draws every class" if self.labelled else "without labels")
-        if size.side < self._gan_side and not self.quick:
+        if size.side < self.gan_side and not self.quick:
             why += f"; {size.side * 2} px want more time than there is (--minutes)"
         if self.ada:
             why += f"; with ADA, because there are fewer than {ADA_BELOW:,} training images"

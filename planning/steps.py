@@ -38,11 +38,6 @@ class Step(NamedTuple):
     done: bool  # by an earlier start
 
 
-def part_of(step: str) -> str:
-    """The part of the plan that a step belongs to: packing is one command or two."""
-    return step.partition(" ")[0] if step.startswith("pack") else step
-
-
 class Quickstart:
     """The steps, where they write, and how long each took (kept in timings.json over interruptions)."""
 
@@ -58,12 +53,11 @@ class Quickstart:
         begun: set[str] = set()  # parts of the plan
         for step in self.steps():
             self.commands.append(typed(step.command))
-            expected, part = self.plan.seconds, part_of(step.name)
-            seconds = 0.0 if part in begun else expected[part]
+            part = next(part for part in self.plan.seconds if step.name.startswith(part))  # packing may be two steps
+            left = {name: seconds for name, seconds in self.plan.seconds.items() if name not in begun}
             begun.add(part)
-            rest = sum(expected[name] for name in expected if name not in begun)
-            timed = seconds and not self.plan.quick and not step.done
-            when = f": about {duration(seconds)}, then {duration(rest)}" if timed else ""
+            seconds = 0.0 if self.plan.quick or step.done else left.pop(part, 0.0)
+            when = f": about {duration(seconds)}, then {duration(sum(left.values()))}" if seconds else ""
             print(f"\n{time.strftime('%H:%M:%S')} {step.name}{when}\n$ {self.commands[-1]}", flush=True)
             if step.done:
                 print(f"{step.name}: already done", flush=True)
@@ -92,12 +86,12 @@ class Quickstart:
             return
         spent = {part: 0.0 for part in BEFORE_GAN if part in plan.seconds}
         for part in spent:
-            took = [step["seconds"] for name, step in self.timings.items() if part_of(name) == part]
+            took = [step["seconds"] for name, step in self.timings.items() if name.startswith(part)]
             spent[part] = sum(took) if took else plan.seconds[part]
         self.plan = replanned(plan, spent)
         if self.plan is not plan:
             print(f"\n{self.plan.notes[-1]}", flush=True)
-            write_atomic(self.folder / "plan.json", self.plan.model_dump_json(indent=1).encode() + b"\n")
+            write_atomic(self.folder / "plan.json", as_json(self.plan.model_dump()))
 
     def packing(self) -> Iterator[Step]:
         """The commands that pack: both parts of a source that has them, or one that splits a part off."""
@@ -128,24 +122,20 @@ class Quickstart:
         """The command that evaluates a task, the GAN with the classifier as judge."""
         command = ["evaluate.py", "--checkpoint", shown(self.folder / task), "--data", shown(self.test)]
         command += ["--n", str(QUICK_IMAGES)] if self.plan.quick else []
-        if task == "gan":
-            options = self.plan.evaluation
-            if self.plan.quick:
-                options = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
-                options += [] if self.plan.classifier else ["--extractor", "pixels"]  # there may be no weights
-            command += self.judged(options) if self.plan.classifier else options
-        return command
-
-    def judged(self, options: list[str]) -> list[str]:
-        """The GAN's options with the classifier as judge, or with its features alone where it may not judge."""
-        run = shown(self.folder / "classifier")
-        if not (why := unfit(self.train, self.test)):
-            return ["--classifier", run, *options]
-        print(f"the classifier does not judge the GAN: {why}", flush=True)
-        features = f"classifier:{run}"
-        if "--extractor" not in options:
-            return ["--extractor", features, *options]
-        return [features if option == "classifier" else option for option in options]
+        if task != "gan":
+            return command
+        options = self.plan.evaluation
+        if self.plan.quick:
+            options = ["--searched", str(QUICK_IMAGES), "--per-class", str(QUICK_IMAGES // 10)]
+            options += [] if self.plan.classifier else ["--extractor", "pixels"]  # there may be no weights
+        if not self.plan.classifier:
+            return [*command, *options]
+        run = self.folder / "classifier"
+        if not (why := unfit(run, self.test)):
+            return [*command, "--classifier", shown(run), *options]
+        print(f"the classifier does not judge the GAN: it {why}", flush=True)
+        options = [f"classifier:{shown(run)}" if option == "classifier" else option for option in options]
+        return command + ([] if "--extractor" in options else ["--extractor", f"classifier:{shown(run)}"]) + options
 
     def timed(self, step: Step) -> int:
         """Run a step and note its time; the time of an interrupted step accumulates."""
@@ -163,9 +153,8 @@ class Quickstart:
         from utils.versions import environment
 
         seconds = round(sum(step["seconds"] for step in self.timings.values()), 1)
-        summary = summarise(self.folder, self.plan, seconds)
-        summary |= {"timings": {name: step["seconds"] for name, step in self.timings.items()}}
-        summary |= {"versions": environment()}
+        timings = {name: step["seconds"] for name, step in self.timings.items()}
+        summary = summarise(self.folder, self.plan, seconds) | {"timings": timings, "versions": environment()}
         write_atomic(self.folder / "summary.json", as_json(summary))
         report = write_quickstart_report(
             self.folder,
@@ -196,19 +185,17 @@ def summarise(folder: Path, plan: Plan, seconds: float) -> dict[str, Any]:
     and what was planned.
     """
     figures = {task: json.loads((folder / task / "eval/metrics.json").read_text()) for task in plan.trainings}
-    named, gan = figures.get("classifier"), figures["gan"]
-    first = gan["distances"][0]
-    distance = {"distance": "frechet", "distance_interval": "frechet_interval"}
+    classifier, gan = figures.get("classifier"), figures["gan"]
+    if classifier:
+        names = {"accuracy": "accuracy", "interval": "accuracy_interval", "n": "n"}
+        classifier = {name: classifier.get(key) for name, key in names.items()}
+    first = {key.replace("frechet", "distance"): value for key, value in gan["distances"][0].items()}
+    of_first = ("distance", "distance_interval", "floor", "extractor", "n")
     return {
         "seconds": seconds,
-        "classifier": named
-        and {"accuracy": named["accuracy"], "interval": named.get("accuracy_interval"), "n": named.get("n")},
-        "gan": {
-            **{key: gan[key] for key in ("recognised", "diversity_ratio")},
-            **{key: first[name] for key, name in distance.items() if name in first},
-            **{key: first[key] for key in ("floor", "extractor", "n")},
-            **{key: gan[key] for key in SURE if key in gan},
-        },
+        "classifier": classifier,
+        "gan": {key: gan[key] for key in ("recognised", "diversity_ratio", *SURE) if key in gan}
+        | {key: first[key] for key in of_first if key in first},
         "plan": {
             "source": plan.survey.source,
             "minutes": plan.minutes,
@@ -252,16 +239,14 @@ def complete(file: Path) -> bool:
     return True
 
 
-def unfit(train: Path, test: Path) -> str:
-    """Why a classifier of these training images cannot judge samples, as `metrics.lineage` says; empty if it can."""
+def unfit(run: Path, test: Path) -> str:
+    """Why a run's classifier cannot judge samples beside these test images, see `metrics.lineage`; empty if it can."""
     from data.reading.dataset import Dataset
-    from metrics.lineage import TOLERATED, overlap
+    from metrics import lineage
+    from utils.checkpoint import load, resolve
 
-    with Dataset(train) as trained, Dataset(test) as tested:
-        if trained.meta.passport:
-            return "its training images are samples"
-        share = overlap(tested, trained) / len(tested)
-    return f"it was trained on {share:.1%} of the test images" if share > TOLERATED else ""
+    with Dataset(test) as reader:
+        return lineage.unfit(load(resolve(str(run))), reader)
 
 
 def finished(run: Path) -> bool:

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from data.reading.dataset import Dataset
 from planning import steps
 from planning.plan import FILLED, Plan, choose
 from planning.steps import QUICK_STEPS, ROOT, Quickstart, call, unfit
 from quickstart import main
-from tests.data.test_passport import pack_samples
-from tests.metrics.conftest import pack
+from tests.metrics.conftest import classifier_run
+from tests.metrics.conftest import pack as pack_images
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from tests.reporting.test_report import make_classifier, make_gan, write
 from utils.errors import UserError
@@ -85,32 +86,35 @@ def commands(tmp_path, monkeypatch):
     stub = Commands()
     monkeypatch.setattr(steps, "call", stub)
     monkeypatch.setattr(steps, "complete", lambda file: True)
-    monkeypatch.setattr(steps, "unfit", lambda train, test: "")  # the files are empty
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "")  # the files are empty
     monkeypatch.setattr(time, "monotonic", lambda: stub.now)
     return stub
 
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_classifier_that_may_not_judge_gives_its_features_alone(commands, tmp_path, monkeypatch, capsys, quick):
-    monkeypatch.setattr(steps, "unfit", lambda train, test: f"it was trained on {train.name} and {test.name}")
+    monkeypatch.setattr(steps, "unfit", lambda run, test: f"was trained on {test.name} as {run.name}")
     assert main(["--dir", str(tmp_path), *["--quick"] * quick]) == 0
     assert "--classifier" not in commands.calls[-1]
     assert option(commands.calls[-1], "--extractor") == f"classifier:{tmp_path / 'classifier'}"
-    assert "does not judge the GAN: it was trained on train.lmdb and test.lmdb" in capsys.readouterr().out
+    assert "does not judge the GAN: it was trained on test.lmdb as classifier" in capsys.readouterr().out
 
 
 def test_features_that_were_planned_become_those_of_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "unfit", lambda train, test: "it was")
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "was")
     plan = choose(SAMPLE.model_copy(update={"source": "sample"}), Fast(), minutes=15, quick=False)
-    judged = Quickstart(tmp_path, plan).judged(["--extractor", "classifier", "--n", "9"])
+    plan = plan.model_copy(update={"evaluation": ["--extractor", "classifier", "--n", "9"]})
+    judged = Quickstart(tmp_path, plan).evaluation("gan")[-4:]
     assert judged == ["--extractor", f"classifier:{tmp_path / 'classifier'}", "--n", "9"]
 
 
-def test_who_was_trained_on_samples_or_test_images_may_not_judge(tmp_path):
-    real, test = pack(tmp_path / "real.lmdb", seed=1, count=90), pack(tmp_path / "test.lmdb", seed=2)
-    assert unfit(real, test) == ""
-    assert "100.0% of the test images" in unfit(test, test)
-    assert "samples" in unfit(pack_samples(tmp_path / "samples.lmdb"), test)
+def test_who_was_trained_on_test_images_may_not_judge(tmp_path):
+    test = pack_images(tmp_path / "test.lmdb")
+    with Dataset(test) as reader:
+        hashes = {"told": reader.meta.content_hash, "other": "f00d"}
+    runs = {name: classifier_run(tmp_path / name, content_hash=content) for name, content in hashes.items()}
+    assert unfit(runs["other"], test) == ""
+    assert "was trained on the test images" in unfit(runs["told"], test)
 
 
 def test_all_steps_in_order_on_the_packed_sample_then_summary_and_report(commands, tmp_path, capsys):
@@ -310,7 +314,7 @@ def test_damaged_pack_is_made_again(commands, tmp_path, monkeypatch):
     main(["--dir", str(tmp_path)])
     monkeypatch.undo()
     monkeypatch.setattr(steps, "call", commands)
-    monkeypatch.setattr(steps, "unfit", lambda train, test: "")
+    monkeypatch.setattr(steps, "unfit", lambda run, test: "")
     commands.calls.clear()
     main(["--dir", str(tmp_path)])  # the stub left empty files, which are no packs
     assert commands.names[:2] == ["data.pack", "data.pack"]

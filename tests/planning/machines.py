@@ -18,15 +18,15 @@ class Fast(Machine):
     start, cores = 9.0, 2
     gan, classifier, features_per_second = 380.0, 350.0, 300.0
 
-    def speed(self, config: str, overrides: Sequence[str], *, side: int, channels: int, classes: int) -> Speed:
+    def speed(self, config: str, overrides: Sequence[str], side: int, images: Survey) -> Speed:
         given = dict(pairwise(overrides))
         if config == GAN:
             size = Size(side, int(given["--generator.channel-base"]), int(given["--generator.channel-max"]), 0, 0)
             quick = next(each for each in SIZES if each.side == 32)
-            return Speed("bf16", self.gan * _work(quick) / _work(size), 1.1)
+            return Speed("bf16", self.gan * _work(quick) / _work(size))
         if config == SCRATCH:
-            return Speed("bf16", self.classifier * (32 / side) ** 2, 1.5)
-        return Speed("bf16", self.classifier / (4 if "--finetune.freeze" in given else 10), 1.5)
+            return Speed("bf16", self.classifier * (32 / side) ** 2)
+        return Speed("bf16", self.classifier / (4 if "--finetune.freeze" in given else 10))
 
 
 class Slow(Fast):

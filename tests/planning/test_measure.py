@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from models.registry import backbone_of
 from planning import measure
-from planning.measure import ThisMachine, make_plan, plan_lines, speed_text, weights_at_hand
-from planning.plan import GAN, Machine, Speed, choose
+from planning.measure import ThisMachine, make_plan, plan_lines, weights_at_hand
+from planning.plan import GAN, Machine, choose
 from tests.planning.machines import SAMPLE, WEIGHTS, Fast, seen
 from utils.errors import UserError
 from utils.script import run_cli
@@ -67,13 +67,13 @@ def test_speeds_are_measured_once_on_noise_of_the_images_shape(tmp_path, nothing
     monkeypatch.setenv("DUET_PRECISION", "fp32")
     machine = ThisMachine(tmp_path, None, tuning=True)
     options = ["--generator.channel-base", "64", "--discriminator.channel-base", "64", "--batch-size", "8"]
-    first = machine.speed(GAN, options, side=16, channels=3, classes=3)
+    first = machine.speed(GAN, options, 16, seen(60, 3))
     assert first.images_per_second > 0
     assert "images/s" in capsys.readouterr().out
-    assert machine.speed(GAN, options, side=16, channels=3, classes=3) is first
+    assert machine.speed(GAN, options, 16, seen(60, 3)) is first
     assert capsys.readouterr().out == ""
     assert [file.name for file in tmp_path.glob("*.lmdb")] == ["16-3-3.lmdb"]
-    machine.speed(GAN, [*options, "--loss.mismatch-weight", "0"], side=16, channels=1, classes=0)  # without labels
+    machine.speed(GAN, [*options, "--loss.mismatch-weight", "0"], 16, seen(60, 0, channels=1))  # without labels
 
 
 def test_plan_is_told_with_reasons_lengths_and_times():
@@ -92,11 +92,6 @@ def test_plan_is_told_with_reasons_lengths_and_times():
     quick = "\n".join(plan_lines(choose(SAMPLE, Machine(), minutes=15, quick=True)))
     assert "--quick" in quick
     assert "images/s" not in quick
-
-
-def test_infinite_ratios_are_told_in_words():
-    assert "inf" not in speed_text(Speed("fp32", 10.0, float("inf")))
-    assert "1.50 times" in speed_text(Speed("fp32", 10.0, 1.5))
 
 
 def test_command_writes_the_plan(tmp_path, capsys):
