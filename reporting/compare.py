@@ -23,19 +23,21 @@ KINDS = {"better": "good", "worse": "bad"}
 
 def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     """Write FOLDER/comparison.html and comparison.json of what `metrics.comparison.compare.compare` found."""
-    from reporting.report import render  # it knows the figures, whose functions bring torch along
+    from metrics.comparison.compare import cells  # these two know the figures, whose functions bring torch along
+    from reporting.report import render
 
     names = list(document["runs"])
     runs = {name: read_run(name.partition(",")[0]) for name in names}  # of seeds alike the first
     pairs = [
-        {"title": f"{found['run']} against {names[0]}", "rows": [_row(row) for row in found["figures"]]}
-        for found in document["comparisons"]
+        {"title": f"{each['run']} against {names[0]}", "rows": [(row, cells(row)) for row in each["figures"]]}
+        for each in document["comparisons"]
     ]
     text = render(
         "comparison.html.j2",
         title=" and ".join(dict.fromkeys(Path(name).name for name in names)),
         about=f"{document['task']}, {document['n']} images, seed {document['seed']}, data {document['data_hash'][:12]}",
         header=HEADER,
+        kinds=KINDS,
         pairs=pairs,
         images=_images(runs),
         curves=shared_charts(runs),
@@ -46,20 +48,6 @@ def write_comparison(document: Mapping[str, Any], folder: Path) -> Path:
     write_atomic(folder / "comparison.json", as_json(document))
     write_atomic(folder / "comparison.html", text.encode(errors="replace"))
     return folder / "comparison.html"
-
-
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The cells of a figure's row, in the order of HEADER; and how its verdict is coloured."""
-    from metrics.comparison.compare import cells  # see above
-
-    name, *weights = row["figure"].split(" ")  # a figure of features: the extractor and its weights
-    return {
-        "name": " ".join([name.replace("_", " "), *weights[:1]]),
-        "weights": " ".join(weights[1:]),
-        "cells": cells(row),
-        "verdict": row["verdict"],
-        "kind": KINDS.get(row["verdict"], ""),
-    }
 
 
 def _images(runs: Mapping[str, Run]) -> list[tuple[str, list[dict[str, str]]]]:

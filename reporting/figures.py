@@ -13,6 +13,7 @@ from metrics.figures import FIGURES
 from metrics.figures import Figure as Row
 from reporting.charts import number
 from reporting.run_files import Run
+from utils.text import duration
 
 Figure = tuple[str, str]  # (value, what it is)
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]  # (header, rows)
@@ -32,14 +33,6 @@ def plain(value: object) -> str:
 def change(value: float) -> str:
     """A short figure with its sign."""
     return ("-" if value < 0 else "+") + number(abs(value))
-
-
-def time_taken(seconds: float) -> str:
-    """A time as `45 s`, `12 min 5 s` or `3 h 20 min`."""
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
 
 
 VIEWS = {"flip": "mean of 2 views", "shift": "mean of 6 views"}  # by evaluate.py's --tta
@@ -126,7 +119,10 @@ def remarks(run: Run) -> list[tuple[str, str]]:
 def tables(run: Run) -> list[Table]:
     """The evaluation's tables: of distances and of classes, as far as they have rows."""
     document = run.evaluation
-    there = (_distance_table(document), _class_table(document), _robustness_table(document), _outlier_table(document))
+    keys, titles = [*(row.key for row in COLUMNS), "n"], [*(row.title for row in COLUMNS), "n"]
+    distances = [[_extractor(row), *(plain(row.get(key)) for key in keys)] for row in _dicts(document.get("distances"))]
+    of_distances: Table = ["extractor", *titles], distances
+    there = (of_distances, _class_table(document), _robustness_table(document), _outlier_table(document))
     return [table for table in there if table[1]]
 
 
@@ -144,12 +140,6 @@ def _extractor(row: Mapping[str, Any]) -> str:
     """An extractor's name; of a path its last part alone."""
     kind, _, path = str(row.get("extractor", "-")).partition(":")
     return kind if Path(path).name in ("", kind) else f"{kind} ({Path(path).name})"
-
-
-def _distance_table(document: Mapping[str, Any]) -> Table:
-    keys = [*(row.key for row in COLUMNS), "n"]
-    rows = [[_extractor(each), *(plain(each.get(key)) for key in keys)] for each in _dicts(document.get("distances"))]
-    return ["extractor", *(row.title for row in COLUMNS), "n"], rows
 
 
 def _class_table(document: Mapping[str, Any]) -> Table:
@@ -193,30 +183,27 @@ def _outlier_table(document: Mapping[str, Any]) -> Table:
 
 def progress(run: Run) -> list[Figure]:
     """How far a run has come, how long that took and how fast it went."""
-    figures: list[Figure] = []
-    if run.status:
-        figures.append((str(run.status.get("state", "-")), str(run.status.get("reason") or "state of the training")))
-    step = run.status.get("step", run.records[-1]["step"] if run.records else None)
-    if step is not None:
-        figures.append((plain(step), "steps"))
+
+    def middle(key: str) -> float | None:
+        values = [y for _, y in run.series.get(key, []) if math.isfinite(y)]
+        return statistics.median(values) if values else None
+
     seen = [record["images"] for record in run.records if "images" in record]
-    if seen:
-        figures.append((plain(seen[-1]), "images seen"))
-    seconds = run.status.get("seconds")
-    if isinstance(seconds, int | float) and math.isfinite(seconds):
-        figures.append((time_taken(seconds), "time taken, with evaluations"))
-    speeds = [y for _, y in run.series.get("images_per_second", [])]
-    if speeds:
-        figures.append((plain(statistics.median(speeds)), "images a second (median)"))
-    waits = [y for _, y in run.series.get("data_wait", []) if math.isfinite(y)]
-    if waits:
-        figures.append((percent(statistics.median(waits)), "of the time spent waiting for data (median)"))
-    if "step" in run.best:
-        metric = str(run.best.get("metric", "")).replace("_", " ")
-        figures.append((f"step {plain(run.best['step'])}", f"best checkpoint: {metric} {plain(run.best.get('value'))}"))
-    if "step" in run.last:
-        figures.append((f"step {plain(run.last['step'])}", "last checkpoint"))
-    return figures
+    seconds, speed, wait = run.status.get("seconds"), middle("images_per_second"), middle("data_wait")
+    taken = duration(seconds) if isinstance(seconds, int | float) and math.isfinite(seconds) else ""
+    step = run.status.get("step", run.records[-1]["step"] if run.records else None)
+    best = f"{str(run.best.get('metric', '')).replace('_', ' ')} {plain(run.best.get('value'))}"
+    figures = [
+        (run.status and str(run.status.get("state", "-")), str(run.status.get("reason") or "state of the training")),
+        (step is not None and plain(step), "steps"),
+        (seen and plain(seen[-1]), "images seen"),
+        (taken, "time taken, with evaluations"),
+        (speed is not None and plain(speed), "images a second (median)"),
+        (wait is not None and percent(wait), "of the time spent waiting for data (median)"),
+        ("step" in run.best and f"step {plain(run.best['step'])}", f"best checkpoint: {best}"),
+        ("step" in run.last and f"step {plain(run.last['step'])}", "last checkpoint"),
+    ]
+    return [(str(value), what) for value, what in figures if value]
 
 
 def data_tables(run: Run) -> list[Table]:

@@ -3,7 +3,6 @@
 import base64
 import io
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -50,21 +49,18 @@ def samples(run: Run) -> list[Picture]:
     return [picture(path, f"step {number(int(path.stem.removeprefix('step-')))}") for path in picked]
 
 
-def outputs(run: Run, folder: Path) -> dict[str, list[Any]]:
-    """What other commands have written into the run folder. `outputs`: Grad-CAM maps, grids, projections; `links`:
-    (address seen from the page in `folder`, size) of films, exports and more images.
+def outputs(run: Run, folder: Path) -> tuple[list[Picture], list[tuple[str, str]]]:
+    """What other commands have written into the run folder: Grad-CAM maps, grids, projections; and links, (address seen
+    from the page in `folder`, size), of films, exports and more images.
     """
     shown = [path for path in run.outputs if path.suffix == ".png"][:MOST_OUTPUTS]
     files = [path for path in run.outputs if path not in shown]
-    return {
-        "outputs": [picture(path, str(path.relative_to(run.folder))) for path in shown],
-        "links": [(path.relative_to(folder).as_posix(), _size(path)) for path in files],
-    }
-
-
-def _size(path: Path) -> str:
-    size = path.stat().st_size
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+    links = []
+    for path in files:
+        size = path.stat().st_size
+        text = f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
+        links.append((path.relative_to(folder).as_posix(), text))
+    return [picture(path, str(path.relative_to(run.folder))) for path in shown], links
 
 
 def picture(path: Path, caption: str) -> Picture:

@@ -17,12 +17,13 @@ from PIL import Image
 from reporting import figures, pictures
 from reporting.charts import Chart, line_chart
 from reporting.figures import Figure, headline
-from reporting.run_files import Run, of_run, read_run
+from reporting.run_files import Run, read_run
 from utils import bounded
 from utils.errors import UserError
 from utils.files import write_atomic
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import Events
+from utils.text import duration
 from utils.versions import environment
 
 # --- what the figures are called; a curve whose key is not named here is shown under the first part of it
@@ -62,15 +63,15 @@ def write_report(run_dir: str | Path) -> Path:
     its path.
     """
     run = read_run(run_dir)
-    title = f"Run {run.folder.resolve().name}" + (f" ({run.task})" if run.task else "")
+    title = f"Run {run.name}" + (f" ({run.task})" if run.task else "")
     return _write(run.folder / "report.html", title, {"": run}, _commands(run), headline(run))
 
 
 def refresh(output: Path) -> None:
     """Write the report of the run in whose folder `output` lies once more, if it lies in one: the report shows it."""
-    folder = of_run(output)
-    if folder is not None:
-        print(f"report: {write_report(folder)}", file=sys.stderr)
+    run = next((folder for folder in output.resolve().parents[:2] if (folder / "config.yaml").is_file()), None)
+    if run is not None:
+        print(f"report: {write_report(run)}", file=sys.stderr)
 
 
 def _commands(run: Run) -> list[str]:
@@ -96,7 +97,7 @@ def write_quickstart_report(
     runs = {title: read_run(Path(folder) / name) for name, title in titles.items()}
     first = [figure for run in runs.values() for figure in headline(run)]
     if seconds is not None:
-        first.append((figures.time_taken(seconds), "all steps together"))
+        first.append((duration(seconds), "all steps together"))
     return _write(Path(folder) / "report.html", "Duet quickstart", runs, commands, first, notes)
 
 
@@ -113,7 +114,11 @@ def _write(
         title=title,
         headline=first,
         choices=choices,
-        runs={heading: _view(run, path.parent) for heading, run in runs.items()},
+        runs=runs,
+        folder=path.parent,
+        figures=figures,
+        pictures=pictures,
+        curves_of=_charts,
         commands=commands,
         versions=environment(),
     )
@@ -128,25 +133,6 @@ def render(template: str, **values: Any) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return page.get_template(template).render(**values)
-
-
-def _view(run: Run, folder: Path) -> dict[str, Any]:
-    """Everything that the page in `folder` shows of a run."""
-    return {
-        "name": run.folder.resolve().name,
-        "config": run.config,
-        "notes": run.notes,
-        "progress": figures.progress(run),
-        "evaluation": figures.evaluation_facts(run) if run.evaluation else None,
-        "results": figures.results(run) + figures.memorisation(run),
-        "tables": figures.tables(run),
-        "remarks": figures.remarks(run),
-        "images": pictures.pictures(run),
-        "samples": pictures.samples(run),
-        **pictures.outputs(run, folder),
-        "data": figures.data_tables(run),
-        "charts": _charts(run),
-    }
 
 
 def _charts(run: Run) -> tuple[list[Chart | str], list[Chart | str]]:

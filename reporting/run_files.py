@@ -23,7 +23,7 @@ class Run:
     """What a run folder holds, read tolerantly: what is missing is empty, what is damaged has a line in `notes`."""
 
     folder: Path
-    config: str = ""
+    config: str = ""  # the text of config.yaml
     records: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl, one a step, in order of steps
     status: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)  # checkpoints/last.json
@@ -34,6 +34,11 @@ class Run:
     images: list[Path] = field(default_factory=list)  # eval/*.png
     outputs: list[Path] = field(default_factory=list)  # what predict.py, generate.py, export.py wrote into the folder
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The folder's own."""
+        return self.folder.resolve().name
 
     @property
     def series(self) -> dict[str, list[tuple[float, float]]]:
@@ -61,8 +66,7 @@ def read_run(folder: str | Path) -> Run:
     """Read a run folder; never raises for missing or damaged files."""
     folder = Path(folder)
     run = Run(folder=folder)
-    config = folder / "config.yaml"
-    run.config = _read_text(config, run.notes)
+    run.config = _read_text(folder / "config.yaml", run.notes)
     run.records = _read_records(folder / "metrics.jsonl", run.notes)
     run.status = _read_object(folder / "status.json", run.notes)
     run.last = _read_object(folder / "checkpoints" / "last.json", run.notes)
@@ -71,24 +75,13 @@ def read_run(folder: str | Path) -> Run:
     run.evaluation = _read_object(folder / "eval" / "metrics.json", run.notes)
     run.samples = sorted(path for path in (folder / "samples").glob("step-*.png") if path.stem[5:].isdecimal())
     run.images = sorted((folder / "eval").glob("*.png"))
-    run.outputs = _outputs(folder)
+    files = list(folder.glob("*"))
+    files += [path for place in files if place.name not in OWN for path in place.glob("*")]
+    run.outputs = sorted(path for path in files if path.suffix in OUTPUTS and path.is_file() and path.name[0] != ".")
     order = run.evaluation.get("images")  # as the evaluation lists them; another evaluation's leftovers are not shown
     if isinstance(order, list):
         run.images = sorted((p for p in run.images if p.name in order), key=lambda path: order.index(path.name))
     return run
-
-
-def of_run(path: Path) -> Path | None:
-    """The run folder that a file or folder lies in, directly or in a folder of it; None where it lies in none."""
-    above = path.resolve().parents[:2]
-    return next((folder for folder in above if (folder / "config.yaml").is_file()), None)
-
-
-def _outputs(folder: Path) -> list[Path]:
-    """Files of the folder and of folders in it that training and evaluation have not written."""
-    files = list(folder.glob("*"))
-    files += [path for place in files if place.name not in OWN for path in place.glob("*")]
-    return sorted(path for path in files if path.suffix in OUTPUTS and path.is_file() and path.name[0] != ".")
 
 
 def _read_text(path: Path, notes: list[str]) -> str:
@@ -108,11 +101,9 @@ def _integer(digits: str) -> float:
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        value = json.loads(bounded.read_file(path, bounded.TABLE), parse_int=_integer)
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(_read_text(path, notes) or "{}", parse_int=_integer)
+    except (ValueError, RecursionError) as error:
         notes.append(f"{path.name} cannot be read: {error}")
         return {}
     if not isinstance(value, dict):

@@ -24,17 +24,23 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
     done = "finished" if document["complete"] else "unfinished"
     seeds = f"{len(document['seeds'])} complete seed{'s' * (len(document['seeds']) != 1)}"
     families = dict.fromkeys(row["family"] for row in rows)
+    pair = [(row["first"], row["second"]) for row in document["verdicts"]]  # of the first comparison a tile for a group
+    first = [row for row, arms in zip(document["verdicts"], pair, strict=True) if arms == pair[0]]
+    tiles = {row["figure"] or f"{row['group']} classes": row for row in first}
     text = render(
         "study.html.j2",
         title=document["title"],
         name=document["subject"],
         state=f"{done}: {runs['done']} of {runs['planned']} runs, {seeds}",
         void=document["void"],
-        headline=_headline(document["verdicts"]),
+        headline=[(row["verdict"], f"{what}: {row['second']} against {row['first']}") for what, row in tiles.items()],
         words=document["words"],
         choices=list(document["choices"].items()),
-        families=[(name, HEADINGS.get(name, name), _answers(rows, name)) for name in families],
+        headings=HEADINGS,
+        families={name: [row for row in rows if row["family"] == name] for name in families},
         controls=[_control(row) for row in document["controls"]],
+        kinds=KINDS,
+        writing={"percent": percent, "plain": plain, "signed": signed, "span": span, "drawn": drawn, "chance": chance},
         tables=document["tables"],
         arms=[[arm["name"], arm["family"], len(arm["figures"]), arm["what"]] for arm in document["arms"]],
         images=[picture(folder / item["file"], item["caption"]) for item in document.get("pictures", [])],
@@ -46,42 +52,6 @@ def write_study_page(folder: Path, document: Mapping[str, Any], *, command: str,
     path = folder / "report.html"
     write_atomic(path, text.encode(errors="replace"))
     return path
-
-
-def _headline(verdicts: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """A tile for each group of the first comparison."""
-    first = [row for row in verdicts if (row["first"], row["second"]) == (verdicts[0]["first"], verdicts[0]["second"])]
-    told = {row["figure"] or f"{row['group']} classes": row for row in first}
-    return [(row["verdict"], f"{what}: {row['second']} against {row['first']}") for what, row in told.items()]
-
-
-def _answers(rows: Sequence[Mapping[str, Any]], family: str) -> list[dict[str, Any]]:
-    """The rows of a family in writing, with their intervals drawn to one scale for each figure."""
-    own = [row for row in rows if row["family"] == family]
-    reach: dict[str | None, float] = {}
-    for row in own:
-        ends = [row["difference"], *(row["interval"] or [])]
-        reach[row["figure"]] = max(reach.get(row["figure"], 1e-9), *map(abs, ends))
-    answers = []
-    for row in own:
-        share = row["figure"] is None
-        write = percent if share else plain
-        answers.append(
-            {
-                "group": row["group"] if share else row["figure"],
-                "first": row["first"],
-                "second": row["second"],
-                "before": write(row["first_value"]),
-                "after": write(row["second_value"]),
-                "difference": signed(row["difference"], share=share),
-                "interval": span(row["interval"], share=share),
-                "drawn": drawn(row["difference"], row["interval"], reach[row["figure"]]),
-                "p": chance(row["p"]),
-                "verdict": row["verdict"],
-                "kind": KINDS.get(row["verdict"], ""),
-            }
-        )
-    return answers
 
 
 def _control(row: Mapping[str, Any]) -> list[str]:
@@ -109,8 +79,13 @@ def chance(p: float | None) -> str:
     return "<0.0001" if p < 1e-4 else f"{p:.2g}"
 
 
-def drawn(value: float, interval: Sequence[float] | None, reach: float) -> Markup:
-    """A difference and its interval on a line of +-`reach`; it holds numbers alone."""
+def drawn(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Markup:
+    """A row's difference and its interval on a line, to one scale with those of `rows` that are of the same figure. It
+    holds numbers alone.
+    """
+    value, interval = row["difference"], row["interval"]
+    alike = [each for each in rows if each["figure"] == row["figure"]]
+    reach = max(1e-9, *(abs(end) for each in alike for end in (each["difference"], *(each["interval"] or []))))
 
     def place(x: float) -> str:
         return f"{WIDTH / 2 + (WIDTH / 2 - 5) * x / reach:.1f}"
