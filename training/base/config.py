@@ -1,17 +1,59 @@
 """What both tasks' configurations share. A recipe's YAML sets only what differs from the defaults here."""
 
+import re
+from fractions import Fraction
+from math import ceil
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Interval
-from pydantic import model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from training.base.monitors import EarlyStoppingConfig, SpikesConfig
-from training.base.synthetic import SyntheticConfig
 from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from utils.errors import UserError
 
+
+def in_updates(value: Any, info: ValidationInfo) -> Any:
+    """A length in epochs, `90ep`, in updates, where the context of the validation is a function that tells them."""
+    epochs = isinstance(value, str) and re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)ep", value)
+    return info.context(float(epochs[1])) if epochs and info.context else value
+
+
+Epochs = Annotated[str, Field(pattern=r"^\d+(\.\d+)?ep$")]  # how a recipe may give a length, whose model has updates
+Updates = Annotated[PositiveInt, BeforeValidator(in_updates, json_schema_input_type=PositiveInt | Epochs)]
 Seconds = Annotated[float, Interval(ge=1e-3, le=1e9)]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+class SyntheticConfig(Config):
+    """Synthetic images that training mixes with those of data.path."""
+
+    path: str | None = None  # LMDB of samples, made by `generate.py dataset` or data.pack; null: none
+    checkpoint: str | None = None  # instead: a GAN's run or checkpoint, from which new samples are drawn in every epoch
+    share: Share | None = None  # of each global batch; null: as many as balance fill needs
+    weight: NonNegativeFloat = 1.0  # of their loss; a real image's is 1. Classifiers only
+    # from here on training is on real images alone: a share of the steps, or (above 1) a step
+    until: PositiveFloat = 1.0
+    balance: Literal["off", "fill"] = "off"  # fill: samples of rare classes, to bring them up to the largest
+
+    def check(self) -> None:
+        if self.on and self.share is None and self.balance == "off":
+            raise UserError("share is not set; give the share of each batch, such as 0.5")
+        if not self.on and self != SyntheticConfig.model_construct():
+            raise UserError("has settings but no images; give data.synthetic.path FILE")
+        if self.path is not None and self.checkpoint is not None:
+            raise UserError("path and checkpoint are both set; give a file or a generator")
+        if self.until > 1 and self.until != int(self.until):
+            raise UserError(f"until {self.until}: give a share of the steps, up to 1, or a whole step")
+
+    @property
+    def on(self) -> bool:
+        return self.path is not None or self.checkpoint is not None
+
+    def last_step(self, steps: int) -> int | None:
+        """The step of a training of `steps` steps before which images are mixed; None: in all of them."""
+        end = ceil(Fraction(str(self.until)) * steps) if self.until <= 1 else int(self.until)
+        return end if end < steps else None
 
 
 class DataConfig(Config):
@@ -114,7 +156,7 @@ class RunConfig(Config):
     seed: int = 0  # of every random draw (docs/randomness.md)
     init_from: str | None = None  # checkpoint or run whose weights this run starts from
     # length of the training and of its schedules; a step is one update of each network; 90ep: as many as 90 epochs have
-    steps: PositiveInt = 10_000
+    steps: Updates = 10_000
     batch_size: PositiveInt = 64  # global: over all processes and micro-batches
     # samples a forward pass per process, at most; None: its whole share; auto: that, and halved where memory runs out
     micro_batch: PositiveInt | Literal["auto"] | None = None

@@ -1,7 +1,6 @@
 """The data of a run: opened, checked against each other, sampled and loaded as the config says."""
 
 import resource
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,13 @@ from data.decode import RandomCrop
 from data.errors import DamageError
 from data.reading.dataset import Dataset
 from data.reading.loader import InfiniteLoader
-from data.reading.mixture import MixedDataset
-from data.reading.sampler import GlobalSampler
-from data.reading.several_files import open_at_once
-from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights
+from data.reading.mixture import MixedDataset, SyntheticSource
+from data.reading.several_files import open_at_once, shard_paths
 from data.reading.workers import choose_workers
 from metrics.lineage import lineage_of
 from training.base.config import DataConfig, RunConfig
 from training.base.generated import GeneratedSamples
-from training.base.synthetic import (
-    check_synthetic,
-    class_shares,
-    make_sampler,
-    open_images,
-    open_synthetic,
-    require_same_images,
-    synthetic_text,
-)
+from training.base.sampling import fill_weights, lack_of, make_sampler, real_label_shares, share_of
 from utils.classes import require_same_classes
 from utils.distributed import collectives
 from utils.errors import UserError
@@ -55,9 +44,24 @@ def open_training(config: DataConfig) -> Dataset:
         workers=0 if config.workers == "auto" else config.workers,
         on_damage=config.on_damage,
     )
-    if synthetic.on:
-        training.synthetic = open_synthetic(synthetic, training, real_label_shares(config, training))
+    if synthetic.checkpoint is not None:
+        lack = lack_of(real_label_shares(config, training)).tolist() if synthetic.balance == "fill" else None
+        training.synthetic = GeneratedSamples(synthetic.checkpoint, len(training), lack)
+    elif synthetic.path is not None:
+        remedy, size = "make it with `python generate.py dataset`", training.resolution or None
+        like: Any = {"crop": crop, "workers": training.workers, "on_damage": config.on_damage}
+        training.synthetic = _open_images("data.synthetic.path", synthetic.path, remedy, resolution=size, **like)
     return training
+
+
+def _open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
+    """A data set with these options. Raises UserError; where a file is missing it names the config's key."""
+    try:
+        return Dataset(path, **options)
+    except UserError as error:
+        if all(file.exists() for file in shard_paths(path)):
+            raise
+        raise UserError(f"{key} {str(error).removesuffix('; make it with data.pack')}; {remedy}") from None
 
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
@@ -97,7 +101,7 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
         "--val-share 0.1` makes both files), or leave it out: --data.val_path null"
     )
     size = training.resolution or None
-    return open_images("data.val_path", config.val_path, remedy, resolution=size, workers=training.workers)
+    return _open_images("data.val_path", config.val_path, remedy, resolution=size, workers=training.workers)
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
@@ -110,18 +114,36 @@ def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -
             "--size N"
         )
     training.labels()  # a damaged index or a label without a class ends it here, also for a GAN
-    if training.synthetic is not None:
-        shares, asked = real_label_shares(config.data, training), config.data.resolution is not None
-        check_synthetic(config.data.synthetic, training, shares, scaled=asked)
+    second, scaled = training.synthetic, config.data.resolution is not None  # files' images, to the size asked for
+    if second is not None:
+        second.labels()
+        remedy = "draw samples from a generator of these images"
+        sized = scaled and isinstance(second, Dataset)
+        _require_same_images(second.path, second, training.path, training, remedy, scaled=sized)
+        remedy = "draw samples from a generator that was trained on these classes"
+        require_same_classes(second.path, second.classes, training.path, training.classes, remedy)
+        fill_weights(config.data, training)
     if held_out is None:
         return
     held_out.labels()
-    paths, asked = (config.data.val_path, config.data.path), config.data.resolution is not None
-    require_same_images(paths[0], held_out, paths[1], training, "pack both alike", scaled=asked)
+    path, remedy = config.data.val_path, "pack both alike"
+    _require_same_images(path, held_out, config.data.path, training, remedy, scaled=scaled)
     if collectives.is_main():
         _warn_of_leaks(training, held_out)
-        if isinstance(training.synthetic, Dataset):
-            _warn_of_leaks(training.synthetic, held_out)
+        if isinstance(second, Dataset):
+            _warn_of_leaks(second, held_out)
+
+
+def _require_same_images(
+    path: object, images: SyntheticSource, like: object, training: Dataset, remedy: str, *, scaled: bool
+) -> None:
+    """Raise UserError unless images have the channels and, where they are not `scaled`, the size of the training's."""
+    side, channels = images.meta.resolutions[-1], images.meta.channels
+    if channels != training.meta.channels or not (scaled or side in (0, training.resolution)):
+        raise UserError(
+            f"{path}: images of {side or training.resolution} px with {channels} channels, those of {like} have "
+            f"{training.resolution} px and {training.meta.channels}; {remedy}"
+        )
 
 
 def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
@@ -170,39 +192,8 @@ def check_open_files(shards: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def sampling_weights(config: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """How often each record is seen in an epoch, float64, relative to the others; None: once. Raises UserError."""
-    factors = []
-    if config.sampling == "balanced":
-        factors.append(balanced_weights(dataset.labels(), dataset.classes))
-    if config.class_rates:
-        factors.append(class_weights(dataset.labels(), dataset.classes, config.class_rates))
-    if config.sample_weights:
-        factors.append(load_sample_weights(config.sample_weights, len(dataset)))
-    return reduce(np.multiply, factors) if factors else None
-
-
-def label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each class is seen, relative to the others: the histogram, unless sampling is weighted or synthetic
-    images are mixed in.
-    """
-    shares = real_label_shares(config, dataset)
-    if dataset.synthetic is None or not shares:
-        return shares
-    return class_shares(config.synthetic, dataset.synthetic, shares).tolist()
-
-
-def real_label_shares(config: DataConfig, dataset: Dataset) -> list[float]:
-    """How often each class of the real images is seen, relative to the others."""
-    weights = sampling_weights(config, dataset)
-    if weights is None:
-        return [float(count) for count in dataset.meta.histogram]
-    return np.bincount(dataset.labels(), weights, minlength=len(dataset.classes)).tolist()
-
-
 def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> InfiniteLoader:
     """The endless training loader of this rank."""
-    sampler = make_sampler_of(config, dataset)
     # on the CPU the step itself wants the cores, and a raw batch is read in microseconds
     prefetch = config.data.prefetch if device.type != "cpu" else 0
     if isinstance(dataset.synthetic, GeneratedSamples):  # between the steps: a thread would change their precision
@@ -212,31 +203,13 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
     augment: Augment | None = vars(config).get("augment")  # both tasks have it, the common part of their configs not
     return InfiniteLoader(
         dataset,
-        sampler,
+        make_sampler(config, dataset),
         device=device,
         prefetch=prefetch,
         stages=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
         alternating=augment is not None and augment.flip == "alternating",
     )
-
-
-def make_sampler_of(config: RunConfig, dataset: Dataset) -> GlobalSampler:
-    """The order of this rank's samples. Raises UserError for weights, and for classes that cannot be filled up."""
-    weights = sampling_weights(config.data, dataset)
-    order: dict[str, Any] = {
-        "batch_size": config.batch_size,
-        "seed": config.seed,
-        "rank": collectives.rank(),
-        "world_size": collectives.world_size(),
-        "weights": weights,
-        "groups": None if weights is None or not dataset.classes else dataset.labels(),
-    }
-    if not isinstance(dataset, MixedDataset):
-        return GlobalSampler(len(dataset), **order)
-    shares, end = real_label_shares(config.data, dataset), config.data.synthetic.last_step(config.steps)
-    until = None if end is None else end * config.batches_per_step
-    return make_sampler(config.data.synthetic, dataset, shares, until=until, **order)
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
@@ -270,8 +243,12 @@ def data_text(dataset: Dataset) -> str:
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:
     """What the plan says of how synthetic images are mixed in."""
-    second, shares = dataset.synthetic, real_label_shares(config.data, dataset)
-    what = f"{second.meta.source}, {len(second):,} an epoch"
+    second, mixture = dataset.synthetic, config.data.synthetic
+    text = f"{second.meta.source}, {len(second):,} an epoch"
     if isinstance(second, Dataset):
-        what = data_text(second) + ("" if second.meta.passport else ", no passport: they count as real")
-    return f"{what}; {synthetic_text(config.data.synthetic, shares, config.steps)}"
+        text = data_text(second) + ("" if second.meta.passport else ", no passport: they count as real")
+    text += f"; {float(share_of(mixture, real_label_shares(config.data, dataset))):.3g} of each batch"
+    if (end := mixture.last_step(config.steps)) is not None:
+        text += f", up to step {end}"
+    text += f", loss weight {mixture.weight:g}" if mixture.weight != 1 else ""
+    return text + (", of the classes that lack images" if mixture.balance == "fill" else "")

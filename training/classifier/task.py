@@ -21,8 +21,8 @@ from models.classifier import Classifier
 from models.model_parallel import Placement, place
 from models.weights import load_pretrained
 from training.base.compiled import Compiled
-from training.base.data import label_shares
 from training.base.phases import phase
+from training.base.sampling import label_shares
 from training.base.task import Outline, Task
 from training.classifier.config import ClassifierConfig, check_batches, check_classes
 from training.classifier.finetune import FineTuning, layer_table, plain

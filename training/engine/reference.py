@@ -24,8 +24,6 @@ from utils.errors import UserError
 
 NAMES = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "null", Any: "any"}
 SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-EPOCHS = {"type": "string", "pattern": r"^\d+(\.\d+)?ep$"}  # instead of a number of steps
-IN_EPOCHS = ("steps", "warmup_steps", "milestones", "step_every")
 
 
 @dataclass(frozen=True)
@@ -174,15 +172,11 @@ def _plain(text: str) -> str:
 
 
 class _Documented(GenerateJsonSchema):
-    """A model's schema with the comments of its fields, and with lengths in epochs."""
+    """A model's schema with the comments of its fields."""
 
     def model_schema(self, schema: Any) -> dict[str, Any]:
         result = super().model_schema(schema)
         for name, field in result["properties"].items():
-            if name in IN_EPOCHS and "items" in field:
-                field["items"] = {"anyOf": [field["items"], EPOCHS]}
-            elif name in IN_EPOCHS:
-                result["properties"][name] = field = {"anyOf": [field, EPOCHS]}
             field["description"] = comment(schema["cls"], name)
         return result
 

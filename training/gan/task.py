@@ -21,8 +21,9 @@ from models.classifier import Classifier
 from models.gan import StageGenerator, generate
 from models.registry import architecture_of
 from models.restore import classifier_from
-from training.base.data import check_same_classes, label_shares
+from training.base.data import check_same_classes
 from training.base.phases import phase
+from training.base.sampling import label_shares
 from training.base.task import Outline, Task
 from training.gan.ada import Ada
 from training.gan.config import GanConfig

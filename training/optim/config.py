@@ -5,7 +5,9 @@ from bisect import bisect_right
 from typing import Annotated, Literal
 
 from annotated_types import Interval
+from pydantic import BeforeValidator
 
+from training.base.config import Epochs, Updates, in_updates
 from utils.config.model import (
     Config,
     Decay,
@@ -18,6 +20,8 @@ from utils.config.model import (
     Share,
 )
 from utils.errors import UserError
+
+WarmUp = Annotated[NonNegativeInt, BeforeValidator(in_updates, json_schema_input_type=NonNegativeInt | Epochs)]
 
 
 class OptimizerConfig(Config):
@@ -39,13 +43,13 @@ class OptimizerConfig(Config):
     clip_norm: PositiveFloat | None = None  # largest total gradient norm
     clip_value: PositiveFloat | None = None  # largest absolute value of a gradient's element
     clip_adaptive: PositiveFloat | None = None  # largest ratio of a unit's gradient to its weights; 0.01 in 2102.06171
-    warmup_steps: NonNegativeInt = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
+    warmup_steps: WarmUp = 0  # linear from 0; with one-cycle on top of its own rise; 5ep: epochs
     schedule: Literal["constant", "cosine", "linear", "step", "one-cycle"] = "constant"  # of the rate over the steps
     hold: Decay = 0.0  # share of the training at the peak rate before cosine or linear decay begins
     final_lr: Probability = 0.0  # where the decay ends, as a share of lr
     # step: updates at which the rate is multiplied by gamma; 30ep: epochs
-    milestones: list[PositiveInt] = []
-    step_every: PositiveInt | None = None  # step: or every so many updates; 30ep: epochs
+    milestones: list[Updates] = []
+    step_every: Updates | None = None  # step: or every so many updates; 30ep: epochs
     gamma: Share = 0.1  # step: that factor
     pct_start: InnerShare = 0.3  # one-cycle: share of the training in which the rate rises
     cycle_start: Share = 0.04  # one-cycle: first rate, as a share of lr

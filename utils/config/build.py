@@ -14,7 +14,14 @@ from utils.errors import UserError
 C = TypeVar("C", bound=Config)
 
 
-def build(config_class: type[C], tree: Tree, overrides: Sequence[str] = (), *, source: str = "configuration") -> C:
+def build(
+    config_class: type[C],
+    tree: Tree,
+    overrides: Sequence[str] = (),
+    *,
+    source: str = "configuration",
+    context: Any = None,  # of pydantic's validation
+) -> C:
     """An instance of `config_class` from a nested mapping and command-line tokens (`--section.key value`).
 
     Raises UserError for an unknown key, a value of the wrong type, or whatever a `check` refuses.
@@ -31,7 +38,7 @@ def build(config_class: type[C], tree: Tree, overrides: Sequence[str] = (), *, s
         except ValueError as error:
             raise UserError(f"command line: {key}: {error}") from None
     try:
-        return config_class.model_validate(tree)
+        return config_class.model_validate(tree, context=context)
     except ValidationError as error:
         raise refused(error, config_class, source, list(given)) from None
 

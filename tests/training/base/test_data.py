@@ -19,7 +19,7 @@ from data.records import add_image, pack_arrays
 from tests.data.conftest import CLASSES, flip
 from tests.data.conftest import images as sample_images
 from tests.data.test_inspect import change_entry
-from training.base import data
+from training.base import data, sampling
 from training.base.config import DataConfig, RunConfig
 from training.gan import task as gan
 from training.gan.config import GanConfig
@@ -187,14 +187,14 @@ def test_too_few_open_files(monkeypatch: pytest.MonkeyPatch, folder: Path) -> No
 
 def test_weights(folder: Path) -> None:
     reader = Dataset(folder / "train.lmdb")
-    shares = data.label_shares
+    shares = sampling.label_shares
 
     def weights(**options: Any) -> np.ndarray:
-        found = data.sampling_weights(config_of(folder, **options).data, reader)
+        found = sampling.sampling_weights(config_of(folder, **options).data, reader)
         assert found is not None
         return found
 
-    assert data.sampling_weights(config_of(folder).data, reader) is None
+    assert sampling.sampling_weights(config_of(folder).data, reader) is None
     assert shares(config_of(folder).data, reader) == [6, 3, 1]
     np.testing.assert_allclose(np.bincount(LABELS, weights(sampling="balanced")), 1)
     rates = {"dog": 2.0, "emu": 0.0}
@@ -218,7 +218,7 @@ def test_loader_follows_the_config(folder: Path, monkeypatch: pytest.MonkeyPatch
     loader = data.make_loader(config, training, torch.device("cpu"))
     assert loader.prefetch == 0  # the step itself wants the cores
     assert data.make_loader(config, training, torch.device("meta")).prefetch == 3
-    weights, groups = data.sampling_weights(config.data, training), training.labels()
+    weights, groups = sampling.sampling_weights(config.data, training), training.labels()
     expected = GlobalSampler(10, batch_size=4, seed=5, weights=weights, groups=groups, rank=1, world_size=2)
     assert loader.state_dict() == expected.state_dict()
     for _ in range(6):

@@ -14,9 +14,8 @@ from models.gan import generate
 from tests.data.conftest import images as sample_images
 from tests.metrics.conftest import CLASSES, classifier_run, gan_run
 from training.base import data
-from training.base.config import DataConfig, RunConfig
+from training.base.config import DataConfig, RunConfig, SyntheticConfig
 from training.base.generated import BLOCK, GeneratedSamples, even_labels
-from training.base.synthetic import SyntheticConfig
 from utils.errors import UserError
 
 COUNT = 37  # two whole blocks and a part of a third

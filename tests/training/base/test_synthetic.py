@@ -15,8 +15,8 @@ from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from tests.data.test_inspect import change_entry
 from training.base import data
-from training.base.config import DataConfig, RunConfig
-from training.base.synthetic import SyntheticConfig, share_of
+from training.base.config import DataConfig, RunConfig, SyntheticConfig
+from training.base.sampling import label_shares, real_label_shares, share_of
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
 from training.gan.config import GanConfig
@@ -187,7 +187,7 @@ def test_fill_with_a_share_keeps_the_share(folder: Path) -> None:
 def test_fill_follows_weighted_sampling(folder: Path) -> None:
     rates = {"class_rates": {"dog": 2.0}}  # 6, 6 and 1
     config = config_of(folder, share=None, balance="fill", more=rates)
-    assert share_of(config.data.synthetic, data.real_label_shares(config.data, opened(config))) == Fraction(5, 18)
+    assert share_of(config.data.synthetic, real_label_shares(config.data, opened(config))) == Fraction(5, 18)
     told = refusal(config_of(folder, share=None, balance="fill", more={"sampling": "balanced"}))
     assert told.startswith("data.synthetic.balance fill: no class lacks images")
 
@@ -201,9 +201,9 @@ def test_a_class_that_cannot_be_filled_is_named(folder: Path) -> None:
 def test_classes_are_as_frequent_as_both_kinds_show_them(folder: Path) -> None:
     config = config_of(folder, share=0.5)
     expected = 0.5 * np.array([0.6, 0.3, 0.1]) + 0.5 / 3
-    np.testing.assert_allclose(data.label_shares(config.data, opened(config)), expected)
+    np.testing.assert_allclose(label_shares(config.data, opened(config)), expected)
     config = config_of(folder, share=None, balance="fill")
-    np.testing.assert_allclose(data.label_shares(config.data, opened(config)), [1 / 3] * 3)
+    np.testing.assert_allclose(label_shares(config.data, opened(config)), [1 / 3] * 3)
 
 
 def test_the_plan_says_it(folder: Path) -> None:
