@@ -3,12 +3,10 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
-
-from torch import Tensor
 
 from data.errors import DamageError
 from data.reading.loader import Batch, InfiniteLoader
@@ -48,13 +46,14 @@ class Loop:
         self.damaged: set[int] = set()  # records that any process has replaced (data.on_damage: skip)
         self.heartbeat: Heartbeat | None = None  # told where the run stands, if there is one
         self.stopping = EarlyStopping(config.early_stopping, task.best_metric, lower_is_better=task.best_is_lower)
-        main, tensorboard, tracker = collectives.is_main(), config.log.tensorboard, config.log.tracker
-        steps = config.steps
-        self.log = RunLog(folder.path, active=main, tensorboard=tensorboard, total_steps=steps, tracker=tracker)
+        log, main = config.log, collectives.is_main()
+        self.log = RunLog(
+            folder.path, active=main, tensorboard=log.tensorboard, total_steps=config.steps, tracker=log.tracker
+        )
         self.manager = CheckpointManager(config, folder, loader)
         self.layers = LayerLog(config.log, task.registry(), folder.path)
         self._fresh = True  # no step has been done by this process
-        self.signals = StopSignals(lambda: self.manager.saved_step)
+        self._signal = 0  # the first that this process has received
         self._tick_started, self._tick_step = 0.0, 0
         self._pauses = 0.0  # seconds since the last log tick that were not training
 
@@ -126,9 +125,12 @@ class Loop:
         """
         target = min(self.config.steps, max_steps or self.config.steps)
         self.log.open(self.step, going_on=self.step < target and not self.stopping.reached)
-        with self.signals.listening():
+        with handling(self._receive, obeyed_signals()):
             try:
-                self._show_start()
+                if self.step == 0:
+                    self._samples()
+                    if self.config.log.tensorboard and collectives.is_main():
+                        self.log.graph(self.task.networks())
                 self._tick_started, self._tick_step = time.perf_counter(), self.step
                 if profile is not None:
                     target = self.step + profiling.WARM_UP + profile
@@ -145,12 +147,6 @@ class Loop:
                 self.log.close()
                 self.layers.close()
                 self.loader.close()
-
-    def _show_start(self) -> None:
-        if self.step == 0:
-            self._samples()
-            if self.config.log.tensorboard and collectives.is_main():
-                self.log.graph(self.task.networks())
 
     def batches(self) -> Iterator[Batch]:
         while True:
@@ -184,7 +180,16 @@ class Loop:
         try:
             with self.layers.watching(self.step + 1):
                 metrics = self.task.step(batches, self.step)
-            self._watch_metrics(metrics)
+            if self.window.watched not in (None, *metrics):
+                names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
+                problem = f"spikes.metric {self.window.watched}: not a metric of every step"
+                raise UserError(f"{problem}; choose one of {names}")
+            self.window.add(metrics)
+            if self._fresh:  # looks back on how it started
+                self._fresh = False
+                collectives.set_timeout(self.config.distributed.timeout)
+                if unused := health.unused_parameters(self.task.registry()):
+                    say_main(f"warning: {unused}")
             self.images += self.task.images_at(self.step + 1) - self.task.images_at(self.step)
             self.step += 1
             every = self.config.distributed.check_every
@@ -198,20 +203,6 @@ class Loop:
                 raise
             self._halt(reason, rank_specific=True)
 
-    def _watch_metrics(self, metrics: dict[str, Tensor]) -> None:
-        """Add a step's metrics to the window; after this process's first step, look back on how it started."""
-        watched = self.window.watched
-        if watched is not None and watched not in metrics:
-            names = ", ".join(sorted(name for name in metrics if name.startswith(("loss/", "gradient_norm/"))))
-            raise UserError(f"spikes.metric {watched}: not a metric of every step; choose one of {names}")
-        self.window.add(metrics)
-        if self._fresh:
-            self._fresh = False
-            collectives.set_timeout(self.config.distributed.timeout)
-            unused = health.unused_parameters(self.task.registry())
-            if unused:
-                say_main(f"warning: {unused}")
-
     def _pause(self, action: Any) -> None:
         """Do what is not training, not counted in images per second. The ranks wait for one another, however long."""
         started = time.perf_counter()
@@ -223,13 +214,16 @@ class Loop:
         """What the steps since the last log tick have shown. Collective."""
         means = self.window.means()
         seconds = max(1e-9, now - self._tick_started - self._pauses)
-        rate = (self.task.images_at(self.step) - self.task.images_at(self._tick_step)) / seconds
-        row: Metrics = {"images": self.images, "images_per_second": rate}
-        row["data_wait"] = min(1.0, self.loader.wait_seconds / seconds)
-        row["memory_mib"] = collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20)  # of the fullest process
-        row |= {name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates}
-        row |= {name: round(count + self.window.total(name)) for name, count in self.updates.items()}
-        row |= {"roll_backs": self.roll_backs} if self.config.spikes.action == "roll-back" else {}
+        row: Metrics = {
+            "images": self.images,
+            "images_per_second": (self.task.images_at(self.step) - self.task.images_at(self._tick_step)) / seconds,
+            "data_wait": min(1.0, self.loader.wait_seconds / seconds),
+            "memory_mib": collectives.all_reduce_max(peak_bytes(self.loader.device) >> 20),  # of the fullest process
+            **{name: mean for name, mean in means.items() if name.partition("/")[0] not in self.updates},
+            **{name: round(count + self.window.total(name)) for name, count in self.updates.items()},
+        }
+        if self.config.spikes.action == "roll-back":
+            row["roll_backs"] = self.roll_backs
         if self.config.data.on_damage == "skip":
             self._collect_damage()
             row["damaged_records"] = len(self.damaged)
@@ -266,24 +260,24 @@ class Loop:
         if found is None:
             return
         spike, value, usual = found
-        told = f"{self.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
+        problem = f"{self.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
         if self.config.spikes.action != "roll-back":
-            say_main(f"warning: {told}")
+            say_main(f"warning: {problem}")
         elif self.roll_backs >= self.config.spikes.limit:
             self._halt(
-                f"{told}, after {self.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip gradients, "
-                "or check the data"
+                f"{problem}, after {self.roll_backs} roll-backs (spikes.limit); lower the learning rate, clip "
+                "gradients, or check the data"
             )
         else:
-            self._pause(lambda: self._roll_back(spike, told))
+            self._pause(lambda: self._roll_back(spike, problem))
 
-    def _roll_back(self, spike: int, told: str) -> None:
+    def _roll_back(self, spike: int, problem: str) -> None:
         """Go back to the last checkpoint before update `spike`, and leave out the batches that were taken since."""
         here, position, count = self.step, self.loader.state_dict(), self.roll_backs + 1
         content = self.manager.restore(self.registry(), up_to=spike)
         if content is None:
             say_main(
-                f"warning: {told}; there is no checkpoint from before it to go back to: lower log.every, at which "
+                f"warning: {problem}; there is no checkpoint from before it to go back to: lower log.every, at which "
                 "spikes are checked, or raise checkpoint.keep"
             )
             return
@@ -293,7 +287,7 @@ class Loop:
         self.log.close()
         self.log.open(self.step)
         say_main(
-            f"warning: {told}; went back to the checkpoint of step {self.step} and on from there with other "
+            f"warning: {problem}; went back to the checkpoint of step {self.step} and on from there with other "
             f"images: those of the {here - self.step} steps since are left out (roll-back {count} of "
             f"{self.config.spikes.limit})"
         )
@@ -325,24 +319,43 @@ class Loop:
         except UserError as error:  # the data was checked before the first step: what is left are broken networks
             self._halt(f"the evaluation at step {self.step} failed: {error}")
         if figures:
-            row: Metrics = {f"val/{name}": value for name, value in figures.items()}
-            self._write_row(row)
+            self._write_row({f"val/{name}": value for name, value in figures.items()})
             say_main(f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in figures.items()))
-        value = figures.get(self.task.best_metric)
+        metric = self.task.best_metric
         best: dict[str, float | str] | None = None
-        if value is not None:
-            before = self.best.get(self.task.best_metric)
+        if (value := figures.get(metric)) is not None:
+            before = self.best.get(metric)
             if before is None or (value < before if self.task.best_is_lower else value > before):
-                self.best = {self.task.best_metric: value, "step": self.step}
-                best = {"metric": self.task.best_metric, "value": value}
+                self.best = {metric: value, "step": self.step}
+                best = {"metric": metric, "value": value}
             self.stopping.see(value)
             if self.stopping.reached and self.step < self.config.steps:
                 say_main(f"step {self.step}: {self.stopping.reason}")
         self.save(best)
 
+    # --- signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM warns of a job's end
+
+    def _receive(self, signum: int, _frame: FrameType | None) -> None:
+        """Keep the first signal for the end of the step; at a second one the process ends at once."""
+        # SIGUSR1 may come twice: SLURM gives it to all processes and to their launcher
+        leaves, first = self._signal and signum != signal.SIGUSR1, not self._signal
+        message = "saving after this step, and what is under way; a second signal leaves at once"
+        if leaves:
+            message = f"left without saving; the last checkpoint is of step {self.manager.saved_step}"
+        if (leaves or first) and collectives.is_main():
+            with suppress(OSError):  # a terminal that is gone, or a full disk
+                os.write(2, f"{signal.Signals(signum).name}: {message}\n".encode())
+        if leaves:
+            os._exit(128 + signum)
+        self._signal = self._signal or signum
+
+    def agreed_signal(self) -> int:
+        """The signal that a rank has received, the same on all ranks; 0: none has."""
+        return collectives.all_reduce_max(self._signal)
+
     def _obey_signal(self) -> None:
         """If any rank got a signal, all of them save after this same step and exit."""
-        signum = self.signals.agreed()
+        signum = self.agreed_signal()
         if not signum:
             return
         self.save()
@@ -350,8 +363,8 @@ class Loop:
         name = signal.Signals(signum).name
         saved = collectives.broadcast_object(self.manager.saved_step)
         self.folder_status("stopped", name, StoppedBySignal.exit_code)
-        told = f"{name} at step {self.step}; saved at step {saved}. The same command resumes from there."
-        raise StoppedBySignal(told)
+        message = f"{name} at step {self.step}; saved at step {saved}. The same command resumes from there."
+        raise StoppedBySignal(message)
 
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
         """Write status.json (rank 0), unless the disk is full."""
@@ -360,36 +373,3 @@ class Loop:
                 self.folder.write_status(state, self.step, reason, exit_code)
             except OSError as error:
                 say(f"warning: {self.folder.path / 'status.json'}: cannot be written ({error.strerror})")
-
-
-class StopSignals:
-    """Signals that ask a run to stop: SIGTERM, SIGINT, SIGHUP, and SIGUSR1, with which SLURM warns of the end of a job.
-    `saved_step`: gives the step of the last checkpoint, for the message.
-    """
-
-    def __init__(self, saved_step: Callable[[], int]) -> None:
-        self._saved_step = saved_step
-        self._received = 0
-
-    def listening(self) -> AbstractContextManager[None]:
-        """Inside the block the first signal is kept for `agreed`, and a second one ends the process at once."""
-        return handling(self._receive, obeyed_signals())
-
-    def agreed(self) -> int:
-        """The signal that a rank has received, the same on all ranks; 0: none has."""
-        return collectives.all_reduce_max(self._received)
-
-    def _receive(self, signum: int, _frame: FrameType | None) -> None:
-        # SIGUSR1 may come twice: SLURM gives it to all processes and to their launcher
-        if self._received and signum != signal.SIGUSR1:
-            self._tell(signum, f"left without saving; the last checkpoint is of step {self._saved_step()}")
-            os._exit(128 + signum)
-        if not self._received:
-            self._tell(signum, "saving after this step, and what is under way; a second signal leaves at once")
-        self._received = self._received or signum
-
-    def _tell(self, signum: int, what: str) -> None:
-        """A line on stderr, from within a signal handler (rank 0)."""
-        if collectives.is_main():
-            with suppress(OSError):  # a terminal that is gone, or a full disk
-                os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,41 +49,39 @@ class Sweep:
         return self.first * (self.last / self.first) ** (step / (self.steps - 1))
 
 
+class Suggestion(NamedTuple):
+    """Rates that a curve suggests."""
+
+    steepest: float  # where the loss falls fastest: the one that is given
+    valley: float  # fastai's: half-way down the longest fall
+    below_minimum: float  # a tenth of the rate with the lowest loss
+
+
 @dataclass(kw_only=True)
-class Found:
+class Curve:
     """What a sweep has shown. A rate's loss is that of the batch after the update at that rate."""
 
     scale: float = 1.0  # optimizer.lr over the rate that it gives at this batch size (optimizer.lr_batch_size)
     rates: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     smoothed: list[float] = field(default_factory=list)
-    start_loss: float = math.nan  # before the first update
-    stopped: str = ""  # why the sweep ended
-    steepest: float | None = None  # suggested: where the loss falls fastest
-    valley: float | None = None  # fastai's suggestion: half-way down the longest fall
-    below_minimum: float | None = None  # a tenth of the rate with the lowest loss
+    start_loss: float | None = None  # before the first update
+    stopped: str = "all rates were tried"  # why the sweep ended
 
-    @property
-    def option(self) -> float | None:
-        """The suggestion as a value of `optimizer.lr`: the steepest fall and not fastai's valley, whose foot noise
-        moves through the flat part of the curve, far below the rates that train well.
-        """
-        return None if self.steepest is None else float(f"{self.steepest * self.scale:.2g}")
-
-    def suggest(self) -> None:
-        """Read the suggestions off the smoothed curve up to its lowest point; they stay None where it falls nowhere.
+    def suggestion(self) -> Suggestion | None:
+        """Read off the smoothed curve up to its lowest point; None where it falls nowhere.
 
         The first tenth is left out: there the mean is still one of few losses.
         """
         first, lowest = len(self.rates) // 10, int(np.argmin(self.smoothed)) if self.smoothed else 0
         if lowest + 1 - first < FEWEST:
-            return
+            return None
         rates, losses = self.rates[first : lowest + 1], self.smoothed[first : lowest + 1]
-        self.steepest, self.valley = steepest(rates, losses), valley(rates, losses)
-        self.below_minimum = self.rates[lowest] / 10
+        steepest = rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
+        return Suggestion(steepest, valley(rates, losses), self.rates[lowest] / 10)
 
 
-def search(loop: Loop, sweep: Sweep) -> Found:
+def search(loop: Loop, sweep: Sweep) -> Curve:
     """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages, BatchNorm's
     statistics, the loader's position, counters and torch's random state. Collective: every rank takes part.
 
@@ -103,33 +102,28 @@ def search(loop: Loop, sweep: Sweep) -> Found:
             loop.loader.wait_seconds = waited
 
 
-def _sweep(loop: Loop, sweep: Sweep, updater: Updater) -> Found:
+def _sweep(loop: Loop, sweep: Sweep, updater: Updater) -> Curve:
     """A step's loss is seen before its update, so that one more step than there are rates shows them all."""
-    found, losses = Found(stopped="all rates were tried"), []
+    curve, losses = Curve(), []
     for number in range(sweep.steps + 1):
         updater.rate = sweep.rate(min(number, sweep.steps - 1))
         metrics = loop.task.step(loop.loader, loop.step + number)
         loss = collectives.all_reduce_sum_(metrics[loop.task.loss_metric].double()).item()  # the same on all ranks
         if not math.isfinite(loss):
-            found.stopped = "the loss was not finite"
+            curve.stopped = "the loss was not finite"
             break
         losses.append(loss)
         if number == 0:
-            found.start_loss = loss
+            curve.start_loss = loss
             continue
-        found.rates.append(sweep.rate(number - 1))
-        found.losses.append(loss)
-        found.smoothed.append(smoothed_mean(losses))
-        if found.smoothed[-1] > DIVERGED * min(found.smoothed):
-            found.stopped = f"the smoothed loss was {DIVERGED:g} times its lowest"
+        curve.rates.append(sweep.rate(number - 1))
+        curve.losses.append(loss)
+        # a running mean without a bias towards 0, as Adam's moments (1412.6980, section 3)
+        curve.smoothed.append(float(np.average(losses, weights=SMOOTHING ** np.arange(number, -1, -1))))
+        if curve.smoothed[-1] > DIVERGED * min(curve.smoothed):
+            curve.stopped = f"the smoothed loss was {DIVERGED:g} times its lowest"
             break
-    found.suggest()
-    return found
-
-
-def smoothed_mean(values: Sequence[float]) -> float:
-    """The exponential running mean at the last value, without a bias towards 0, as Adam's moments (1412.6980, 3)."""
-    return float(np.average(values, weights=SMOOTHING ** np.arange(len(values) - 1, -1, -1)))
+    return curve
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
@@ -147,55 +141,55 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
     return rates[first + int(third) + int(third / 2)]
 
 
-def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate at which the loss falls fastest against the logarithm of the rate."""
-    return rates[int(np.argmin(np.gradient(np.asarray(losses), np.log(rates))))]
-
-
-def write(found: Found, folder: Path) -> None:
+def write(curve: Curve, folder: Path) -> None:
     """Write the curve as an image and as numbers into the run folder. Raises UserError when the disk refuses."""
-    numbers = asdict(found) | {"start_loss": found.start_loss if math.isfinite(found.start_loss) else None}
-    write_atomic(folder / NUMBERS, as_json(numbers))
-    write_atomic(folder / IMAGE, draw(found))
+    suggestion = curve.suggestion()
+    numbers = dict.fromkeys(Suggestion._fields) if suggestion is None else suggestion._asdict()
+    write_atomic(folder / NUMBERS, as_json(asdict(curve) | numbers))
+    write_atomic(folder / IMAGE, draw(curve, suggestion))
 
 
-def draw(found: Found) -> bytes:
+def draw(curve: Curve, suggestion: Suggestion | None) -> bytes:
     """The curve as a PNG; the part where training diverges is cut off."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(found.rates, found.losses, color="0.75", linewidth=1, label="loss")
-    axes.plot(found.rates, found.smoothed, color="C0", linewidth=2, label="smoothed")
-    rates = (found.steepest, found.valley, found.below_minimum)
+    axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
+    axes.plot(curve.rates, curve.smoothed, color="C0", linewidth=2, label="smoothed")
     marks = (("steepest (suggested)", "C3", "-"), ("valley", "C2", "--"), ("minimum / 10", "C4", ":"))
-    for rate, (name, colour, style) in zip(rates, marks, strict=True):
-        if rate is not None:
-            axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name} {rate:.2g}")
-    if found.smoothed:
-        low, high = min(found.losses), max(found.smoothed[0], found.start_loss)
+    for rate, (name, colour, style) in zip(suggestion or (), marks, strict=False):
+        axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name} {rate:.2g}")
+    if curve.smoothed and curve.start_loss is not None:
+        low, high = min(curve.losses), max(curve.smoothed[0], curve.start_loss)
         margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
         axes.set_ylim(low - margin, high + 4 * margin)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss of the next batch")
-    axes.set_title(found.stopped, fontsize=9)
+    axes.set_title(curve.stopped, fontsize=9)
     axes.legend(fontsize=8)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return buffer.getvalue()
 
 
-def text(found: Found, folder: Path) -> str:
-    """What was found, for a person, with the option to type. Raises UserError when the curve suggests no rate."""
-    tried = f"{found.rates[0]:.2g} to {found.rates[-1]:.2g}" if found.rates else "the first on"
-    if found.option is None or found.valley is None or found.below_minimum is None:
+def text(curve: Curve, folder: Path) -> str:
+    """What was found, for a person, with the option to type: the steepest fall and not fastai's valley, whose foot
+    noise moves through the flat part of the curve, far below the rates that train well.
+
+    Raises UserError when the curve suggests no rate.
+    """
+    tried = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}" if curve.rates else "the first on"
+    suggestion = curve.suggestion()
+    if suggestion is None:
         raise UserError(
-            f"--lr-find: the loss falls at no rate from {tried} ({found.stopped}; {folder / IMAGE}); give a lower "
+            f"--lr-find: the loss falls at no rate from {tried} ({curve.stopped}; {folder / IMAGE}); give a lower "
             "--lr-find-from or more --lr-find-steps, and look at the labels if that changes nothing"
         )
-    others = f"fastai's valley is {found.valley * found.scale:.2g}, a tenth of the lowest loss's rate"
-    scaled = "" if found.scale == 1 else f"; rates of the curve times {found.scale:g}, for optimizer.lr_batch_size"
+    steepest, valley, below_minimum = (float(f"{rate * curve.scale:.2g}") for rate in suggestion)
+    scaled = "" if curve.scale == 1 else f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
     return (
-        f"--optimizer.lr {found.option:g}\n"
-        f"  where the loss falls fastest; {others} {found.below_minimum * found.scale:.2g}{scaled}\n"
-        f"  {len(found.rates)} rates from {tried}: {found.stopped}; curve: {folder / IMAGE}"
+        f"--optimizer.lr {steepest:g}\n"
+        f"  where the loss falls fastest; fastai's valley is {valley:.2g}, a tenth of the lowest loss's rate "
+        f"{below_minimum:.2g}{scaled}\n"
+        f"  {len(curve.rates)} rates from {tried}: {curve.stopped}; curve: {folder / IMAGE}"
     )

@@ -63,7 +63,7 @@ def profile_steps(loop: "Loop", count: int) -> None:
     def step() -> bool:
         loop.window.add(task.step(batches, loop.step))
         loop.step += 1
-        return not loop.signals.agreed()
+        return not loop.agreed_signal()
 
     images = (task.images_at(first + count) - task.images_at(first)) / count
     heading = (

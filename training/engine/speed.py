@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -94,24 +95,13 @@ class Trial:
         """What a step takes (None: the most frequent kind). Raises TooSlow beyond `limit`."""
         if self.precision.name != precision:
             self.precision.switch(precision)
-        begun = time.perf_counter()
         step = next(iter(self.shares)) if step is None else step
-        if limit < math.inf:
-            with Deadline(limit):
-                self.task.step(iter([self.batch] * 2), step)
-        else:
+        begun = time.perf_counter()
+        with Deadline(limit) if limit < math.inf else nullcontext():
             self.task.step(iter([self.batch] * 2), step)
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter() - begun
-
-    def mean_seconds(self, precision: Fixed, first: float) -> float:
-        """What steps of all kinds take on average; `first`: the most frequent one. Others are tried twice."""
-        tries, (share, *_) = 2 if first < STEP else 1, self.shares.values()
-        others = list(self.shares.items())[1:]
-        return share * first + sum(
-            share * min(self.seconds(precision, step) for _ in range(tries)) for step, share in others
-        )
 
 
 def choose(
@@ -123,20 +113,17 @@ def choose(
     given, forced = config.precision, os.environ.get(FORCED)
     if forced not in (None, "fp32", "bf16", "fp16"):
         raise UserError(f"{FORCED}={forced}: must be fp32, bf16 or fp16")
+    names: list[Any] = ["fp32", "bf16"]  # the candidates; the last is what is not measured
+    text, warning, best = "", "", None if device.type == "cpu" else native(device)
     if given != "auto":
         text = f"{given} (kept: the run began in it)" if kept else given
-        names: list[Any] = [given] if forced or given == "fp32" else ["fp32", given]
-    else:
-        text = f"{forced} (auto: {FORCED} says so)"
-        names = [forced] if forced else ["fp32", "bf16"]
-    short, warning = config.steps * config.batch_size < FORECAST, ""
-    if device.type != "cpu":
-        short, best = True, native(device)
-        if given == "auto" and not forced:
-            names, text = [best], f"{best} (auto: native here)"
-        elif given == "bf16" and best == "fp16":
+        names = [given] if forced or best or given == "fp32" else ["fp32", given]
+        if (given, best) == ("bf16", "fp16"):
             warning = "bf16 is emulated by this accelerator; --precision fp16 is faster here"
-        names = names[-1:]
+    elif forced or best:
+        names = [forced or best]
+        text = f"{names[0]} (auto: {f'{FORCED} says so' if forced else 'native here'})"
+    short = best or config.steps * config.batch_size < FORECAST
     if not always and (kept or (short and len(names) == 1)):
         return Choice(names[-1], text, warning=warning)
     return collectives.from_main_process(lambda: _measured(config, reader, device, names, text))
@@ -157,16 +144,14 @@ def _measured(config: RunConfig, reader: Dataset, device: torch.device, names: S
             seconds = FIRST / min(config.smallest_batch, config.micro(world)) if more else None
     gc.collect()  # the tasks are gone before the run's is built
     best, slower = min(each, key=each.__getitem__), max(each, key=each.__getitem__)
-    ratio = each[slower] / each[best]
-    speed: Any = {"seconds": seconds, "more": more}
-    if len(names) == 1:
-        return Choice(names[0], text, **speed)
-    if given == "auto":
-        return Choice(best, f"{best} (auto: {times(ratio)} the speed of {slower}{by})", ratio, **speed)
-    if given == best:
-        return Choice(best, text, ratio, **speed)
-    warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; take --precision auto"
-    return Choice(names[-1], text, 1 / ratio, warning if ratio > SLOWER else "", **speed)
+    ratio, warning = None if len(names) == 1 else each[slower] / each[best], ""
+    if ratio and given == "auto":
+        text = f"{best} (auto: {times(ratio)} the speed of {slower}{by})"
+    elif ratio and given != best:
+        if ratio > SLOWER:
+            warning = f"fp32 trains at {times(ratio)} the speed of {given} on this CPU{by}; take --precision auto"
+        ratio = 1 / ratio
+    return Choice(best if given == "auto" else names[-1], text, ratio, warning, seconds, more)
 
 
 def times(ratio: float) -> str:
@@ -215,7 +200,10 @@ def race(
     chosen = best if config.precision == "auto" else names[-1]
     if chosen not in step or math.isinf(step[chosen]):
         return image, min(GIVEN_UP * min(image.values()), image[chosen]), True
-    once = trial.mean_seconds(chosen, step[chosen])
+    tries, (most_frequent, *others) = 2 if step[chosen] < STEP else 1, trial.shares.items()
+    once = most_frequent[1] * step[chosen] + sum(
+        part * min(trial.seconds(chosen, kind) for _ in range(tries)) for kind, part in others
+    )
     return image, once * (1 + slope[chosen] * (share - size) / step[chosen]) / share, False
 
 

@@ -44,15 +44,15 @@ class Donor(NamedTuple):
 
 @dataclass
 class Fit:
-    """What became of one network's tensors; names are our own network's, those of `unused` the donor's."""
+    """What becomes of one network's tensors; names are our own network's, those of `unused` the donor's."""
 
-    taken: list[str] = field(default_factory=list)
+    taken: dict[str, Tensor] = field(default_factory=dict)  # name -> the donor's tensor
     misfits: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)  # name -> shape there, shape here
     new: list[str] = field(default_factory=list)  # nothing of the donor has this name, or its layer does not fit
     unused: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """What was not taken, for a person."""
+        """What is not taken, for a person."""
         lines = [f"does not fit: {name} {sizes(*pair)}" for name, pair in list(self.misfits.items())[:LINES]]
         if len(self.misfits) > LINES:
             lines.append(f"does not fit: {len(self.misfits) - LINES} more")
@@ -112,28 +112,32 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
     """
     content = checkpoints.load(Path(donor.file), verify=False)  # find_donor has checked its checksum
     resolutions = (content["shape"]["resolution"], resolution)
-    networks = networks_of(registry)
-    plans = {
-        name: plan(_tensors(content, name, donor.file), network.state_dict(), name, resolutions)
-        for name, network in networks.items()
-    }
+    models = {name: part.model if isinstance(part, EMA) else part for name, part in registry.items()}
+    networks = {n: m for n, m in models.items() if isinstance(m, nn.Module) and next(m.parameters(), None) is not None}
+    fits = {}
+    for name, network in networks.items():
+        state = content["state"].get(name, {})
+        try:
+            check_tensors(f"state.{name}", state)
+        except ValueError as error:
+            problem = f"its state of {name!r} is not a network's ({error})"
+            raise UserError(f"--init-from {donor.file}: {problem}; give a checkpoint of train.py") from None
+        fits[name] = plan(state, network.state_dict(), name, resolutions)
     # a matrix or a filter: numbers and biases that happen to fit are no transfer
     weights = {name: {n for n, p in net.named_parameters() if p.ndim > 1} for name, net in networks.items()}
-    if not any(weights[name] & sources.keys() for name, (_, sources) in plans.items()):
-        misfits = ((name, *item) for name, (fit, _) in plans.items() for item in fit.misfits.items())
-        first = next(misfits, None)
-        why = f"e.g. {first[0]} {first[1]}: {sizes(*first[2])}" if first else "it has no tensors of their names"
+    if not any(weights[name] & fit.taken.keys() for name, fit in fits.items()):
+        misfits = (f"e.g. {name} {n}: {sizes(*pair)}" for name, fit in fits.items() for n, pair in fit.misfits.items())
         raise UserError(
-            f"--init-from {donor.file}: none of its weights fit the networks of this run ({why}); give a checkpoint of "
-            "networks of the same size, or leave --init-from out"
+            f"--init-from {donor.file}: none of its weights fit the networks of this run "
+            f"({next(misfits, 'it has no tensors of their names')}); give a checkpoint of networks of the same size, "
+            "or leave --init-from out"
         )
     lines = [f"weights from {donor.file}, step {donor.step}:"]
-    for name, (fit, sources) in plans.items():
+    for name, fit in fits.items():
         own = networks[name].state_dict()
-        for tensor, source in sources.items():
+        for tensor, source in fit.taken.items():
             own[tensor].copy_(source)
-        total = len(fit.taken) + len(fit.misfits) + len(fit.new)
-        lines.append(f"  {name}: {len(fit.taken)} of {total} tensors taken")
+        lines.append(f"  {name}: {len(fit.taken)} of {len(own)} tensors taken")
         lines += [f"    {line}" for line in fit.lines()]
     for part in registry.values():
         if isinstance(part, Updater):
@@ -145,47 +149,25 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
     return "\n".join(lines)
 
 
-def networks_of(registry: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The networks and their averages in a task's registry."""
-    models = {name: part.model if isinstance(part, EMA) else part for name, part in registry.items()}
-    return {n: m for n, m in models.items() if isinstance(m, nn.Module) and next(m.parameters(), None) is not None}
-
-
-def _tensors(content: Mapping[str, Any], name: str, file: str) -> dict[str, Tensor]:
-    """A network's state in the donor; empty where it has none. Raises UserError unless it is made of tensors."""
-    state = content["state"].get(name, {})
-    try:
-        check_tensors(f"state.{name}", state)
-    except ValueError as error:
-        told = f"its state of {name!r} is not a network's ({error})"
-        raise UserError(f"--init-from {file}: {told}; give a checkpoint of train.py") from None
-    return state
-
-
-def plan(
-    there: Mapping[str, Tensor], here: Mapping[str, Tensor], network: str, resolutions: tuple[int, int]
-) -> tuple[Fit, dict[str, Tensor]]:
-    """What of the donor's tensors fits a network: the account, and our name -> the donor's tensor.
+def plan(there: Mapping[str, Tensor], here: Mapping[str, Tensor], network: str, resolutions: tuple[int, int]) -> Fit:
+    """What of the donor's tensors fits a network.
 
     A layer is taken whole or not at all: a bias is of no use without its filter. `resolutions`: the donor's and ours,
     by which the parts of a discriminator are matched.
     """
-    donors = {by_resolution(name, network, resolutions[0]): (name, tensor) for name, tensor in there.items()}
-    ours = {name: by_resolution(name, network, resolutions[1]) for name in here}
-    fits = {n: key in donors and donors[key][1].shape == here[n].shape for n, key in ours.items()}
-    broken = {_layer(name) for name, fitting in fits.items() if not fitting}
-    fit, sources = Fit(), {}
-    for name, key in ours.items():
-        if key in donors and not fits[name]:
-            fit.misfits[name] = (list(donors[key][1].shape), list(here[name].shape))
-        elif not fits[name] or _layer(name) in broken:
+    donors = {by_resolution(name, network, resolutions[0]): name for name in there}
+    sources = {name: donors.pop(by_resolution(name, network, resolutions[1]), None) for name in here}
+    fit = Fit(unused=list(donors.values()))
+    alike = {n for n, source in sources.items() if source is not None and there[source].shape == here[n].shape}
+    broken = {_layer(name) for name in here.keys() - alike}
+    for name, source in sources.items():
+        if source is not None and name not in alike:
+            fit.misfits[name] = (list(there[source].shape), list(here[name].shape))
+        elif source is None or _layer(name) in broken:
             fit.new.append(name)
         else:
-            fit.taken.append(name)
-            sources[name] = donors[key][1]
-    wanted = set(ours.values())
-    fit.unused = [name for key, (name, _) in donors.items() if key not in wanted]
-    return fit, sources
+            fit.taken[name] = there[source]
+    return fit
 
 
 def _layer(name: str) -> str:

@@ -14,7 +14,7 @@ import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
 from training.engine.loop import Loop
-from training.engine.lr_find import Found, Sweep, search, smoothed_mean, steepest, text, valley, write
+from training.engine.lr_find import Curve, Sweep, search, text, valley, write
 from training.engine.metric_window import MetricWindow
 from training.engine.run import prepare
 from training.engine.tasks import build_run_config
@@ -72,7 +72,7 @@ def fake_loop(task) -> Any:
     )
 
 
-def test_a_rates_loss_is_the_one_after_its_update():
+def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
     task, sweep = QuadraticTask(), Sweep(steps=20, first=1e-3, last=1.5)
     found = search(fake_loop(task), sweep)
     a = b = 1.0
@@ -85,8 +85,9 @@ def test_a_rates_loss_is_the_one_after_its_update():
     assert task.steps == list(range(7, 28))
     assert found.stopped == "all rates were tried"
     assert found.scale == 0.5
-    assert found.steepest is not None
-    assert found.option == pytest.approx(found.steepest * 0.5, rel=0.05)
+    suggestion = found.suggestion()
+    assert suggestion is not None
+    assert text(found, tmp_path).startswith(f"--optimizer.lr {float(f'{suggestion.steepest / 2:.2g}'):g}\n")
 
 
 def test_everything_of_a_fake_task_is_put_back():
@@ -115,6 +116,10 @@ def test_a_sweep_stops_where_training_diverges(last, curvature, stopped):
     over = [mean > 4 * low for mean, low in zip(found.smoothed, lowest, strict=True)]
     assert over == [False] * (len(over) - 1) + ["finite" not in stopped] if over else "finite" in stopped
     assert all(map(math.isfinite, found.losses))
+    numerator, weight = 0.1 * (found.start_loss or 0.0), 0.1
+    for loss, mean in zip(found.losses, found.smoothed, strict=True):
+        numerator, weight = 0.9 * numerator + 0.1 * loss, 0.9 * weight + 0.1
+        assert mean == pytest.approx(numerator / weight)
     assert task.model.a.item() == 1.0
 
 
@@ -135,13 +140,6 @@ def test_an_error_in_the_middle_also_puts_everything_back():
 
 
 # --- the suggestions
-
-
-def test_smoothed_mean_is_the_weighted_mean():
-    values, numerator, weight = [3.0, -1.0, 4.0, 1.5], 0.0, 0.0
-    for count, value in enumerate(values, 1):
-        numerator, weight = 0.9 * numerator + 0.1 * value, 0.9 * weight + 0.1
-        assert smoothed_mean(values[:count]) == pytest.approx(numerator / weight)
 
 
 def fastai_valley(lrs, losses):
@@ -169,17 +167,9 @@ def test_valley_is_fastais(seed):
     assert valley(rates, losses) == fastai_valley(rates, losses)
 
 
-def test_steepest_is_where_the_loss_falls_fastest_against_the_logarithm():
-    rates = np.geomspace(1e-5, 1, 101)
-    losses = -np.tanh(np.log10(rates / 0.01) * 2)
-    assert steepest(rates.tolist(), losses.tolist()) == pytest.approx(0.01, rel=0.1)
-
-
-def curve(losses) -> Found:
+def curve(losses) -> Curve:
     smoothed = [float(loss) for loss in losses]
-    found = Found(rates=np.geomspace(1e-6, 10, len(smoothed)).tolist(), losses=smoothed, smoothed=smoothed)
-    found.suggest()
-    return found
+    return Curve(rates=np.geomspace(1e-6, 10, len(smoothed)).tolist(), losses=smoothed, smoothed=smoothed)
 
 
 def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss():
@@ -188,16 +178,16 @@ def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss()
     losses[80:] = 1.2  # ... and fell more steeply than ever before, though not to the lowest loss
     losses[:5] = [9, 6, 4, 3.4, 3.2]
     found = curve(losses)
-    assert found.steepest is not None
-    assert found.rates.index(found.steepest) == pytest.approx(50, abs=1)
-    assert found.below_minimum == pytest.approx(found.rates[74] / 10)
-    assert found.option == float(f"{found.steepest:.2g}")
+    suggestion = found.suggestion()
+    assert suggestion is not None
+    assert found.rates.index(suggestion.steepest) == pytest.approx(50, abs=1)
+    assert suggestion.below_minimum == pytest.approx(found.rates[74] / 10)
 
 
 @pytest.mark.parametrize("losses", [[], [2.0] * 5, [2.0 + i for i in range(50)], [2.0] * 50])
 def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses, tmp_path):
     found = curve(losses)
-    assert found.option is None
+    assert found.suggestion() is None
     write(found, tmp_path)
     with pytest.raises(UserError, match=r"falls at no rate from .* give a lower --lr-find-from"):
         text(found, tmp_path)

@@ -274,7 +274,6 @@ def test_typical_steps_are_of_every_kind(packed: Path, tmp_path: Path, reader: D
     trial = Trial(config_of(packed, "gan", tmp_path, *options), 4, reader, CPU)
     assert trial.shares == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
     assert Trial(config_of(packed, "classifier", tmp_path), 4, reader, CPU).shares == {8: 1.0}
-    assert trial.mean_seconds("fp32", 0.1) > 0.1 * 12 / 16
 
 
 RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.name.startswith(STUDIES))

@@ -8,7 +8,7 @@ from models.classifier import Classifier, ModelConfig
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from training.classifier.config import ClassifierConfig
-from training.engine.transfer import Donor, Fit, by_resolution, find_donor, networks_of, plan, transfer
+from training.engine.transfer import Donor, Fit, by_resolution, find_donor, plan, transfer
 from training.gan.config import GanConfig, config_of
 from training.optim.config import OptimizerConfig
 from training.optim.ema import EMA
@@ -40,43 +40,37 @@ def planned(donor: nn.Module, own: nn.Module, name: str, resolutions=(16, 16)):
 
 def test_the_same_network_is_taken_whole():
     for name, network in (("generator", generator()), ("discriminator", discriminator())):
-        fit, sources = planned(network, network, name)
-        assert fit.taken == list(network.state_dict())
+        fit = planned(network, network, name)
         assert (fit.misfits, fit.new, fit.unused, fit.lines()) == ({}, [], [], [])
-        assert all(sources[key] is not None and torch.equal(sources[key], v) for key, v in network.state_dict().items())
+        assert list(fit.taken) == list(network.state_dict())
+        assert all(torch.equal(fit.taken[key], value) for key, value in network.state_dict().items())
 
 
 def test_a_generator_of_another_resolution_and_other_classes():
     donor, own = generator(16, classes=3), generator(32, classes=5)
-    fit, sources = planned(donor, own, "generator", (16, 32))
+    fit = planned(donor, own, "generator", (16, 32))
     assert fit.misfits == {"mapping.embed.weight": ([6, 3], [6, 5])}
     # the embedding's bias belongs to its weight
     assert {name for name in fit.new if not name.startswith("blocks.3.")} == {"mapping.embed.bias"}
     assert all(name in fit.new for name in own.state_dict() if name.startswith("blocks.3."))
     assert fit.unused == []
-    assert (
-        sources.keys()
-        == {name for name in own.state_dict() if not name.startswith(("blocks.3.", "mapping.embed."))}
-        == set(fit.taken)
-    )
-    assert all(torch.equal(sources[name], donor.state_dict()[name]) for name in sources)
-
-
-def test_a_smaller_generator_leaves_the_donors_top_out():
-    fit, _ = planned(generator(32), generator(16), "generator", (32, 16))
-    assert (fit.misfits, fit.new) == ({}, [])
-    assert fit.unused == [name for name in generator(32).state_dict() if name.startswith("blocks.3.")]
+    kept = {name for name in own.state_dict() if not name.startswith(("blocks.3.", "mapping.embed."))}
+    assert fit.taken.keys() == kept
+    assert all(torch.equal(value, donor.state_dict()[name]) for name, value in fit.taken.items())
+    smaller = planned(generator(32), generator(16), "generator", (32, 16))
+    assert (smaller.misfits, smaller.new) == ({}, [])
+    assert smaller.unused == [name for name in own.state_dict() if name.startswith("blocks.3.")]
 
 
 @pytest.mark.parametrize(("there", "here"), [(16, 32), (16, 64), (32, 16), (64, 16)])
 def test_discriminator_blocks_are_matched_by_resolution(there, here):
     donor, own = discriminator(there), discriminator(here)
-    fit, sources = planned(donor, own, "discriminator", (there, here))
+    fit = planned(donor, own, "discriminator", (there, here))
     blocks = {there: len(donor.blocks), here: len(own.blocks)}
     common = min(blocks.values())
     for from_the_end in range(1, common + 1):
         for key, value in donor.blocks[-from_the_end].state_dict().items():
-            assert torch.equal(sources[f"blocks.{blocks[here] - from_the_end}.{key}"], value)
+            assert torch.equal(fit.taken[f"blocks.{blocks[here] - from_the_end}.{key}"], value)
     above = [f"blocks.{i}." for i in range(blocks[here] - common)]
     assert {name for name in own.state_dict() if name.startswith((*above, "from_rgb."))} == set(fit.new)
     unused = [f"blocks.{i}." for i in range(blocks[there] - common)]
@@ -85,10 +79,10 @@ def test_discriminator_blocks_are_matched_by_resolution(there, here):
 
 def test_a_growing_discriminator_takes_from_rgb_by_its_resolution():
     donor, own = discriminator(16), discriminator(32, progressive=True)
-    _, sources = planned(donor, own, "discriminator", (16, 32))
-    assert torch.equal(sources["from_rgbs.16.weight"], donor.from_rgb.weight)
-    assert "from_rgb.weight" not in sources
-    _, back = planned(own, donor, "discriminator", (32, 16))
+    taken = planned(donor, own, "discriminator", (16, 32)).taken
+    assert torch.equal(taken["from_rgbs.16.weight"], donor.from_rgb.weight)
+    assert "from_rgb.weight" not in taken
+    back = planned(own, donor, "discriminator", (32, 16)).taken
     assert torch.equal(back["from_rgb.weight"], own.from_rgbs["16"].weight)
 
 
@@ -97,16 +91,16 @@ def test_r3gan_is_matched_by_resolution_too():
     shape = {"channels": 1, "classes": 3}
     donor = R3Discriminator(R3DiscriminatorConfig(**sizes), resolution=16, **shape)
     own = R3Discriminator(R3DiscriminatorConfig(**sizes), resolution=32, **shape)
-    fit, sources = planned(donor, own, "discriminator", (16, 32))
+    fit = planned(donor, own, "discriminator", (16, 32))
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.0", "from_rgb.weight"}
     block = donor.state_dict()["stages.0.blocks.0.expand.weight"]
-    assert torch.equal(sources["stages.1.blocks.0.expand.weight"], block)
+    assert torch.equal(fit.taken["stages.1.blocks.0.expand.weight"], block)
     small, large = (R3Generator(R3GeneratorConfig(**sizes), resolution=size, **shape) for size in (16, 32))
-    fit, sources = planned(small, large, "generator", (16, 32))
+    fit = planned(small, large, "generator", (16, 32))
     # the last layer of a generator belongs to its top resolution
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
     block = small.state_dict()["stages.0.blocks.0.expand.weight"]
-    assert torch.equal(sources["stages.0.blocks.0.expand.weight"], block)
+    assert torch.equal(fit.taken["stages.0.blocks.0.expand.weight"], block)
 
 
 def test_names_by_resolution():
@@ -122,17 +116,14 @@ def test_names_by_resolution():
 def test_a_layer_is_taken_whole_or_not_at_all():
     there = {"a.weight": torch.ones(2, 3), "a.bias": torch.ones(2), "free": torch.ones(4), "mean": torch.ones(1)}
     here = {"a.weight": torch.zeros(2, 5), "a.bias": torch.zeros(2), "free": torch.zeros(4), "mean": torch.zeros(2)}
-    fit, sources = plan(there, here, "model", (8, 8))
-    assert fit == Fit(
-        taken=["free"], misfits={"a.weight": ([2, 3], [2, 5]), "mean": ([1], [2])}, new=["a.bias"], unused=[]
-    )
-    assert sources == {"free": there["free"]}
+    misfits = {"a.weight": ([2, 3], [2, 5]), "mean": ([1], [2])}
+    assert plan(there, here, "model", (8, 8)) == Fit({"free": there["free"]}, misfits, ["a.bias"], [])
 
 
 def test_a_classifiers_head_starts_anew_with_other_classes():
     small = ModelConfig(stem="small")
     donor, own = (Classifier(small, channels=1, classes=n, resolution=16) for n in (10, 4))
-    fit, _ = planned(donor, own, "model")
+    fit = planned(donor, own, "model")
     assert fit.misfits == {
         "network.fc.weight": ([10, 512], [4, 512]),
         "network.fc.bias": ([10], [4]),
@@ -201,20 +192,15 @@ def saved(folder, parts, *, resolution=16, classes=("a", "b", "c"), step=40, **m
     return path
 
 
-def test_networks_of_a_registry():
-    parts = registry()
-    assert networks_of(parts) == {
-        "generator": parts["generator"],
-        "discriminator": parts["discriminator"],
-        "generator_ema": parts["generator_ema"].model,
-    }
+def taken_from(path, ours, resolution=16, classes="abc"):
+    return transfer(Donor(str(path), 40, "x"), ours, resolution=resolution, classes=list(classes))
 
 
 def test_every_network_takes_its_own_weights(tmp_path):
     theirs, ours = registry(), registry()
     path = saved(tmp_path, theirs)
     ours["augment"].p.zero_()
-    text = transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    text = taken_from(path, ours)
     for name in ("generator", "discriminator", "generator_ema"):
         assert all(torch.equal(a, b) for a, b in both(theirs[name], ours[name]))
     assert not torch.equal(ours["generator"].constant, ours["generator_ema"].model.constant)
@@ -232,7 +218,7 @@ def test_an_optimizer_with_weights_of_its_own_starts_from_the_donors(tmp_path):
     model = ours["generator"]
     settings = OptimizerConfig(name="schedulefree-adamw", lr=1e-9, schedule="constant")
     ours["optimizer"] = Updater(model, settings, Precision("fp32", torch.device("cpu")), 10)
-    transfer(Donor(str(saved(tmp_path, theirs)), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    taken_from(saved(tmp_path, theirs), ours)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     ours["optimizer"].step(0)
@@ -247,7 +233,7 @@ def both(a, b):
 def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     theirs, ours = registry(), registry(32, 5)
     before = {name: value.clone() for name, value in ours["generator"].state_dict().items()}
-    text = transfer(Donor(str(saved(tmp_path, theirs)), 40, "x"), ours, resolution=32, classes=list("abcde"))
+    text = taken_from(saved(tmp_path, theirs), ours, 32, "abcde")
     after = ours["generator"].state_dict()
     assert torch.equal(after["blocks.1.first.conv.weight"], theirs["generator"].blocks[1].first.conv.weight)
     for name in ("mapping.embed.weight", "mapping.embed.bias", "blocks.3.first.conv.weight"):
@@ -259,9 +245,7 @@ def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
 
 
 def test_classes_of_other_names_are_mentioned(tmp_path):
-    text = transfer(
-        Donor(str(saved(tmp_path, registry())), 40, "x"), registry(), resolution=16, classes=["x", "y", "z"]
-    )
+    text = taken_from(saved(tmp_path, registry()), registry(), classes="xyz")
     assert "the classes have other names" in text
 
 
@@ -270,7 +254,7 @@ def test_a_network_that_the_donor_lacks_stays_new(tmp_path):
     path = saved(tmp_path, {"generator": parts["generator"]})
     ours = registry()
     before = ours["discriminator"].output.weight.clone()
-    text = transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    text = taken_from(path, ours)
     assert torch.equal(ours["discriminator"].output.weight, before)
     assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in text.splitlines()
 
@@ -280,7 +264,7 @@ def test_weights_keep_our_precision_and_layout(tmp_path):
     ours = registry()
     for name in ("generator", "discriminator"):
         ours[name].to(torch.float64, memory_format=torch.channels_last)
-    transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+    taken_from(path, ours)
     weight = ours["discriminator"].blocks[0].first.weight
     assert weight.dtype == torch.float64
     assert weight.is_contiguous(memory_format=torch.channels_last)
@@ -292,7 +276,7 @@ def test_nothing_that_fits_is_refused_and_changes_nothing(tmp_path):
     ours = {"generator": other_generator()}
     before = {name: value.clone() for name, value in ours["generator"].state_dict().items()}
     with pytest.raises(UserError, match=r"none of its weights fit .*e\.g\. generator .* there, .* here.*--init-from"):
-        transfer(Donor(str(path), 40, "x"), ours, resolution=16, classes=["a", "b", "c"])
+        taken_from(path, ours)
     assert all(torch.equal(value, before[name]) for name, value in ours["generator"].state_dict().items())
 
 
@@ -305,7 +289,7 @@ def other_generator():
 def test_a_state_that_is_no_networks_is_refused(tmp_path):
     path = saved(tmp_path, {"generator": Counter()})
     with pytest.raises(UserError, match="state of 'generator' is not a network's"):
-        transfer(Donor(str(path), 40, "x"), {"generator": generator()}, resolution=16, classes=["a", "b", "c"])
+        taken_from(path, {"generator": generator()})
 
 
 # --- which file it is
