@@ -76,10 +76,11 @@ class CheckpointManager:
                 self._best_step = step
             checkpoints.rotate(folder, wanted.keep, every=wanted.keep_every, also={self._best_step}, until=step)
         except OSError as error:
-            written = self.saved_step == step
-            told = "was written, but not all that follows" if written else "was not written"
-            self._failure = f"checkpoint of step {step} {told} ({error.strerror})"
-            say(f"warning: {self._failure}" + ("" if written else "; the previous one is kept, training continues"))
+            what, then = "was not written", "; the previous one is kept, training continues"
+            if self.saved_step == step:
+                what, then = "was written, but not all that follows", ""
+            self._failure = f"checkpoint of step {step} {what} ({error.strerror})"
+            say(f"warning: {self._failure}{then}")
 
     def wait(self) -> None:
         """Return when everything that was saved is on the disk, or a warning has told why not."""
@@ -107,7 +108,15 @@ class CheckpointManager:
         """
         self.wait()
         self._versions = versions()  # now: later the checkout may be another
-        path = collectives.from_main_process(lambda: self._find_latest(up_to))
+
+        def find() -> str | None:
+            folder = self.folder.checkpoints
+            if up_to is not None and not checkpoints.forget_after(folder, up_to):
+                return None
+            newest = checkpoints.load_latest(folder, warn=say)
+            return None if newest is None else str(newest[0])
+
+        path = collectives.from_main_process(find)
         if path is None:
             return None
         content = checkpoints.load(Path(path), verify=False)
@@ -124,23 +133,20 @@ class CheckpointManager:
         best = dict(content["state"].get("loop", {}).get("best", {}))
         self._best_step = best.pop("step", -1)
         if collectives.is_main():
-            self._catch_up(Path(path), best)
+            self._point(Path(path), best)
         return content
 
     def _load(self, registry: Registry, content: checkpoints.Checkpoint, path: str) -> None:
         """Compare the whole state with the registry, then load it. Raises UserError naming file and key."""
-        state = content["state"]
-        found = {name: part for name, part in registry.items() if name in state or not getattr(part, "optional", False)}
-        for name in found:
-            if name not in state:
-                raise UserError(
-                    f"{path}: lacks the state of {name!r}, so another version wrote it; start in another --run-dir"
-                )
-        name = ""
+        state, name = content["state"], ""
+        parts = {name: part for name, part in registry.items() if name in state or not getattr(part, "optional", False)}
         try:
-            for name, part in found.items():
+            for name, part in parts.items():
+                if name not in state:
+                    problem = f"lacks the state of {name!r}, so another version wrote it"
+                    raise UserError(f"{path}: {problem}; start in another --run-dir")
                 check_part(f"state.{name}", part, state[name])
-            for name, part in found.items():
+            for name, part in parts.items():
                 part.load_state_dict(state[name])
             name = "loop"
             if state.get("loop", {}).get("step", content["step"]) != content["step"]:
@@ -148,13 +154,13 @@ class CheckpointManager:
         except UserError:
             raise
         except FAULTS as error:
-            told = shorten(f"{type(error).__name__ * isinstance(error, LookupError)} {error}", 160)
+            problem = shorten(f"{type(error).__name__ * isinstance(error, LookupError)} {error}", 160)
             raise UserError(
-                f"{path}: the state of {name!r} does not fit ({told}); data.resolution or another setting of the "
+                f"{path}: the state of {name!r} does not fit ({problem}); data.resolution or another setting of the "
                 "networks has changed, or the file is damaged: give the run's own, or choose another --run-dir"
             ) from error
 
-    def _catch_up(self, path: Path, best: dict[str, float]) -> None:
+    def _point(self, path: Path, best: dict[str, float]) -> None:
         """Write the pointers that a kill after a checkpoint has left undone. `best`: its metric and value."""
         folder = self.folder.checkpoints
         wanted: dict[str, dict[str, Any]] = {"last": {}}
@@ -166,9 +172,3 @@ class CheckpointManager:
                     checkpoints.point(folder, which, path, **more)
         except OSError as error:  # the next checkpoint will say more
             say(f"warning: {folder}: last.json or best.json could not be updated ({error.strerror})")
-
-    def _find_latest(self, up_to: int | None) -> str | None:
-        if up_to is not None and not checkpoints.forget_after(self.folder.checkpoints, up_to):
-            return None
-        found = checkpoints.load_latest(self.folder.checkpoints, warn=say)
-        return None if found is None else str(found[0])

@@ -2,9 +2,9 @@
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -17,14 +17,15 @@ from training.optim.ema import EMA
 from utils import seeding
 from utils.distributed import collectives
 from utils.distributed.heartbeat import silent_ranks
-from utils.distributed.launch import LAUNCHED, REMEDY
+from utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
 from utils.errors import TrainingHalted, UserError
 from utils.memory import ran_out
+from utils.runlog.run_folder import RunFolder
 
 
 def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Part of the registry -> its tensors that are the same on all ranks: weights, averages, moments, strengths."""
-    found = {}
+    result = {}
     for name, part in registry.items():
         network = part.model if isinstance(part, EMA) else part
         if isinstance(network, nn.Module):
@@ -33,18 +34,17 @@ def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
             leaves = [leaf for leaf in tree_leaves(part.state_dict()) if isinstance(leaf, (Tensor, float))]
             tensors = [x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64) for x in leaves]
         if tensors:
-            found[name] = tensors
-    return found
+            result[name] = tensors
+    return result
 
 
 def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) -> None:
     """Raise TrainingHalted on all ranks if a shared tensor's bits are not the same on all of them."""
-    parts = shared_tensors(registry)
-    different = collectives.unequal_ranks(parts, device)
+    different = collectives.unequal_ranks(shared_tensors(registry), device)
     if different:
-        told = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())
+        where = "; ".join(f"{name} on rank {', '.join(map(str, ranks))}" for name, ranks in different.items())
         raise TrainingHalted(
-            f"the processes no longer hold the same numbers after step {step} ({told} differ from the others'); "
+            f"the processes no longer hold the same numbers after step {step} ({where} differ from the others'); "
             "a fault of memory, of the network or of this program: start again from the last checkpoint, without that "
             "machine if it happens again"
         )
@@ -52,11 +52,9 @@ def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) ->
 
 def unused_parameters(registry: Mapping[str, Any]) -> str:
     """What to say of parameters that train but got no gradient in the first step; empty if there are none."""
-    told = {name: part.unused for name, part in registry.items() if getattr(part, "unused", [])}
-    if not told:
-        return ""
-    lists = "; ".join(f"{name}: {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}" for name, unused in told.items())
-    return (
+    parts = {name: getattr(part, "unused", None) for name, part in registry.items()}
+    lists = "; ".join(f"{name}: {', '.join(u[:4])}{', ...' * (len(u) > 4)}" for name, u in parts.items() if u)
+    return lists and (
         f"no gradient reaches these parameters, so they stay as they are, but for weight decay ({lists}); freeze them "
         "(finetune.freeze) or use them"
     )
@@ -94,18 +92,23 @@ def _savers(config: RunConfig, world_size: int) -> list[str]:
     return found or ["smaller networks or images"]
 
 
-def lost_rank(folder: Path, error: BaseException) -> TrainingHalted:
-    """What to raise where a collective operation failed with `error`: it names the ranks that are missing.
+def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
+    """What to raise where a collective operation failed with `error`: it names the ranks that are missing, and so does
+    status.json, for rank 0 may be one of them.
 
     Only the lowest rank that is left says so, and none does where the launcher reports the killed processes itself.
     """
+    if under_launcher():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has said why
     rank, world = collectives.rank(), collectives.world_size()
-    found = silent_ranks(folder, world, own=rank)
-    missing = {silent.rank for silent in found}
-    speaks = rank == min(set(range(world)) - missing)
-    reason = "; ".join(silent.reason for silent in found[:4]) or "the ranks lost touch with each other"
-    reason += f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    missing = silent_ranks(folder.path, world, own=rank)
+    speaks = rank == min(set(range(world)) - {silent.rank for silent in missing})
+    reason = "; ".join(silent.reason for silent in missing[:4]) or "the ranks lost touch with each other"
+    reason += f"; and {len(missing) - 4} more" if len(missing) > 4 else ""
     # gloo begins with the place in its source, "[/.../pair.cc:545] "
     detail = shorten(re.sub(r"^\[\S+\]\s*", "", str(error).strip().split("\n")[0]), 120, placeholder=" ...")
-    quiet = not speaks or (LAUNCHED in os.environ and bool(found) and all(silent.gone for silent in found))
-    return TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
+    quiet = not speaks or (LAUNCHED in os.environ and bool(missing) and all(silent.gone for silent in missing))
+    halted = TrainingHalted(f"{reason} ({detail}); {REMEDY}", rank_specific=speaks, quiet=quiet)
+    if speaks and (folder.path / "config.yaml").is_file():
+        folder.write_status("failed", step, str(halted), halted.exit_code)
+    return halted

@@ -18,7 +18,8 @@ from training.engine import health
 from training.engine import profile as profiling
 from training.engine.checkpoints import CheckpointManager
 from training.engine.layer_log import LayerLog
-from training.engine.metric_window import MetricWindow, learning_rates
+from training.engine.metric_window import MetricWindow
+from training.optim.updater import Updater
 from utils.distributed import collectives
 from utils.distributed.heartbeat import Heartbeat
 from utils.distributed.launch import handling, obeyed_signals
@@ -237,7 +238,9 @@ class Loop:
             self.updates[name] += self.window.total(name)
         self.window.take()
         self._write_row(row)
-        self.log.scalars(self.step, learning_rates(self.task.registry()))
+        updaters = {name: part for name, part in self.task.registry().items() if isinstance(part, Updater)}
+        rates = {name: max(group["lr"] for group in part.optimizer.param_groups) for name, part in updaters.items()}
+        self.log.scalars(self.step, {f"learning_rate/{name}": rate for name, rate in rates.items()})
         self.loader.wait_seconds, self._tick_started, self._pauses = 0.0, now, 0.0
         self._tick_step = self.step
         self._check_saving()

@@ -141,14 +141,6 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
     return rates[first + int(third) + int(third / 2)]
 
 
-def write(curve: Curve, folder: Path) -> None:
-    """Write the curve as an image and as numbers into the run folder. Raises UserError when the disk refuses."""
-    suggestion = curve.suggestion()
-    numbers = dict.fromkeys(Suggestion._fields) if suggestion is None else suggestion._asdict()
-    write_atomic(folder / NUMBERS, as_json(asdict(curve) | numbers))
-    write_atomic(folder / IMAGE, draw(curve, suggestion))
-
-
 def draw(curve: Curve, suggestion: Suggestion | None) -> bytes:
     """The curve as a PNG; the part where training diverges is cut off."""
     from matplotlib.figure import Figure
@@ -172,24 +164,28 @@ def draw(curve: Curve, suggestion: Suggestion | None) -> bytes:
     return buffer.getvalue()
 
 
-def text(curve: Curve, folder: Path) -> str:
-    """What was found, for a person, with the option to type: the steepest fall and not fastai's valley, whose foot
-    noise moves through the flat part of the curve, far below the rates that train well.
+def write(curve: Curve, folder: Path) -> str:
+    """Write the curve as an image and as numbers into the run folder; returns what it says, with the option to type:
+    the steepest fall and not fastai's valley, whose foot noise moves through the flat part, far below the rates that
+    train well.
 
-    Raises UserError when the curve suggests no rate.
+    Raises UserError when the disk refuses, and when the curve suggests no rate.
     """
-    tried = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}" if curve.rates else "the first on"
     suggestion = curve.suggestion()
+    numbers = suggestion._asdict() if suggestion else dict.fromkeys(Suggestion._fields)
+    write_atomic(folder / NUMBERS, as_json(asdict(curve) | numbers))
+    write_atomic(folder / IMAGE, draw(curve, suggestion))
+    tried = f"{curve.rates[0]:.2g} to {curve.rates[-1]:.2g}" if curve.rates else "the first on"
     if suggestion is None:
         raise UserError(
             f"--lr-find: the loss falls at no rate from {tried} ({curve.stopped}; {folder / IMAGE}); give a lower "
             "--lr-find-from or more --lr-find-steps, and look at the labels if that changes nothing"
         )
-    steepest, valley, below_minimum = (float(f"{rate * curve.scale:.2g}") for rate in suggestion)
+    steepest, valley, below_minimum = (f"{rate * curve.scale:.2g}" for rate in suggestion)
     scaled = "" if curve.scale == 1 else f"; rates of the curve times {curve.scale:g}, for optimizer.lr_batch_size"
     return (
-        f"--optimizer.lr {steepest:g}\n"
-        f"  where the loss falls fastest; fastai's valley is {valley:.2g}, a tenth of the lowest loss's rate "
-        f"{below_minimum:.2g}{scaled}\n"
+        f"--optimizer.lr {float(steepest):g}\n"
+        f"  where the loss falls fastest; fastai's valley is {valley}, a tenth of the lowest loss's rate "
+        f"{below_minimum}{scaled}\n"
         f"  {len(curve.rates)} rates from {tried}: {curve.stopped}; curve: {folder / IMAGE}"
     )

@@ -1,4 +1,4 @@
-"""The metrics of the steps since the last row of the log, and the rates of the last step."""
+"""The metrics of the steps since the last row of the log."""
 
 from typing import Any
 
@@ -62,13 +62,3 @@ class MetricWindow:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._pending, self._sums, self._counts = {}, dict(state["sums"]), dict(state["counts"])
         self.values = list(state["values"])
-
-
-def learning_rates(registry: dict[str, Any]) -> dict[str, float]:
-    """The highest learning rate of each optimizer in the last update."""
-    optimizers = {name: getattr(part, "optimizer", None) for name, part in registry.items()}
-    return {
-        f"learning_rate/{name}": max(group["lr"] for group in optimizer.param_groups)
-        for name, optimizer in optimizers.items()
-        if isinstance(optimizer, torch.optim.Optimizer)
-    }

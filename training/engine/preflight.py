@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from textwrap import indent
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from training.optim.updater import Updater
 from utils.distributed import collectives
 from utils.errors import UserError
 from utils.memory import local_processes, total_bytes
-from utils.text import columns
 
 GIB = 2**30
 MIB = 2**20
@@ -46,10 +44,10 @@ def state_bytes(task: Task) -> int:
     return total
 
 
-def check_disk(folder: Path, task: Task, keep: int) -> None:
-    """Raise UserError when the disk cannot hold the checkpoints that will be kept."""
+def check_disk(folder: Path, task: Task, count: int) -> None:
+    """Raise UserError when the disk cannot hold as many checkpoints."""
     existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-    needed, free = state_bytes(task) * (keep + 2), shutil.disk_usage(existing).free
+    needed, free = state_bytes(task) * count, shutil.disk_usage(existing).free
     if free < needed:
         raise UserError(
             f"{existing}: {free / MIB:.0f} MiB free, checkpoints need {needed / MIB:.0f} MiB; free some space or "
@@ -71,7 +69,10 @@ def check_memory(
     place = f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {room / GIB:,.1f} GiB for a process"
     try:
         with torch.device("meta"):
-            needs = {name: copies * _weight_bytes(network) for name, (network, copies) in outline().items()}
+            needs = {
+                name: copies * sum(p.numel() * p.element_size() for p in network.parameters())
+                for name, (network, copies) in outline().items()
+            }
     except NotImplementedError:  # of the meta device: a fault of the network
         raise
     except (RuntimeError, OverflowError) as error:  # torch counts bytes in 64 bits
@@ -91,10 +92,6 @@ def check_memory(
                 f"batch_size {batch_size}: {share} images of {side} px need {(share + 4 * a_pass) * image / GIB:,.1f} "
                 f"GiB or more, but {place}; a --batch-size of {fits} might be held, and training needs room besides"
             )
-
-
-def _weight_bytes(network: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
 
 
 def _remedy(config: RunConfig, names: Iterable[str]) -> str:
@@ -120,18 +117,16 @@ def plan_rows(
     takes: str = "",
 ) -> dict[str, str]:
     """The preflight's table: label -> value. `reading`, `precision`, `takes`: what was measured, in words."""
-    world = collectives.world_size()
-    images = task.images_at(config.steps)
+    world, images = collectives.world_size(), task.images_at(config.steps)
     rows = {
         "task": config.task,
         "device": f"{device} x {world} process{'es' * (world > 1)}, {torch.get_num_threads()} threads",
         "precision": precision or config.precision,
+        "training data": data_text(reader),
+        **({} if reader.synthetic is None else {"synthetic data": mixture_text(config, reader)}),
+        "held-out data": data_text(val_reader) if val_reader else "none (data.val_path is not set)",
+        "reading": reading,
     }
-    rows["training data"] = data_text(reader)
-    if reader.synthetic is not None:
-        rows["synthetic data"] = mixture_text(config, reader)
-    rows["held-out data"] = data_text(val_reader) if val_reader else "none (data.val_path is not set)"
-    rows["reading"] = reading
     spans = config.spans(reader.resolution)
     if len(spans) == 1:
         rows["batch"] = (
@@ -152,8 +147,10 @@ def plan_rows(
     for name, (network, _) in task.networks().items():
         rows[f"{name} parameters"] = f"{sum(p.numel() for p in network.parameters()):,}"
     saving = config.checkpoint
-    rows["checkpoint"] = f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept"
-    rows["checkpoint"] += " and the best" + (f", and every {saving.keep_every} for good" if saving.keep_every else "")
+    rows["checkpoint"] = (
+        f"about {state_bytes(task) / MIB:.1f} MiB, every {saving.every} steps, {saving.keep} kept and the best"
+        + (f", and every {saving.keep_every} for good" if saving.keep_every else "")
+    )
     return rows
 
 
@@ -171,11 +168,6 @@ def schedule_text(config: OptimizerConfig, steps: int, batch_size: int) -> str:
     for key, value in (("norm", config.clip_norm), ("value", config.clip_value), ("ratio", config.clip_adaptive)):
         text += f", clipped at {key} {value:g}" if value else ""
     return text
-
-
-def table(rows: Mapping[str, str]) -> str:
-    """Two aligned columns."""
-    return indent(columns(rows.items(), "<"), "  ")
 
 
 class PeakBytes(TorchDispatchMode):
@@ -225,21 +217,21 @@ def model_summary(task: Task, name: str, micro: int, *, layers: bool = True) -> 
     shape and its parameters.
     """
     network, inputs = task.networks()[name]
-    table = ""
-    if layers:
-        table = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
     clone = copy.deepcopy(network).train()  # a forward pass changes statistics
     for key, parameter in clone.named_parameters():
         parameter.requires_grad_(task.trains(name, key))
-    inputs = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)  # BatchNorm refuses one sample
-    activations = activation_bytes(clone, inputs) / len(inputs[0]) * micro
-    weights = sum(p.numel() * p.element_size() for p in network.parameters())
-    total = activations + 5 * weights
+    two = tuple(tensor.repeat(2, *[1] * (tensor.ndim - 1)) for tensor in inputs)  # BatchNorm refuses one sample
+    activations = activation_bytes(clone, two) / len(two[0]) * micro
+    weights = 5 * sum(p.numel() * p.element_size() for p in network.parameters())
     memory = (
-        f"memory of its training step: about {total / GIB:.2f} GiB (activations {activations / MIB:.0f} MiB in fp32 at "
-        f"{micro} samples; weights, gradients, moments and average {5 * weights / MIB:.0f} MiB)"
+        f"memory of its training step: about {(activations + weights) / GIB:.2f} GiB (activations "
+        f"{activations / MIB:.0f} MiB in fp32 at {micro} samples; weights, gradients, moments and average "
+        f"{weights / MIB:.0f} MiB)"
     )
-    return f"{name}\n{table}\n{memory}" if layers else f"{name}: {memory}"
+    if not layers:
+        return f"{name}: {memory}"
+    table = task.layer_table(name) or _torchinfo(copy.deepcopy(network).requires_grad_(True), inputs)
+    return f"{name}\n{table}\n{memory}"
 
 
 def _torchinfo(network: nn.Module, inputs: tuple[Any, ...]) -> str:

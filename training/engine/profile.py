@@ -9,7 +9,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +51,6 @@ class Rewind:
                 part.zero_grad(set_to_none=True)
 
 
-Step = Callable[[], bool]  # does one training step; False: stop here, a signal has come
-
-
 def profile_steps(loop: "Loop", count: int) -> None:
     """Measure the next `count` steps and go back to where they begin (rank 0 writes); nothing after a signal."""
     loop.window.fold()
@@ -71,19 +68,22 @@ def profile_steps(loop: "Loop", count: int) -> None:
         f"process{'es' * (world > 1)}, rank 0 measured ({device}, {torch.get_num_threads()} threads, "
         f"{loop.config.precision})"
     )
-    measure(
-        step, count, loop.registry(), device, loop.folder.path / "profile" if collectives.is_main() else None, heading
-    )
+    folder = loop.folder.path / "profile" if collectives.is_main() else None
+    measure(step, count, loop.registry(), device, folder, heading)
     loop.loader.wait_seconds = waited
 
 
 def measure(
-    step: Step, count: int, registry: Mapping[str, Any], device: torch.device, folder: Path | None, heading: str
+    step: Callable[[], bool],  # does one training step; False: stop here, a signal has come
+    count: int,
+    registry: Mapping[str, Any],  # all that changes: name -> state_dict, load_state_dict
+    device: torch.device,
+    folder: Path | None,
+    heading: str,
 ) -> None:
     """Run the next `count` steps twice, write the trace and the summary, and leave the state as it was before.
 
-    `registry` holds everything that changes (name -> state_dict, load_state_dict). Writes nothing after a signal.
-    Collective: every rank takes part, those without a `folder` write nothing.
+    Writes nothing after a signal. Collective: every rank takes part, those without a `folder` write nothing.
     """
     before = peak_bytes(device)
     state, one_step = Rewind(registry), record_function("step")(step)
@@ -92,62 +92,45 @@ def measure(
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    def run(*instruments: Any) -> tuple[bool, PhaseClock]:
-        with ExitStack() as stack:
-            for instrument in instruments:
-                stack.enter_context(instrument)
+    def run(instrument: AbstractContextManager[Any]) -> tuple[bool, PhaseClock]:
+        with instrument:
             wait()
-            clock = stack.enter_context(listening(PhaseClock(wait, time.perf_counter)))
-            with phase(OTHER):  # its end is on the clock
+            with listening(PhaseClock(wait, time.perf_counter)) as clock, phase(OTHER):  # its end is on the clock
                 went_on = all(one_step() for _ in range(count))
         state.rewind()
         return went_on, clock
 
-    went_on, clock = run()
+    went_on, clock = run(nullcontext())
     peak = max(before, peak_bytes(device) - (state.bytes if device.type == "cpu" else 0))
     if not went_on:
         return
-    profiler = tracer(device)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its errors about CUDA on machines without it are none
+    kinds = dict.fromkeys(["CPU", device.type.upper()])
+    profiler = profile(activities=[getattr(ProfilerActivity, kind) for kind in kinds], acc_events=True)
     went_on, traced = run(profiler)
     if went_on and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / TRACE))
         seconds = {name: time / count for name, time in clock.seconds.items()}
         overhead = sum(traced.seconds.values()) / sum(clock.seconds.values()) - 1
-        text = summary(seconds, overhead, peak, operators(profiler, device), device)
+        by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+        operators = profiler.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=40)
         where = f"trace of the steps: {folder / TRACE} (open it at https://ui.perfetto.dev or in chrome://tracing)"
-        write_atomic(folder / SUMMARY, f"{heading}\n\n{text}\n\n{where}\n".encode())
+        text = "\n\n".join([heading, summary(seconds, overhead, peak, device), operators, where])
+        write_atomic(folder / SUMMARY, f"{text}\n".encode())
 
 
-def tracer(device: torch.device) -> profile:
-    """torch.profiler over the host, and the accelerator where there is one."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its errors about CUDA on machines without it are none
-    activities = [ProfilerActivity.CPU]
-    if device.type != "cpu":
-        activities.append(getattr(ProfilerActivity, device.type.upper()))
-    return profile(activities=activities, acc_events=True)
-
-
-def operators(profiler: profile, device: torch.device) -> str:
-    """torch's table of the operators that cost most, by their own time on the device."""
-    by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-    return profiler.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=40)
-
-
-def summary(seconds: Mapping[str, float], overhead: float, peak: int, operators: str, device: torch.device) -> str:
+def summary(seconds: Mapping[str, float], overhead: float, peak: int, device: torch.device) -> str:
     """A profile as text. `seconds`: of a step, by phase; `overhead`: what the profiler cost, as a share of it."""
     names = sorted(seconds, key=lambda name: (name == OTHER, name != "data", name))
     whole = sum(seconds.values())
     rows = [[name, f"{seconds[name] * 1e3:.2f}", f"{100 * seconds[name] / whole:.1f} %"] for name in names]
-    waited = 100 * seconds.get("data", 0.0) / whole
-    memory = "allocated on the accelerator" if device.type != "cpu" else "resident"
-    return "\n".join(
-        [
-            columns([["phase", "ms a step", "share"], *rows, ["step", f"{whole * 1e3:.2f}", "100.0 %"]]),
-            "",
-            f"data wait {waited:.1f} % of the time; memory: {peak / MIB:.0f} MiB {memory} at most; torch.profiler cost "
-            f"{100 * overhead:+.0f} %",
-            "",
-            operators,
-        ]
+    table = columns([["phase", "ms a step", "share"], *rows, ["step", f"{whole * 1e3:.2f}", "100.0 %"]])
+    waited, memory = (
+        seconds.get("data", 0.0) / whole,
+        "resident" if device.type == "cpu" else "allocated on the accelerator",
+    )
+    return (
+        f"{table}\n\ndata wait {100 * waited:.1f} % of the time; memory: {peak / MIB:.0f} MiB {memory} at most; "
+        f"torch.profiler cost {100 * overhead:+.0f} %"
     )

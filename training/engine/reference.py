@@ -1,12 +1,9 @@
 """A reference of all config keys, read from the config models: names, defaults, types, and the comments beside them."""
 
-import ast
 import inspect
-import io
 import json
 import re
 import textwrap
-import tokenize
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,14 +36,14 @@ class Key:
 def groups() -> dict[str, list[Key]]:
     """The keys of all tasks by what they belong to; a key that several have is in the first only."""
     gans = {name: TASKS["gan"].config(name) for name in ARCHITECTURES}
-    common = list(keys(RunConfig))
-    shared = {key.name for key in common}
-    first, *others = ([key for key in keys(config) if key.name not in shared] for config in gans.values())
-    result = {"Every run": common, "Classifier": list(keys(TASKS["classifier"].config())), "GAN": first}
-    result["Classifier"] = [key for key in result["Classifier"] if key.name not in shared]
-    for name, listed in zip(list(gans)[1:], others, strict=True):
-        own = [key for key in listed if key not in first and key.name != "architecture"]
-        result[f"GAN with architecture {name}: what differs"] = own
+    first, *others = gans
+    configs = {"Classifier": TASKS["classifier"].config(), "GAN": gans[first]}
+    result = {"Every run": list(keys(RunConfig))}
+    shared = {key.name for key in result["Every run"]}
+    result |= {title: [key for key in keys(config) if key.name not in shared] for title, config in configs.items()}
+    for name in others:
+        own = [key for key in keys(gans[name]) if key.name not in shared | {"architecture"}]
+        result[f"GAN with architecture {name}: what differs"] = [key for key in own if key not in result["GAN"]]
     return result
 
 
@@ -91,21 +88,17 @@ def comment(config: type, name: str) -> str:
 def _comments(config: type) -> dict[str, str]:
     """field -> its comment, from a class's source."""
     try:
-        source = textwrap.dedent(inspect.getsource(config))
+        lines = inspect.getsource(config).splitlines()
     except (OSError, TypeError):  # a class of Python's own, or one that was made by a function
         return {}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    said = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
-    comments = {}
-    for node in next(each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)).body:
-        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-            continue
-        first = node.lineno
-        while first - 1 in said and not said[first - 1].line.partition("#")[0].strip():
-            first -= 1
-        lines = range(first, (node.end_lineno or node.lineno) + 1)
-        words = " ".join(said[line].string.lstrip("# ") for line in lines if line in said)
-        comments[node.target.id] = re.sub(r"\bNone\b", "null", words)
+    comments, above = {}, []
+    for line in lines:
+        field, said = re.match(r" {4}(\w+): ", line), re.search(r" # (.*)", line)
+        above += [said[1]] if said else []
+        if field:
+            comments[field[1]] = re.sub(r"\bNone\b", "null", " ".join(above))
+        if field or not said:
+            above = []
     return comments
 
 

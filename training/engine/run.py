@@ -1,11 +1,11 @@
 """One training run from a config file to a finished run folder; what `train.py` calls in every process."""
 
 import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from utils.memory import tune_malloc
 from utils.provenance import Lineage, join
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say, say_main, say_refused
+from utils.text import columns
 
 
 def train(
@@ -71,7 +72,7 @@ def train(
             lost = not isinstance(error, StoppedBySignal) and getattr(error, "of_rank", None) is None
             raise
         lost = True
-        raise _lost_rank(folder, 0 if loop is None else loop.step, error) from error
+        raise health.lost_rank(folder, 0 if loop is None else loop.step, error) from error
     finally:
         folder.close()
         collectives.stop(lost=lost)
@@ -90,33 +91,20 @@ def _start_process(config: RunConfig, requested: str | None) -> torch.device:
     return device
 
 
-def _lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:
-    """What to raise where another rank is missing; status.json says so, for rank 0 may be the one that is."""
-    if under_launcher():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before this rank has told why
-    halted = health.lost_rank(folder.path, error)
-    if halted.rank_specific and (folder.path / "config.yaml").is_file():
-        folder.write_status("failed", step, str(halted), halted.exit_code)
-    return halted
-
-
 def default_folder(config_file: Path) -> Path:
     """runs/<name of the config>; for a run's own config.yaml that run."""
-    return config_file.parent if _of_a_run(config_file) else Path("runs") / config_file.stem
-
-
-def _of_a_run(config_file: Path) -> bool:
-    """Whether it is the config.yaml of a run folder."""
-    marks = [config_file.parent / mark for mark in ("checkpoints", "status.json")]
-    return config_file.name == "config.yaml" and any(mark.exists() for mark in marks)
+    folder = config_file.parent
+    of_a_run = config_file.name == "config.yaml" and any((folder / m).exists() for m in ("checkpoints", "status.json"))
+    return folder if of_a_run else Path("runs") / config_file.stem
 
 
 def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     """Check all that can be checked before the first step and build the loop; writes nothing. Raises UserError."""
-    there = collectives.from_main_process(lambda: (folder.saved_config() or {}).get("precision"))
-    if there is not None and config.precision == "auto":  # the one in which the run began
-        config = config.changed(precision=there)
+    began_in = collectives.from_main_process(lambda: (folder.saved_config() or {}).get("precision"))
+    if began_in is not None and config.precision == "auto":
+        config = config.changed(precision=began_in)
     collectives.from_main_process(lambda: _accept_config(folder, config) and None)
+    entry = TASKS[config.task].task
     with collectives.raising_together():  # each node may have files of its own
         reader = data.open_training(config.data)
         val_reader = data.open_held_out(config.data, reader)
@@ -124,16 +112,16 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     data.check_same_images(config.data, reader, val_reader)
     shape = {"channels": reader.meta.channels, "classes": len(reader.meta.classes), "resolution": reader.resolution}
     with collectives.raising_together():  # before anything of the configured sizes is made; machines differ
-        preflight.check_memory(config, partial(TASKS[config.task].task.outline, config, shape), shape, device)
-    choice = speed.choose(config, reader, device, kept=there == config.precision)
+        preflight.check_memory(config, partial(entry.outline, config, shape), shape, device)
+    choice = speed.choose(config, reader, device, kept=began_in == config.precision)
     config = config.changed(precision=choice.precision)
     if choice.warning:
         say_main(f"warning: {choice.warning}")
     donor = transfer.find_donor(config, folder)  # first, because the task asks whether its weights are new
-    task: Task = TASKS[config.task].task(config, reader, val_reader, device)
-    there = len(newest_first(folder.checkpoints))
+    task: Task = entry(config, reader, val_reader, device)
     with collectives.raising_together():
-        preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - 2 - there)
+        written = len(newest_first(folder.checkpoints))
+        preflight.check_disk(folder.path, task, config.checkpoint.most(config.steps) - written)
     taken = None
     if donor is not None:
         resolution = task.shape["resolution"]
@@ -142,7 +130,7 @@ def prepare(config: RunConfig, folder: RunFolder, device: torch.device) -> Loop:
     reading = data.tune_workers(config, reader, val_reader)
     takes = speed.forecast(choice, task.images_at(config.steps))
     rows = preflight.plan_rows(config, task, reader, val_reader, reading, device, choice.text, takes)
-    say_main(preflight.table(rows | {"run folder": str(folder.path)}))
+    say_main(indent(columns((rows | {"run folder": str(folder.path)}).items(), "<"), "  "))
     if taken is not None:
         say_main(taken)
     loop = Loop(config, task, loader, folder)
@@ -180,11 +168,10 @@ def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
     if loop.resume():
         say_main(f"searching from step {loop.step} of {loop.config.steps} on")
     try:
-        found = lr_find.search(loop, sweep)
+        curve = lr_find.search(loop, sweep)
     finally:
         loop.loader.close()
-    collectives.from_main_process(lambda: lr_find.write(found, loop.folder.path))
-    summary = collectives.from_main_process(lambda: lr_find.text(found, loop.folder.path))
+    summary = collectives.from_main_process(lambda: lr_find.write(curve, loop.folder.path))
     if collectives.is_main():
         print(summary)
     return 0
@@ -247,16 +234,16 @@ def _signs_of_life(loop: Loop) -> Iterator[None]:
     loop.heartbeat.start()
     collectives.barrier()  # from here on everybody's file is there
     collectives.watch_while_waiting(look)
-    told, lost = None, False  # why it leaves, if it must not
+    reason, lost = None, False  # why it leaves, if it must not
     try:
         yield
     except StoppedBySignal:
         raise
     except BaseException as error:
-        told, lost = _one_line(error), collectives.is_peer_error(error)
+        reason, lost = _one_line(error), collectives.is_peer_error(error)
         raise
     finally:
-        loop.heartbeat.stop(told, lost_peer=lost)
+        loop.heartbeat.stop(reason, lost_peer=lost)
         collectives.watch_while_waiting(None)
 
 

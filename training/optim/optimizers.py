@@ -34,13 +34,10 @@ def build_optimizer(
         groups = parameter_groups(model, config.weight_decay)
     # their rates' factors stay with the Updater: the optimizer's state is that of a checkpoint, which may be older
     groups = [{key: value for key, value in group.items() if key != "lr_scale"} for group in groups]
-    betas = (float(config.betas[0]), float(config.betas[1]))
     if config.schedule_free:
-        kind, betas = config.name.removeprefix("schedulefree-"), (config.average_beta, betas[1])
-        return ScheduleFree(groups, kind=kind, lr=config.lr, betas=betas, eps=config.eps)
+        return ScheduleFree(groups, config)
     if config.name == "muon":
-        more = {key: getattr(config, key) for key in ("momentum", "sgd_momentum", "ns_steps", "unit_filters")}
-        return Muon(groups, lr=config.lr, head=head, **more)
+        return Muon(groups, config, head)
     if config.name == "sgd":
         momentum = config.momentum
         optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, fused=True)
@@ -49,6 +46,7 @@ def build_optimizer(
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     optimizer_class = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    betas = (float(config.betas[0]), float(config.betas[1]))
     return optimizer_class(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
@@ -81,20 +79,9 @@ class Muon(Masked):
     (Nesterov) at `sgd_momentum`. The rate is the group's for both; weight decay is decoupled for Muon alone.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        momentum: float,
-        sgd_momentum: float,
-        ns_steps: int,  # Newton-Schulz iterations
-        unit_filters: bool,  # before a step Muon's matrices are scaled to the norm sqrt(outputs)
-        head: Iterable[Tensor],
-    ) -> None:
-        self.sgd_momentum, self.ns_steps, self.unit_filters = sgd_momentum, ns_steps, unit_filters
-        self.head = {id(parameter) for parameter in head}
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig, head: Iterable[Tensor]) -> None:
+        self.config, self.head = config, {id(parameter) for parameter in head}
+        super().__init__(groups, {"lr": config.lr, "momentum": config.momentum, "weight_decay": 0.0})
         for parameter in (p for group in self.param_groups for p in group["params"]):
             self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -104,15 +91,27 @@ class Muon(Masked):
         if matrices:
             self._muon(group, matrices)
         if rest := [p for p in parameters if id(p) not in by_muon]:
-            self._sgd(group, rest)
+            sgd(
+                rest,
+                [p.grad for p in rest if p.grad is not None],
+                [self.state[p]["momentum_buffer"] for p in rest],
+                fused=True,
+                found_inf=self.found_inf,
+                lr=group["lr"],
+                momentum=self.config.sgd_momentum,
+                weight_decay=group["weight_decay"],
+                dampening=0.0,
+                nesterov=True,
+                maximize=False,
+            )
 
     def _muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         matrices = [p.detach().clone().flatten(1) for p in parameters]
         how = {key: group[key] for key in ("lr", "momentum", "weight_decay")}
         # its state is ours: it lives for this step
-        muon = torch.optim.Muon(matrices, **how, nesterov=True, ns_steps=self.ns_steps)
+        muon = torch.optim.Muon(matrices, **how, nesterov=True, ns_steps=self.config.ns_steps)
         for parameter, matrix in zip(parameters, matrices, strict=True):
-            if self.unit_filters:
+            if self.config.unit_filters:  # to the norm sqrt(outputs)
                 matrix.mul_(len(matrix) ** 0.5 / matrix.norm())
             assert parameter.grad is not None
             matrix.grad = parameter.grad.flatten(1)
@@ -126,21 +125,6 @@ class Muon(Masked):
                     new = torch.where(self.found_inf.to(old.device) > 0, old, new)
                 old.copy_(new)
 
-    def _sgd(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        sgd(
-            parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            [self.state[p]["momentum_buffer"] for p in parameters],
-            fused=True,
-            found_inf=self.found_inf,
-            lr=group["lr"],
-            momentum=self.sgd_momentum,
-            weight_decay=group["weight_decay"],
-            dampening=0.0,
-            nesterov=True,
-            maximize=False,
-        )
-
 
 class ScheduleFree(Masked):
     """Schedule-free SGD and AdamW (2405.15682): no decay of the rate, an average of the weights in its place.
@@ -151,23 +135,16 @@ class ScheduleFree(Masked):
     the host, where a step cannot be held back without waiting for the device; tests compare the two.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        *,
-        kind: str,  # sgd or adamw
-        lr: float,
-        betas: tuple[float, float],  # sgd: the second is not used
-        eps: float,
-    ) -> None:
-        self.kind = kind
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+    def __init__(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> None:
+        self.adamw = config.name == "schedulefree-adamw"  # else SGD, which does not use the second of betas
+        betas = (config.average_beta, float(config.betas[1]))
+        super().__init__(groups, {"lr": config.lr, "betas": betas, "eps": config.eps, "weight_decay": 0.0})
         for group in self.param_groups:
             # updates, sum of their weights, highest rate: float64, as many small weights are added up
             group["counters"] = torch.zeros(3, dtype=torch.float64, device=group["params"][0].device)
             for parameter in group["params"]:
                 self.state[parameter]["z"] = parameter.detach().clone()
-                if kind == "adamw":
+                if self.adamw:
                     self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def update(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -192,7 +169,7 @@ class ScheduleFree(Masked):
         zs = [self.state[p]["z"] for p in parameters]
         # a masked step's gradients are not numbers, and would stay so whatever they are multiplied by
         directions = [torch.where(taken > 0, grad, 0.0) for grad in grads]
-        if self.kind == "adamw":
+        if self.adamw:
             moments = [self.state[p]["exp_avg_sq"] for p in parameters]
             decay = 1 - (1 - group["betas"][1]) * taken
             torch._foreach_mul_(moments, decay.to(dtype))

@@ -15,7 +15,6 @@ from utils.distributed.collectives import by_device
 from utils.distributed.gradients import Compression, GradientExchange
 from utils.errors import UserError
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_WEIGHTS = 1e-3  # norm that a unit's weights count for at least, so that new ones can leave zero
 SMALLEST_GRADIENT = 1e-6
 STATE = {"params", "param_names", "lr", "counters"}  # of a group of parameters; all else is configuration
@@ -37,7 +36,7 @@ class Precision:
 
     def autocast(self) -> torch.autocast:
         """Reduced precision inside the block (none for fp32)."""
-        dtype = AUTOCAST_DTYPES.get(self.name, torch.bfloat16)
+        dtype = torch.float16 if self.name == "fp16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.name != "fp32")
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor] | None = None) -> None:
@@ -46,20 +45,17 @@ class Precision:
 
     def scale(self) -> Tensor:
         """The loss scale as a 0-d tensor on the device, 1 without a scaler: nobody waits for its value."""
-        one = torch.ones((), device=self.device)
-        return self.scaler.scale(one) if self.scaler.is_enabled() else one
+        return self.scaler.scale(torch.ones((), device=self.device))
 
     def update_scale(self) -> None:
         """Adapt the loss scale: once a step, after every network's update."""
-        if self.scaler.is_enabled():
-            self.scaler.update()
+        self.scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # a run may be resumed at another precision: without a scaler there is nothing to restore
-        if state and self.scaler.is_enabled():
+        if state:  # a run may be resumed at another precision
             self.scaler.load_state_dict(state)
 
 
@@ -72,12 +68,8 @@ class Update(NamedTuple):
 
     def metrics(self, name: str) -> dict[str, Tensor]:
         """For the log; every rank contributes its part of the sum."""
-        world = collectives.world_size()
-        return {
-            f"gradient_norm/{name}": self.norm / world,
-            f"skipped_updates/{name}": self.skipped / world,
-            f"nonfinite_updates/{name}": self.nonfinite / world,
-        }
+        named = zip(("gradient_norm", "skipped_updates", "nonfinite_updates"), self, strict=True)
+        return {f"{kind}/{name}": value / collectives.world_size() for kind, value in named}
 
 
 class Updater:
@@ -106,11 +98,9 @@ class Updater:
         self.steps = steps  # length of the schedules
         self.rate: float | None = None  # of the next updates, in place of the schedule's
         self.head = list(head)
-        self.optimizer = build_optimizer(model, config, groups, self.head)
+        self.reset()
         self.lr_scales = [group.get("lr_scale", 1.0) for group in groups or self.optimizer.param_groups]
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        excluded = {id(p) for p in self.head}
-        self.clipped = [p for p in self.parameters if id(p) not in excluded]
         missing: Literal["zeros", "skip"] = "skip" if growing else "zeros"
         self.exchange = GradientExchange(self.parameters if exchange else [], missing=missing, compress=compress)
         self.unused: list[str] | None = None  # parameters that train and had no gradient in the first step here
@@ -132,9 +122,7 @@ class Updater:
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad = laid_like(parameter.grad, parameter)
-        scaler = self.precision.scaler
-        if scaler.is_enabled():
-            scaler.unscale_(self.optimizer)
+        self.precision.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         norm = norm.to(self.precision.device)  # of several devices it lies where the first gradient does
         self._clip(norm)
@@ -146,12 +134,9 @@ class Updater:
             if momentum is not None:
                 group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
         skipped = (~torch.isfinite(norm)).float()
-        if scaler.is_enabled():
-            scaler.step(self.optimizer)
-        else:
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-            self.optimizer.step()
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.precision.scaler.step(self.optimizer)  # with flags of its own for fp16
         # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
         return Update(norm, skipped, skipped * (self.precision.scale() <= 1))
 
@@ -162,7 +147,8 @@ class Updater:
         if self.config.clip_value is not None:
             torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
         if self.config.clip_adaptive is not None:
-            clip_adaptively_(self.clipped, self.config.clip_adaptive)
+            excluded = {id(p) for p in self.head}
+            clip_adaptively_((p for p in self.parameters if id(p) not in excluded), self.config.clip_adaptive)
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """The weights to evaluate, where the optimizer averages them itself (schedule-free); else None."""

@@ -120,7 +120,7 @@ def test_weights_scaled_rates_and_the_head_arrive(packed: Path) -> None:
     assert task.class_weights is not None
     place = list(reader.classes).index("Sandal")
     assert (task.class_weights[place] / task.class_weights[place - 1]).item() == pytest.approx(3.0)
-    assert len(task.updater.parameters) - len(task.updater.clipped) == 2  # the head's weight and bias
+    assert len(task.updater.head) == 2  # the head's weight and bias
     unknown = config_of(packed, loss={"class_weights": {"Sandals": 3.0}})
     with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match="did you mean 'Sandal'"):
         ClassifierTask(unknown, reader, None, CPU)

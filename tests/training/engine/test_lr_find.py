@@ -14,7 +14,7 @@ import train
 from tests.end_to_end.helpers import differing, state_of, write_config
 from tests.end_to_end.test_train_kill_resume import rows, train_in_process
 from training.engine.loop import Loop
-from training.engine.lr_find import Curve, Sweep, search, text, valley, write
+from training.engine.lr_find import Curve, Sweep, search, valley, write
 from training.engine.metric_window import MetricWindow
 from training.engine.run import prepare
 from training.engine.tasks import build_run_config
@@ -87,7 +87,7 @@ def test_a_rates_loss_is_the_one_after_its_update(tmp_path):
     assert found.scale == 0.5
     suggestion = found.suggestion()
     assert suggestion is not None
-    assert text(found, tmp_path).startswith(f"--optimizer.lr {float(f'{suggestion.steepest / 2:.2g}'):g}\n")
+    assert write(found, tmp_path).startswith(f"--optimizer.lr {float(f'{suggestion.steepest / 2:.2g}'):g}\n")
 
 
 def test_everything_of_a_fake_task_is_put_back():
@@ -188,9 +188,9 @@ def test_suggestions_ignore_the_beginning_and_what_comes_after_the_lowest_loss()
 def test_a_curve_that_falls_nowhere_suggests_nothing_and_says_what_to_do(losses, tmp_path):
     found = curve(losses)
     assert found.suggestion() is None
-    write(found, tmp_path)
     with pytest.raises(UserError, match=r"falls at no rate from .* give a lower --lr-find-from"):
-        text(found, tmp_path)
+        write(found, tmp_path)
+    assert json.loads((tmp_path / "lr_find.json").read_text())["steepest"] is None
 
 
 @pytest.mark.parametrize(
