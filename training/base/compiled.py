@@ -35,11 +35,11 @@ class Compiled:
         if not self._trying:
             return self._run(*arguments, **options)
         try:
-            found = self._run(*arguments, **options)
+            result = self._run(*arguments, **options)
         except TorchDynamoException as error:  # InductorError is one of them
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             say_main(f"compile: {self.name} runs uncompiled ({reason[:160]})")
             self._run, self._trying = self.function, False
             return self._run(*arguments, **options)
         self._trying = False  # it works: later errors are not the compiler's
-        return found
+        return result

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.augment.transforms import Augment
 from data.decode import RandomCrop
 from data.errors import DamageError
 from data.reading.dataset import Dataset
@@ -55,7 +54,6 @@ def open_training(config: DataConfig) -> Dataset:
 
 
 def _open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
-    """A data set with these options. Raises UserError; where a file is missing it names the config's key."""
     try:
         return Dataset(path, **options)
     except UserError as error:
@@ -66,20 +64,20 @@ def _open_images(key: str, path: str, remedy: str, **options: Any) -> Dataset:
 
 def facts(training: Dataset, held_out: Dataset | None) -> dict[str, dict[str, Any]]:
     """What the run's report says of its images, by their role."""
-    found = {}
-    for role, reader in (("training", training), ("held-out", held_out), ("synthetic", training.synthetic)):
-        if reader is not None:
-            meta = reader.meta
-            found[role] = {
-                "path": str(reader.path),
-                "count": len(reader),
-                "by_class": dict(zip(meta.classes, meta.histogram, strict=False)),
-                "channels": meta.channels,
-                "resolution": reader.resolution,
-                "encoding": meta.encoding,
-                "content_hash": meta.content_hash,
-            }
-    return found
+    readers = {"training": training, "held-out": held_out, "synthetic": training.synthetic}
+    return {
+        role: {
+            "path": str(reader.path),
+            "count": len(reader),
+            "by_class": dict(zip(reader.meta.classes, reader.meta.histogram, strict=False)),
+            "channels": reader.meta.channels,
+            "resolution": reader.resolution,
+            "encoding": reader.meta.encoding,
+            "content_hash": reader.meta.content_hash,
+        }
+        for role, reader in readers.items()
+        if reader is not None
+    }
 
 
 def lineage(config: RunConfig, training: Dataset) -> Lineage:
@@ -147,7 +145,6 @@ def _require_same_images(
 
 
 def _warn_of_leaks(training: Dataset, held_out: Dataset) -> None:
-    """Say how many held-out images are training images too, to the pixel."""
     try:
         leaked = int(np.isin(held_out.signatures()["digest"], training.signatures()["digest"]).sum())
     except DamageError as error:
@@ -165,8 +162,8 @@ def check_same_images(config: DataConfig, training: Dataset, held_out: Dataset |
     second = training.synthetic
     third = None if second is None else second.path
     for path, dataset in ((config.path, training), (config.val_path, held_out), (third, second)):
-        hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
-        other = next((rank for rank, found in enumerate(hashes) if found != hashes[0]), None)
+        first, *hashes = collectives.gather_objects(None if dataset is None else dataset.meta.content_hash)
+        other = next((rank for rank, content in enumerate(hashes, 1) if content != first), None)
         if other is not None:
             raise UserError(f"{path}: rank {other} has other images than rank 0; copy one file to all nodes")
 
@@ -181,10 +178,9 @@ def check_open_files(shards: int) -> None:
     """Raise the limit of open files as far as needed and allowed. Raises UserError if that is not enough."""
     needed = OPEN_FILES + 2 * shards
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    if soft == unlimited or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= needed:
         return
-    if hard != unlimited and hard < needed:
+    if hard != resource.RLIM_INFINITY and hard < needed:
         raise UserError(
             f"a process may open {hard} files here (ulimit -n), training needs {needed}; run `ulimit -n {needed}` or "
             "more, or ask the administrator"
@@ -200,7 +196,6 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         dataset.synthetic.to(device)
         prefetch = 0
     spans = config.spans(dataset.resolution)
-    augment: Augment | None = vars(config).get("augment")  # both tasks have it, the common part of their configs not
     return InfiniteLoader(
         dataset,
         make_sampler(config, dataset),
@@ -208,20 +203,21 @@ def make_loader(config: RunConfig, dataset: Dataset, device: torch.device) -> In
         prefetch=prefetch,
         stages=spans if len(spans) > 1 else (),
         batches_per_step=config.batches_per_step,
-        alternating=augment is not None and augment.flip == "alternating",
+        # both tasks have it, the common part of their configs not
+        alternating=getattr(vars(config).get("augment"), "flip", None) == "alternating",
     )
 
 
 def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None) -> str:
     """Measure the number of decoding threads if it is left open; returns what the plan says of reading."""
-    second = training.synthetic
-    if second is not None and not second.gathers and config.data.workers == "auto":
-        second.workers = choose_workers(second, config.batch_size // collectives.world_size())[0]
+    auto, share = config.data.workers == "auto", config.batch_size // collectives.world_size()
+    second, text = training.synthetic, ""
+    if auto and second is not None and not second.gathers:
+        second.workers = choose_workers(second, share)[0]
     if training.gathers:
         return "raw images, gathered without workers"
-    text = ""
-    if config.data.workers == "auto":
-        training.workers, rates = choose_workers(training, config.batch_size // collectives.world_size())
+    if auto:
+        training.workers, rates = choose_workers(training, share)
         text = " (images/s by threads: " + ", ".join(f"{n}: {rate:,.0f}" for n, rate in rates.items()) + ")"
     if held_out is not None:
         held_out.workers = training.workers
@@ -231,7 +227,6 @@ def tune_workers(config: RunConfig, training: Dataset, held_out: Dataset | None)
 
 
 def data_text(dataset: Dataset) -> str:
-    """What the plan says of a data set."""
     meta = dataset.meta
     classes = f"{len(meta.classes)} classes" if meta.classes else "no labels"
     channels = "grey" if meta.channels == 1 else "RGB"
@@ -242,7 +237,6 @@ def data_text(dataset: Dataset) -> str:
 
 
 def mixture_text(config: RunConfig, dataset: Dataset) -> str:
-    """What the plan says of how synthetic images are mixed in."""
     second, mixture = dataset.synthetic, config.data.synthetic
     text = f"{second.meta.source}, {len(second):,} an epoch"
     if isinstance(second, Dataset):

@@ -81,7 +81,6 @@ class GeneratedSamples:
         return self.meta.classes
 
     def labels(self) -> np.ndarray:
-        """The samples' labels, int64 [count]: the same in every epoch."""
         return self._labels
 
     def passport(self, seed: int) -> Provenance:
@@ -89,7 +88,6 @@ class GeneratedSamples:
         return passport_of(self.generator, self._about, seed=seed)
 
     def to(self, device: torch.device) -> None:
-        """Draw on `device` from now on."""
         self.generator.to(device)
 
     def read(

@@ -34,7 +34,7 @@ class SpikeDetector:
 
     def see(self, first: int, values: Sequence[float]) -> tuple[int, float, float] | None:
         """Note the values of updates from `first` on; the first spike: its update, its value and the usual one."""
-        found = None
+        first_spike = None
         for step, value in enumerate(values, first):
             if not math.isfinite(value):
                 continue
@@ -43,13 +43,12 @@ class SpikeDetector:
                 self.history, self.unusual = [*self.history, value][-self.config.window :], 0
                 continue
             self.unusual += 1
-            found = found or (step, value, usual)
+            first_spike = first_spike or (step, value, usual)
             if self.unusual >= LEAST:
                 self.history, self.unusual = [], 0
-        return found
+        return first_spike
 
     def _usual(self, value: float) -> float | None:
-        """The median, if `value` is a spike."""
         if len(self.history) < LEAST:
             return None
         median = float(np.median(self.history))
@@ -89,12 +88,10 @@ class EarlyStopping:
 
     @property
     def reached(self) -> bool:
-        """Whether training must end here."""
         return self.config.patience is not None and self.waited >= self.config.patience
 
     @property
     def reason(self) -> str:
-        """Why, in words."""
         best = "nothing" if self.best is None else f"{self.best:.4g}"
         margin = f" by more than {self.config.min_delta:g}" if self.config.min_delta else ""
         return f"early stopping: {self.waited} evaluations without {self.metric} better than {best}{margin}"

@@ -52,7 +52,6 @@ class PhaseClock:
             self._open.pop()
 
     def _charge(self) -> None:
-        """The time since the last look at the clock belongs to the innermost phase."""
         self._wait()
         now = self._now()
         name = self._open[-1]

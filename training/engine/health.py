@@ -79,17 +79,16 @@ def explain(error: BaseException, config: RunConfig, step: int, resolution: int)
 
 
 def _savers(config: RunConfig, world_size: int) -> list[str]:
-    """Options that need less memory and are not on yet."""
     auto = "; auto finds one" if config.can_halve and config.micro_batch != "auto" else ""
-    found = [f"a smaller --micro-batch (same global batch{auto})"] if config.micro(world_size) > 1 else []
-    found += ["--precision bf16"] if config.precision == "fp32" else []
+    savers = [f"a smaller --micro-batch (same global batch{auto})"] if config.micro(world_size) > 1 else []
+    savers += ["--precision bf16"] if config.precision == "fp32" else []
     for name, section in vars(config).items():
         if getattr(section, "activation_checkpointing", True):  # on, or no network that has it
             continue
         with suppress(UserError):  # not for this backbone
             section.changed(activation_checkpointing=True)
-            found.append(f"--{name}.activation_checkpointing true")
-    return found or ["smaller networks or images"]
+            savers.append(f"--{name}.activation_checkpointing true")
+    return savers or ["smaller networks or images"]
 
 
 def lost_rank(folder: RunFolder, step: int, error: BaseException) -> TrainingHalted:

@@ -51,13 +51,12 @@ class LayerLog:
         scale = 1.0 if self._precision is None else self._precision.scale()
         with torch.compiler.set_stance("force_eager"), self._statistics.watching(scale):
             yield
-        found = self._statistics.collect(over_ranks(self._statistics.packed()))
+        values = self._statistics.collect(over_ranks(self._statistics.packed()))
         if collectives.is_main():
             self._events = self._events or Events(self._folder, purge_step=step)  # what a run that died wrote beyond
-            self._events.scalars(step, found)
+            self._events.scalars(step, values)
 
     def close(self) -> None:
-        """Flush everything to the disk."""
         if self._events is not None:
             self._events.close()
             self._events = None

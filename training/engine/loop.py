@@ -59,7 +59,6 @@ class Loop:
         self._pauses = 0.0  # seconds since the last log tick that were not training
 
     def registry(self) -> dict[str, Any]:
-        """Everything that changes during training."""
         return {**self.task.registry(), "loader": self.loader, "window": self.window, "loop": self}
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +92,6 @@ class Loop:
         self._check_saving()
 
     def _collect_damage(self) -> None:
-        """Bring together which records the processes have replaced."""
         if self.config.data.on_damage == "skip":
             self.damaged = self.damaged.union(*collectives.gather_objects(self.loader.damaged_records))
 
@@ -175,7 +173,6 @@ class Loop:
             self._obey_signal()
 
     def _take_step(self, batches: Iterator[Batch]) -> None:
-        """One update, and what is watched over at it."""
         if self.heartbeat is not None:
             self.heartbeat.step = self.step
         try:
@@ -258,11 +255,10 @@ class Loop:
             say_main(f"warning: step {self.step}: {line}")
 
     def _look_for_spikes(self, values: list[float]) -> None:
-        """`values` of the watched metric in the steps up to here."""
-        found = self.spikes.see(self.step - len(values), values)
-        if found is None:
+        seen = self.spikes.see(self.step - len(values), values)  # of the watched metric, in the steps up to here
+        if seen is None:
             return
-        spike, value, usual = found
+        spike, value, usual = seen
         problem = f"{self.window.watched} jumped to {value:.4g} in step {spike}, from {usual:.4g} in the steps before"
         if self.config.spikes.action != "roll-back":
             say_main(f"warning: {problem}")
@@ -313,7 +309,6 @@ class Loop:
             self.log.image(self.step, "samples", image)
 
     def _evaluate(self) -> None:
-        """Evaluate, note the figures, save, and keep this checkpoint as the best if it is."""
         try:
             figures = self.task.evaluate()
         except DamageError:
@@ -357,7 +352,6 @@ class Loop:
         return collectives.all_reduce_max(self._signal)
 
     def _obey_signal(self) -> None:
-        """If any rank got a signal, all of them save after this same step and exit."""
         signum = self.agreed_signal()
         if not signum:
             return
@@ -370,7 +364,6 @@ class Loop:
         raise StoppedBySignal(message)
 
     def folder_status(self, state: str, reason: str = "", exit_code: int | None = None) -> None:
-        """Write status.json (rank 0), unless the disk is full."""
         if collectives.is_main():
             try:
                 self.folder.write_status(state, self.step, reason, exit_code)

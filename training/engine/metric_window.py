@@ -19,7 +19,6 @@ class MetricWindow:
         self._counts: dict[str, int] = {}
 
     def add(self, metrics: dict[str, Tensor]) -> None:
-        """A step's metrics: 0-d tensors that add up over the ranks."""
         for name, value in metrics.items():
             self._pending.setdefault(name, []).append(value)
 
@@ -46,7 +45,6 @@ class MetricWindow:
         return sum(total for name, total in self._sums.items() if name.startswith(f"{prefix}/"))
 
     def means(self) -> dict[str, float]:
-        """Of the steps so far."""
         self.fold()
         return {name: total / self._counts[name] for name, total in self._sums.items()}
 

@@ -86,7 +86,6 @@ def comment(config: type, name: str) -> str:
 
 @cache
 def _comments(config: type) -> dict[str, str]:
-    """field -> its comment, from a class's source."""
     try:
         lines = inspect.getsource(config).splitlines()
     except (OSError, TypeError):  # a class of Python's own, or one that was made by a function
@@ -115,7 +114,6 @@ def matching(word: str) -> dict[str, list[Key]]:
 
 
 def as_text(selected: dict[str, list[Key]], width: int = 110) -> str:
-    """The text of `train.py --keys`."""
     lines: list[str] = []
     for title, listed in selected.items():
         lines += ["", title, "=" * len(title)]
@@ -197,6 +195,5 @@ def schema(others: Mapping[str, type[Config]]) -> dict[str, Any]:
 
 
 def _if(values: dict[str, str], then: Any) -> dict[str, Any]:
-    """A schema where these keys have these values."""
     properties = {name: {"const": value} for name, value in values.items()}
     return {"if": {"properties": properties, "required": list(values)}, "then": then}

@@ -1,8 +1,6 @@
 """One training run from a config file to a finished run folder; what `train.py` calls in every process."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -22,8 +20,8 @@ from utils import seeding
 from utils.checkpoint import newest_first
 from utils.config.build import to_tree
 from utils.config.yaml_files import read_yaml
-from utils.distributed import collectives, heartbeat
-from utils.distributed.heartbeat import Heartbeat, silent_ranks
+from utils.distributed import collectives
+from utils.distributed.heartbeat import Heartbeat, clear, silent_ranks
 from utils.distributed.launch import under_launcher
 from utils.errors import StoppedBySignal, TrainingHalted, UserError
 from utils.memory import tune_malloc
@@ -61,10 +59,24 @@ def train(
         if dry_run:
             collectives.from_main_process(lambda: _print_plan(loop, layers))
             return 0
-        if rates is not None:
-            return _find_rate(loop, rates)
         if profile_steps is not None:
             _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
+        collectives.from_main_process(lambda: _open_folder(loop))
+        resumed = loop.resume()  # refused here or below, the folder is left as it was
+        if rates is None and loop.step > config.steps:
+            raise UserError(f"--steps {config.steps}: the run has done {loop.step} already; give as many or more")
+        if resumed:
+            word = "resumed at" if rates is None else "searching from"
+            say_main(f"{word} step {loop.step} of {config.steps}" + " on" * (rates is not None))
+        if rates is not None:  # beside the curve and the lock nothing is written
+            try:
+                curve = lr_find.search(loop, rates)
+            finally:
+                loop.loader.close()
+            collectives.from_main_process(lambda: print(lr_find.write(curve, folder.path)))
+            return 0
+        if profile_steps is not None:
+            _check_profile(loop, profile_steps)
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not collectives.is_peer_error(error):
@@ -151,65 +163,63 @@ def _print_plan(loop: Loop, layers: bool) -> None:
 
 
 def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
-    """The folder's notices. Raises UserError where another run is there."""
     return folder.accept_config(to_tree(config), defaults=to_tree(type(config)(task=config.task)))
 
 
 def _open_folder(loop: Loop) -> None:
     loop.folder.open()
-    heartbeat.clear(loop.folder.path)
+    clear(loop.folder.path)
     for notice in _accept_config(loop.folder, loop.config):
         say(notice)
 
 
-def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
-    """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
-    collectives.from_main_process(lambda: _open_folder(loop))
-    if loop.resume():
-        say_main(f"searching from step {loop.step} of {loop.config.steps} on")
-    try:
-        curve = lr_find.search(loop, sweep)
-    finally:
-        loop.loader.close()
-    summary = collectives.from_main_process(lambda: lr_find.write(curve, loop.folder.path))
-    if collectives.is_main():
-        print(summary)
-    return 0
-
-
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
-    collectives.from_main_process(lambda: _open_folder(loop))
-    resumed = loop.resume()  # refused here or below, the folder is left as it was
-    if loop.step > loop.config.steps:
-        raise UserError(f"--steps {loop.config.steps}: the run has done {loop.step} already; give as many or more")
-    if resumed:
-        say_main(f"resumed at step {loop.step} of {loop.config.steps}")
-    if profile_steps is not None:
-        _check_profile(loop, profile_steps)
-    facts = data.facts(loop.loader.reader, loop.task.val_reader)
-    collectives.from_main_process(lambda: loop.folder.save_config(to_tree(loop.config), facts))
-    with _signs_of_life(loop):
-        try:
-            loop.folder_status("running")
-            loop.run(max_steps, profile=profile_steps)
-        except (StoppedBySignal, TrainingHalted) as error:  # the loop has written the status
-            if not error.rank_specific:  # all ranks are here
-                collectives.from_main_process(lambda: _report(loop.folder.path))
-            raise
-        except BaseException as error:
-            if not collectives.is_peer_error(error):
-                loop.folder_status("failed", _one_line(error), getattr(error, "exit_code", 1))
-            raise
+    """Train, with a sign of life of this process and a status that says how it ended."""
+    folder, facts = loop.folder, data.facts(loop.loader.reader, loop.task.val_reader)
+    collectives.from_main_process(lambda: folder.save_config(to_tree(loop.config), facts))
+    loop.heartbeat = _start_heartbeat(folder.path)
+    failure, lost = None, False  # why it leaves, if it must not
+    try:
+        loop.folder_status("running")
+        loop.run(max_steps, profile=profile_steps)
+    except (StoppedBySignal, TrainingHalted) as error:  # the loop has written the status
+        failure = None if isinstance(error, StoppedBySignal) else _one_line(error)
+        if not error.rank_specific:  # all ranks are here
+            collectives.from_main_process(lambda: _report(folder.path))
+        raise
+    except BaseException as error:
+        failure, lost = _one_line(error), collectives.is_peer_error(error)
+        if not lost:
+            loop.folder_status("failed", failure, getattr(error, "exit_code", 1))
+        raise
+    finally:
+        loop.heartbeat.stop(failure, lost_peer=lost)
+        collectives.watch_while_waiting(None)
     finished = loop.finished
     why = loop.stopping.reason if finished else "max_steps" if profile_steps is None else "profile"
-    reason = "" if loop.step >= loop.config.steps else why
-    loop.folder_status("finished" if finished else "stopped", reason, 0)
+    loop.folder_status("finished" if finished else "stopped", "" if loop.step >= loop.config.steps else why, 0)
     if collectives.is_main():
         if profile_steps is not None:
-            print((loop.folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
-        _report(loop.folder.path)
-        say(f"done: step {loop.step} of {loop.config.steps}, {loop.folder.path}")
+            print((folder.path / "profile" / profiling.SUMMARY).read_text(), end="")
+        _report(folder.path)
+        say(f"done: step {loop.step} of {loop.config.steps}, {folder.path}")
     return 0
+
+
+def _start_heartbeat(folder: Path) -> Heartbeat:
+    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the others'."""
+    rank, world = collectives.rank(), collectives.world_size()
+
+    def look() -> None:
+        missing = [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]
+        if missing:
+            raise collectives.PeerLost(missing[0].reason)
+
+    heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
+    heartbeat.start()
+    collectives.barrier()  # from here on everybody's file is there
+    collectives.watch_while_waiting(look)
+    return heartbeat
 
 
 def _report(folder: Path) -> None:
@@ -220,39 +230,11 @@ def _report(folder: Path) -> None:
         say_refused(folder / "report.html", error, "the report")
 
 
-@contextmanager
-def _signs_of_life(loop: Loop) -> Iterator[None]:
-    """This process's heartbeat file while it trains; whoever waits long for rank 0 looks at the others'."""
-    folder, rank, world = loop.folder.path, collectives.rank(), collectives.world_size()
-
-    def look() -> None:
-        missing = [silent for silent in silent_ranks(folder, world, own=rank) if silent.rank == 0 or silent.gone]
-        if missing:
-            raise collectives.PeerLost(missing[0].reason)
-
-    loop.heartbeat = Heartbeat(folder, rank, parent=os.getppid() if under_launcher() else None)
-    loop.heartbeat.start()
-    collectives.barrier()  # from here on everybody's file is there
-    collectives.watch_while_waiting(look)
-    reason, lost = None, False  # why it leaves, if it must not
-    try:
-        yield
-    except StoppedBySignal:
-        raise
-    except BaseException as error:
-        reason, lost = _one_line(error), collectives.is_peer_error(error)
-        raise
-    finally:
-        loop.heartbeat.stop(reason, lost_peer=lost)
-        collectives.watch_while_waiting(None)
-
-
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def _check_profile(loop: Loop, count: int) -> None:
-    """Raise UserError unless enough of the training is left."""
     left, needed = loop.config.steps - loop.step, profiling.WARM_UP + count
     if left < needed:
         raise UserError(

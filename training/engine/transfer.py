@@ -65,7 +65,6 @@ class Fit:
 
 
 def sizes(there: Sequence[int], here: Sequence[int]) -> str:
-    """Two shapes in words."""
     there_text, here_text = (" x ".join(map(str, shape)) or "one number" for shape in (there, here))
     return f"{there_text} there, {here_text} here"
 

@@ -83,7 +83,6 @@ class OptimizerConfig(Config):
 
     @property
     def schedule_free(self) -> bool:
-        """Whether the weights' average takes the place of a decaying rate."""
         return self.name.startswith("schedulefree-")
 
     @property

@@ -164,7 +164,6 @@ class ScheduleFree(Masked):
     def _move(
         self, group: dict[str, Any], parameters: list[Tensor], taken: Tensor, updates: Tensor, share: Tensor, lr: Tensor
     ) -> None:
-        """The update of parameters that lie on one device, and so do the 0-d numbers."""
         beta, dtype, grads = group["betas"][0], parameters[0].dtype, [p.grad for p in parameters if p.grad is not None]
         zs = [self.state[p]["z"] for p in parameters]
         # a masked step's gradients are not numbers, and would stay so whatever they are multiplied by

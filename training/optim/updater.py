@@ -35,7 +35,6 @@ class Precision:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=name == "fp16")
 
     def autocast(self) -> torch.autocast:
-        """Reduced precision inside the block (none for fp32)."""
         dtype = torch.float16 if self.name == "fp16" else torch.bfloat16
         return torch.autocast(self.device.type, dtype=dtype, enabled=self.name != "fp32")
 
@@ -141,7 +140,6 @@ class Updater:
         return Update(norm, skipped, skipped * (self.precision.scale() <= 1))
 
     def _clip(self, norm: Tensor) -> None:
-        """Clip the gradients, whose total norm is `norm`, as the config says."""
         if self.config.clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
         if self.config.clip_value is not None:
@@ -187,7 +185,6 @@ class Updater:
 
 
 def _members(groups: Iterable[dict[str, Any]]) -> list[Any]:
-    """Whose state stands in each group of a state dict: the parameters' names, or their numbers where it has none."""
     return [group.get("param_names", group["params"]) for group in groups]
 
 
