@@ -59,27 +59,39 @@ def reader(packed: Path):
 
 
 @pytest.fixture
+def config_of(packed: Path, tmp_path: Path) -> Callable[..., RunConfig]:
+    """`config_of(task, ...options)`."""
+
+    def build(task: str, *overrides: str) -> RunConfig:
+        recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
+        return build_run_config(read_yaml(recipe), list(overrides), str(recipe))
+
+    return build
+
+
+@pytest.fixture
+def chosen(config_of: Any, reader: Dataset) -> Callable[..., Choice]:
+    """`chosen(task, ...options)`: the choice of a run."""
+    return lambda task, *options, device=CPU, **how: choose(config_of(task, *options), reader, device, **how)
+
+
+@pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...]]]:
-    """`faster("bf16")`: the measurement is done, and then says so, whatever it found. Returns what it compared."""
+    """`faster("bf16")`: what is measured says so; `really`: after it was done. Returns what was compared."""
     real = speed.race
 
-    def force(name: str, by: float = 2.0) -> list[tuple[str, ...]]:
+    def force(name: str, by: float = 2.0, *, really: bool = False) -> list[tuple[str, ...]]:
         compared: list[tuple[str, ...]] = []
 
         def race(config: RunConfig, world: int, reader: Dataset, device: torch.device, names: Any) -> Any:
             compared.append(tuple(names))
-            _, seconds, more = real(config, world, reader, device, names)
+            _, seconds, more = real(config, world, reader, device, names) if really else ({}, 0.01, False)
             return {other: 1.0 if other == name else by for other in names}, seconds, more
 
         monkeypatch.setattr(speed, "race", race)
         return compared
 
     return force
-
-
-def config_of(packed: Path, task: str, tmp_path: Path, *overrides: str) -> RunConfig:
-    recipe = write_config(tmp_path / f"{task}.yaml", task, packed)
-    return build_run_config(read_yaml(recipe), list(overrides), str(recipe))
 
 
 # --- the choice
@@ -89,64 +101,46 @@ def test_auto_is_the_default() -> None:
     assert {RunConfig(task="gan").precision, build_run_config({"task": "classifier"}, [], "").precision} == {"auto"}
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_auto_is_the_faster_on_cpus(packed: Path, tmp_path: Path, reader: Dataset, faster: Any, name: str) -> None:
+@pytest.mark.parametrize(("name", "slower"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_auto_is_the_faster_on_cpus(chosen: Any, faster: Any, name: str, slower: str) -> None:
     compared = faster(name, by=1.25)
-    slower = {"fp32": "bf16", "bf16": "fp32"}[name]
-    found = choose(config_of(packed, "classifier", tmp_path), reader, CPU)
-    assert found[:4] == (name, f"{name} (auto: 1.25 times the speed of {slower})", 1.25, "")
+    assert chosen("classifier")[:4] == (name, f"{name} (auto: 1.25 times the speed of {slower})", 1.25, "")
     assert compared == [("fp32", "bf16")]
 
 
 @pytest.mark.parametrize("given", ["bf16", "fp16"])
 @pytest.mark.parametrize(("by", "warned"), [(8.0, True), (math.inf, True), (1.05, False), (0.5, False)])
 def test_a_slower_one_by_hand_is_taken_with_a_warning(
-    packed: Path, tmp_path: Path, reader: Dataset, faster: Any, given: str, by: float, warned: bool
+    chosen: Any, faster: Any, given: str, by: float, warned: bool
 ) -> None:
     compared = faster("fp32", by=by)
-    found = choose(config_of(packed, "gan", tmp_path, "--precision", given), reader, CPU)
-    assert (found.precision, found.text, found.ratio) == (given, given, 1 / by)
+    warning = f"fp32 trains at {times(by)} the speed of {given} on this CPU; take --precision auto"
+    assert chosen("gan", "--precision", given)[:4] == (given, given, 1 / by, warning if warned else "")
     assert compared == [("fp32", given)]
-    told = f"fp32 trains at {times(by)} the speed of {given} on this CPU; take --precision auto"
-    assert found.warning == (told if warned else "")
 
 
-def test_fp32_by_hand_is_not_measured(packed: Path, tmp_path: Path, reader: Dataset, faster: Any) -> None:
+def test_the_environment_may_say_what_auto_means(chosen: Any, faster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = faster("bf16")
-    assert choose(config_of(packed, "gan", tmp_path, "--precision", "fp32"), reader, CPU) == Choice("fp32", "fp32")
-    assert compared == []
-
-
-def test_the_environment_may_say_what_auto_means(
-    packed: Path, tmp_path: Path, reader: Dataset, faster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compared = faster("fp32")
+    assert chosen("gan", "--precision", "fp32") == Choice("fp32", "fp32")  # nothing to compare with
     monkeypatch.setenv(speed.FORCED, "bf16")
-    found = choose(config_of(packed, "gan", tmp_path), reader, CPU)
-    assert (found.precision, found.text) == ("bf16", "bf16 (auto: DUET_PRECISION says so)")
-    found = choose(config_of(packed, "gan", tmp_path, "--precision", "fp16"), reader, CPU)
-    assert (found.precision, found.warning, compared) == ("fp16", "", [])
+    assert chosen("gan")[:2] == ("bf16", "bf16 (auto: DUET_PRECISION says so)")
+    assert chosen("gan", "--precision", "fp16") == Choice("fp16", "fp16")
+    assert compared == []
     monkeypatch.setenv(speed.FORCED, "int8")
     with pytest.raises(UserError, match="DUET_PRECISION=int8: must be fp32, bf16 or fp16"):
-        choose(config_of(packed, "gan", tmp_path), reader, CPU)
+        chosen("gan")
 
 
 @pytest.mark.parametrize(("supported", "best"), [(True, "bf16"), (False, "fp16")])
 def test_accelerators_take_what_is_native(
-    packed: Path,
-    tmp_path: Path,
-    reader: Dataset,
-    monkeypatch: pytest.MonkeyPatch,
-    faster: Any,
-    supported: bool,
-    best: str,
+    chosen: Any, monkeypatch: pytest.MonkeyPatch, faster: Any, supported: bool, best: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported)
     compared, gpu = faster("fp32"), torch.device("cuda", 0)
-    found = choose(config_of(packed, "gan", tmp_path), reader, gpu)
-    assert (found.precision, found.text, native(gpu)) == (best, f"{best} (auto: native here)", best)
-    found = choose(config_of(packed, "gan", tmp_path, "--precision", "bf16"), reader, gpu)
-    assert (found.precision, "emulated" in found.warning) == ("bf16", not supported)
+    assert chosen("gan", device=gpu)[:2] == (best, f"{best} (auto: native here)")
+    assert native(gpu) == best
+    by_hand = chosen("gan", "--precision", "bf16", device=gpu)
+    assert (by_hand.precision, "emulated" in by_hand.warning) == ("bf16", not supported)
     assert compared == []
 
 
@@ -210,8 +204,7 @@ class Clock:
     ids=["close", "slow", "given-up", "clear"],
 )
 def test_candidates_are_compared_at_the_runs_batch(
-    packed: Path,
-    tmp_path: Path,
+    config_of: Any,
     reader: Dataset,
     monkeypatch: pytest.MonkeyPatch,
     task: str,
@@ -219,61 +212,53 @@ def test_candidates_are_compared_at_the_runs_batch(
     expected: dict[str, float],
     tried: list[tuple[str, int]],
 ) -> None:
-    clock, config = Clock(monkeypatch, seconds), config_of(packed, task, tmp_path)
-    each, image, more = race(config, 1, reader, CPU, ("fp32", "bf16"))
-    assert each == pytest.approx(expected)
-    assert image == pytest.approx(min(expected.values()))
-    assert not more
+    clock = Clock(monkeypatch, seconds)
+    each, image, more = race(config_of(task), 1, reader, CPU, ("fp32", "bf16"))
+    assert (each, image, more) == (pytest.approx(expected), pytest.approx(min(expected.values())), False)
     assert clock.asked[: len(tried)] == tried
     assert {samples for _, samples in clock.asked[len(tried) :]} <= {tried[-1][1]}  # the other kinds of steps
     assert times(math.inf) == "more than 3 times"
 
 
-def test_networks_that_take_too_long_are_judged_by_a_convolution(
-    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_networks_that_take_too_long_are_judged_by_a_convolution(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch, {("fp32", 4): 60.0})
     convolution = {"fp32": 0.02, "bf16": 0.01, "fp16": 0.1}
     monkeypatch.setattr(speed, "convolution_seconds", lambda name, _: convolution[name])
-    found = choose(config_of(packed, "gan", tmp_path), reader, CPU)
+    found = chosen("gan")
     assert found[:3] == ("bf16", "bf16 (auto: 2 times the speed of fp32, by a convolution)", 2.0)
     assert forecast(found, 3_200_000).startswith("more than 27.8 days here, at most 1.33 images/s; that is long")
-    found = choose(config_of(packed, "gan", tmp_path, "--precision", "fp16"), reader, CPU)
-    assert found.warning.startswith("fp32 trains at 5 times the speed of fp16 on this CPU, by a convolution; take")
+    warning = chosen("gan", "--precision", "fp16").warning
+    assert warning.startswith("fp32 trains at 5 times the speed of fp16 on this CPU, by a convolution; take")
     assert 0 < convolution_seconds("fp32", CPU) < 60
 
 
-def test_a_measurement_without_memory_is_no_failure(
-    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_without_memory_is_no_failure(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(*_: Any) -> Any:
         raise raised
 
     monkeypatch.setattr(speed, "race", short)
-    config = config_of(packed, "gan", tmp_path)
     raised: Exception = MemoryError()
-    found = choose(config, reader, CPU)
+    found = chosen("gan")
     assert (found.precision in ("fp32", "bf16"), forecast(found, 10**6)) == (True, "")
     raised = RuntimeError("another fault")
     with pytest.raises(RuntimeError, match="another fault"):
-        choose(config, reader, CPU)
+        chosen("gan")
 
 
-def test_a_step_ends_at_its_limit(packed: Path, tmp_path: Path, reader: Dataset) -> None:
-    trial = Trial(config_of(packed, "gan", tmp_path), 4, reader, CPU)
+def test_a_step_ends_at_its_limit(config_of: Any, reader: Dataset) -> None:
+    trial = Trial(config_of("gan"), 4, reader, CPU)
     with pytest.raises(speed.TooSlow):
         trial.seconds("fp32", limit=1e-6)
     assert 0 < trial.seconds("bf16", limit=100) < 100  # and the next is a step like others
 
 
-def test_typical_steps_are_of_every_kind(packed: Path, tmp_path: Path, reader: Dataset) -> None:
+def test_typical_steps_are_of_every_kind(config_of: Any, reader: Dataset) -> None:
     """R1 every 16 steps, path lengths every 4: 12 plain steps, 3 with path lengths, 1 with both; of 9, and of 10 from
     the step 8 on.
     """
-    options = ["--loss.path_length_weight", "2", "--loss.r1_interval", "16"]
-    trial = Trial(config_of(packed, "gan", tmp_path, *options), 4, reader, CPU)
-    assert trial.shares == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
-    assert Trial(config_of(packed, "classifier", tmp_path), 4, reader, CPU).shares == {8: 1.0}
+    config = config_of("gan", "--loss.path_length_weight", "2", "--loss.r1_interval", "16")
+    assert Trial(config, 4, reader, CPU).shares == {9: 12 / 16, 8: 3 / 16, 16: 1 / 16}
+    assert Trial(config_of("classifier"), 4, reader, CPU).shares == {8: 1.0}
 
 
 RECIPES = sorted(path for path in REPOSITORY.glob("configs/*.yaml") if not path.name.startswith(STUDIES))
@@ -291,9 +276,7 @@ def test_every_recipe_can_be_tried(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_nothing_is_left_of_it(
-    packed: Path, tmp_path: Path, reader: Dataset, task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_it(chosen: Any, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No random number is used up, no setting changed, and the networks are gone."""
     made: list[weakref.ref[Any]] = []
     real = Trial.__init__
@@ -307,14 +290,11 @@ def test_nothing_is_left_of_it(
         return [*backends, torch.get_num_threads(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()]
 
     monkeypatch.setattr(Trial, "__init__", noted)
-    config = config_of(packed, task, tmp_path)
     before = (torch.get_rng_state(), str(np.random.get_state()), random.getstate(), settings())
-    found = choose(config, reader, CPU)
+    found = chosen(task)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (str(np.random.get_state()), random.getstate(), settings()) == before[1:]
-    assert found.precision in ("fp32", "bf16")
-    assert found.ratio is not None
-    assert found.ratio >= 1
+    assert (found.precision in ("fp32", "bf16"), found.ratio >= 1) == (True, True)
     gc.collect()
     assert made
     assert [part() for part in made if part() is not None] == []
@@ -324,13 +304,12 @@ def test_nothing_is_left_of_it(
 
 
 @pytest.fixture
-def takes(packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def takes(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """`takes(task, seconds, images, ...options)`: the plan's time where a step takes `seconds(trial, step)`."""
 
     def told(task: str, seconds: Any, images: int, *options: str) -> str:
         monkeypatch.setattr(Trial, "seconds", lambda trial, _, step=None, **__: seconds(trial, step))
-        config = config_of(packed, task, tmp_path, "--precision", "fp32", *options)
-        return forecast(choose(config, reader, CPU, always=True), images)
+        return forecast(chosen(task, "--precision", "fp32", *options, always=True), images)
 
     return told
 
@@ -392,15 +371,12 @@ def test_what_comes_once_a_step_counts_once(
     assert max(tried) <= most
 
 
-def test_short_trainings_and_accelerators_are_not_measured(
-    packed: Path, tmp_path: Path, reader: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_trainings_and_accelerators_are_not_measured(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "Trial", lambda *_: pytest.fail("measured"))
-    config = config_of(packed, "gan", tmp_path, "--precision", "fp32", "--steps", "10")
-    assert forecast(choose(config, reader, CPU), 10**6) == ""
-    config = config_of(packed, "gan", tmp_path, "--steps", "1000000")
-    assert forecast(choose(config, reader, torch.device("cuda")), 10**6) == ""
-    assert forecast(choose(config.changed(precision="fp32"), reader, CPU, kept=True), 10**6) == ""
+    long = ("gan", "--steps", "1000000")
+    assert forecast(chosen("gan", "--precision", "fp32", "--steps", "10"), 10**6) == ""
+    assert forecast(chosen(*long, device=torch.device("cuda")), 10**6) == ""
+    assert forecast(chosen(*long, "--precision", "fp32", kept=True), 10**6) == ""
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -421,13 +397,12 @@ def test_plan_has_the_time_and_the_run_no_trace_of_it(
 # --- the run
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "name"), [("gan", "fp32"), ("classifier", "bf16")])
 def test_auto_trains_what_the_same_precision_by_hand_does(
     packed: Path, tmp_path: Path, faster: Any, task: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, last = write_config(tmp_path / "recipe.yaml", task, packed), ["--max-steps", "4"]
-    compared = faster(name)
+    compared = faster(name, really=True)
     assert train_in_process(config, tmp_path / "auto", *last) == 0
     assert f"{name} (auto: 2 times the speed of" in capsys.readouterr().err
     assert len(compared) == 1
@@ -486,13 +461,13 @@ def test_alone_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_accelerators_search_the_fastest_convolutions(
-    deterministic: bool, monkeypatch: pytest.MonkeyPatch, packed: Path, tmp_path: Path
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch, config_of: Any
 ) -> None:
     """N5: unless the run is to be deterministic."""
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
     monkeypatch.setattr(collectives, "choose_device", lambda *_, **__: torch.device("meta"))
-    config = config_of(packed, "gan", tmp_path).changed(deterministic=deterministic)
+    config = config_of("gan").changed(deterministic=deterministic)
     try:
         assert run._start_process(config, None) == torch.device("meta")
         assert cudnn.benchmark == (not deterministic)
@@ -529,7 +504,7 @@ def test_without_units_for_bf16_auto_is_fp32(packed: Path, tmp_path: Path) -> No
 
 
 def test_a_recipes_speed(packed: Path, tmp_path: Path, faster: Any) -> None:
-    faster("bf16", by=1.5)
+    faster("bf16", by=1.5, really=True)
     recipe = str(write_config(tmp_path / "gan.yaml", "gan", packed))
     found = measure_recipe(recipe, ["--batch_size", "8"], device="cpu")
     assert (found.precision, found.ratio) == ("bf16", 1.5)
