@@ -56,16 +56,8 @@ def test_its_state_goes_on():
     assert second.reason == "early stopping: 3 evaluations without x better than 0.5"
 
 
-@pytest.mark.parametrize("wrong", [{"patience": 0}, {"min_delta": -0.1}, {"min_delta": math.nan}])
-def test_settings_that_make_no_sense(wrong):
-    with pytest.raises(UserError, match=f"^{next(iter(wrong))} "):
-        EarlyStoppingConfig(**wrong)
-
-
-def test_it_needs_evaluations_and_images_for_them(packed: Path):
+def test_it_needs_images_to_evaluate_with(packed: Path):
     tree = {"task": "classifier", "early_stopping": {"patience": 1}}
-    with pytest.raises(UserError, match=r"set evaluation\.every"):
-        build_run_config(tree | {"evaluation": {"every": 0}}, [], "x")
     config: Any = build_run_config(tree | {"data": {"path": str(packed / "train.lmdb")}}, [], "x")
     with Dataset(packed / "train.lmdb") as reader, pytest.raises(UserError, match=r"give data\.val_path"):
         ClassifierTask(config, reader, None, torch.device("cpu"))

@@ -19,8 +19,6 @@ from training.base.config import DataConfig, RunConfig, SyntheticConfig
 from training.base.sampling import label_shares, real_label_shares, share_of
 from training.classifier.config import ClassifierConfig
 from training.engine.tasks import build_run_config
-from training.gan.config import GanConfig
-from training.gan.stages import ProgressiveConfig
 from utils.errors import UserError
 
 LABELS = [0, 0, 0, 0, 0, 0, 1, 1, 1, 2]
@@ -57,37 +55,9 @@ def refusal(config: RunConfig) -> str:
 # --- settings
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"path": "x"}, r"share is not set; give the share of each batch"),
-        ({"share": 0.5}, r"has settings but no images; give data\.synthetic\.path"),
-        ({"path": "x", "share": 1.5}, r"^share 1\.5: must be a number above 0 and at most 1"),
-        ({"path": "x", "share": 0.5, "weight": -1.0}, r"^weight -1\.0: must be a number at least 0"),
-        (
-            {"path": "x", "checkpoint": "y", "share": 0.5},
-            r"path and checkpoint are both set",
-        ),
-        ({"path": "x", "share": 0.5, "until": 2.5}, r"until 2\.5: give a share of the steps, up to 1, or a whole step"),
-    ],
-)
-def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        SyntheticConfig(**settings)
-
-
 @pytest.mark.parametrize(("until", "end"), [(1.0, None), (0.8, 80), (0.801, 81), (30, 30), (100, None), (2, 2)])
 def test_until_is_a_share_of_the_steps_or_a_step(until: float, end: int | None) -> None:
     assert SyntheticConfig(path="x", share=0.5, until=until).last_step(100) == end
-
-
-def test_a_gan_refuses_what_is_not_for_it() -> None:
-    with pytest.raises(UserError, match=r"data\.synthetic\.weight is of a classifier's loss"):
-        GanConfig(data=DataConfig(synthetic=SyntheticConfig(path="x", share=0.5, weight=0.5)))
-    with pytest.raises(UserError, match=r"cannot be combined with growing: set progressive\.start to null"):
-        GanConfig(
-            data=DataConfig(synthetic=SyntheticConfig(path="x", share=0.5)), progressive=ProgressiveConfig(start=8)
-        )
 
 
 def test_a_recipe_and_the_command_line_set_it() -> None:

@@ -300,19 +300,6 @@ def test_it_waits_for_its_own_write_before_it_reads(tmp_path, held):
     assert weights.weights[0] == 3
 
 
-@pytest.mark.parametrize(
-    ("kept", "told"),
-    [
-        (0, "a whole number above 0"),
-        (-500, "a whole number above 0"),
-        *((n, "a multiple of checkpoint.every 500") for n in (250, 700)),
-    ],
-)
-def test_a_cadence_that_would_never_be_met_is_refused(kept, told):
-    with pytest.raises(UserError, match=f"^keep_every {kept}: must be {told}"):
-        CheckpointConfig(keep_every=kept)
-
-
 def test_how_many_there_are_at_most(tmp_path):
     assert CheckpointConfig().most(10_000) == 4
     assert CheckpointConfig(keep=1, keep_every=1000).most(10_999) == 13

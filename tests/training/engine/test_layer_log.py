@@ -11,7 +11,6 @@ from tests.end_to_end.test_train_kill_resume import train_in_process
 from tests.utils.runlog.test_run_log import no_file_larger_than
 from training.base.config import LogConfig
 from training.engine import layer_log
-from utils.errors import UserError
 
 
 def scalars(run):
@@ -69,18 +68,6 @@ def test_a_full_disk_costs_the_statistics_and_not_the_training(tmp_path, capsys)
         f"warning: {folder}: cannot be written (File too large); training continues without TensorBoard\n"
     )
     assert len(list(folder.iterdir())) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"layers_every": 0}, "^layers_every 0"),
-        ({"layers": ["fc"], "tensorboard": False}, "TensorBoard, which is off"),
-    ],
-)
-def test_settings_that_cannot_be(options, told):
-    with pytest.raises(UserError, match=told):
-        LogConfig(**options)
 
 
 def test_an_unknown_layer_is_refused_before_anything_is_written(tmp_path, packed, capsys):

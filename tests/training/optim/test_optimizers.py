@@ -9,13 +9,10 @@ import schedulefree  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from training.classifier.config import ClassifierConfig
-from training.gan.config import GanConfig
 from training.optim.config import OptimizerConfig
 from training.optim.ema import EMA
 from training.optim.optimizers import Muon
 from training.optim.updater import Precision, Updater
-from utils.errors import UserError
 from utils.seeding import forked, generator
 
 CPU = torch.device("cpu")
@@ -70,16 +67,6 @@ def test_a_step_is_torchs_own_on_the_reshaped_weights(layout, unit):
         for index, name in ((0, "bias"), (1, "weight"), (1, "bias"), (3, "weight"), (3, "bias")):
             pair = getattr(model[index], name), getattr(other[index], name)
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
-
-
-def test_what_is_refused():
-    assert ClassifierConfig(optimizer=OptimizerConfig(name="muon")).optimizer.momentum == 0.9
-    with pytest.raises(UserError, match="muon is for classifiers: take adam"):
-        GanConfig(discriminator_optimizer=OptimizerConfig(name="muon"))
-    with pytest.raises(UserError, match="cycle_momentum changes a momentum"):
-        OptimizerConfig(name="muon", momentum=0.0, cycle_momentum=[0.9, 0.8])
-    with pytest.raises(UserError, match=r"^ns_steps 100"):
-        OptimizerConfig(name="muon", ns_steps=100)
 
 
 def test_scales_are_no_matrices():
@@ -165,17 +152,3 @@ def test_what_is_frozen_is_its_own_average():
     assert not torch.equal(found[2], list(model.parameters())[2])
     other, plain = build_free(name="sgd", lr=0.1)
     assert plain.average(other.parameters()) is None
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"schedule": "cosine"}, "set schedule constant"),
-        ({"beta2_final": 0.99}, "beta2_final is adam's"),
-        ({"betas": [0.0, 0.99]}, "the first of betas above 0"),
-        ({"name": "schedulefree-sgd", "momentum": 0.0}, "needs momentum above 0"),
-    ],
-)
-def test_settings_that_contradict_it(wrong, told):
-    with pytest.raises(UserError, match=told):
-        OptimizerConfig(**({"name": "schedulefree-adamw"} | wrong))
