@@ -86,37 +86,41 @@ def test_damage_of_held_out_images_stops(folder: Path) -> None:
         held_out.read(range(4))
 
 
-def test_missing_files_are_named(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"name": "trian.lmdb"}, r"trian\.lmdb: no such file.*did you mean 'train\.lmdb'"),
+        ({"name": "shard-*.lmdb"}, r"shard-\*\.lmdb: no file matches"),
+        (
+            {"val_path": "tset.lmdb"},
+            r"^data\.val_path .*tset\.lmdb: no such file.*did you mean 'test\.lmdb'.*--data\.val_path null$",
+        ),
+        (  # a recipe's own (U21)
+            {"val_path": "none/x.lmdb"},
+            r"none/x\.lmdb: no such file, nor a folder .*none; give images held out from .*train\.lmdb with "
+            r"--data\.val_path FILE .*--val-share 0\.1",
+        ),
+        (
+            {"name": "own.lmdb", "val_path": "test.lmdb"},
+            r"own\.lmdb: its images have sizes of their own; set data\.resolution N",
+        ),
+        ({"resolution": 16}, r"train\.lmdb: its images have 8 px, less than the 16 px asked for"),
+        *(({"val_path": f"{kind}.lmdb"}, rf"{kind}\.lmdb: .*pack") for kind in ("grey", "large", "small")),
+    ],
+)
+def test_files_that_are_missing_or_do_not_fit_are_named(folder: Path, options: dict[str, Any], problem: str) -> None:
+    """Held-out images of another size were scaled in silence."""
+    for name, channels, side in (("grey", 1, 8), ("large", 3, 16), ("small", 3, 4)):
+        pack_arrays(folder / f"{name}.lmdb", sample_images(4, channels, side), [0, 1, 2, 0], CLASSES)
+    if "val_path" in options:
+        options = options | {"val_path": str(folder / options["val_path"])}
+    with pytest.raises(UserError, match=problem):
+        opened(config_of(folder, **options))
     with pytest.raises(UserError, match=r"data\.path is not set; pack images with .*--data\.path FILE"):
         data.open_training(DataConfig())
-    with pytest.raises(UserError, match=r"trian\.lmdb: no such file.*did you mean 'train\.lmdb'"):
-        opened(config_of(folder, name="trian.lmdb"))
-    told = r"^data\.val_path .*tset\.lmdb: no such file.*did you mean 'test\.lmdb'.*--data\.val_path null$"
-    with pytest.raises(UserError, match=told):
-        opened(config_of(folder, val_path=str(folder / "tset.lmdb")))
-    gone = (
-        r"none/x\.lmdb: no such file, nor a folder .*none; give images held out from .*train\.lmdb with --data\.val_pa"
-    )
-    with pytest.raises(UserError, match=gone + r"th FILE .*--val-share 0\.1"):  # a recipe's own (U21)
-        opened(config_of(folder, val_path=str(folder / "none" / "x.lmdb")))
-    with pytest.raises(UserError, match=r"shard-\*\.lmdb: no file matches"):
-        opened(config_of(folder, name="shard-*.lmdb"))
 
 
 # --- checks
-
-
-def test_images_of_sizes_of_their_own_need_a_resolution(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"own\.lmdb: its images have sizes of their own; set data\.resolution N"):
-        opened(config_of(folder, name="own.lmdb", val_path=str(folder / "test.lmdb")))
-
-
-@pytest.mark.parametrize(("channels", "side"), [(1, 8), (3, 16), (3, 4)])
-def test_held_out_images_of_another_kind(folder: Path, channels: int, side: int) -> None:
-    """Those of another size were scaled in silence."""
-    pack_arrays(folder / "other.lmdb", sample_images(4, channels, side), [0, 1, 2, 0], CLASSES)
-    with pytest.raises(UserError, match=r"other\.lmdb: .*pack"):
-        opened(config_of(folder, val_path=str(folder / "other.lmdb")))
 
 
 def test_held_out_images_are_scaled_where_a_resolution_is_set(folder: Path) -> None:
@@ -124,11 +128,6 @@ def test_held_out_images_are_scaled_where_a_resolution_is_set(folder: Path) -> N
     _, held_out = opened(config_of(folder, val_path=str(folder / "larger.lmdb"), resolution=8))
     assert held_out is not None
     assert held_out.read([0])[0].shape == (1, 3, 8, 8)
-
-
-def test_square_images_are_not_enlarged(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.lmdb: its images have 8 px, less than the 16 px asked for"):
-        opened(config_of(folder, resolution=16))
 
 
 @pytest.mark.parametrize("label", [-1, 3, 1 << 40])

@@ -55,10 +55,12 @@ def keeper_of(folder, meta=META, **checkpoint):
     return CheckpointManager(config, RunFolder(folder), loader)
 
 
-def save(manager, step, best=None):
+def save(manager, step, best=None, *, wait=True):
     """A checkpoint whose weights are its step."""
     registry: dict[str, Any] = {"model": Weights(step), "loop": Counter(step, step if best else None)}
     manager.save(step, registry, ABOUT, {"metric": "frechet", "value": best} if best else None)
+    if wait:
+        manager.wait()
     return registry["model"].weights
 
 
@@ -91,7 +93,7 @@ def held(monkeypatch):
 
 def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path, held):
     manager = keeper_of(tmp_path)
-    weights = save(manager, 1)
+    weights = save(manager, 1, wait=False)
     weights.fill_(99)  # the next step
     assert manager.saved_step == -1
     held.gate.set()
@@ -104,9 +106,9 @@ def test_training_goes_on_while_a_thread_writes_what_was_there(tmp_path, held):
 
 def test_the_next_save_waits_and_both_are_written(tmp_path, held):
     manager = keeper_of(tmp_path)
-    save(manager, 1)
+    save(manager, 1, wait=False)
     threading.Timer(0.05, held.gate.set).start()
-    save(manager, 2)
+    save(manager, 2, wait=False)
     assert manager.saved_step >= 1
     manager.wait()
     assert held.begun == [1, 2]
@@ -118,7 +120,6 @@ def test_a_step_is_written_once(tmp_path, held):
     manager = keeper_of(tmp_path)
     for _ in range(3):
         save(manager, 4)
-    manager.wait()
     assert held.begun == [4]
 
 
@@ -128,7 +129,7 @@ def test_both_ways_of_writing_leave_the_same_files(tmp_path):
         manager.config.checkpoint.asynchronous = name == "thread"
         manager.config.checkpoint.keep_every = 2
         for step in (1, 2, 3, 4, 5):
-            save(manager, step, best=0.5 if step == 1 else None)
+            save(manager, step, best=0.5 if step == 1 else None, wait=False)
             assert name == "thread" or manager.saved_step == step
         manager.wait()
     one, other = tmp_path / "thread" / "checkpoints", tmp_path / "straight" / "checkpoints"
@@ -148,7 +149,6 @@ def test_what_is_kept(tmp_path):
     manager = keeper_of(tmp_path, keep=2, keep_every=4)
     for step in range(1, 12):
         save(manager, step, best=0.1 if step == 3 else None)
-    manager.wait()
     assert steps(manager) == [11, 10, 8, 4, 3]
     assert (pointed(manager), pointed(manager, "best")) == (11, 3)
 
@@ -157,7 +157,6 @@ def test_the_best_is_kept_where_its_pointer_is_damaged(tmp_path):
     """Also by a run that goes on: it has the step in its state."""
     manager = keeper_of(tmp_path, keep=1)
     save(manager, 1, best=0.1)
-    manager.wait()
     (manager.folder.checkpoints / "best.json").write_text("{")
     manager.save(2, {"loop": Counter(2, best=1)}, ABOUT)
     manager.wait()
@@ -165,7 +164,6 @@ def test_the_best_is_kept_where_its_pointer_is_damaged(tmp_path):
     again = keeper_of(tmp_path, keep=1)
     assert again.restore({"loop": Counter()}) is not None
     save(again, 3)
-    again.wait()
     assert steps(again) == [3, 1]
 
 
@@ -174,7 +172,6 @@ def test_a_save_after_falling_back_is_not_the_one_that_goes(tmp_path, capsys):
     manager = keeper_of(tmp_path, keep=1, keep_every=4)
     for step in (4, 6):
         save(manager, step)
-    manager.wait()
     damage(newest_first(manager.folder.checkpoints)[0], flip=0.5)
     again = keeper_of(tmp_path, keep=1)
     weights = Weights()
@@ -182,11 +179,9 @@ def test_a_save_after_falling_back_is_not_the_one_that_goes(tmp_path, capsys):
     assert weights.weights.unique().tolist() == [4.0]
     assert "step-00000006.pt: damaged" in capsys.readouterr().err
     save(again, 5)
-    again.wait()
     assert steps(again) == [6, 5]
     assert value(newest_first(again.folder.checkpoints)[1]) == [5.0]
     save(again, 6)
-    again.wait()
     assert (steps(again), value(newest_first(again.folder.checkpoints)[0])) == ([6], [6.0])
 
 
@@ -215,7 +210,7 @@ def test_leftovers_of_a_killed_write_are_gone_before_the_next_begins(tmp_path, h
     manager.folder.checkpoints.mkdir()
     (manager.folder.checkpoints / ".step-00000003.pt.tmp").write_text("half")
     (manager.folder.checkpoints / "step-00000003.pt.sha256").write_text("0")
-    save(manager, 4)
+    save(manager, 4, wait=False)
     while not held.begun:
         pass
     assert names(manager.folder.checkpoints) == []
@@ -226,11 +221,9 @@ def test_leftovers_of_a_killed_write_are_gone_before_the_next_begins(tmp_path, h
 def test_a_disk_that_refuses(tmp_path, monkeypatch, capsys, asynchronous, setting):
     manager = keeper_of(tmp_path, asynchronous=asynchronous, on_disk_full=setting)
     save(manager, 1)
-    manager.wait()
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
         save(manager, 2)
-        manager.wait()
     told = capsys.readouterr().err
     assert "checkpoint of step 2 was not written (No space left on device); the previous one is kept" in told
     assert (steps(manager), manager.saved_step, pointed(manager)) == ([1], 1, 1)
@@ -238,7 +231,6 @@ def test_a_disk_that_refuses(tmp_path, monkeypatch, capsys, asynchronous, settin
     assert reason == "" if setting == "warn" else "make room, then the same command resumes" in reason
     assert "checkpoint of step 2 was not written" in manager.failure(last=2)  # H5: whatever the setting
     save(manager, 2)  # there is room again: the last step of a run is tried once more
-    manager.wait()
     assert (steps(manager), manager.saved_step) == ([2, 1], 2)
     assert setting == "stop" or manager.failure(last=2) == ""
 
@@ -251,7 +243,6 @@ def test_what_fails_after_the_checkpoint_is_told_apart(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(checkpoints, "rotate", refuse)
     save(manager, 1)
-    manager.wait()
     assert "step 1 was written, but not all that follows (Input/output error)" in capsys.readouterr().err
     assert manager.saved_step == 1
 
@@ -263,7 +254,7 @@ def test_a_fault_of_ours_is_not_swallowed_by_the_thread(tmp_path, monkeypatch):
         raise KeyError("ours")
 
     monkeypatch.setattr(checkpoints, "point", fail)
-    save(manager, 1)
+    save(manager, 1, wait=False)
     with pytest.raises(KeyError, match="ours"):
         manager.wait()
 
@@ -272,14 +263,12 @@ def test_other_ranks_write_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("utils.distributed.collectives.is_main", lambda: False)
     manager = keeper_of(tmp_path)
     save(manager, 1)
-    manager.wait()
     assert names(tmp_path) == []
 
 
 def test_a_checkpoint_of_other_images_or_of_another_version_is_refused(tmp_path):
     manager = keeper_of(tmp_path)
     save(manager, 1)
-    manager.wait()
     others = SimpleNamespace(**vars(META) | {"content_hash": "9", "count": 7})
     with pytest.raises(UserError, match=r"trained on other images \(3 then, 7 in"):
         keeper_of(tmp_path, others).restore({"model": Weights()})
@@ -293,7 +282,7 @@ def test_a_checkpoint_of_other_images_or_of_another_version_is_refused(tmp_path)
 
 def test_it_waits_for_its_own_write_before_it_reads(tmp_path, held):
     manager = keeper_of(tmp_path)
-    save(manager, 3)
+    save(manager, 3, wait=False)
     threading.Timer(0.05, held.gate.set).start()
     weights = Weights()
     assert manager.restore({"model": weights})["step"] == 3
@@ -306,7 +295,6 @@ def test_how_many_there_are_at_most(tmp_path):
     manager = keeper_of(tmp_path, keep=2, keep_every=3)
     for step in range(1, 11):
         save(manager, step, best=0.1 if step == 1 else None)
-        manager.wait()
         assert len(steps(manager)) < CheckpointConfig(every=1, keep=2, keep_every=3).most(10)
 
 
@@ -317,7 +305,6 @@ def test_the_versions_stand_in_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "commit", lambda _: "0123456789ab-dirty")
     manager = keeper_of(tmp_path)
     save(manager, 1)
-    manager.wait()
     found = load(newest_first(manager.folder.checkpoints)[0])["versions"]
     assert found.keys() == {"python", "torch", "torchvision", "git"}
     assert found["git"] == "0123456789ab-dirty"

@@ -24,7 +24,6 @@ from tests.data.conftest import change
 from tests.data.test_inspect import change_entry
 from tests.end_to_end.helpers import events_of, train_in_process, write_config
 from tests.end_to_end.test_bad_input import refused
-from training.base.config import DataConfig
 from training.base.task import Task
 from training.classifier.config import ClassifierConfig
 from training.classifier.finetune import FineTuneConfig
@@ -32,42 +31,36 @@ from training.classifier.task import ClassifierTask
 from training.engine.preflight import activation_bytes, model_summary, plan_rows, state_bytes
 from training.engine.tasks import TASKS, build_run_config
 from training.gan.task import GanTask
-from training.optim.updater import OptimizerConfig
 from utils.config.yaml_files import read_yaml
-from utils.script import run_cli
 from utils.seeding import forked
 
 CPU = torch.device("cpu")
 
 
+def task_of(packed: Path, **options: Any) -> ClassifierTask:
+    tree: dict[str, Any] = {
+        "data": {"path": str(packed / "train.lmdb")},
+        "batch_size": 8,
+        "steps": 10,
+        "model": {"stem": "small-stride2"},
+        "optimizer": {"name": "sgd", "lr": 0.5, "weight_decay": 0.01},
+    }
+    return ClassifierTask(ClassifierConfig(**tree | options), Dataset(packed / "train.lmdb"), None, CPU)
+
+
+def plan_of(task: ClassifierTask) -> dict[str, str]:
+    return plan_rows(task.config, task, task.reader, None, "", CPU)
+
+
 @pytest.mark.parametrize(("batch_size", "warned"), [(200, False), (201, True)])
 def test_a_batch_larger_than_the_data_set_is_mentioned(packed: Path, batch_size: int, warned: bool) -> None:
-    file = packed / "train.lmdb"
-    config = ClassifierConfig(data=DataConfig(path=str(file)), batch_size=batch_size, steps=3)
-    config.model.stem = "small-stride2"
-    with Dataset(file) as reader:
-        task = ClassifierTask(config, reader, None, torch.device("cpu"))
-        rows = plan_rows(config, task, reader, None, "", torch.device("cpu"))
-    assert ("warning" in rows) == warned
-    if warned:
-        assert "batch larger than the data set: each batch holds repeats" in rows["warning"]
-        assert "at most 200" in rows["warning"]
+    rows = plan_of(task_of(packed, batch_size=batch_size, steps=3))
+    warning = "batch larger than the data set: each batch holds repeats; make batch_size at most 200"
+    assert rows.get("warning") == (warning if warned else None)
     assert rows["length"] == f"3 steps = {3 * batch_size} images = {3 * batch_size / 200:.1f} epochs"
 
 
 # --- the table of layers
-
-
-def task_of(packed: Path, **options: Any) -> ClassifierTask:
-    config = ClassifierConfig(
-        data=DataConfig(path=str(packed / "train.lmdb")),
-        batch_size=8,
-        steps=10,
-        optimizer=OptimizerConfig(name="sgd", lr=0.5, weight_decay=0.01),
-        **options,
-    )
-    config.model.stem = "small-stride2"
-    return ClassifierTask(config, Dataset(packed / "train.lmdb"), None, CPU)
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
@@ -75,15 +68,11 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line) for line in text.splitlines()) if len(cells) > 1}
 
 
-def summary_of(task: ClassifierTask) -> str:
-    return model_summary(task, "classifier", 8)
-
-
 def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path) -> None:
     unfreeze = {"head": 0, "layer4": 7}
     config = FineTuneConfig(unfreeze=unfreeze, freeze=["layer4.0.*"], stage_lr={"layer4": 0.1})
     task = task_of(packed, finetune=config)
-    text = summary_of(task)
+    text = model_summary(task, "classifier", 8)
     rows = rows_of(text)
     assert rows["layer"] == ["kind", "output", "parameters", "peak lr", "weight decay", "trains"]
     assert rows["conv1"] == ["Conv2d", "1 x 64 x 8 x 8", "576", "-", "-", "no"]
@@ -100,7 +89,7 @@ def test_every_layer_is_listed_with_its_rate_and_whether_it_trains(packed: Path)
 
 
 def test_frozen_statistics_and_one_rate_for_all(packed: Path) -> None:
-    text = summary_of(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)))
+    text = model_summary(task_of(packed, finetune=FineTuneConfig(freeze_bn=True)), "classifier", 8)
     assert rows_of(text)["bn1"][-3:] == ["0.5", "0", "yes, statistics kept"]
     assert rows_of(text)["conv1"][-3:] == ["0.5", "0.01", "yes"]
     assert "Non-trainable params: 0" in text
@@ -108,8 +97,7 @@ def test_frozen_statistics_and_one_rate_for_all(packed: Path) -> None:
 
 def test_the_plan_says_what_trains(packed: Path) -> None:
     def told(**train: Any) -> str | None:
-        task = task_of(packed, finetune=FineTuneConfig(**train))
-        return plan_rows(task.config, task, task.reader, None, "", CPU).get("what trains")
+        return plan_of(task_of(packed, finetune=FineTuneConfig(**train))).get("what trains")
 
     assert told() is None
     assert told(unfreeze={"head": 0, "layer4": 7}) == (
@@ -190,9 +178,7 @@ def test_memory_with_activation_checkpointing() -> None:
 
 def test_a_dry_run_prints_the_table(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    options = ["--config", str(recipe), "--run-dir", str(tmp_path / "run"), "--dry-run", "--layers"]
-    options += ["--finetune.freeze", '["layer4"]']
-    assert run_cli(train.main, options) == 0
+    assert train_in_process(recipe, tmp_path / "run", "--dry-run", "--layers", "--finetune.freeze", '["layer4"]') == 0
     rows = rows_of(capsys.readouterr().out)
     assert rows["fc"] == ["Linear", "1 x 10", "5,130", "0.02", "0.0005/0", "yes"]
     assert rows["layer4.1.bn2"][-3:] == ["-", "-", "no"]
@@ -242,7 +228,7 @@ def test_tensorboard_shows_the_learning_rate_and_the_config(tmp_path: Path, pack
 def start(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Starts a training that is refused; returns the line, after a look that nothing was written."""
 
-    def starts(*options: str) -> str:
+    def starts(*options: str | Path) -> str:
         recipe = write_config(tmp_path / "recipe.yaml", "classifier", packed)
         line = refused(capsys, train.main, "--config", recipe, "--run-dir", tmp_path / "run", *options)
         assert not (tmp_path / "run").exists()
@@ -251,50 +237,51 @@ def start(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> A
     return starts
 
 
-def pack(path: Path, labels: list[int], classes: list[str], side: int = 16) -> str:
-    pack_arrays(path, np.zeros((len(labels), 1, side, side), np.uint8), labels, classes)
-    return str(path)
+def pack(path: Path, labels: list[int], classes: str) -> Path:
+    pack_arrays(path, np.zeros((len(labels), 1, 8, 8), np.uint8), labels, classes.split())
+    return path
 
 
-def test_class_lists_that_differ(start: Any, tmp_path: Path) -> None:
-    a = pack(tmp_path / "a.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"])
-    b = pack(tmp_path / "b.lmdb", [0, 1, 0], ["cat", "emu"])
-    c = pack(tmp_path / "c.lmdb", [0, 1, 2], ["cat", "emu", "dog"])
-    line = start("--data.path", a, "--data.val-path", b)
-    assert re.search(r"b\.lmdb: its classes are not those of .*a\.lmdb: dog missing here; pack both from the", line)
-    assert "class 1 is 'emu' here and 'dog' there; pack both" in start("--data.path", a, "--data.val-path", c)
-
-
-def test_one_class_only_and_none(start: Any, tmp_path: Path) -> None:
-    one = pack(tmp_path / "one.lmdb", [0, 0], ["cat"])
-    line = start("--data.path", one, "--data.val-path", one)
-    assert "one.lmdb: a classifier needs two classes or more, this file has 1; pack a folder of class folders" in line
-    none = pack(tmp_path / "none.lmdb", [0, 0], [])
-    assert "this file has 0" in start("--data.path", none, "--data.val-path", none)
+@pytest.mark.parametrize(
+    ("training", "held_out", "problem"),
+    [
+        (
+            "cat dog emu",
+            "cat emu",
+            r"test\.lmdb: its classes are not those of .*train\.lmdb: dog missing here; pack both",
+        ),
+        ("cat dog emu", "cat emu dog", r"class 1 is 'emu' here and 'dog' there; pack both"),
+        (
+            "cat",
+            "cat",
+            r"train\.lmdb: a classifier needs two classes or more, this file has 1; pack a folder of class fol",
+        ),
+        ("", "", "this file has 0"),
+    ],
+)
+def test_classes_that_do_not_do(start: Any, tmp_path: Path, training: str, held_out: str, problem: str) -> None:
+    train_file = pack(tmp_path / "train.lmdb", list(range(max(1, len(training.split())))), training)
+    test_file = pack(tmp_path / "test.lmdb", [0, 0], held_out)
+    assert re.search(problem, start("--data.path", train_file, "--data.val-path", test_file))
 
 
 def test_labels_beyond_the_head(start: Any, tmp_path: Path) -> None:
     line = start("--model.classes", "7")
     assert "has 10 classes, labels 0 to 9, but the head has model.classes 7; make it 10 or leave it out" in line
-    for number, key in enumerate(("data.path", "data.val_path")):
-        bad = pack(tmp_path / f"bad{number}.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"], side=8)
-        good = pack(tmp_path / f"good{number}.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"], side=8)
-        change_entry(Path(bad), label=3)
-        paths = {"data.path": good, "data.val_path": good} | {key: bad}
-        line = start(*(word for name, path in paths.items() for word in (f"--{name}", path)))
-        told = "record 0 is damaged: label 3 has no class, the file has 3 classes; copy or pack the file again"
-        assert f"bad{number}.lmdb: {told}" in line
+    good, bad = (pack(tmp_path / f"{name}.lmdb", [0, 1, 2, 0], "cat dog emu") for name in ("good", "bad"))
+    change_entry(bad, label=3)
+    problem = "bad.lmdb: record 0 is damaged: label 3 has no class, the file has 3 classes; copy or pack the file again"
+    for paths in ((bad, good), (good, bad)):
+        assert problem in start("--data.path", paths[0], "--data.val-path", paths[1])
 
 
 def test_weights_for_other_shapes(start: Any, tmp_path: Path) -> None:
     with forked(0, "init", "other"):
         other = Classifier(ModelConfig(name="resnet34"), channels=3, classes=4, resolution=32)
     torch.save(other.network.state_dict(), tmp_path / "r34.pth")
-    line = start("--model.weights", str(tmp_path / "r34.pth"))
-    assert re.search(
-        r"r34\.pth: layer1\.2\.bn1\.bias is \[64\], resnet18 has it absent; the file is a resnet34's: set --", line
-    )
-    assert "no such file" in start("--model.weights", str(tmp_path / "r43.pth"))
+    problem = r"r34\.pth: layer1\.2\.bn1\.bias is \[64\], resnet18 has it absent; the file is a resnet34's: set --"
+    assert re.search(problem, start("--model.weights", tmp_path / "r34.pth"))
+    assert "no such file" in start("--model.weights", tmp_path / "r43.pth")
 
 
 def empty_meta(path: Path) -> None:
@@ -309,10 +296,9 @@ def empty_meta(path: Path) -> None:
 
 def test_no_held_out_images(start: Any, tmp_path: Path) -> None:
     (tmp_path / "empty.lmdb").touch()
-    line = start("--data.val-path", str(tmp_path / "empty.lmdb"))
+    line = start("--data.val-path", tmp_path / "empty.lmdb")
     assert "empty.lmdb is empty: packing was not finished or the copy failed; run data.pack again" in line
-    pack(tmp_path / "zero.lmdb", [0, 1, 2, 0], ["cat", "dog", "emu"])
-    empty_meta(tmp_path / "zero.lmdb")
-    line = start("--data.val-path", str(tmp_path / "zero.lmdb"))
-    told = r"zero\.lmdb: its metadata record is damaged \(count is 0, but must be .* at least 1 .*\); copy or pack"
-    assert re.search(told, line)
+    empty_meta(pack(tmp_path / "zero.lmdb", [0, 1, 2, 0], "cat dog emu"))
+    line = start("--data.val-path", tmp_path / "zero.lmdb")
+    problem = r"zero\.lmdb: its metadata record is damaged \(count is 0, but must be .* at least 1 .*\); copy or pack"
+    assert re.search(problem, line)

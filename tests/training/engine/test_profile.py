@@ -21,35 +21,39 @@ class Clock:
     def __init__(self):
         self.time, self.waits = 100.0, 0
 
-    def __call__(self):
-        return self.time
-
     def wait(self):
         self.waits += 1
 
 
-def test_phases_divide_the_time():
-    clock = Clock()
-    phases = PhaseClock(clock.wait, clock)
-    with listening(phases):
-        clock.time += 1  # before the first phase
-        with phase("a"):
-            clock.time += 2
-            with phase("augment"):
-                clock.time += 4
-            clock.time += 8
-        clock.time += 16
-        with phase("a"):
-            clock.time += 32
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def phases(clock):
+    """What listens, by this clock."""
+    with listening(PhaseClock(clock.wait, lambda: clock.time)) as listener:
+        yield listener
+
+
+def test_phases_divide_the_time(clock, phases):
+    clock.time += 1  # before the first phase
+    with phase("a"):
+        clock.time += 2
+        with phase("augment"):
+            clock.time += 4
+        clock.time += 8
+    clock.time += 16
+    with phase("a"):
+        clock.time += 32
     assert phases.seconds == {"other/host": 17, "a": 42, "augment": 4}
     assert clock.waits == 6  # at every beginning and end
 
 
 @pytest.mark.parametrize("name", ["discriminator/penalty", "generator/path_length"])
-def test_a_penalty_keeps_what_is_inside(name):
-    clock = Clock()
-    phases = PhaseClock(clock.wait, clock)
-    with listening(phases), phase(name):
+def test_a_penalty_keeps_what_is_inside(clock, phases, name):
+    with phase(name):
         clock.time += 1
         with phase("discriminator/backward"):
             clock.time += 2
@@ -58,15 +62,12 @@ def test_a_penalty_keeps_what_is_inside(name):
     assert phases.seconds == {"other/host": 0, name: 7}
 
 
-def test_a_phase_that_raises_ends():
-    clock = Clock()
-    phases = PhaseClock(clock.wait, clock)
-    with listening(phases):
-        with contextlib.suppress(ValueError), phase("a"):
-            clock.time += 1
-            raise ValueError
-        with phase("b"):
-            clock.time += 2
+def test_a_phase_that_raises_ends(clock, phases):
+    with contextlib.suppress(ValueError), phase("a"):
+        clock.time += 1
+        raise ValueError
+    with phase("b"):
+        clock.time += 2
     assert phases.seconds == {"other/host": 0, "a": 1, "b": 2}
 
 
