@@ -23,7 +23,7 @@ from utils.provenance import Lineage, join, recorded
 
 IMAGES = 5000  # that are looked at, at most
 PART, PIXELS = 256, 1 << 22  # images that are in memory at a time, and their pixels, at most
-_last: dict[tuple[object, ...], list[float]] = {}  # what was found last: one start of a training builds several tasks
+_last: dict[tuple[object, ...], list[float]] = {}  # the last ones: one start of a training builds several tasks
 
 
 def load_discriminator(model: Classifier) -> str:

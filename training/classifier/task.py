@@ -208,8 +208,8 @@ class ClassifierTask(Task):
         for rows in parts:
             with phase("augment"):
                 images, targets = self._part(prepared, rows)
-            quiet = self.replica is not None and not (send and rows is parts[-1])
-            with self.replica.no_sync() if self.replica is not None and quiet else nullcontext():
+            sends = send and rows is parts[-1]
+            with nullcontext() if self.replica is None or sends else self.replica.no_sync():
                 with phase("forward"):
                     with self.precision.autocast():
                         logits = self.forward(images)
@@ -220,7 +220,7 @@ class ClassifierTask(Task):
                     self.precision.backward(loss)
             loss_sum += loss.detach()
             correct += targets.correct(logits.detach())
-        if send:
+        if send and self.replica is not None:
             self._sum_gradients()
         return loss_sum, correct
 
@@ -228,16 +228,14 @@ class ClassifierTask(Task):
         """Make sums over the processes of DDP's means. Not by weights of the losses: what layers are logged to receive,
         and what fp16 can hold, would depend on the number of processes.
         """
-        if self.replica is None:
-            return
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        unused = [plain(name) for name, p in trained.items() if p.grad is None]
+        trained = [(plain(name), p) for name, p in self.model.named_parameters() if p.requires_grad]
+        unused = [name for name, p in trained if p.grad is None]
         if unused:  # DDP has waited for them in vain, and has not sent all
             raise UserError(
                 f"no gradient reaches {', '.join(unused[:4])}{', ...' * (len(unused) > 4)}: several processes cannot "
                 "train such parameters; name them in finetune.freeze"
             )
-        for (gradients,) in by_device(p.grad for p in trained.values() if p.grad is not None).values():
+        for (gradients,) in by_device(p.grad for _, p in trained if p.grad is not None).values():
             torch._foreach_mul_(gradients, collectives.world_size())
 
     def _prepared(self, batch: Batch, step: int, start: int) -> Prepared:

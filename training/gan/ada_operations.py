@@ -120,9 +120,8 @@ def colour_matrix(draws: GroupDraws, p: Tensor, channels: int) -> Tensor:
     light = torch.where(brightened, BRIGHTNESS * brightness, 0)
     gain = torch.exp2(torch.where(contrasted, CONTRAST * contrast, 0))
     sign = 1 - 2 * (inverted & (draws.uniform[:, 0] >= 0.5)).to(gain)
-    brighter = _matrix([[1, 0, 0, light], [0, 1, 0, light], [0, 0, 1, light]])
-    stronger = _matrix([[gain, 0, 0, 0], [0, gain, 0, 0], [0, 0, gain, 0]])
-    matrix = compose(_about_grey(sign, torch.ones_like(sign)), stronger, brighter)
+    brighter = _matrix([[gain, 0, 0, gain * light], [0, gain, 0, gain * light], [0, 0, gain, gain * light]])
+    matrix = compose(_about_grey(sign, torch.ones_like(sign)), brighter)
     if channels == 1:
         return matrix
     angle = torch.where(turned, (2 * draws.uniform[:, 1] - 1) * math.pi, 0)

@@ -14,9 +14,10 @@ from training.base.compiled import CompileSetting
 from training.base.config import RunConfig
 from training.gan.ada import AdaConfig
 from training.gan.diagnostics import WatchConfig
-from training.gan.losses import Objective, objective_of
+from training.gan.losses import OBJECTIVES, Objective
 from training.gan.stages import ProgressiveConfig, Stages
 from training.optim.updater import OptimizerConfig
+from utils.config.cli import did_you_mean
 from utils.config.model import Config, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Share
 from utils.errors import UserError
 
@@ -58,8 +59,11 @@ class GanLossConfig(Config):
 
     @property
     def functions(self) -> Objective:
-        """The objective's entry in the registry; UserError for a name that is not there."""
-        return objective_of(self.objective)
+        """The objective's entry in the table; UserError, with the near one, for a name that is not there."""
+        if self.objective not in OBJECTIVES:
+            near = did_you_mean(self.objective, list(OBJECTIVES))
+            raise UserError(f"objective {self.objective!r} is unknown{near}; there are {', '.join(OBJECTIVES)}")
+        return OBJECTIVES[self.objective]
 
     def path_length_due(self, step: int) -> bool:
         return self.path_length_weight > 0 and step % self.path_length_interval == 0

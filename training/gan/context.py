@@ -164,7 +164,7 @@ class Context:
     def __post_init__(self) -> None:
         # growing networks change with every step of a fade: compiling them anew each time would not pay
         setting = "off" if self.config.progressive.start is not None else self.config.compile
-        how: dict[str, Any] = {"setting": setting, "device": self.device}
+        how: Any = {"setting": setting, "device": self.device}
         self.synthesis = self.generator.synthesis if self.generator.has_styles else self.generator
         self._compiled_synthesis = Compiled(self.synthesis, "the generator", **how)
         self._compiled_hidden = Compiled(self.discriminator.hidden, "the discriminator", **how)
@@ -187,12 +187,11 @@ class Context:
         """The draws from which samples are made, of the global batch: latents and noise maps. This rank's samples have
         the labels of their `partners`, where these are given.
         """
-        generator, side = self.generator, share.stage.resolution
-        mixing, num_ws = 0.0, 0
+        generator, side, mixed = self.generator, share.stage.resolution, {}
         if generator.has_styles:
-            mixing, num_ws = self.config.loss.style_mixing, generator.num_ws_at(side)
+            mixed = {"mixing": self.config.loss.style_mixing, "num_ws": generator.num_ws_at(side)}
         key = (share.step, name, share.batch_size)
-        latents = self.draws.latents(*key, generator.z_dim, mixing=mixing, num_ws=num_ws)
+        latents = self.draws.latents(*key, generator.z_dim, **mixed)
         if partners:
             latents.labels[share.first : share.first + share.size] = torch.cat([images.labels for images in partners])
         return latents, self.draws.noise(*key, generator.noise_shapes(side))

@@ -1,15 +1,12 @@
 """A GAN's losses and penalties: functions that know nothing of networks. Another loss is one entry in `OBJECTIVES`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from utils.config.cli import did_you_mean
-from utils.errors import UserError
 
 Loss = Callable[[Tensor], Tensor]  # of logits [N]; a value a sample [N]
 
@@ -31,25 +28,13 @@ class Objective:
     bounded: bool = True  # false: D's loss falls without end unless a gradient penalty bounds its slope
 
 
-def _softplus_of_minus(logits: Tensor) -> Tensor:
-    """Small where D is sure that an image is real."""
-    return F.softplus(-logits)
-
-
+NONSATURATING = Objective(  # Goodfellow et al. (1406.2661), as in StyleGAN2
+    generator=lambda d: F.softplus(-d), real=lambda d: F.softplus(-d), fake=F.softplus, chance_level=2 * log(2)
+)
 OBJECTIVES = {
-    # Goodfellow et al. (1406.2661), as in StyleGAN2
-    "nonsaturating": Objective(
-        generator=_softplus_of_minus, real=_softplus_of_minus, fake=F.softplus, chance_level=2 * log(2)
-    ),
+    "nonsaturating": NONSATURATING,
     # RpGAN (1807.00734), as in R3GAN (2501.05441, eq. 2)
-    "relativistic": Objective(
-        generator=_softplus_of_minus,
-        real=_softplus_of_minus,
-        fake=F.softplus,
-        chance_level=log(2),
-        paired=True,
-        signed=False,
-    ),
+    "relativistic": replace(NONSATURATING, chance_level=log(2), paired=True, signed=False),
     # geometric GAN (1705.02894, eqs. 15 and 16), as in SNGAN (1802.05957, eqs. 16 and 17)
     "hinge": Objective(
         generator=lambda d: -d, real=lambda d: F.relu(1 - d), fake=lambda d: F.relu(1 + d), chance_level=2.0
@@ -59,14 +44,6 @@ OBJECTIVES = {
         generator=lambda d: -d, real=lambda d: -d, fake=lambda d: d, chance_level=0.0, signed=False, bounded=False
     ),
 }
-
-
-def objective_of(name: str) -> Objective:
-    """The objective of that name; UserError, with the near one, for a name that is not in the registry."""
-    if name not in OBJECTIVES:
-        near = did_you_mean(name, list(OBJECTIVES))
-        raise UserError(f"loss.objective {name!r} is unknown{near}; there are {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
 
 
 # --- penalties

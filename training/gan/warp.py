@@ -61,7 +61,11 @@ def warp(images: Tensor, inverse: Tensor) -> Tensor:
     line = (torch.arange(fine, device=images.device, dtype=images.dtype) - DOWN_MARGIN) / 2 - centre
     # grid_sample has the centres of the outermost pixels at -1 and 1
     grid = torch.stack(_follow(inverse[:, :2] / centre, line), dim=-1)  # [n, fine, fine, 2]
-    return _decimate(Sample.apply(_oversample(images), grid))
+    block = _block(size)
+    up, down = _matrices(block, images.dtype, images.device)
+    padded = F.pad(images, [UP_MARGIN] * 4, mode="reflect")
+    oversampled = _both_ways(padded, up, block)[..., :-1, :-1]  # pixel i becomes pixel 2i; the last lies beyond
+    return _both_ways(Sample.apply(oversampled, grid), down, 2 * block)  # pixel 2i + DOWN_MARGIN becomes pixel i
 
 
 def _follow(inverse: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,32 +80,20 @@ def _follow(inverse: Tensor, line: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sample(torch.autograd.Function):
-    """Bilinear sampling at given places, in reflected coordinates; `grid` as `F.grid_sample` has it.
+    """Bilinear sampling at given places, in reflected coordinates; `grid` as `F.grid_sample` has it. With the `shape`
+    of images the transpose: every value is handed back to the pixels it was mixed from.
 
     torch's own cannot be differentiated twice. Sampling is linear in the images: its gradient is the transpose, and the
     gradient of that is sampling again. There is none for the grid.
     """
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, grid: Tensor) -> Tensor:
-        """images [n, C, h, w], grid [n, H, W, 2] -> [n, C, H, W]."""
+    def forward(ctx: Any, values: Tensor, grid: Tensor, shape: torch.Size | None = None) -> Tensor:
+        """images [n, C, h, w], grid [n, H, W, 2] -> [n, C, H, W]; the transpose the other way round."""
         ctx.save_for_backward(grid)
-        ctx.shape = images.shape
-        return F.grid_sample(images, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (grid,) = ctx.saved_tensors
-        return SampleTranspose.apply(gradients[0], grid, ctx.shape), None
-
-
-class SampleTranspose(torch.autograd.Function):
-    """The transpose of `Sample`: every value is handed back to the pixels it was mixed from."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, grid: Tensor, shape: torch.Size) -> Tensor:
-        """values [n, C, H, W], grid [n, H, W, 2] -> [n, C, h, w] of the given shape."""
-        ctx.save_for_backward(grid)
+        ctx.shape = values.shape if shape is None else None
+        if shape is None:
+            return F.grid_sample(values, grid, mode="bilinear", padding_mode="reflection", align_corners=True)
         images = values.new_zeros(1).expand(shape)  # only its shape counts
         bilinear, reflection, wanted = 0, 2, [True, False]  # as the operator numbers them; images' gradient, not grid's
         return torch.ops.aten.grid_sampler_2d_backward(values, images, grid, bilinear, reflection, True, wanted)[0]
@@ -109,21 +101,7 @@ class SampleTranspose(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (grid,) = ctx.saved_tensors
-        return Sample.apply(gradients[0], grid), None, None
-
-
-def _oversample(images: Tensor) -> Tensor:
-    """[n, C, R, R] -> [n, C, 2R-1, 2R-1]: pixel i becomes pixel 2i."""
-    block = _block(images.shape[-1])
-    padded = F.pad(images, [UP_MARGIN] * 4, mode="reflect")
-    fine = _both_ways(padded, _up_matrix(block, images.dtype, images.device), block)
-    return fine[..., :-1, :-1]  # the last one lies beyond the last pixel
-
-
-def _decimate(fine: Tensor) -> Tensor:
-    """[n, C, 2R+2m-1, 2R+2m-1] -> [n, C, R, R] with m = DOWN_MARGIN: pixel 2i+m becomes pixel i."""
-    block = _block((fine.shape[-1] + 1) // 2 - DOWN_MARGIN)
-    return _both_ways(fine, _down_matrix(block, fine.dtype, fine.device), 2 * block)
+        return Sample.apply(gradients[0], grid, ctx.shape), None, None
 
 
 def _block(size: int) -> int:
@@ -143,18 +121,13 @@ def _both_ways(images: Tensor, matrix: Tensor, step: int) -> Tensor:
 # kept: making them anew in each call would copy from the host, and wait for the device, every step
 @functools.lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def _up_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[2 block, block + 2 UP_MARGIN]: zero insertion and twice the filter."""
-    distance = torch.arange(2 * block)[:, None] - 2 * (torch.arange(block + 2 * UP_MARGIN) - UP_MARGIN)
-    return 2 * _taps(UP_TAPS, distance).to(device, dtype)
-
-
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)
-def _down_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[block, 2 block + 2 DOWN_MARGIN - 1]: the filter at every other pixel."""
-    distance = 2 * torch.arange(block)[:, None] - torch.arange(2 * block + 2 * DOWN_MARGIN - 1) + DOWN_MARGIN
-    return _taps(DOWN_TAPS, distance).to(device, dtype)
+def _matrices(block: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[2 block, block + 2 UP_MARGIN]: zero insertion and twice the filter. [block, 2 block + 2 DOWN_MARGIN - 1]: the
+    filter at every other pixel.
+    """
+    up = torch.arange(2 * block)[:, None] - 2 * (torch.arange(block + 2 * UP_MARGIN) - UP_MARGIN)
+    down = 2 * torch.arange(block)[:, None] - torch.arange(2 * block + 2 * DOWN_MARGIN - 1) + DOWN_MARGIN
+    return 2 * _taps(UP_TAPS, up).to(device, dtype), _taps(DOWN_TAPS, down).to(device, dtype)
 
 
 def _taps(half: tuple[float, ...], distance: Tensor) -> Tensor:

@@ -116,11 +116,9 @@ def test_sampling_and_its_gradient_are_those_of_torch():
 
 
 def test_matrices_are_kept_and_usable_after_inference_mode():
-    augment_warp._up_matrix.cache_clear()
-    augment_warp._down_matrix.cache_clear()
+    augment_warp._matrices.cache_clear()
     images, inverse = random(1, 1, 10, 10), inverses(oracle.turn(0.3))
     with torch.inference_mode():
         warp(images, inverse)
     warp(images.requires_grad_(), inverse).sum().backward()
-    assert augment_warp._up_matrix.cache_info().misses == 1
-    assert augment_warp._down_matrix.cache_info().misses == 1
+    assert augment_warp._matrices.cache_info().misses == 1
