@@ -183,20 +183,15 @@ def _thumbnails(read: Read, records: np.ndarray, side: int) -> tuple[np.ndarray,
 
 def _likely(a: np.ndarray, b: np.ndarray, first: np.ndarray, second: np.ndarray, crowded: np.ndarray) -> np.ndarray:
     """Which pairs of rows of the thumbnails in grey, uint8 [u, S, S], correlate by what `_scores` asks of them before
-    registration, bool [n]: few of millions of candidates, told from sums of whole numbers.
+    registration, bool [n]: few of millions of candidates.
     """
-    a, b = (x.reshape(len(x), x.shape[1] * x.shape[2]) for x in (a, b))
-    means = [x.mean(axis=1) for x in (a, b)]
-    squares = [np.einsum("np,np->n", x, x, dtype=np.int32) / a.shape[1] for x in (a, b)]
-    deviations = [np.sqrt(np.maximum(square - mean**2, 0)) for square, mean in zip(squares, means, strict=True)]
+    a, b = (_standardised(x).reshape(len(x), x.shape[1] * x.shape[2]) for x in (a, b))
     needed = np.where(crowded, CROWD_CORRELATION, LEAST_BEFORE) - SLACK
     likely = np.empty(len(first), np.bool_)
     for start in range(0, len(first), BATCH):
         part = slice(start, start + BATCH)
-        i, j = first[part], second[part]
-        products = np.einsum("np,np->n", a[i].astype(np.int32), b[j].astype(np.int32)) / a.shape[1]
-        covariances = products - means[0][i] * means[1][j]
-        likely[part] = covariances >= needed[part] * deviations[0][i] * deviations[1][j]
+        correlations = np.einsum("np,np->n", a[first[part]], b[second[part]]) / a.shape[1]
+        likely[part] = correlations >= needed[part]
     return likely
 
 

@@ -6,7 +6,6 @@ if __name__ == "__main__" and not __package__:  # the modules beside this file w
     print("error: start it as a module, in the folder that holds data/: python -m data.pack ...", file=sys.stderr)
     sys.exit(2)
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -19,6 +18,7 @@ import cv2
 import numpy as np
 
 from data.duplicates import LISTED, Name, Report, find, lines, write_lines
+from data.errors import ImageError
 from data.lmdb.format import ENCODINGS
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter, check_target
@@ -113,7 +113,7 @@ def pack(
     """
     started = time.perf_counter()
     share = None if val_share is None else to_share(val_share)
-    targets = _targets(source, Path(dest), share, val_dest, overwrite)
+    targets = _targets(source, Path(dest), share, val_dest)
     skipped = _Skipped(source, on_error, max_skipped)
     _check_classes(source, against, targets)
     plan = make_plan(source, size=size, encoding=encoding, channels=channels, resize=resize, smallest=smallest)
@@ -147,9 +147,7 @@ def pack(
     )
 
 
-def _targets(
-    source: Source, dest: Path, share: Fraction | None, val_dest: str | Path | None, overwrite: bool
-) -> list[Path]:
+def _targets(source: Source, dest: Path, share: Fraction | None, val_dest: str | Path | None) -> list[Path]:
     """The files to be written: one, or of training and held-out images. Raises UserError if that cannot be."""
     targets = [dest]
     if share is not None:
@@ -163,8 +161,6 @@ def _targets(
             raise UserError(f"--val-dest {val_dest} is the file of the training images: name another one")
     elif val_dest is not None:
         raise UserError("--val-dest is for --val-share: add it or drop --val-dest")
-    for target in targets:
-        check_target(target, overwrite)
     return targets
 
 
@@ -195,11 +191,11 @@ def _write(
     written = Written()
     labels: dict[int, int] = {}  # by the digest of their pixels, for `drop`
     with contextlib.closing(images):
-        for row, record, problem, enlarged in Bar(images, "packing", len(source), unit="image"):
-            if record is None:
-                skipped.add(Problem(source.item_name(row), problem))
+        for row, record in enumerate(Bar(images, "packing", len(source), unit="image")):
+            if isinstance(record, ImageError):
+                skipped.add(Problem(source.item_name(row), str(record)))
                 continue
-            written.enlarged += enlarged
+            written.enlarged += record.enlarged
             pixels = int(record.signature["digest"][0])
             if drop and pixels in labels:
                 written.dropped += 1
@@ -247,11 +243,7 @@ def _find_duplicates(
 
 def _workers(text: str) -> int | None:
     """`--workers`: "auto" is None."""
-    if text == "auto":
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from 0")
-    return int(text)
+    return None if text == "auto" else number(int, 0)(text)
 
 
 def make_parser() -> Parser:

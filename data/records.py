@@ -7,10 +7,9 @@ import io
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
-from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -39,13 +38,15 @@ PIECE_IMAGES = 64
 PIECE_FILES = 4  # of images that keep sizes of their own
 
 
+Converted = Record | ImageError  # an image of a source, or why it cannot be used
+
+
 def make_record(
     image: np.ndarray,  # uint8 [H, W, C], of the largest resolution
     label: int,
     layout: Layout,
     payload: bytes | None = None,  # the file to keep, for encoding "source" only
     codec: int = CODEC_RULES,  # of that file
-    digest: bytes = b"",  # as Record's
 ) -> Record:
     """Encode an image at every resolution. Raises ValueError for a wrong shape or type."""
     side = layout.resolutions[-1]
@@ -53,8 +54,7 @@ def make_record(
         raise ValueError(f"image {image.dtype} {image.shape}, expected uint8 [H, W, {layout.channels}]")
     if side and image.shape[:2] != (side, side):
         raise ValueError(f"image of {image.shape[1]}x{image.shape[0]} px, expected {side}x{side}")
-    if (payload is None) == (layout.encoding == "source"):
-        raise ValueError(f"encoding {layout.encoding!r} and payload do not fit together")
+    assert (payload is None) == (layout.encoding != "source")
     levels = pyramid(image, layout.resolutions)
     if payload is not None:
         payloads = [payload]
@@ -66,8 +66,7 @@ def make_record(
     sizes = [level.shape[:2] for level in levels]
     entries = [make_entry(content, label, h, w, codec) for content, (h, w) in zip(payloads, sizes, strict=True)]
     pixels = image.shape[0] * image.shape[1]
-    sums = pixel_sums(image)
-    return Record(label, np.concatenate(entries), tuple(payloads), sums, pixels, signature(image), digest)
+    return Record(label, np.concatenate(entries), tuple(payloads), pixel_sums(image), pixels, signature(image))
 
 
 def add_image(writer: LMDBWriter, image: np.ndarray, label: int = 0, payload: bytes | None = None) -> None:
@@ -161,10 +160,10 @@ class Plan:
 def make_plan(
     source: Source,
     *,
-    size: int | None,
-    encoding: str,
-    channels: int | None,
-    resize: str,  # "auto", "crop" or "pad"
+    size: int | None = None,
+    encoding: str = "raw",
+    channels: int | None = None,
+    resize: str = "auto",  # "crop" or "pad"
     smallest: int | None = None,  # px: side of a pyramid's smallest images; None: no pyramid
 ) -> Plan:
     """Decide what the user has left open.
@@ -222,15 +221,6 @@ def _pixels(item: Item, channels: int) -> np.ndarray:
     return to_channels(item.content, channels)
 
 
-class Converted(NamedTuple):
-    """What became of an image of a source."""
-
-    row: int  # its index there
-    record: Record | None  # None: it cannot be used
-    problem: str = ""  # why not
-    enlarged: bool = False  # it was smaller than asked for
-
-
 def _read(source: Source, row: int) -> Item | ImageError:
     try:
         return source.item(row)
@@ -238,24 +228,25 @@ def _read(source: Source, row: int) -> Item | ImageError:
         return error
 
 
-def _convert(row: int, item: Item | ImageError, plan: Plan) -> Converted:
+def _convert(item: Item | ImageError, plan: Plan) -> Converted:
     layout = plan.layout
     try:
         if isinstance(item, ImageError):
             raise item
         content, payload, codec = item.content, None, CODEC_RULES
-        pixels = _pixels(item, layout.channels)
+        image = pixels = _pixels(item, layout.channels)
         if layout.encoding != "source":
             image = fit(pixels, plan.size, plan.mode)
         elif isinstance(content, bytes):
-            image, payload, codec = pixels, content, plain_codec(content, layout.channels)
+            payload, codec = content, plain_codec(content, layout.channels)
         else:
             raise UserError(f"{item.name} is no file that could be kept: choose --encoding raw or png")
         as_had = content if isinstance(content, bytes) else b"%dx%dx%d" % content.shape + content.tobytes()
-        record = make_record(image, item.label, layout, payload, codec, hashlib.sha256(as_had).digest())
+        record = make_record(image, item.label, layout, payload, codec)
     except ImageError as error:
-        return Converted(row, None, str(error))
-    return Converted(row, record, enlarged=plan.mode == "crop" and min(pixels.shape[:2]) < plan.size)
+        return error
+    enlarged = plan.mode == "crop" and min(pixels.shape[:2]) < plan.size
+    return replace(record, digest=hashlib.sha256(as_had).digest(), enlarged=enlarged)
 
 
 def thread_count(source: Source, workers: int | None) -> int:
@@ -273,7 +264,7 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
     """
     if not workers:
         for row in range(len(source)):
-            yield _convert(row, _read(source, row), plan)
+            yield _convert(_read(source, row), plan)
         return
     pixels = plan.size * plan.size * plan.layout.channels
     length = max(1, min(PIECE_IMAGES, PIECE_BYTES // pixels if pixels else PIECE_FILES))
@@ -284,7 +275,7 @@ def converted(source: Source, plan: Plan, workers: int) -> Generator[Converted]:
             piece = range(start, min(len(source), start + length))
             items: Iterable[Item | ImageError] = map(_read, itertools.repeat(source), piece)  # where it is converted
             items = list(items) if source.in_order else items
-            waiting.append(pool.apply_async(list, (map(_convert, piece, items, itertools.repeat(plan)),)))
+            waiting.append(pool.apply_async(list, (map(_convert, items, itertools.repeat(plan)),)))
             if len(waiting) == WINDOW * workers:
                 yield from waiting.popleft().get()
         while waiting:

@@ -98,8 +98,7 @@ def erase_boxes(draws: torch.Tensor, probability: float, height: int, width: int
     wide = (area / aspect).sqrt().round().long().clamp(1, width)
     top = _integers(draws[:, 3], height - tall + 1)
     left = _integers(draws[:, 4], width - wide + 1)
-    boxes = torch.stack([top, left, tall, wide], dim=1)
-    return torch.where(draws[:, 0, None] < probability, boxes, torch.zeros_like(boxes))
+    return torch.stack([top, left, tall, wide], dim=1) * (draws[:, 0, None] < probability)
 
 
 def draw_and_apply(
@@ -130,8 +129,9 @@ def draw_and_apply(
         images = random_flip(images, draws[:, 0] < 0.5)
     if config.shift:
         if config.shift_edge == "reflect" and config.shift >= min(images.shape[2:]):
-            told = f"augment.shift {config.shift} with reflected edges: images of {min(images.shape[2:])} px"
-            raise UserError(f"{told} have no such edge; take at most {min(images.shape[2:]) - 1}")
+            side = min(images.shape[2:])
+            edges = f"augment.shift {config.shift} with reflected edges: images of {side} px have no such edge"
+            raise UserError(f"{edges}; take at most {side - 1}")
         offsets = _integers(draws[:, 1:3], 2 * config.shift + 1)
         images = random_shift(images, offsets, config.shift, reflect=config.shift_edge == "reflect")
     if config.trivial_augment:

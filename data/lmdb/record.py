@@ -32,6 +32,7 @@ class Record:
     pixels: int  # in those sums
     signature: np.ndarray  # SIGNATURE [1]
     digest: bytes = b""  # SHA-256 of the image as its source has it; empty: not known
+    enlarged: bool = False  # the image in the source was smaller than asked for
 
 
 def halvings(side: int, smallest: int | None) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ flags of the node; then the size of its key (u16) and the key.
 """
 
 import os
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -35,16 +34,11 @@ def check_tree(descriptor: int, page_size: int, size: int) -> None:
     for depth in range(int(meta["depth"]), 0, -1):
         if len(level) > pages or int(level.max()) >= pages or int(level.min()) < 2:
             raise ValueError("a page of its tree lies beyond its end")
-        _prefetch(descriptor, page_size, level.tolist())
+        for number in level.tolist():  # the system reads ahead, side by side
+            os.posix_fadvise(descriptor, number * page_size, page_size, os.POSIX_FADV_WILLNEED)
         parts = [level[start : start + AT_ONCE] for start in range(0, len(level), AT_ONCE)]
         below = [_check_pages(_read(descriptor, page_size, part), part, depth > 1, size) for part in parts]
         level = np.concatenate(below)
-
-
-def _prefetch(descriptor: int, page_size: int, numbers: Iterable[int]) -> None:
-    """Let the system read pages ahead, side by side."""
-    for number in numbers:
-        os.posix_fadvise(descriptor, number * page_size, page_size, os.POSIX_FADV_WILLNEED)
 
 
 def _read(descriptor: int, page_size: int, numbers: np.ndarray) -> np.ndarray:

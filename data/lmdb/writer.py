@@ -98,11 +98,11 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._signatures: list[np.ndarray] = []  # since the last record of them
         self._names: list[str] = []  # likewise
         self._partial = partial_path(self.path)
-        self._undo = contextlib.ExitStack()  # what `abort` does, the last of it first
+        self._undo = contextlib.ExitStack()  # what removes the file, the last of it first
         try:
             self._open()
         except BaseException:
-            self.abort()
+            self._undo.close()
             raise
 
     def _open(self) -> None:
@@ -253,12 +253,8 @@ class LMDBWriter(contextlib.AbstractContextManager["LMDBWriter"]):
         self._undo.pop_all()
         self._lock.close()
 
-    def abort(self) -> None:
-        """Remove what was written. Does nothing after `finish`."""
-        self._undo.close()
-
     def __exit__(self, *error: object) -> None:
-        self.abort()
+        self._undo.close()
 
 
 def check_target(path: Path, overwrite: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from data.errors import ImageError
 from data.lmdb.format import Shard
 from data.lmdb.reader import LMDBReader
 from data.lmdb.writer import LMDBWriter
@@ -69,14 +70,14 @@ def _make(path: Path, shards: Sequence[Path], known: list[Shard]) -> None:
     source = TarSource(where, SourceOptions(), shards)
     with source:
         _check(source)
-        plan = make_plan(source, size=None, encoding="source", channels=None, resize="auto")
+        plan = make_plan(source, encoding="source")
         writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
         images = converted(source, plan, thread_count(source, None))
         with writer, contextlib.closing(images), Bar(total=len(source), desc="indexing", unit="image") as bar:
-            for image in images:
-                if image.record is None:
-                    _refuse(Problem(source.item_name(image.row), image.problem))
-                writer.add_record(image.record, source.stored_name(image.row), source.place(image.row))
+            for row, record in enumerate(images):
+                if isinstance(record, ImageError):
+                    _refuse(Problem(source.item_name(row), str(record)))
+                writer.add_record(record, source.stored_name(row), source.place(row))
                 bar.update()
             writer.finish()
 

@@ -341,8 +341,8 @@ def test_two_runs_on_one_target(photos: Path, tmp_path: Path) -> None:
 
 def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
     refused(photos, "drop --pyramid", "--encoding", "source", "--pyramid", "4")
-    refused(photos, "'many' is neither auto nor a number from 0", "--workers", "many")
-    refused(photos, "'-1' is neither auto nor a number from 0", "--workers=-1")
+    refused(photos, "'many' is not a whole number of at least 0", "--workers", "many")
+    refused(photos, "'-1' is not a whole number of at least 0", "--workers=-1")
     assert len(packed(photos, "--workers", "auto")) == 4
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
     refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
