@@ -1,6 +1,5 @@
 """`python -m data.pack`: what goes in comes out; what cannot go in is named and leaves nothing behind."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,10 @@ from PIL import Image
 
 from data import pack as pack_module
 from data.lmdb.format import CODEC_JPEG
-from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
 from data.pack import main, pack
 from data.reading.dataset import Dataset
-from data.records import add_image, make_plan
+from data.records import make_plan
 from data.sources import open_source
 from tests.data.conftest import save
 from utils.errors import UserError
@@ -37,8 +35,8 @@ def refused(path: Path, message: str, *options: str) -> None:
     assert sorted(path.parent.rglob("*")) == before
 
 
-@pytest.mark.parametrize("encoding", ["raw", "png", "source"])
-def test_folder_round_trip_is_exact(photos: Path, encoding: str) -> None:
+@pytest.mark.parametrize(("encoding", "tolerance"), [("raw", 0), ("png", 0), ("source", 0), ("jpeg", 3)])
+def test_folder_round_trip(photos: Path, encoding: str, tolerance: int) -> None:
     reader = packed(photos, "--encoding", encoding)
     assert reader.classes == ["cat", "dog"]
     assert reader.meta.histogram == [2, 2]
@@ -46,14 +44,8 @@ def test_folder_round_trip_is_exact(photos: Path, encoding: str) -> None:
     assert (reader.meta.encoding, reader.meta.channels, reader.meta.resize_filter) == (encoding, 3, "none")
     for index, name in enumerate(("cat/a.png", "cat/b.png", "dog/a.png", "dog/b.png")):
         sample_image, label = reader.image(index)
-        np.testing.assert_array_equal(sample_image, np.asarray(Image.open(photos / name)))
+        assert np.abs(sample_image - np.asarray(Image.open(photos / name)).astype(int)).max() <= tolerance
         assert label == index // 2
-
-
-def test_jpeg_is_close(photos: Path) -> None:
-    reader = packed(photos, "--encoding", "jpeg")
-    expected = np.asarray(Image.open(photos / "cat" / "b.png")).astype(int)
-    assert np.abs(reader.image(1)[0] - expected).max() <= 3
 
 
 def test_sizes_of_their_own(tmp_path: Path) -> None:
@@ -119,12 +111,6 @@ def test_channels(photos: Path) -> None:
     np.testing.assert_array_equal(reader.read([0])[0][0, 0], expected)
 
 
-def test_same_source_same_hash(photos: Path, tmp_path: Path) -> None:
-    first = pack(open_source(str(photos)), tmp_path / "a.lmdb").meta
-    assert pack(open_source(str(photos)), tmp_path / "b.lmdb").meta == first
-    assert pack(open_source(str(photos)), tmp_path / "c.lmdb", size=16).meta.content_hash != first.content_hash
-
-
 def test_existing_file_is_kept(photos: Path, tmp_path: Path) -> None:
     dest = tmp_path / "packed.lmdb"
     dest.write_bytes(b"precious")
@@ -137,42 +123,11 @@ def test_existing_file_is_kept(photos: Path, tmp_path: Path) -> None:
     assert [item.name for item in tmp_path.iterdir() if item.name.startswith(".")] == []
 
 
-def test_folder_as_target(photos: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a folder: DEST is one file"):
-        main([str(photos), str(tmp_path)])
-
-
-def test_text_named_jpg(photos: Path) -> None:
-    (photos / "cat" / "c.jpg").write_text("this is not an image")
-    refused(photos, r"cat/c\.jpg is not an image \(it begins with b'this is not '\): .*--on-error skip")
-
-
-@pytest.mark.parametrize("name", ["cut.jpg", "flipped.png"])
-def test_damaged_image_is_named(photos: Path, name: str) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
-    path = photos / "dog" / name
-    Image.fromarray(noise).save(path)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content if name == "flipped.png" else content[: len(content) - 60])
-    refused(photos, rf"dog/{path.stem}\{path.suffix} is truncated or damaged")
-    summary = pack(open_source(str(photos)), photos.parent / "x.lmdb", on_error="skip")
-    assert (summary.meta.count, len(summary.problems)) == (4, 1)
-
-
 def test_empty_class(photos: Path) -> None:
     (photos / "emu").mkdir()
     refused(photos, r"photos/emu is a class folder without images \(it is empty\): .*--on-error skip")
     reader = packed(photos, "--on-error", "skip")
     assert reader.classes == ["cat", "dog"]
-
-
-def test_missing_and_empty_sources(tmp_path: Path) -> None:
-    refused(tmp_path / "nowhere", "no such folder or zip file")
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "holds no images .it is empty.")
-    (tmp_path / "empty" / "a.txt").write_text("text")
-    refused(tmp_path / "empty", "only 1 .txt")
 
 
 def test_skipped_images_are_counted_and_listed(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,30 +158,15 @@ def test_skipping_has_a_cap(photos: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pack_module, "SKIPPED_SHARE", 0.5)  # of 7 images
     assert len(packed(photos, *skip)) == 4
     refused(photos, "--max-skipped is 0", *skip, "--max-skipped", "0")
-    refused(photos, "--max-skipped is for --on-error skip", "--max-skipped", "3")
-    refused(photos, "--max-skipped: '-1' is not a whole number of at least 0", *skip, "--max-skipped", "-1")
 
 
 def test_problems_of_the_listing_count_too(photos: Path) -> None:
     for name in ("emu", "fox"):
         (photos / name).mkdir()
-    refused(
-        photos,
-        r"2 images or folders cannot be used, .* first: .*photos/emu is",
-        "--on-error",
-        "skip",
-        "--max-skipped",
-        "1",
-    )
+    skip = ("--on-error", "skip", "--max-skipped")
+    refused(photos, r"2 images or folders cannot be used, .* first: .*photos/emu is", *skip, "1")
     (photos / "cat" / "bad.jpg").write_text("text")
-    refused(
-        photos,
-        r"3 images or folders cannot be used, .* first: .*photos/emu is",
-        "--on-error",
-        "skip",
-        "--max-skipped",
-        "2",
-    )
+    refused(photos, r"3 images or folders cannot be used, .* first: .*photos/emu is", *skip, "2")
     refused(photos, r"photos/emu is a class folder without images \(it is empty\) \(and 1 more\): fix it")
 
 
@@ -253,27 +193,12 @@ def test_pyramid(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (whole.resolutions, whole.resize_filter) == ([8], "none")
 
 
-@pytest.mark.parametrize("smallest", [3, 5, 16, 0, -8])
-def test_pyramid_that_does_not_fit(photos: Path, smallest: int) -> None:
-    refused(photos, rf"--pyramid {smallest}: 8 px must be {smallest} px times", "--pyramid", str(smallest))
-
-
 def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     pack(open_source(str(photos)), tmp_path / "train.lmdb", duplicates=False)
     against = ("--against", str(tmp_path / "train.lmdb"))
     assert packed(photos, *against).classes == ["cat", "dog"]
     save(photos / "emu" / "a.png")
     refused(photos, r"photos: its classes are not those of .*train\.lmdb: emu only here; labels would", *against)
-    for number in range(10):
-        save(photos / f"fox{number}" / "a.png")
-    refused(photos, "emu, fox0, .*, fox8 and 1 more only here", *against)
-    for number in range(10):
-        (photos / f"fox{number}" / "a.png").unlink()
-        (photos / f"fox{number}").rmdir()
-    for sample_image in (photos / "cat").iterdir():
-        sample_image.unlink()
-    (photos / "cat").rmdir()
-    refused(photos, "cat missing here; emu only here", *against)
     (tmp_path / "flat").mkdir()
     save(tmp_path / "flat" / "a.png")
     assert packed(tmp_path / "flat", *against).classes == []
@@ -281,22 +206,6 @@ def test_classes_of_another_file(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is the file to be written"):
         main([str(photos), str(tmp_path / "train.lmdb"), "--overwrite", *against])
     assert Dataset(tmp_path / "train.lmdb").classes == ["cat", "dog"]
-
-
-def test_duplicates_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (3, 16, 16, 3), dtype=np.uint8)
-    for name, sample_image in (("train/a", 0), ("train/b", 1), ("train/c", 0), ("val/a", 2), ("val/b", 1)):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        Image.fromarray(noise[sample_image]).save(tmp_path / f"{name}.png")
-    train = packed(tmp_path / "train")
-    assert ["duplicates", "1", "exact"] in [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    os.rename(train.path, tmp_path / "train.lmdb")
-    packed(tmp_path / "val", "--against", str(tmp_path / "train.lmdb"))
-    lines = capsys.readouterr().out.splitlines()
-    assert ["duplicates", "0", "exact"] in [line.split()[:3] for line in lines]
-    assert any(line.split()[0] == "1" and "train.lmdb" in line for line in lines)  # the leak
-    packed(tmp_path / "train", "--no-duplicates")
-    assert ["duplicates", "not searched"] in [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_duplicates_go_by_the_names_of_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,34 +232,32 @@ def test_fault_in_the_search_for_duplicates_loses_nothing(
     assert "the search failed (ZeroDivisionError: a fault of ours); the file is complete" in capsys.readouterr().out
 
 
-def test_val_stands_for_test(tmp_path: Path) -> None:
-    save(tmp_path / "photos" / "train" / "a.png", shade=10)
-    save(tmp_path / "photos" / "val" / "a.png", shade=200)
-    assert packed(tmp_path / "photos", "--split", "val").image(0)[0][0, 0, 0] == 200
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--encoding source --pyramid 4", "drop --pyramid"),
+        ("--encoding source --size 8", "drop --size"),
+        ("--workers many", "'many' is not a whole number of at least 0"),
+        ("--workers=-1", "'-1' is not a whole number of at least 0"),
+        ("--size 2", "--size: '2' is not a whole number of at least 4"),
+        ("--max-skipped 3", "--max-skipped is for --on-error skip"),
+        ("--max-skipped -1", "--max-skipped: '-1' is not a whole number of at least 0"),
+        *((f"--pyramid {n}", rf"--pyramid {n}: 8 px must be {n} px times") for n in (3, 5, 16, 0, -8)),
+    ],
+)
+def test_options_that_do_not_fit(photos: Path, options: str, message: str) -> None:
+    refused(photos, message, *options.split())
 
 
-def test_two_runs_on_one_target(photos: Path, tmp_path: Path) -> None:
-    layout = Layout(channels=3, resolutions=(8,))
-    with LMDBWriter(tmp_path / "x.lmdb", layout, classes=[]) as writer:
-        add_image(writer, np.zeros((8, 8, 3), np.uint8))
-        with pytest.raises(UserError, match=r"x\.lmdb is being written by another process"):
-            main([str(photos), str(tmp_path / "x.lmdb")])
-        writer.finish()
-    assert len(Dataset(tmp_path / "x.lmdb")) == 1
-
-
-def test_options_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
-    refused(photos, "drop --pyramid", "--encoding", "source", "--pyramid", "4")
-    refused(photos, "'many' is not a whole number of at least 0", "--workers", "many")
-    refused(photos, "'-1' is not a whole number of at least 0", "--workers=-1")
-    assert len(packed(photos, "--workers", "auto")) == 4
+def test_sources_and_targets_that_do_not_fit(photos: Path, tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "no such folder or zip file")
+    with pytest.raises(UserError, match="is a folder: DEST is one file"):
+        main([str(photos), str(tmp_path)])
     pack(open_source(str(photos)), tmp_path / "y.lmdb", encoding="source", duplicates=False)
     refused(tmp_path / "y.lmdb", "record 0 is no file that could be kept: choose", "--encoding", "source")
-    refused(photos, "drop --size", "--encoding", "source", "--size", "8")
-    refused(photos, "--size: '2' is not a whole number of at least 4", "--size", "2")
     with pytest.raises(UserError, match="has no files to keep"):
         main(["sample", str(tmp_path / "x.lmdb"), "--encoding", "source"])
-    save(tmp_path / "tall" / "a.png")
+    (tmp_path / "tall").mkdir()
     Image.new("RGB", (8, 12)).save(tmp_path / "tall" / "a.png")
     refused(tmp_path / "tall", "8x12 px, not square: pass --size N")
 
@@ -371,8 +278,9 @@ def run(*arguments: str | Path, **options: object) -> subprocess.CompletedProces
 
 
 def test_command_line(photos: Path, tmp_path: Path) -> None:
-    done = run(photos, tmp_path / "x.lmdb", "--on_error", "skip")
+    done = run(photos, tmp_path / "x.lmdb", "--on_error", "skip", "--workers", "auto", "--no-duplicates")
     assert done.returncode == 0, done.stderr
+    assert ["duplicates", "not", "searched"] in [line.split() for line in done.stdout.splitlines()]
     assert ["images", "4,", "8x8,", "RGB"] in [line.split() for line in done.stdout.splitlines()]
     again = run(photos, tmp_path / "x.lmdb")
     assert again.returncode == 2
@@ -387,12 +295,3 @@ def test_started_as_a_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, pack_module.__file__], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "python -m data.pack" in done.stderr
-
-
-def test_full_disk_is_one_line(photos: Path, tmp_path: Path) -> None:
-    limit = f"ulimit -f 8; exec {sys.executable} -m data.pack {photos} {tmp_path / 'x.lmdb'} --size 128"
-    done = subprocess.run(["bash", "-c", limit], capture_output=True, text=True, check=False, env={**os.environ})
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.count("\n") == 1
-    assert "x.lmdb: cannot write" in done.stderr
-    assert sorted(item.name for item in tmp_path.iterdir()) == ["photos"]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,11 +45,7 @@ def mixed_folder(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "counts"),
-    [
-        (["--size", "16", "--pyramid", "4"], (1, 3)),
-        (["--encoding", "source"], (3,)),
-    ],
+    ("options", "counts"), [(["--size", "16", "--pyramid", "4"], (1, 3)), (["--encoding", "source"], (3,))]
 )
 def test_same_file_for_any_number_of_workers(
     tmp_path: Path, options: list[str], counts: tuple[int, ...], capsys: pytest.CaptureFixture[str]
@@ -69,14 +66,9 @@ def test_same_file_for_any_number_of_workers(
         assert reports[workers] == reports[0]
 
 
-def photo(folder: Path, name: str, image: Image.Image, **options: object) -> None:
-    folder.mkdir(exist_ok=True)
-    image.save(folder / name, **options)  # type: ignore[arg-type]
-
-
 def every_kind(folder: Path) -> None:
     """Images of every odd kind: those that begin with a to h can be used, the others cannot."""
-    clear = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    folder.mkdir()
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([0, 0, 0, 255, 0, 0])
     halves = Image.new("RGB", (8, 8), "white")
@@ -87,32 +79,36 @@ def every_kind(folder: Path) -> None:
     wide.paste("blue", (9_900, 0, 10_100, 4))
     frames = [Image.new("L", (8, 8), shade) for shade in (0, 255)]
     noise = Image.fromarray(RNG.integers(0, 256, (32, 32, 3), dtype=np.uint8))
-    photo(folder, "a_grey.png", Image.new("L", (8, 8), 200))
-    photo(folder, "b_rgba.png", clear)
-    photo(folder, "c_palette.gif", palette)
-    photo(folder, "d_16bit.png", Image.fromarray(np.full((8, 8), 0x81FF, np.uint16)))
-    photo(folder, "e_cmyk.jpg", Image.new("CMYK", (8, 8), (255, 0, 0, 0)), quality=100)
-    photo(folder, "f_turned.jpg", halves, exif=quarter_turn, quality=100)
-    photo(folder, "g_wide.png", wide)
-    photo(folder, "h_bits.tif", Image.new("1", (8, 8), 1))
-    photo(folder, "r_animated.gif", frames[0], save_all=True, append_images=frames[1:])
-    photo(folder, "s_one.png", Image.new("RGB", (1, 1)))
-    photo(folder, "t_float.tif", Image.new("F", (8, 8)))
+    pictures: list[tuple[str, Image.Image, dict[str, Any]]] = [
+        ("a_grey.png", Image.new("L", (8, 8), 200), {}),
+        ("b_rgba.png", Image.new("RGBA", (8, 8), (0, 0, 0, 0)), {}),
+        ("c_palette.gif", palette, {}),
+        ("d_16bit.png", Image.fromarray(np.full((8, 8), 0x81FF, np.uint16)), {}),
+        ("e_cmyk.jpg", Image.new("CMYK", (8, 8), (255, 0, 0, 0)), {"quality": 100}),
+        ("f_turned.jpg", halves, {"exif": quarter_turn, "quality": 100}),
+        ("g_wide.png", wide, {}),
+        ("h_bits.tif", Image.new("1", (8, 8), 1), {}),
+        ("r_animated.gif", frames[0], {"save_all": True, "append_images": frames[1:]}),
+        ("s_one.png", Image.new("RGB", (1, 1)), {}),
+        ("t_float.tif", Image.new("F", (8, 8)), {}),
+        ("v_cut.jpg", noise, {}),
+        ("w_flipped.png", noise, {}),
+    ]
+    for name, image, options in pictures:
+        image.save(folder / name, **options)
     (folder / "u_text.jpg").write_text("<html>")
-    for name in ("v_cut.jpg", "w_flipped.png"):
-        photo(folder, name, noise)
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content if name == "w_flipped.png" else content[: len(content) // 2])
+    flipped = bytearray((folder / "w_flipped.png").read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    (folder / "w_flipped.png").write_bytes(flipped)
+    whole = (folder / "v_cut.jpg").read_bytes()
+    (folder / "v_cut.jpg").write_bytes(whole[: len(whole) // 2])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_kind_of_image_is_converted_by_its_rule_or_refused_by_name(tmp_path: Path, workers: int) -> None:
-    every_kind(tmp_path / "photos")
-    dest = tmp_path / "x.lmdb"
-    summary = pack(
-        open_source(str(tmp_path / "photos")), dest, size=8, on_error="skip", workers=workers, duplicates=False
-    )
+    folder, dest = tmp_path / "photos", tmp_path / "x.lmdb"
+    every_kind(folder)
+    summary = pack(open_source(str(folder)), dest, size=8, on_error="skip", workers=workers, duplicates=False)
     sample_images, _ = Dataset(dest).read(range(8))
     colours = [[200] * 3, [255] * 3, [255, 0, 0], [0x81] * 3, [0, 255, 255], None, [0, 0, 255], [255] * 3]
     for sample_image, colour in zip(sample_images, colours, strict=True):
@@ -123,106 +119,77 @@ def test_every_kind_of_image_is_converted_by_its_rule_or_refused_by_name(tmp_pat
     assert turned[:, 4:].max() < 5
     assert summary.written.enlarged == 1  # the wide one, 4 px high
     reasons = [
-        (r"r_animated\.gif", r"is animated or has several pages \(2\)"),
-        (r"s_one\.png", "is only 1x1 px"),
-        (r"t_float\.tif", "has floating-point pixels"),
-        (r"u_text\.jpg", "is not an image"),
-        (r"v_cut\.jpg", "is truncated or damaged"),
-        (r"w_flipped\.png", "is truncated or damaged"),
+        ("r_animated.gif", "is animated or has several pages (2)"),
+        ("s_one.png", "is only 1x1 px"),
+        ("t_float.tif", "has floating-point pixels"),
+        ("u_text.jpg", "is not an image"),
+        ("v_cut.jpg", "is truncated or damaged"),
+        ("w_flipped.png", "is truncated or damaged"),
     ]
-    assert len(summary.problems) == len(reasons)
     for problem, (name, reason) in zip(summary.problems, reasons, strict=True):
-        assert problem.name.endswith(name.replace("\\", ""))
-        assert reason.replace("\\", "") in problem.reason
+        assert problem.name == f"{folder}/{name}"
+        assert reason in problem.reason
 
 
 class Numbers(Source):
-    """Image i is of shade i % 256."""
+    """Image i is of shade i % 256; `before` is done first."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, before: Callable[[int], None] = lambda index: None, in_order: bool = False) -> None:
         super().__init__("numbers", [])
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
+        self._labels = np.zeros(count, np.int64)
+        self.before, self.in_order = before, in_order  # type: ignore[misc]
 
     def item(self, index: int) -> Item:
         self.before(index)
         return Item(f"number {index}", 0, np.full((8, 8, 1), index % 256, np.uint8))
 
-    def before(self, index: int) -> None:
-        """What a subclass does first."""
-
-    def labels(self) -> np.ndarray:
-        return np.zeros(self.count, np.int64)
-
 
 PLAN = Plan(layout=Layout(channels=1, resolutions=(8,)), mode="exact")
 
 
-class Unreadable(Numbers):
-    def before(self, index: int) -> None:
-        if index == 20:
-            raise ImageError("is torn")
-
-
-class Faulty(Numbers):
-    def before(self, index: int) -> None:
-        if index == 20:
-            raise ZeroDivisionError("a fault of ours")
-
-
-class Refusing(Numbers):
-    def before(self, index: int) -> None:
-        if index == 20:
-            raise UserError("the source is gone; look for it")
-
-
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("error", "raised", "message"),
     [
-        (Unreadable, UserError, "^record 20 is torn: fix it, or pass --on-error skip"),
-        (Faulty, ZeroDivisionError, "^a fault of ours$"),
-        (Refusing, UserError, "^the source is gone; look for it$"),
+        (ImageError("is torn"), UserError, "^record 20 is torn: fix it, or pass --on-error skip"),
+        (ZeroDivisionError("a fault of ours"), ZeroDivisionError, "^a fault of ours$"),
+        (UserError("the source is gone; look for it"), UserError, "^the source is gone; look for it$"),
     ],
 )
 def test_fault_of_a_worker_ends_packing(
-    tmp_path: Path, kind: type[Numbers], error: type[Exception], message: str
+    tmp_path: Path, error: Exception, raised: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
-        pack(kind(1000), tmp_path / "new" / "x.lmdb", size=8, channels=1, workers=2, duplicates=False)
+    def before(index: int) -> None:
+        if index == 20:
+            raise error
+
+    with pytest.raises(raised, match=message):
+        pack(Numbers(1000, before), tmp_path / "new" / "x.lmdb", size=8, channels=1, workers=2, duplicates=False)
     assert list(tmp_path.iterdir()) == []
-
-
-class SlowStart(Numbers):
-    taken = 0
-
-    def before(self, index: int) -> None:
-        self.taken += 1
-        if index == 0:
-            time.sleep(0.3)
 
 
 def test_few_pieces_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while all wait for an earlier one."""
     monkeypatch.setattr(records, "PIECE_IMAGES", 2)
-    source = SlowStart(120)
-    for done, record in enumerate(converted(source, PLAN, 2)):
+    taken = []
+
+    def before(index: int) -> None:
+        taken.append(index)
+        if index == 0:
+            time.sleep(0.3)
+
+    for done, record in enumerate(converted(Numbers(120, before), PLAN, 2)):
         assert isinstance(record, Record)
         assert record.payloads[0][0] == done
-        assert source.taken - done <= 2 * records.WINDOW * 2
-    assert (done, source.taken) == (119, 120)
-
-
-class OneThread(Numbers):
-    in_order = True
-
-    def before(self, index: int) -> None:
-        assert threading.current_thread() is threading.main_thread()
+        assert len(taken) - done <= 2 * records.WINDOW * 2
+    assert (done, len(taken)) == (119, 120)
 
 
 def test_what_is_read_in_order_is_read_by_one_thread() -> None:
-    shades = [record.payloads[0][0] for record in converted(OneThread(300), PLAN, 3) if isinstance(record, Record)]
+    def before(index: int) -> None:
+        assert threading.current_thread() is threading.main_thread()
+
+    images = converted(Numbers(300, before, in_order=True), PLAN, 3)
+    shades = [record.payloads[0][0] for record in images if isinstance(record, Record)]
     assert shades == [row % 256 for row in range(300)]
 
 
@@ -363,16 +330,9 @@ def test_fingerprint_is_of_the_source_alone(tmp_path: Path) -> None:
     for label, name in enumerate(("cat", "dog")):
         for path in sorted((folder / name).iterdir()):
             expected.update(label.to_bytes(8, "little") + hashlib.sha256(path.read_bytes()).digest())
-    for workers, encoding, size in ((0, "source", None), (2, "jpeg", 16), (0, "raw", 8)):
-        summary = pack(
-            open_source(str(folder)),
-            tmp_path / "x.lmdb",
-            size=size,
-            encoding=encoding,
-            workers=workers,
-            overwrite=True,
-            duplicates=False,
-        )
+    ways: list[dict[str, Any]] = [{"encoding": "source"}, {"workers": 2, "encoding": "jpeg", "size": 16}, {"size": 8}]
+    for way in ways:
+        summary = pack(open_source(str(folder)), tmp_path / "x.lmdb", overwrite=True, duplicates=False, **way)
         assert summary.meta.fingerprint == expected.hexdigest()
     os.rename(folder / "cat" / "000.jpg", folder / "dog" / "000.jpg")
     moved = pack(open_source(str(folder)), tmp_path / "y.lmdb", size=8, duplicates=False)
