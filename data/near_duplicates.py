@@ -47,7 +47,7 @@ class Candidates(NamedTuple):
     textureless: int  # images that were not searched
 
 
-def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> Candidates:
+def near(a: np.ndarray, b: np.ndarray | None = None) -> Candidates:
     """Pairs within `a`, or of an image of `a` and one of `b`, whose difference hashes differ in at most DISTANCE bits;
     SIGNATURE [n]. Every pair once, within `a` with the smaller index first.
 
@@ -72,10 +72,10 @@ def near(a: np.ndarray, b: np.ndarray | None = None, *, limit: int = LIMIT) -> C
         crowds[1] += np.bincount(pairs[:, 1], minlength=len(second))
         parts.append((pairs, differing))
         total, held = total + len(pairs), held + len(pairs)
-        if held > 2 * limit:
-            parts = [_nearest(parts, limit)]
-            held = limit
-    pairs, _ = _nearest(parts, limit)
+        if held > 2 * LIMIT:
+            parts = [_nearest(parts)]
+            held = LIMIT
+    pairs, _ = _nearest(parts)
     pairs = pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
     if b is None:
         crowds = [crowds[0] + crowds[1]] * 2  # of either side
@@ -127,10 +127,10 @@ def _close(a: np.ndarray, b: np.ndarray, *, within: bool) -> Iterator[tuple[np.n
                 bar.update()
 
 
-def _nearest(parts: list[tuple[np.ndarray, np.ndarray]], limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """The pairs that differ least, and their distances."""
+def _nearest(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The LIMIT pairs that differ least, and their distances."""
     pairs, distances = (np.concatenate(part) for part in zip(*parts, strict=True))
-    order = np.argsort(distances, kind="stable")[:limit]
+    order = np.argsort(distances, kind="stable")[:LIMIT]
     return pairs[order], distances[order]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,38 +34,42 @@ def heart(colour: str, side: int = 64) -> Image.Image:
     return image
 
 
-def write(folder: Path, **pictures: Image.Image) -> Path:
+def write(folder: Path, **pictures: Image.Image | np.ndarray) -> Path:
+    """Images, or their pixels uint8 [3, H, W], as PNG files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
-        picture.save(folder / f"{name}.png")
+        image = Image.fromarray(picture.transpose(1, 2, 0)) if isinstance(picture, np.ndarray) else picture
+        image.save(folder / f"{name}.png")
     return folder
+
+
+def searched(path: Path, pictures: Sequence[np.ndarray]) -> tuple[set[tuple[int, int]], int]:
+    """The near duplicates among images uint8 [H, W, 3], and how many pairs were compared."""
+    pack_arrays(path, np.stack(pictures).transpose(0, 3, 1, 2))
+    report = find(LMDBReader(path), similar=True)
+    return {(pair.record, pair.other_record) for pair in report.near or []}, report.candidates
 
 
 def test_colours_count(tmp_path: Path) -> None:
     green, purple = np.array(heart("#00b050")), np.array(heart("#a04bd0"))
     grey = [np.array(Image.fromarray(one).convert("L")).astype(int) for one in (green, purple)]
     assert np.corrcoef(grey[0].ravel(), grey[1].ravel())[0, 1] > 0.999  # by their greys they are one
-    arrays = np.stack([green, purple, np.array(heart("#00b858")), np.array(heart("#08a850"))]).transpose(0, 3, 1, 2)
-    pack_arrays(tmp_path / "x.lmdb", arrays)
-    pairs = find(LMDBReader(tmp_path / "x.lmdb"), similar=True).near or []
-    assert {(pair.record, pair.other_record) for pair in pairs} == {(0, 2), (0, 3), (2, 3)}
+    hearts = [green, purple, np.array(heart("#00b858")), np.array(heart("#08a850"))]
+    assert searched(tmp_path / "x.lmdb", hearts)[0] == {(0, 2), (0, 3), (2, 3)}
 
 
 def test_colours_count_in_a_crowd(tmp_path: Path) -> None:
     shades = [(0, 170 + number, 80) for number in range(7)] + [(160 + number, 75, 208) for number in range(7)]
-    arrays = np.stack([np.array(heart("#{:02x}{:02x}{:02x}".format(*shade))) for shade in shades]).transpose(0, 3, 1, 2)
-    pack_arrays(tmp_path / "x.lmdb", arrays)
-    report = find(LMDBReader(tmp_path / "x.lmdb"), similar=True)
-    assert report.candidates == 14 * 13 // 2  # each has 13, a crowd
-    assert len(report.near or []) == 2 * 7 * 6 // 2
+    hearts = [np.array(heart("#{:02x}{:02x}{:02x}".format(*shade))) for shade in shades]
+    pairs, candidates = searched(tmp_path / "x.lmdb", hearts)
+    assert candidates == 14 * 13 // 2  # each has 13, a crowd
+    assert len(pairs) == 2 * 7 * 6 // 2
 
 
 def test_colours_move_with_the_image(tmp_path: Path) -> None:
     wide = np.zeros((68, 68, 3), np.uint8) + 255
     wide[2:66, 2:66] = np.array(heart("#e00010"))
-    arrays = np.stack([wide[2:66, 2:66], wide[2:66, 4:68]]).transpose(0, 3, 1, 2)  # shifted by 2 px of 64
-    pack_arrays(tmp_path / "x.lmdb", arrays)
-    assert len(find(LMDBReader(tmp_path / "x.lmdb"), similar=True).near or []) == 1
+    assert searched(tmp_path / "x.lmdb", [wide[2:66, 2:66], wide[2:66, 4:68]])[0] == {(0, 1)}  # by 2 px of 64
 
 
 def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,10 +77,7 @@ def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixt
     copies = saved(arrays[:30], 70)
     folder = tmp_path / "photos"
     for kind, some in (("first", arrays), ("second", copies), ("third", arrays[:8])):
-        write(
-            folder,
-            **{f"{kind}{number:02d}": Image.fromarray(one.transpose(1, 2, 0)) for number, one in enumerate(some)},
-        )
+        write(folder, **{f"{kind}{number:02d}": one for number, one in enumerate(some)})
     dest = tmp_path / "x.lmdb"
     assert run_cli(main, [str(folder), str(dest), "--similar"]) == EXIT_OK
     packed = [line.strip() for line in capsys.readouterr().out.splitlines()]
@@ -107,7 +109,7 @@ def test_one_count_from_both_commands(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arrays = [Image.fromarray(one.transpose(1, 2, 0)) for one in photo_like(3)]
+    arrays = photo_like(3)
     train = write(tmp_path / "train", a=arrays[0], b=arrays[1])
     val = write(tmp_path / "val", c=arrays[1], d=arrays[2])
     assert run_cli(main, [str(train), str(tmp_path / "train.lmdb")]) == EXIT_OK
@@ -119,7 +121,7 @@ def test_leaks_go_by_the_names_of_both(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
-    arrays = [Image.fromarray(one.transpose(1, 2, 0)) for one in images(3)]
+    arrays = images(3)
     folder = write(tmp_path / "x", a=arrays[0], b=arrays[1], c=arrays[2])
     pack(open_source(str(folder)), tmp_path / "x.lmdb")
     pack(open_source(str(tmp_path / "x.lmdb")), tmp_path / "y.lmdb", encoding="png")
@@ -135,7 +137,7 @@ def test_names_survive_packing_anew_and_are_checked(tmp_path: Path) -> None:
 @pytest.fixture
 def copies(tmp_path: Path) -> Path:
     """Cats a and b = a, dog c = a (another label), dogs d and e = d, and dog f."""
-    arrays = [Image.fromarray(one.transpose(1, 2, 0)) for one in images(3)]
+    arrays = images(3)
     write(tmp_path / "x" / "cat", a=arrays[0], b=arrays[0])
     write(tmp_path / "x" / "dog", c=arrays[0], d=arrays[1], e=arrays[1], f=arrays[2])
     return tmp_path / "x"

@@ -1,6 +1,5 @@
 """Held-out images: which ones (data/packing/split.py), and `data.pack --val-share` from a source to two files (U3)."""
 
-import json
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from data.packing.split import draw, look_alikes, quotas, to_share, val_path
 from data.records import pack_arrays
 from data.sources import open_source
 from tests.data.conftest import images
-from tests.data.packing.test_pack import run
 from tests.data.test_duplicates import photos as photo_like
 from tests.data.test_duplicates import saved
 from utils.errors import EXIT_OK, EXIT_USER, UserError
@@ -61,17 +59,12 @@ def test_shares_that_are_none(share: str) -> None:
         to_share(share)
 
 
-def test_val_path() -> None:
-    assert val_path(Path("x/photos.lmdb")) == Path("x/photos-val.lmdb")
-    assert val_path(Path("photos")) == Path("photos-val")
-
-
 def alone(count: int) -> list[np.ndarray]:
-    return [np.array([number]) for number in range(count)]
+    return list(np.arange(count)[:, None])
 
 
 def contents(count: int) -> list[bytes]:
-    return [f"image {number}".encode() for number in range(count)]
+    return [b"image %d" % number for number in range(count)]
 
 
 @given(st.permutations(range(40)), st.integers(0, 3))
@@ -321,11 +314,3 @@ def test_between_the_two_names_there_is_no_training_file(
     monkeypatch.undo()
     assert old.split is not None
     assert LMDBReader(val_path(dest)).meta.split != old.split.model_copy(update={"part": "val"})
-
-
-def test_the_command_and_the_function_make_the_same(pets: Path, tmp_path: Path) -> None:
-    done = run(pets, tmp_path / "x.lmdb", "--val-share", "0.1", "--workers", "2")
-    assert done.returncode == 0, done.stderr
-    again = pack(open_source(str(pets)), tmp_path / "y.lmdb", val_share="0.1")
-    assert LMDBReader(tmp_path / "x.lmdb").meta == again.meta
-    assert json.loads(again.meta.to_json())["split"]["images"] == 36
