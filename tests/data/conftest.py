@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.lmdb.reader import LMDBReader
 from data.records import pack_arrays
 
 CLASSES = ["cat", "dog", "emu"]
@@ -30,6 +31,21 @@ def flip(path: Path, needle: bytes, offset: int = 0) -> None:
     damaged = bytearray(needle)
     damaged[offset] ^= 1
     path.write_bytes(content.replace(needle, bytes(damaged)))
+
+
+def stored(path: Path, record: int, side: int | None = None) -> bytes:
+    """An image's bytes in a file."""
+    with LMDBReader(path, resolution=side) as reader:
+        if reader.meta.encoding == "raw":
+            return reader.raw_image(record).transpose(2, 0, 1).tobytes()
+        with reader.handle().environment.begin(buffers=True) as transaction:
+            return bytes(reader.encoded_record(transaction, record)[1])
+
+
+def value(path: Path, key: bytes) -> bytes:
+    """A record of a file."""
+    with LMDBReader(path) as reader, reader.handle().environment.begin() as transaction:
+        return transaction.get(key) or b""
 
 
 def change(path: Path, key: bytes, value: bytes | None) -> None:
