@@ -25,8 +25,6 @@ BOMB = (Image.DecompressionBombError, Image.DecompressionBombWarning)
 JPEG_QUALITY = 95  # without chroma subsampling
 
 RESIZE_FILTERS = {"exact": "none", "pad": "zero-pad", "crop": "centre-crop+lanczos"}  # mode -> its name in the metadata
-
-
 TOO_LARGE = f"has more than {MOST_PIXELS:,} pixels; make it smaller first"
 
 # Remarks about odd EXIF data are ignored, too many pixels are an error.
@@ -115,11 +113,9 @@ def to_channels(pixels: np.ndarray, channels: int) -> np.ndarray:
     """
     if pixels.shape[2] not in (1, 3):
         raise ImageError(f"has {pixels.shape[2]} channels; images have 1 (grey) or 3 (RGB)")
-    if pixels.shape[2] == channels:
-        return pixels
-    if channels == 3:
-        return np.repeat(pixels, 3, axis=2)
-    return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+    if pixels.shape[2] > channels:
+        return np.asarray(Image.fromarray(pixels).convert("L"))[:, :, None]
+    return pixels if pixels.shape[2] == channels else np.repeat(pixels, 3, axis=2)
 
 
 def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
@@ -140,8 +136,8 @@ def fit(pixels: np.ndarray, size: int, mode: str) -> np.ndarray:
         return _scale(pixels[top : top + side, left : left + side], size, size)
     longest = max(height, width)
     if longest > size:
-        pixels = _scale(pixels, max(1, round(height * size / longest)), max(1, round(width * size / longest)))
-    height, width = pixels.shape[:2]
+        height, width = (max(1, round(side * size / longest)) for side in (height, width))
+        pixels = _scale(pixels, height, width)
     top, left = (size - height) // 2, (size - width) // 2
     return np.pad(pixels, ((top, size - height - top), (left, size - width - left), (0, 0)))
 
@@ -163,9 +159,8 @@ def trained_mode(checkpoint: Mapping[str, Any]) -> Literal["crop", "pad"]:
 
 
 def _scale(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    channels = pixels.shape[2]
     scaled = np.asarray(_pillow(pixels).resize((width, height), Image.Resampling.LANCZOS))
-    return scaled.reshape(height, width, channels)
+    return scaled.reshape(height, width, pixels.shape[2])
 
 
 def encode(pixels: np.ndarray, encoding: str) -> bytes:

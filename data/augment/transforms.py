@@ -121,7 +121,7 @@ def draw_and_apply(
         raise ValueError(f"rows {start} to {start + len(images)} of a global batch of {global_batch}")
     if not (config.flip is True or config.shift or config.trivial_augment or config.erase):
         return images
-    key: tuple[Key, ...] = (seed, "augment", step) if phase is None else (seed, "augment", step, phase)
+    key: tuple[Key, ...] = (seed, "augment", step, *([phase] if phase else []))
     numbers = generator(*key, device=images.device)
     draws = torch.rand(global_batch, 8, generator=numbers, device=images.device, dtype=torch.float32)
     draws = draws[start : start + len(images)]

@@ -21,15 +21,9 @@ SIGNED |= dict.fromkeys(("brightness", "color", "contrast", "sharpness"), 0.99)
 KINDS = ("identity", *SIGNED, "posterize", "solarize", "autocontrast", "equalize")
 
 
-def _strengths() -> np.ndarray:
-    """The strengths of each operation: float64 [kinds, BINS]."""
-    table = torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS) for kind in KINDS])
-    table[KINDS.index("posterize")] = (8 - torch.arange(BINS) / ((BINS - 1) / 6)).round()  # bits kept
-    table[KINDS.index("solarize")] = torch.linspace(1, 0, BINS)  # share of the range from where on values are inverted
-    return table.double().numpy()
-
-
-STRENGTHS = _strengths()
+STRENGTHS = torch.stack([torch.linspace(0, SIGNED.get(kind, 0.0), BINS) for kind in KINDS]).double().numpy()
+STRENGTHS[KINDS.index("posterize")] = (8 - torch.arange(BINS) / ((BINS - 1) / 6)).round()  # bits kept
+STRENGTHS[KINDS.index("solarize")] = torch.linspace(1, 0, BINS)  # share of the range from where values are inverted
 
 
 class Draws(NamedTuple):
@@ -66,8 +60,9 @@ def trivial_augment(
     factors = torch.from_numpy(strengths.astype(np.float32)).to(images.device, non_blocking=True)[:, None, None, None]
     first, last = np.searchsorted(kinds, [KINDS.index("shear_x"), KINDS.index("rotate") + 1])
     if last > first:
-        matrices = _inverse_maps(kinds[first:last], strengths[first:last], images.shape[2], images.shape[3])
-        done[first:last] = _warp(done[first:last], torch.from_numpy(matrices).to(images.device, non_blocking=True))
+        drawn, size = zip(kinds[first:last], strengths[first:last], strict=True), images.shape[2:]
+        maps = np.array([_inverse_map(KINDS[kind], strength, *size) for kind, strength in drawn], np.float32)
+        done[first:last] = _warp(done[first:last], torch.from_numpy(maps).to(images.device, non_blocking=True))
     for number in range(KINDS.index("rotate") + 1, len(KINDS)):
         first, last = np.searchsorted(kinds, [number, number + 1])
         if last > first:
@@ -80,24 +75,19 @@ def trivial_augment(
 # --- geometry
 
 
-def _inverse_maps(kinds: np.ndarray, strengths: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Where each image's pixels come from: float32 [n, 2, 3], (x, y, 1) -> (x', y'), in px from the middle."""
-    maps = np.zeros((len(kinds), 2, 3))
-    maps[:, 0, 0] = maps[:, 1, 1] = 1
-    for one, kind, strength in zip(maps, kinds, strengths, strict=True):
-        match KINDS[kind]:
-            case "shear_x":  # about the upper left corner
-                one[0, 1], one[0, 2] = strength, strength * height / 2
-            case "shear_y":
-                one[1, 0], one[1, 2] = strength, strength * width / 2
-            case "translate_x":
-                one[0, 2] = -int(strength)
-            case "translate_y":
-                one[1, 2] = -int(strength)
-            case "rotate":  # degrees, anticlockwise
-                sine, cosine = np.sin(np.radians(strength)), np.cos(np.radians(strength))
-                one[:, :2] = [[cosine, -sine], [sine, cosine]]
-    return maps.astype(np.float32)
+def _inverse_map(kind: str, strength: float, height: int, width: int) -> list[list[float]]:
+    """Where an image's pixels come from: [2, 3], (x, y, 1) -> (x', y'), in px from the middle."""
+    match kind:
+        case "shear_x":  # about the upper left corner
+            return [[1, strength, strength * height / 2], [0, 1, 0]]
+        case "shear_y":
+            return [[1, 0, 0], [strength, 1, strength * width / 2]]
+        case "translate_x":
+            return [[1, 0, -int(strength)], [0, 1, 0]]
+        case "translate_y":
+            return [[1, 0, 0], [0, 1, -int(strength)]]
+    sine, cosine = np.sin(np.radians(strength)), np.cos(np.radians(strength))  # of a rotation, anticlockwise
+    return [[cosine, -sine, 0], [sine, cosine, 0]]
 
 
 def _warp(images: Tensor, maps: Tensor) -> Tensor:
@@ -111,8 +101,7 @@ def _warp(images: Tensor, maps: Tensor) -> Tensor:
     row = (source[:, 1] + (height - 1) / 2).round().long()
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     index = torch.where(inside, row * width + column, 0)[:, None].expand(-1, images.shape[1], -1, -1)
-    found = images.flatten(2).gather(2, index.flatten(2)).view(images.shape)
-    return found * inside[:, None]
+    return images.flatten(2).gather(2, index.flatten(2)).view(images.shape) * inside[:, None]
 
 
 # --- colour: images uint8 [n, C, H, W], factors float32 [n, 1, 1, 1] (brightness and the like: 0 changes nothing)

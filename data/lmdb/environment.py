@@ -144,11 +144,9 @@ def _open(path: Path, size: int) -> lmdb.Environment:
         raise UserError(f"{path} is empty: packing was not finished or the copy failed; run data.pack again")
     if not ours:
         raise UserError(f"{path} is not an LMDB file: give a file made by data.pack")
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    ahead = size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        environment = lmdb.open(
-            str(path), subdir=False, readonly=True, lock=False, create=False, meminit=False, readahead=size <= physical
-        )
+        environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, create=False, readahead=ahead)
     except lmdb.Error as error:
         raise UserError(f"{path} cannot be opened ({error}), it is damaged or truncated: pack it again") from None
     # A read beyond the end of a mapped file kills the process (SIGBUS): compare sizes before the first one.
