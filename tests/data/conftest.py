@@ -50,11 +50,14 @@ def value(path: Path, key: bytes) -> bytes:
 
 def change(path: Path, key: bytes, value: bytes | None) -> None:
     """Replace or delete a record, as another program would."""
-    with lmdb.open(str(path), subdir=False, lock=False) as environment, environment.begin(write=True) as transaction:
+    with (
+        lmdb.open(str(path), subdir=False, lock=False, sync=False) as environment,
+        environment.begin(write=True) as txn,
+    ):
         if value is None:
-            transaction.delete(key)
+            txn.delete(key)
         else:
-            transaction.put(key, value)
+            txn.put(key, value)
 
 
 @pytest.fixture

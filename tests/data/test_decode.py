@@ -83,9 +83,10 @@ def test_encoded_png_is_exact(channels: int) -> None:
 
 
 @pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])
-def test_undecodable_payload(codec: int) -> None:
+@pytest.mark.parametrize("payload", [b"nothing of the kind", b""])  # H11: OpenCV's own error came through
+def test_undecodable_payload(codec: int, payload: bytes) -> None:
     with pytest.raises(ImageError, match="cannot be decoded"):
-        decode(b"nothing of the kind", codec, 3)
+        decode(payload, codec, 3)
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "progressive", "444", "png", "rotated jpeg"])
@@ -130,10 +131,8 @@ def test_scaled_decoding_is_close_to_scaling_the_whole(side: int) -> None:
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([(0.08, 1.0), (0.9, 1.0)]))
 def test_random_boxes_lie_inside(height: int, width: int, seed: int, area: tuple[float, float]) -> None:
     top, left, h, w = RandomCrop(area=area).box(height, width, np.random.default_rng(seed))
-    assert 0 <= top <= top + h <= height
-    assert 0 <= left <= left + w <= width
-    assert h > 0
-    assert w > 0
+    assert 0 <= top < top + h <= height
+    assert 0 <= left < left + w <= width
 
 
 def test_random_boxes_have_the_area_and_aspect_asked_for() -> None:
@@ -157,28 +156,16 @@ def test_middle_of_a_long_image_where_no_draw_fits() -> None:
     assert centre_box(10, 1001) == (0, 495, 10, 10)
 
 
-@pytest.mark.parametrize("codec", [0, 1, 2])
-def test_an_empty_file_is_an_error_of_one_line(codec: int) -> None:
-    """H11: OpenCV's own error came through."""
-    with pytest.raises(ImageError, match="cannot be decoded"):
-        decode(b"", codec, 3)
-
-
-def test_a_png_whose_header_promises_too_much_is_not_decoded() -> None:
-    """H11: OpenCV has no limit of its own that fits into memory."""
-    forged = bytearray(encode(np.zeros((8, 8, 3), np.uint8), "png"))
-    forged[16:24] = (30000).to_bytes(4, "big") * 2
+def test_a_header_that_promises_too_much_is_not_decoded() -> None:
+    """H11: 12 GiB were asked for; OpenCV has no limit of its own that fits into memory."""
+    png, jpeg_file = (bytearray(encode(np.zeros((8, 8, 3), np.uint8), kind)) for kind in ("png", "jpeg"))
+    png[16:24] = (30000).to_bytes(4, "big") * 2
     with pytest.raises(ImageError, match="too many pixels"):
-        decode(bytes(forged), 2, 3)
-
-
-def test_a_jpeg_whose_header_promises_too_much_is_not_decoded() -> None:
-    """H11: 12 GiB were asked for."""
-    forged = bytearray(encode(np.zeros((8, 8, 3), np.uint8), "jpeg"))
-    at = forged.index(b"\xff\xc0")
-    forged[at + 5 : at + 9] = (65500).to_bytes(2, "big") * 2
+        decode(bytes(png), CODEC_PNG, 3)
+    at = jpeg_file.index(b"\xff\xc0")
+    jpeg_file[at + 5 : at + 9] = (65500).to_bytes(2, "big") * 2
     with pytest.raises(ImageError, match="65500x65500 px, more than"):
-        decode(bytes(forged), 1, 3)
+        decode(bytes(jpeg_file), CODEC_JPEG, 3)
 
 
 @pytest.mark.parametrize("codec", [CODEC_RULES, CODEC_JPEG, CODEC_PNG])

@@ -39,20 +39,16 @@ def test_to_float_range_and_layout() -> None:
     assert torch.equal((result + 1).mul(127.5).round().to(torch.uint8), ramp)  # 8 bits survive
 
 
-def test_to_float_follows_the_default_type() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert to_float(images()).dtype == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_to_float_follows_the_default_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    assert to_float(images()).dtype == torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 def test_flip(dtype: torch.dtype) -> None:
     before = images(dtype)
     flips = torch.tensor([True, False, True, True, False, False, True])
-    after = random_flip(before, flips)
-    for old, new, flip in zip(before, after, flips, strict=True):
+    for old, new, flip in zip(before, random_flip(before, flips), flips, strict=True):
         assert torch.equal(new, old.flip(-1) if flip else old)
 
 
@@ -113,24 +109,21 @@ def test_erase_boxes_lie_inside_and_have_the_right_sizes() -> None:
     boxes = erase_boxes(draws, 0.25, 20, 30)
     top, left, height, width = boxes.unbind(1)
     erased = height > 0
-    assert abs(erased.float().mean().item() - 0.25) < 0.03
     assert torch.equal(erased, draws[:, 0] < 0.25)
-    assert (top >= 0).all()
-    assert (left >= 0).all()
-    assert (top + height <= 20).all()
-    assert (left + width <= 30).all()
+    assert boxes.min() >= 0
+    assert (top + height).max() <= 20
+    assert (left + width).max() <= 30
     share = (height * width)[erased] / 600
     assert share.max() < 0.37
     assert 0.1 < share.mean() < 0.2
     assert boxes[~erased].abs().sum() == 0
 
 
-def test_extreme_draws_stay_inside() -> None:
-    for value in (0.0, 1 - 2**-24):
-        top, left, height, width = erase_boxes(torch.full((1, 5), value), 1.0, 4, 4)[0].tolist()
-        assert 0 <= top <= top + height <= 4
-        assert 0 <= left <= left + width <= 4
-        assert min(height, width) >= 1
+@pytest.mark.parametrize("value", [0.0, 1 - 2**-24])
+def test_extreme_draws_stay_inside(value: float) -> None:
+    top, left, height, width = erase_boxes(torch.full((1, 5), value), 1.0, 4, 4)[0].tolist()
+    assert 0 <= top < top + height <= 4
+    assert 0 <= left < left + width <= 4
 
 
 ALL = Augment(flip=True, shift=2, erase=0.5)
@@ -174,20 +167,16 @@ def test_each_setting_does_its_part() -> None:
     assert torch.equal(flipped[~mirrored], before[~mirrored])
     assert 150 < mirrored.sum() < 250
     shifted = run(Augment(shift=1))
-    places = {
-        (row, column): (random_shift(before, torch.tensor([[row, column]]).repeat(400, 1), 1) == shifted).all((1, 2, 3))
-        for row in range(3)
-        for column in range(3)
-    }
-    counts = torch.stack(list(places.values())).sum(1)
+    places = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+    counts = torch.stack([(random_shift(before, p.expand(400, 2), 1) == shifted).all((1, 2, 3)).sum() for p in places])
     assert counts.sum() >= 400  # every image is one of the nine shifts, and all occur
     assert counts.min() > 20
     erased = run(Augment(erase=0.5))
-    changed = (erased != before).any(dim=1).any(dim=1).any(dim=1)
+    changed = (erased != before).any((1, 2, 3))
     assert 150 < changed.sum() < 250
     # A setting does not change another's draws.
     both = run(Augment(flip=True, erase=0.5))
-    assert torch.equal((both != flipped).any(dim=1).any(dim=1).any(dim=1), changed)
+    assert torch.equal((both != flipped).any((1, 2, 3)), changed)
     assert torch.equal(both[~changed], flipped[~changed])
 
 
@@ -203,12 +192,7 @@ def test_rows_outside_the_batch_are_a_mistake() -> None:
         draw_and_apply(images(), ALL, seed=0, step=0, start=2, global_batch=8)
 
 
-@pytest.mark.parametrize("wrong", [{"shift": -1}, {"erase": 1.5}, {"erase": -0.1}])
+@pytest.mark.parametrize("wrong", [{"shift": -1}, {"shift": 2**63 - 1}, {"erase": 1.5}, {"erase": -0.1}])
 def test_settings_out_of_range(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(wrong))}"):
         Augment(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_shift_has_an_end() -> None:
-    with pytest.raises(UserError, match=r"^shift"):
-        Augment(shift=2**63 - 1)

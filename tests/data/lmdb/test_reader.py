@@ -5,7 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -34,23 +34,10 @@ def test_round_trip_is_exact(tmp_path: Path, encoding: str, channels: int) -> No
     reader = Dataset(tmp_path / "x.lmdb")
     order = [7, 0, 7, 10, 3]
     read, read_labels = reader.read(order)
-    np.testing.assert_array_equal(read, images[order])
-    np.testing.assert_array_equal(read_labels, labels[order])
-    assert read.dtype == np.uint8
-    assert read_labels.dtype == np.int64
-    sample_image, label = reader.image(4)
-    np.testing.assert_array_equal(sample_image, images[4].transpose(1, 2, 0))
-    assert label == 1
+    np.testing.assert_equal((read, read_labels), (images[order], labels[order]))
+    assert (str(read.dtype), str(read_labels.dtype)) == ("uint8", "int64")
+    np.testing.assert_equal(reader.image(4), (images[4].transpose(1, 2, 0), 1))
     np.testing.assert_array_equal(reader.labels(), labels)
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_jpeg_is_close(tmp_path: Path, channels: int) -> None:
-    smooth = np.linspace(0, 255, 32 * 32).reshape(1, 1, 32, 32).repeat(channels, axis=1).astype(np.uint8)
-    smooth[:, -1] = 255 - smooth[:, -1]  # in colour, so that swapped channels would show
-    pack_arrays(tmp_path / "x.lmdb", smooth, encoding="jpeg")
-    read, _ = Dataset(tmp_path / "x.lmdb").read([0])
-    assert np.abs(read.astype(int) - smooth).max() <= 6
 
 
 def test_metadata(tmp_path: Path) -> None:
@@ -77,13 +64,12 @@ def test_unlabelled(tmp_path: Path) -> None:
 def test_several_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_format, "BLOCK_IMAGES", 4)
     images, labels = sample_images(10), np.arange(10) % 3
+    order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
     for encoding in ("raw", "png"):
         pack_arrays(tmp_path / f"{encoding}.lmdb", images, labels, CLASSES, encoding=encoding)
         reader = Dataset(tmp_path / f"{encoding}.lmdb")
         assert reader.shards[0].blocks == 3
-        order = np.array([9, 0, 4, 3, 8, 8, 5, 1])
-        np.testing.assert_array_equal(reader.read(order)[0], images[order])
-        np.testing.assert_array_equal(reader.read(order)[1], labels[order])
+        np.testing.assert_equal(reader.read(order), (images[order], labels[order]))
 
 
 def test_read_into_out(packed: Path) -> None:
@@ -224,39 +210,26 @@ def test_reader_from_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyP
             if not np.array_equal(reader.read(order)[0], images[order]):
                 wrong.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert wrong == []
 
 
 def test_opened_in_one_thread_while_another_closes_it(packed: Path) -> None:
     """The last reader goes while the next one asks for the process's handle, at any moment of its going."""
-    counts: list[int] = []
-    failed: list[UserError] = []
 
-    def work() -> None:
-        for _ in range(200):
-            try:
-                with LMDBReader(packed) as reader:
-                    counts.append(reader.meta.count)
-            except UserError as error:
-                failed.append(error)
+    def count(_: int) -> int:
+        with LMDBReader(packed) as reader:
+            return reader.meta.count
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            counts = list(pool.map(count, range(800)))
     finally:
         sys.setswitchinterval(interval)
-    assert failed == []
-    assert counts == [counts[0]] * 800
+    assert counts == [20] * 800
 
 
 def test_replaced_file_is_noticed(packed: Path) -> None:

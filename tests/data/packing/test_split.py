@@ -150,17 +150,13 @@ def test_two_files_hold_every_image_once(pets: Path, tmp_path: Path, options: di
     assert held_out.meta.histogram == [6, 3]
     assert sorted(training.names() + held_out.names()) == LMDBReader(tmp_path / "whole.lmdb").names()
     place = {name: index for index, name in enumerate(LMDBReader(tmp_path / "whole.lmdb").names())}
-    sides = whole.resolutions if whole.resolutions[0] else [None]
-    for side in sides:
+    for side in whole.resolutions if whole.resolutions[0] else [None]:
         original = LMDBReader(tmp_path / "whole.lmdb", resolution=side)
         for path in (training.path, held_out.path):
             part = LMDBReader(path, resolution=side)
             assert [place[name] for name in part.names()] == sorted(place[name] for name in part.names())
             for index, name in enumerate(part.names()):
-                pixels, label = stored_image(part, index)
-                expected = stored_image(original, place[name])
-                np.testing.assert_array_equal(pixels, expected[0])
-                assert label == expected[1]
+                np.testing.assert_equal(stored_image(part, index), stored_image(original, place[name]))
     pooled = np.average([training.meta.mean, held_out.meta.mean], axis=0, weights=[27, 9])
     if whole.resolutions[-1]:
         np.testing.assert_allclose(pooled, whole.mean, rtol=1e-12)
