@@ -33,30 +33,22 @@ class Block:
 
 @dataclass(frozen=True)
 class Share:
-    """What lies on one device."""
+    """What lies on one device; as text `cuda:0: stem to layer3.1, about 1.25 GiB`."""
 
     device: torch.device
     blocks: tuple[str, ...]  # consecutive
     bytes: int  # estimated, of a training step
 
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a classifier lies: the devices' shares, from the images to the logits."""
-
-    shares: tuple[Share, ...]
-
-    def text(self) -> str:
-        """For the plan: `cuda:0: stem to layer3.1, about 1.25 GiB; cuda:1: layer3.2 to head, about 1.19 GiB`."""
-        return "; ".join(
-            f"{share.device}: {' to '.join(dict.fromkeys((share.blocks[0], share.blocks[-1])))}, about "
-            f"{share.bytes / GIB:.2f} GiB"
-            for share in self.shares
-        )
+    def __str__(self) -> str:
+        ends = " to ".join(dict.fromkeys((self.blocks[0], self.blocks[-1])))
+        return f"{self.device}: {ends}, about {self.bytes / GIB:.2f} GiB"
 
 
-def place(classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False) -> Placement:
-    """Move the classifier's blocks to `devices` as `config.split` says, and its activations with every call.
+def place(
+    classifier: Classifier, devices: Sequence[torch.device], *, samples: int, reduced: bool = False
+) -> list[Share]:
+    """Move the classifier's blocks to `devices` as `config.split` says, and its activations with every call. Returns
+    what lies where, from the images to the logits.
 
     `samples` are those of a forward pass; `reduced`: activations are kept in 16 bits.
     `auto`: the device that holds most memory in training holds as little as it can. A copy of the classifier
@@ -73,15 +65,31 @@ def place(classifier: Classifier, devices: Sequence[torch.device], *, samples: i
             "or give each process several: fewer processes, or more GPUs"
         )
     blocks = measure(classifier, samples, reduced=reduced)
+    names = [block.name for block in blocks]
     cost = _cost(blocks, checkpointing=classifier.config.activation_checkpointing)
     if split == "auto":
         ends = balanced(len(blocks), min(len(devices), len(blocks)), cost)
     else:
-        ends = given(split, [block.name for block in blocks], len(devices))
+        ends = given(split, names, len(devices))
     spans = zip(devices, pairwise([0, *ends]), strict=False)
-    shares = [Share(device, tuple(block.name for block in blocks[a:b]), cost(a, b)) for device, (a, b) in spans]
-    _move(classifier, shares)
-    return Placement(tuple(shares))
+    shares = [Share(device, tuple(names[a:b]), cost(a, b)) for device, (a, b) in spans]
+
+    modules = modules_of(classifier)
+    for share in shares:
+        for name in share.blocks:
+            nn.ModuleList(modules[name]).to(share.device)
+    for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
+        setattr(classifier, name, buffer.to(shares[0].device))
+    for share in shares[1:]:
+        modules[share.blocks[0]][0].register_forward_pre_hook(_arrive)
+    # whoever gives the images has the labels there, too
+    classifier.register_forward_hook(lambda _module, inputs, logits: logits.to(inputs[0].device))
+    return shares
+
+
+def _arrive(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    device = next(module.parameters()).device
+    return tuple(x.to(device) for x in inputs)  # gradients go back by themselves
 
 
 def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
@@ -93,33 +101,12 @@ def modules_of(classifier: Classifier) -> dict[str, list[nn.Module]]:
     }
 
 
-def _move(classifier: Classifier, shares: Sequence[Share]) -> None:
-    modules = modules_of(classifier)
-    for share in shares:
-        for name in share.blocks:
-            nn.ModuleList(modules[name]).to(share.device)
-    for name, buffer in list(classifier.named_buffers(recurse=False)):  # of ImageNet's normalisation
-        setattr(classifier, name, buffer.to(shares[0].device))
-    for share in shares[1:]:
-        modules[share.blocks[0]][0].register_forward_pre_hook(_arrive)
-    classifier.register_forward_hook(_return)
-
-
-def _arrive(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    device = next(module.parameters()).device
-    return tuple(x.to(device) for x in inputs)  # gradients go back by themselves
-
-
-def _return(_module: nn.Module, inputs: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-    return logits.to(inputs[0].device)  # whoever gives the images has the labels there, too
-
-
 # --- how much memory the blocks take
 
 
 def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> list[Block]:
     """Every block's bytes in training with `samples` samples a forward pass, found on torch's meta device: nothing is
-    computed or allocated. `reduced`: activations take half.
+    computed or allocated. A tensor counts where it is kept first. `reduced`: activations take half.
     """
     config = classifier.config.changed(activation_checkpointing=False)
     side = config.input_size or classifier.resolution
@@ -127,23 +114,10 @@ def measure(classifier: Classifier, samples: int, *, reduced: bool = False) -> l
         ghost = Classifier(config, channels=classifier.channels, classes=classifier.classes, resolution=side).train()
         images = torch.empty(SAMPLES, classifier.channels, side, side)
     modules = modules_of(ghost)
-    weights = {name: sum(p.nbytes for m in own for p in m.parameters()) for name, own in modules.items()}
-    entering, kept = _activations(ghost, images, modules)
-
-    def scaled(count: int) -> int:
-        return count * samples // SAMPLES // (2 if reduced else 1)
-
-    return [Block(name, weights[name], scaled(entering[name]), scaled(kept[name])) for name in modules]
-
-
-def _activations(
-    network: nn.Module, images: Tensor, modules: Mapping[str, Sequence[nn.Module]]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of each block's input, and of what autograd keeps of it; a tensor counts where it is kept first."""
     entering, kept = dict.fromkeys(modules, 0), dict.fromkeys(modules, 0)
     current = next(iter(modules))
     # what has been seen is held, so that no address comes twice
-    seen = {p.untyped_storage()._cdata: p.detach() for p in network.parameters()}
+    seen = {p.untyped_storage()._cdata: p.detach() for p in ghost.parameters()}
 
     def enter(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         nonlocal current
@@ -160,8 +134,17 @@ def _activations(
     for name, own in modules.items():
         own[0].register_forward_pre_hook(partial(enter, name))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        network(images)
-    return entering, kept
+        ghost(images)
+    part = SAMPLES * (2 if reduced else 1)
+    return [
+        Block(
+            name,
+            weights=sum(p.nbytes for module in own for p in module.parameters()),
+            entering=entering[name] * samples // part,
+            kept=kept[name] * samples // part,
+        )
+        for name, own in modules.items()
+    ]
 
 
 def _cost(blocks: Sequence[Block], *, checkpointing: bool) -> Callable[[int, int], int]:

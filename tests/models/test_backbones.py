@@ -147,7 +147,7 @@ def test_checkpointing_and_splits_change_no_gradient(name, slim):
     for config in ({}, {"activation_checkpointing": True}, {"split": "auto"}):
         model = build(name, stem="small", **config).train()
         if "split" in config:
-            shares = place(model, [CPU, CPU], samples=4).shares
+            shares = place(model, [CPU, CPU], samples=4)
             blocks = dict.fromkeys(model.block_of.values())
             assert [block for share in shares for block in share.blocks] == list(blocks)
         model(images(16)).square().sum().backward()

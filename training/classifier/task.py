@@ -18,7 +18,7 @@ from metrics.evaluate_classifier import evaluate_classifier
 from metrics.figures import CLASSIFIER, history
 from models.batchnorm import synchronise_batchnorm
 from models.classifier import Classifier
-from models.model_parallel import Placement, place
+from models.model_parallel import Share, place
 from models.weights import load_pretrained
 from training.base.compiled import Compiled
 from training.base.phases import phase
@@ -79,12 +79,12 @@ class ClassifierTask(Task):
             fit_first_filters(model, reader)
         layout = torch.channels_last if config.channels_last else torch.contiguous_format
         model = model.to(memory_format=layout)
-        self.placement: Placement | None = None
+        self.shares: list[Share] = []  # of several devices
         if config.model.split == "off":
             model = model.to(device)
         else:
             devices, reduced = collectives.own_devices(device), config.precision not in ("auto", "fp32")
-            self.placement = place(model, devices, samples=self.micro.size, reduced=reduced)
+            self.shares = place(model, devices, samples=self.micro.size, reduced=reduced)
         self.ema = EMA(model, buffers="average")
         synced = world > 1 and config.sync_bn == "auto"
         self.model = synchronise_batchnorm(model, device) if synced else model
@@ -162,7 +162,7 @@ class ClassifierTask(Task):
             self.replica.broadcast_buffers = False  # BatchNorm's are in step; the option's name depends on the version
             if self.config.distributed.compress == "bf16":
                 self.replica.register_comm_hook(None, bf16_compress_hook)
-        setting = self.config.compile if self.placement is None else "off"  # a compiled network lies on one device
+        setting = self.config.compile if not self.shares else "off"  # a compiled network lies on one device
         self.forward = Compiled(self.replica or self.model, "classifier", setting=setting, device=self.device)
 
     def _gradients(self, batch: Batch, step: int, before: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -280,7 +280,7 @@ class ClassifierTask(Task):
         return self.resizing.typical_steps() if self.resizing.on else {first: 1.0}
 
     def describe(self) -> dict[str, str]:
-        rows = self.resizing.describe() | ({} if self.placement is None else {"split": self.placement.text()})
+        rows = self.resizing.describe() | ({"split": "; ".join(map(str, self.shares))} if self.shares else {})
         trains = "; ".join(self.finetuning.describe())
         return rows | ({"what trains": trains} if trains else {})
 
