@@ -56,9 +56,8 @@ class PlainGenerator(ImageGenerator):
         z: Tensor,
         labels: Tensor | None = None,
         *,
-        noise: Sequence[Tensor] | NoiseMode = "none",  # whatever other generators take; this one takes none
         truncation_psi: float = 1.0,
-        truncation_cutoff: int | None = None,
+        **_: Any,  # what other generators take: noise, truncation_cutoff
     ) -> Tensor:
         """Raises UserError for a `truncation_psi` other than 1."""
         if truncation_psi != 1:

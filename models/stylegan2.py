@@ -41,10 +41,6 @@ class SizeConfig(Config):
     clamp_always: bool = False  # conv_clamp in every precision: for networks that were trained so (models.convert)
     activation_checkpointing: bool = False  # compute a resolution's activations again: less memory, more time
 
-    def fp16_plan(self, resolution: int) -> Fp16Plan:
-        """What runs in fp16, and where the clamp acts."""
-        return Fp16Plan(resolution, self.fp16_resolutions, self.conv_clamp, self.clamp_always)
-
 
 class GeneratorConfig(SizeConfig):
     """Size of the generator."""
@@ -99,7 +95,7 @@ class Generator(StyledGenerator):
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
         self.z_dim, self.w_dim, self.w_avg_beta = config.z_dim, config.w_dim, config.w_avg_beta
-        self.fp16 = config.fp16_plan(resolution)
+        self.fp16 = Fp16Plan(config, resolution)
         self.mapping = MappingNetwork(
             config.z_dim, config.w_dim, classes, config.mapping_layers, config.mapping_lr_multiplier
         )
@@ -194,7 +190,7 @@ class Discriminator(ImageDiscriminator):
     ) -> None:
         super().__init__()
         self.config, self.resolution, self.channels, self.classes = config, resolution, channels, classes
-        self.fp16 = config.fp16_plan(resolution)
+        self.fp16 = Fp16Plan(config, resolution)
         sizes = sizes_up_to(resolution)[::-1]
         widths = [channels_at(size, config.channel_base, config.channel_max) for size in sizes]
         self.from_rgb = EqualizedConv2d(channels, widths[0], 1)

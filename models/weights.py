@@ -145,7 +145,6 @@ def published_at_hand(name: str) -> Path | None:
 
 
 def _in_cache(url: str) -> Path:
-    """Where torch keeps the file of `url`."""
     place = Path(urlparse(url).path)
     name = place.name if place.stem != "model" else f"{place.parts[2]}{place.suffix}"  # timm's are named by the folder
     return Path(torch.hub.get_dir()) / "checkpoints" / name
@@ -188,25 +187,25 @@ def load_pretrained(model: Classifier) -> str:
         return ""
     path = find_weights(config.weights, config.name)
     state, about = read_state_dict(path, option=f"--{OPTION}")
-    check_built_alike(path, about, he_strides=config.he_strides, imagenet=config.imagenet_normalised)
+    check_built_alike(path, about, config)
     expected = model.network.state_dict()
-    notes = []
-    first = f"{model.backbone.first}.weight"
-    if first in state and state[first].ndim == 4 and state[first].numel() and state[first].is_floating_point():
-        state[first], note = fit_first(state[first], expected[first])
-        notes += [note] if note else []
     head, theirs = (
         {name: value.shape for name, value in one.items() if name.startswith(f"{model.backbone.head}.")}
         for one in (expected, state)
     )
+    taken, words = len(expected), ["head taken"]
     if head != theirs:
+        taken, words = taken - len(head), ["head new"]
         state = {name: value for name, value in state.items() if name not in theirs}
         state |= {name: expected[name] for name in head}
+    first = f"{model.backbone.first}.weight"
+    if first in state and state[first].ndim == 4 and state[first].numel() and state[first].is_floating_point():
+        state[first], notes = fit_first(state[first], expected[first])
+        words += notes
     lineage = lineage_of(path, about)
     model.network.load_state_dict(fitted(state, expected, path, config.name))
     model.lineage = lineage
-    taken, words = (len(expected), "head taken") if head == theirs else (len(expected) - len(head), "head new")
-    return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join([words, *notes])}"
+    return f"weights from {path}: {taken} of {len(expected)} tensors; {', '.join(words)}"
 
 
 def lineage_of(path: Path, about: Mapping[str, str]) -> Lineage:
@@ -228,20 +227,19 @@ def file_hash(path: Path) -> str:
     return f"sha256:{hashlib.sha256(bounded.read_file(path, bounded.WEIGHTS)).hexdigest()[:12]}"
 
 
-def check_built_alike(path: Path, about: Mapping[str, str], *, he_strides: bool, imagenet: bool) -> None:
+def check_built_alike(path: Path, about: Mapping[str, str], config: ModelConfig) -> None:
     """Raise UserError where the file says that its network differs in what no shape shows."""
-    if "stride" in about and about["stride"].startswith("conv1") != he_strides:
-        wanted = str(not he_strides).lower()
+    if "stride" in about and about["stride"].startswith("conv1") != config.he_strides:
         raise UserError(
             f"{path}: its network has the stride of 2 in {about['stride'].split()[0]} of each stage's first block; set "
-            f"--model.he-strides {wanted}"
+            f"--model.he-strides {str(not config.he_strides).lower()}"
         )
     given = about.get("normalise")
-    if given in ("symmetric", "imagenet") and (given == "imagenet") != imagenet:
+    if given in ("symmetric", "imagenet") and (given == "imagenet") != config.imagenet_normalised:
         raise UserError(f"{path}: its network was trained on images normalised {given}; set --model.normalise {given}")
 
 
-def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
+def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, list[str]]:
     """The first convolution's filters [O, C, k, k] for the channels and the smaller kernel of `like`, and what was
     done; filters that already fit come back as they are.
 
@@ -266,7 +264,7 @@ def fit_first(filters: Tensor, like: Tensor) -> tuple[Tensor, str]:
             f"first filters' middle {like.shape[-1]}x{like.shape[-1]} taken (model.stem imagenet with model.input_size "
             "keeps them whole)"
         )
-    return filters, ", ".join(done)
+    return filters, done
 
 
 def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) -> State:
@@ -279,7 +277,13 @@ def fitted(state: State, expected: Mapping[str, Tensor], path: Path, name: str) 
     for key in sorted(expected.keys() | state.keys()):
         there, wanted = (list(one[key].shape) if key in one else "absent" for one in (state, expected))
         if there != wanted:
-            raise UserError(f"{path}: {key} is {there}, {name} has it {wanted}; {_remedy(state, name)}")
+            other = network_of(state)
+            remedy = f"give a whole {name}'s weights file with --{OPTION}"
+            if other is None:
+                remedy = f"give a {name}'s weights file, by its own names"
+            elif other != name:
+                remedy = f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
+            raise UserError(f"{path}: {key} is {there}, {name} has it {wanted}; {remedy}")
         if state[key].is_floating_point() != expected[key].is_floating_point():
             raise UserError(
                 f"{path}: {key} holds {state[key].dtype}, not {expected[key].dtype}; give unquantised weights"
@@ -303,16 +307,6 @@ def network_of(state: State) -> str | None:
         if _body(state, backbone) == _body(network.state_dict(), backbone):
             return other
     return None
-
-
-def _remedy(state: State, name: str) -> str:
-    """What to do about weights of another shape."""
-    other = network_of(state)
-    if other is None:
-        return f"give a {name}'s weights file, by its own names"
-    if other != name:
-        return f"the file is a {other}'s: set --model.name {other}, or give a {name}'s"
-    return f"give a whole {name}'s weights file with --model.weights"
 
 
 def _body(state: Mapping[str, Tensor], backbone: Backbone) -> dict[str, torch.Size]:

@@ -206,22 +206,12 @@ def _resample(x: Tensor, kind: str, gain: float, padding: int) -> Tensor:
 
 
 def blur_fir(x: Tensor, *, padding: int, gain: float = 1.0) -> Tensor:
-    """FIR with zero padding, 0 to 3 pixels; [N, C, H, W] -> [N, C, H + 2 padding - 3, ...].
-
-    Raises ValueError for another padding.
-    """
-    if not 0 <= padding < len(TAPS):
-        raise ValueError(f"blur: padding {padding} must be 0 to {len(TAPS) - 1}")
+    """FIR with zero padding, 0 to 3 pixels; [N, C, H, W] -> [N, C, H + 2 padding - 3, ...]."""
     return _resample(x, "blur", gain, padding)
 
 
 def downsample_fir(x: Tensor) -> Tensor:
-    """Halve even H and W after the FIR low-pass, zero padding; [N, C, H, W] -> [N, C, H/2, W/2].
-
-    Raises ValueError for odd sizes.
-    """
-    if x.shape[2] % 2 or x.shape[3] % 2:
-        raise ValueError(f"downsampling: {x.shape[2]} x {x.shape[3]} pixels are not even")
+    """Halve even H and W after the FIR low-pass, zero padding; [N, C, H, W] -> [N, C, H/2, W/2]."""
     return _resample(x, "down", 1.0, 1)
 
 

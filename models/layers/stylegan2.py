@@ -40,15 +40,15 @@ def is_one(alpha: Alpha) -> bool:
 
 
 class Fp16Plan:
-    """What fp16 autocast means to a network: the `count` largest resolutions from 8 px in fp16, the others in fp32.
+    """What fp16 autocast means to a network: its largest resolutions from 8 px run in fp16, the others in fp32.
 
     Nothing changes without autocast, or under bf16's; but with `clamp_always` the clamp acts in any precision.
     """
 
-    def __init__(self, resolution: int, count: int, conv_clamp: float | None, clamp_always: bool) -> None:
-        self.lowest = max(8, 2 * resolution >> count)
-        self.conv_clamp = conv_clamp if count or clamp_always else None
-        self.clamp_always = clamp_always
+    def __init__(self, config: Any, resolution: int) -> None:  # a SizeConfig of models/stylegan2.py
+        self.lowest = max(8, 2 * resolution >> config.fp16_resolutions)
+        self.clamp_always = config.clamp_always
+        self.conv_clamp = config.conv_clamp if config.fp16_resolutions or config.clamp_always else None
 
     def clamp(self, x: Tensor) -> float | None:
         """The limit of convolutions' outputs, at all resolutions: what enters the first one in fp16 must fit, too."""

@@ -52,25 +52,21 @@ class Arguments:
         """The argument, which must be a whole number from 0 up."""
         return number(self.take(name, default), name)
 
-    def ignore(self, *names: str) -> None:
-        """Take arguments that change nothing."""
-        for name in names:
-            self.take(name)
-
     def inner(self, name: str) -> "Arguments":
         """The arguments of a part."""
         return Arguments(self.given.pop(name, {}) or {}, f"{self.what}.{name}")
 
-    def only(self, name: str, *allowed: Any) -> None:
-        """The argument must be one of `allowed`, the first of which is its default."""
-        value = self.given.pop(name, allowed[0])
-        if value not in allowed:
-            raise Refused(f"{self.what}.{name} is {str(value)[:60]!r}; Duet's networks have {allowed[0]!r}")
+    def only(self, **allowed: Any) -> None:
+        """Each argument must be one of its values, the first of which is its default."""
+        for name, values in allowed.items():
+            value = self.take(name, values[0])
+            if value not in values:
+                raise Refused(f"{self.what}.{name} is {str(value)[:60]!r}; Duet's networks have {values[0]!r}")
 
-    def done(self) -> None:
-        """Refused where arguments are left over."""
-        if self.given:
-            raise Refused(f"{self.what} has {', '.join(map(str, self.given))}, which Duet does not know")
+    def done(self, *ignored: str) -> None:
+        """Refused where arguments are left over that change something."""
+        if left := [str(name) for name in self.given if name not in ignored]:
+            raise Refused(f"{self.what} has {', '.join(left)}, which Duet does not know")
 
 
 def convert(content: Mapping[str, Any]) -> Converted:
@@ -180,14 +176,12 @@ def _generator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str, in
     config |= {"mapping_lr_multiplier": mapping.take("lr_multiplier", 0.01), **_sizes(given)}
     beta = mapping.take("w_avg_beta", 0.995)
     config["w_avg_beta"] = 0.995 if beta in (None, 1) else beta
-    _mapping_as_ours(mapping, config["w_dim"])
+    widths = [None, config["w_dim"]]
+    mapping.only(activation=["lrelu"], embed_features=widths, layer_features=widths)
     mapping.done()
-    given.only("architecture", "skip")
-    given.only("resample_filter", FILTER)
-    given.only("activation", "lrelu")
+    given.only(architecture=["skip"], resample_filter=[FILTER], activation=["lrelu"])
     noise = bool(given.take("use_noise", True))
-    given.ignore("fp16_channels_last", "fused_modconv_default")  # how fast, not what
-    given.done()
+    given.done("fp16_channels_last", "fused_modconv_default")  # how fast, not what
     return config, shape, noise
 
 
@@ -198,25 +192,24 @@ def _discriminator_arguments(given: Arguments) -> tuple[dict[str, Any], dict[str
     if form not in FORMS:
         raise Refused(f"the discriminator is of architecture {str(form)[:30]!r}; Duet has {', '.join(FORMS)}")
     config = {"architecture": FORMS[form], **_sizes(given)}
-    width = min(config["channel_base"] // 4, config["channel_max"])
-    given.only("cmap_dim", None, width)
+    widths = [None, min(config["channel_base"] // 4, config["channel_max"])]
+    given.only(cmap_dim=widths)
     block, mapping, last = (given.inner(f"{name}_kwargs") for name in ("block", "mapping", "epilogue"))
-    block.only("activation", "lrelu")
-    block.only("resample_filter", FILTER)
-    block.ignore("freeze_layers", "fp16_channels_last")
+    block.only(activation=["lrelu"], resample_filter=[FILTER])
+    block.done("freeze_layers", "fp16_channels_last")
     multiplier, layers = mapping.take("lr_multiplier", 0.01), mapping.number("num_layers", 8)
-    _mapping_as_ours(mapping, width)
-    mapping.ignore("w_avg_beta")
+    mapping.only(activation=["lrelu"], embed_features=widths, layer_features=widths)
+    mapping.done("w_avg_beta")
     group, channels = last.take("mbstd_group_size", 4), last.take("mbstd_num_channels", 1)
-    last.only("activation", "lrelu")
+    last.only(activation=["lrelu"])
+    last.done()
+    given.done()
     if channels not in (0, 1):
         raise Refused(f"the discriminator has {channels!r} maps of minibatch standard deviation; Duet has 0 or 1")
     if group is None and channels:
         notes.append("D's minibatch standard deviation was over whole batches; here it is over groups of 4")
     config |= {"minibatch_std_group": number(group or 4, "mbstd_group_size") if channels else 1}
     config |= {"minibatch_std_order": "strided", "mapping_layers": layers if shape["classes"] else 0}
-    for part in (block, mapping, last, given):
-        part.done()
     return config, shape, multiplier, notes
 
 
@@ -243,9 +236,3 @@ def _sizes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"channel_base": config["channel_base"], "channel_max": config["channel_max"]}
     sizes["num_fp16_res"] = config["fp16_resolutions"] if everywhere else 0
     return sizes | {"conv_clamp": config["conv_clamp"] if everywhere else None}
-
-
-def _mapping_as_ours(mapping: Arguments, width: int) -> None:
-    mapping.only("activation", "lrelu")
-    mapping.only("embed_features", None, width)
-    mapping.only("layer_features", None, width)

@@ -136,6 +136,5 @@ def _arguments(network: Any, table: dict[str, tuple[str, Any]]) -> dict[str, Any
         part, _, name = path.rpartition(".")
         (arguments.setdefault(part, {}) if part else arguments)[name] = given.take(theirs, default)
     arguments["channel_base"] *= 2
-    given.ignore("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")  # of their training
-    given.done()
+    given.done("truncation_psi", "truncation_cutoff", "style_mixing_prob", "structure")  # of their training
     return arguments
