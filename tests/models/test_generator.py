@@ -71,24 +71,13 @@ def test_images_equal_the_reference(resolution, channels, classes, noise):
     close(found, reference.synthesis(generator, ws, layers), 1e-10)
 
 
-def test_noise_modes():
+def test_noise_that_is_refused():
     generator = build(16)
-    z = draw(2, 5)
-    const = generator(z, noise="const")
-    torch.testing.assert_close(const, generator(z), rtol=0, atol=0)
-    assert not torch.allclose(const, generator(z, noise="none"))
-    stored = [layer.noise_const.expand(2, -1, -1, -1) for layer in generator.styled_layers()]
-    torch.testing.assert_close(const, generator(z, noise=stored), rtol=1e-12, atol=1e-12)
+    for count in (4, 6):
+        with pytest.raises(ValueError, match=f"has 5 layers that take noise, but {count} maps were given"):
+            generator(draw(2, 5), noise=(maps(generator, 2) * 2)[:count])
     with pytest.raises(ValueError, match="draws happen outside"):
-        generator(z, noise="random")
-
-
-@pytest.mark.parametrize("count", [4, 6])
-def test_a_wrong_number_of_noise_maps_is_refused(count):
-    generator = build(16)
-    given = (maps(generator, 2) * 2)[:count]
-    with pytest.raises(ValueError, match=f"has 5 layers that take noise, but {count} maps were given"):
-        generator(draw(2, 5), noise=given)
+        generator(draw(2, 5), noise="random")
 
 
 @pytest.mark.parametrize("psi", [0.0, 0.5, 1.0, 1.5])
@@ -109,16 +98,6 @@ def test_a_negative_cutoff_is_refused():
         build(16)(draw(2, 5), truncation_psi=0.5, truncation_cutoff=-1)
 
 
-def test_truncation_reaches_the_images():
-    generator = build()
-    z = draw(3, 5)
-    same = generator(z, truncation_psi=0.0)
-    torch.testing.assert_close(same[0], same[1], rtol=1e-12, atol=1e-12)
-    assert not torch.allclose(same, generator(z))
-    untouched = generator(z, truncation_psi=0.0, truncation_cutoff=0)
-    torch.testing.assert_close(untouched, generator(z), rtol=1e-12, atol=1e-12)
-
-
 def test_w_avg_moves_with_beta_and_carries_no_graph():
     generator = build(w_avg_beta=0.9)
     before = generator.w_avg.clone()
@@ -135,18 +114,6 @@ def test_channels_last_gives_the_same_numbers():
     expected = generator(z)
     found = generator.to(memory_format=torch.channels_last)(z)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_bf16_is_close_to_fp32():
-    with forked(0, "init", "bf16"):
-        config = GeneratorConfig(z_dim=16, w_dim=16, mapping_layers=2, channel_base=512, channel_max=32)
-        generator = Generator(config, resolution=16, channels=3, classes=0)
-    z = draw(4, 16).float()
-    expected = generator(z)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = generator(z)
-    assert found.dtype == torch.float32  # the image is summed up in the parameters' precision
-    assert (found - expected).norm() / expected.norm() < 0.02
 
 
 def test_every_parameter_gets_a_gradient():

@@ -7,8 +7,7 @@ import torch
 
 from models import r3gan
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
-from tests.models import reference_r3gan as reference
-from tests.models.test_r3gan_layers import close, draw, randomised
+from tests.models.test_layers import draw, randomised
 from training.gan.losses import squared_gradient_norm
 from utils.errors import UserError
 from utils.seeding import forked, generator
@@ -32,34 +31,6 @@ def build_d(resolution=8, channels=1, classes=0, **more):
 
 def numbers(network):
     return sum(parameter.numel() for parameter in network.parameters())
-
-
-CASES = [  # resolution, channels, classes, batch, sizes
-    (8, 1, 0, 3, {}),
-    (8, 3, 4, 1, {"blocks": 2, "expansion": 1}),
-    (16, 3, 0, 5, {"cardinality": 8}),
-    (32, 1, 3, 2, {"cardinality": 1}),
-    (64, 3, 2, 1, {"width": 2, "cardinality": 2, "expansion": 3}),
-    (8, 1, 3, 2, {"embed_dim": 7}),
-]
-
-
-@pytest.mark.parametrize(("resolution", "channels", "classes", "batch", "more"), CASES)
-def test_images_equal_the_reference(resolution, channels, classes, batch, more):
-    network = build_g(resolution, channels, classes, **more)
-    z, labels = draw(batch, 5), torch.arange(batch) % classes if classes else None
-    close(network(z, labels), reference.generator(network, resolution, z.numpy(), labels))
-
-
-@pytest.mark.parametrize(("resolution", "channels", "classes", "batch", "more"), CASES)
-def test_logits_equal_the_reference(resolution, channels, classes, batch, more):
-    network = build_d(resolution, channels, classes, **more)
-    images, labels = draw(batch, channels, resolution, resolution), torch.arange(batch) % classes if classes else None
-    close(network.hidden(images), reference.hidden(network, resolution, images.numpy()))
-    close(network(images, labels), reference.discriminator(network, resolution, images.numpy(), labels))
-    assert network.hidden(images).shape == (batch, 4 if more.get("width") != 2 else 2)
-    features = more.get("embed_dim", network.hidden(images).shape[1]) if classes else 1
-    assert network.features(images).shape == (batch, features)
 
 
 def test_parameters_of_the_papers_networks():

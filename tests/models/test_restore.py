@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from models.classifier import Classifier, ModelConfig
-from models.gan import generate
+from models.gan import draw as draws
+from models.gan import generate, to_uint8
 from models.r3gan import R3Generator, R3GeneratorConfig
 from models.restore import classifier_from, generator_from
 from models.stylegan2 import Generator, GeneratorConfig
@@ -58,7 +59,9 @@ def test_architecture_is_the_one_that_the_config_names():
     z, labels = draw(2, 4).float(), torch.tensor([0, 2])
     torch.testing.assert_close(found(z, labels), expected(z, labels).detach(), rtol=1e-5, atol=1e-5)
     images = generate(found, labels=labels, indices=[0, 1], seed=0)
-    assert images.shape == (2, 1, 8, 8)
+    drawn, maps = draws(found, [0, 1], 0)
+    assert (drawn.shape, maps) == ((2, 4), [])
+    assert images.equal(to_uint8(found(drawn, labels)))
 
 
 def test_an_unknown_architecture_is_refused_by_name():

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.gan import ImageGenerator, draw, generate, to_uint8
+from models.gan import draw, generate, to_uint8
 from models.stylegan2 import Generator, GeneratorConfig
 from utils.seeding import forked, seed_of
 
@@ -97,37 +97,6 @@ def test_truncation_reaches_the_first_layers_alone(model, cutoff, psi):
     stop = model.num_ws if cutoff is None else cutoff
     ws[:, :stop] = model.w_avg + psi * (ws[:, :stop] - model.w_avg)
     same(found, to_uint8(model.synthesis(ws, "none").detach()))
-
-
-class Plain(ImageGenerator):
-    """A generator without noise and styles."""
-
-    z_dim, channels, resolution = 6, 1, 4
-
-    def __init__(self, classes):
-        super().__init__()
-        self.classes = classes
-        self.linear = torch.nn.Linear(6 + classes, 16)
-
-    def forward(self, z, labels, *, noise, truncation_psi, truncation_cutoff):
-        if not isinstance(noise, str):
-            assert noise == []
-        one_hot = [torch.nn.functional.one_hot(labels, self.classes).to(z.dtype)] if self.classes else []
-        return self.linear(torch.cat([z, *one_hot], dim=1)).tanh().reshape(-1, 1, 4, 4)
-
-
-@pytest.mark.parametrize("classes", [0, 3])
-@pytest.mark.parametrize("noise_mode", ["random", "const", "none"])
-def test_a_generator_without_noise(classes, noise_mode):
-    with forked(0, "init", "plain"):
-        plain = Plain(classes).eval()
-    z, maps = draw(plain, range(5), 2)
-    assert maps == []
-    assert z.shape == (5, 6)
-    labels = torch.arange(5) % 3 if classes else None
-    found = generate(plain, labels=labels, indices=range(5), seed=2, noise_mode=noise_mode, batch_size=2)
-    images = plain(z, labels, noise="none", truncation_psi=1.0, truncation_cutoff=None)
-    same(found, to_uint8(images.detach()))
 
 
 def test_no_gradient_is_kept_and_the_global_generator_is_untouched(model):
