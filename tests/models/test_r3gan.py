@@ -281,6 +281,8 @@ def test_meta_device_leaves_no_tensor_and_a_state_dict_brings_them_all():
 
 
 def test_state_dict_names_stay():
+    for build in (build_g, build_d):
+        assert build(expansion=3).stages[0].blocks[0].group.weight.shape == (12, 6, 3, 3)
     block = [
         f"blocks.0.{name}" for name in ("expand.weight", "expand.bias", "group.weight", "group.bias", "reduce.weight")
     ]
