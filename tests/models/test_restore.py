@@ -64,13 +64,6 @@ def test_architecture_is_the_one_that_the_config_names():
     assert images.equal(to_uint8(found(drawn, labels)))
 
 
-def test_an_unknown_architecture_is_refused_by_name():
-    content, _ = checkpoint("gan")
-    content["config"]["architecture"] = "stylegan3"
-    with pytest.raises(UserError, match=r"architecture 'stylegan3' is unknown \(did you mean 'stylegan2'\?\); there"):
-        generator_from(content)
-
-
 def test_classifier_is_the_average_one():
     content, expected = checkpoint("classifier")
     found = classifier_from(content)
