@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -37,15 +38,12 @@ def test_the_threshold_is_in_standard_deviations(value: float, spike: bool) -> N
     assert (detector.see(0, [value]) is not None) == spike
 
 
-def test_a_fall_is_none_nor_is_what_is_not_finite() -> None:
+def test_what_is_no_spike() -> None:
+    """A fall, what is not finite, and what comes before anything is usual."""
     detector = SpikeDetector(SpikesConfig())
     assert detector.see(0, [*noise(100), -50.0, math.nan, math.inf]) is None
     assert all(math.isfinite(value) for value in detector.history)
-
-
-def test_at_the_beginning_nothing_is_usual() -> None:
-    detector = SpikeDetector(SpikesConfig())
-    assert detector.see(0, [1.0] * (LEAST - 1) + [100.0]) is None
+    assert SpikeDetector(SpikesConfig()).see(0, [1.0] * (LEAST - 1) + [100.0]) is None
 
 
 def test_a_spike_does_not_become_usual_but_a_new_level_does() -> None:
@@ -77,25 +75,23 @@ STEPS = ["--steps", "44", "--log.every", "4", "--checkpoint.every", "8", "--eval
 STEPS += ["--checkpoint.keep", "9", "--log.samples-every", "0"]
 
 
-def run(config: Path, folder: Path, *more: str) -> int:
-    return run_cli(train.main, ["--config", str(config), "--run-dir", str(folder), *STEPS, *more])
+def run(config: Path, folder: Path, *more: str, spikes: str = "") -> int:
+    """`spikes`: the updates in which the loss jumps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if spikes:
+            inject.install(patch.setattr)
+            patch.setenv(inject.VARIABLE, ",".join(f"0:{step}:spike" for step in spikes.split()))
+        return run_cli(train.main, ["--config", str(config), "--run-dir", str(folder), *STEPS, *more])
 
 
 @pytest.mark.parametrize("task", ["classifier", "gan"])
 def test_back_to_the_last_checkpoint_with_other_images(
-    tmp_path: Path, packed: Path, task: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, packed: Path, task: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run that rolled back equals one that stopped at that checkpoint and went on from it with the loader ahead."""
     config = write_config(tmp_path / "recipe.yaml", task, packed)
-    inject.install(monkeypatch.setattr)
-    monkeypatch.setenv(inject.VARIABLE, "0:37:spike")
-    assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back") == 0
-    told = capsys.readouterr().err
-    assert "jumped to" in told
-    assert "in step 37" in told
-    assert "went back to the checkpoint of step 32" in told
-    monkeypatch.delenv(inject.VARIABLE)
-
+    assert run(config, tmp_path / "spiked", "--spikes.action", "roll-back", spikes="37") == 0
+    assert re.search("jumped to .* in step 37.*; went back to the checkpoint of step 32", capsys.readouterr().err)
     other = tmp_path / "other"
     assert run(config, other, "--spikes.action", "roll-back", "--max-steps", "32") == 0
     path = other / "checkpoints" / "step-00000032.pt"
@@ -110,30 +106,21 @@ def test_back_to_the_last_checkpoint_with_other_images(
     assert [row["step"] for row in map(json.loads, lines) if "images" in row] == list(range(4, 45, 4))
 
 
-def test_a_warning_changes_nothing(
-    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_changes_nothing(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
     assert run(config, tmp_path / "quiet") == 0
     assert "jumped" not in capsys.readouterr().err
-    inject.install(monkeypatch.setattr)
-    monkeypatch.setenv(inject.VARIABLE, "0:37:spike")
-    assert run(config, tmp_path / "spiked") == 0
+    assert run(config, tmp_path / "spiked", spikes="37") == 0
     assert "warning: loss/classifier jumped to" in capsys.readouterr().err
     a, b = state_of(tmp_path / "quiet", 44), state_of(tmp_path / "spiked", 44)
     assert differing(a["model"], b["model"]) == []
 
 
-def test_too_many_roll_backs_end_the_run(
-    tmp_path: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_roll_backs_end_the_run(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path / "recipe.yaml", "classifier", packed)
-    inject.install(monkeypatch.setattr)
-    monkeypatch.setenv(inject.VARIABLE, "0:37:spike,0:38:spike")
-    more = ["--spikes.action", "roll-back", "--spikes.limit", "1"]
-    assert run(config, tmp_path / "run", *more, "--log.every", "1") == 4
-    told = capsys.readouterr().err
-    assert "after 1 roll-backs (spikes.limit); lower the learning rate" in told
+    more = ["--spikes.action", "roll-back", "--spikes.limit", "1", "--log.every", "1"]
+    assert run(config, tmp_path / "run", *more, spikes="37 38") == 4
+    assert "after 1 roll-backs (spikes.limit); lower the learning rate" in capsys.readouterr().err
 
 
 def test_a_metric_that_is_not_there_is_named(tmp_path: Path, packed: Path, capsys: pytest.CaptureFixture[str]) -> None:

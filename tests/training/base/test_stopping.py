@@ -44,10 +44,9 @@ def test_when_it_stops(figures, config, stops):
 
 
 def test_its_state_goes_on():
-    first = EarlyStopping(EarlyStoppingConfig(patience=3), "x", lower_is_better=False)
+    first, second = (EarlyStopping(EarlyStoppingConfig(patience=3), "x", lower_is_better=False) for _ in range(2))
     for figure in (0.5, 0.4):
         first.see(figure)
-    second = EarlyStopping(EarlyStoppingConfig(patience=3), "x", lower_is_better=False)
     second.load_state_dict(first.state_dict())
     second.see(0.45)
     assert second.waited == 2
@@ -114,36 +113,24 @@ def judged_loop(packed, folder, patience, figures=(0.5, 0.7, 0.6, 0.6, 0.6, 0.9)
     return Loop(config, Judged(list(figures)), loader, run)
 
 
+def ran(packed, folder, patience, **how):
+    """A run, or its continuation."""
+    loop = judged_loop(packed, folder, patience)
+    loop.resume()
+    loop.run(**how)
+    loop.folder.close()
+    return loop
+
+
 def test_a_run_stops_early_and_a_resume_knows(packed: Path, tmp_path: Path, capsys):
-    loop = judged_loop(packed, tmp_path / "run", patience=2)
-    loop.run()
-    assert loop.step == 8
-    assert loop.finished
-    assert loop.best == {"accuracy": 0.7, "step": 4}
+    loop = ran(packed, tmp_path / "run", 2, max_steps=6)  # stopped on the way it counts on
+    assert (loop.step, loop.finished) == (6, False)
+    loop = ran(packed, tmp_path / "run", 2)
+    assert (loop.step, loop.finished, loop.best) == (8, True, {"accuracy": 0.7, "step": 4})
     assert "early stopping: 2 evaluations without accuracy better than 0.7" in capsys.readouterr().err
-    loop.folder.close()
-
-    again = judged_loop(packed, tmp_path / "run", patience=2)
-    assert again.resume()
-    again.run()
+    again = ran(packed, tmp_path / "run", 2)
     assert (again.step, again.finished) == (8, True)
-    again.folder.close()
-
-    patient = judged_loop(packed, tmp_path / "run", patience=4)  # asked to wait longer, it goes on
-    patient.resume()
-    assert not patient.finished
-    patient.run()
+    patient = ran(packed, tmp_path / "run", 4)  # asked to wait longer, it goes on
     assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
-    patient.folder.close()
-
-
-def test_a_run_that_was_stopped_on_the_way_counts_on(packed: Path, tmp_path: Path):
-    loop = judged_loop(packed, tmp_path / "run", patience=2)
-    loop.run(max_steps=6)
-    assert not loop.finished
-    loop.folder.close()
-    again = judged_loop(packed, tmp_path / "run", patience=2)
-    again.resume()
-    again.run()
-    assert again.step == 8
-    again.folder.close()
+    straight = ran(packed, tmp_path / "straight", 2)
+    assert straight.step == 8

@@ -8,7 +8,7 @@ from models.classifier import Classifier, ModelConfig
 from models.r3gan import R3Discriminator, R3DiscriminatorConfig, R3Generator, R3GeneratorConfig
 from models.stylegan2 import Discriminator, DiscriminatorConfig, Generator, GeneratorConfig
 from training.classifier.config import ClassifierConfig
-from training.engine.transfer import Donor, Fit, by_resolution, find_donor, plan, transfer
+from training.engine.transfer import Donor, Fit, find_donor, plan, transfer
 from training.gan.config import GanConfig, config_of
 from training.optim.config import OptimizerConfig
 from training.optim.ema import EMA
@@ -101,16 +101,6 @@ def test_r3gan_is_matched_by_resolution_too():
     assert {name.split(".blocks.")[0] for name in fit.new} == {"stages.3", "to_rgb.weight"}
     block = small.state_dict()["stages.0.blocks.0.expand.weight"]
     assert torch.equal(fit.taken["stages.0.blocks.0.expand.weight"], block)
-
-
-def test_names_by_resolution():
-    assert by_resolution("blocks.0.first.weight", "discriminator", 32) == "blocks@32.first.weight"
-    assert by_resolution("blocks.2.first.weight", "discriminator", 32) == "blocks@8.first.weight"
-    assert by_resolution("blocks.2.first.weight", "generator_ema", 32) == "blocks.2.first.weight"
-    assert by_resolution("blocks.2.to_rgb.bias", "generator", 32) == "blocks.2.to_rgb.bias"
-    assert by_resolution("from_rgb.bias", "discriminator", 32) == by_resolution(
-        "from_rgbs.32.bias", "discriminator", 64
-    )
 
 
 def test_a_layer_is_taken_whole_or_not_at_all():
@@ -244,19 +234,13 @@ def test_what_does_not_fit_is_told_and_keeps_its_values(tmp_path):
     assert text.splitlines()[-1] == "  3 classes there, 5 here: what belongs to a class starts anew"
 
 
-def test_classes_of_other_names_are_mentioned(tmp_path):
-    text = taken_from(saved(tmp_path, registry()), registry(), classes="xyz")
-    assert "the classes have other names" in text
-
-
-def test_a_network_that_the_donor_lacks_stays_new(tmp_path):
-    parts = registry()
-    path = saved(tmp_path, {"generator": parts["generator"]})
-    ours = registry()
+def test_a_network_that_the_donor_lacks_stays_new_and_other_names_of_classes_are_mentioned(tmp_path):
+    path, ours = saved(tmp_path, {"generator": registry()["generator"]}), registry()
     before = ours["discriminator"].output.weight.clone()
-    text = taken_from(path, ours)
+    lines = taken_from(path, ours, classes="xyz").splitlines()
     assert torch.equal(ours["discriminator"].output.weight, before)
-    assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in text.splitlines()
+    assert f"  discriminator: 0 of {len(ours['discriminator'].state_dict())} tensors taken" in lines
+    assert "the classes have other names" in lines[-1]
 
 
 def test_weights_keep_our_precision_and_layout(tmp_path):
@@ -272,42 +256,31 @@ def test_weights_keep_our_precision_and_layout(tmp_path):
 
 
 def test_nothing_that_fits_is_refused_and_changes_nothing(tmp_path):
-    path = saved(tmp_path, registry())
-    ours = {"generator": other_generator()}
-    before = {name: value.clone() for name, value in ours["generator"].state_dict().items()}
-    with pytest.raises(UserError, match=r"none of its weights fit .*e\.g\. generator .* there, .* here.*--init-from"):
-        taken_from(path, ours)
-    assert all(torch.equal(value, before[name]) for name, value in ours["generator"].state_dict().items())
-
-
-def other_generator():
-    """Only numbers and biases of one image channel fit the usual one."""
+    """Only numbers and biases of one image channel fit."""
     config = GeneratorConfig(z_dim=5, w_dim=7, mapping_layers=1, channel_base=64, channel_max=3)
-    return Generator(config, resolution=16, channels=1, classes=3)
-
-
-def test_a_state_that_is_no_networks_is_refused(tmp_path):
-    path = saved(tmp_path, {"generator": Counter()})
+    ours = Generator(config, resolution=16, channels=1, classes=3)
+    before = {name: value.clone() for name, value in ours.state_dict().items()}
+    with pytest.raises(UserError, match=r"none of its weights fit .*e\.g\. generator .* there, .* here.*--init-from"):
+        taken_from(saved(tmp_path, registry()), {"generator": ours})
+    assert all(torch.equal(value, before[name]) for name, value in ours.state_dict().items())
     with pytest.raises(UserError, match="state of 'generator' is not a network's"):
-        taken_from(path, {"generator": generator()})
+        taken_from(saved(tmp_path / "other", {"generator": Counter()}), {"generator": generator()})
 
 
 # --- which file it is
 
 
-def test_no_transfer_without_the_key(tmp_path):
-    config = GanConfig()
-    assert find_donor(config, RunFolder(tmp_path / "run")) is None
-    assert config.init_from is None
-
-
 def test_a_run_becomes_its_checkpoint(tmp_path):
-    path = saved(tmp_path / "donor", registry(), lineage=LINEAGE)
-    config = GanConfig(init_from=str(tmp_path / "donor"))
-    donor = find_donor(config, RunFolder(tmp_path / "run"))
+    path, folder = saved(tmp_path / "donor", registry(), lineage=LINEAGE), RunFolder(tmp_path / "run")
+    plain, config = GanConfig(), GanConfig(init_from=str(tmp_path / "donor"))
+    assert (find_donor(plain, folder), plain.init_from) == (None, None)
+    donor = find_donor(config, folder)
     assert donor == Donor(file=str(path), step=40, sha256=checkpoints.file_sha256(path), lineage=Lineage.read(LINEAGE))
     assert config.init_from == str(path)  # a donor that trains on does not change what this run came from
-    assert not (tmp_path / "run").exists()
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    save_yaml(to_tree(config), folder.path / "config.yaml")  # killed before its first checkpoint it starts anew
+    assert find_donor(config, folder) == donor
 
 
 @pytest.mark.parametrize("at_the_start", [None, "elsewhere/step-00000007.pt"])
@@ -326,39 +299,22 @@ def test_a_resume_keeps_what_the_run_began_with(tmp_path, capsys, at_the_start):
     assert capsys.readouterr().err == ""
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path):
-    path = saved(tmp_path / "donor", registry())
-    folder = RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    save_yaml(to_tree(GanConfig(init_from=str(path))), folder.path / "config.yaml")
-    assert find_donor(GanConfig(init_from=str(path)), folder) is not None
+def test_what_is_no_checkpoint_of_such_a_run_is_refused(tmp_path):
+    def refusal(config):
+        with pytest.raises(UserError) as refused:
+            find_donor(config, RunFolder(tmp_path / "run"))
+        return str(refused.value)
 
-
-def test_another_task_is_refused(tmp_path):
     path = saved(tmp_path, registry())
-    with pytest.raises(UserError, match=r"--init-from .*task 'gan'.*trains a 'classifier'"):
-        find_donor(ClassifierConfig(init_from=str(path)), RunFolder(tmp_path / "run"))
-
-
-def test_another_architecture_is_refused(tmp_path):
-    path = saved(tmp_path, registry())
-    with pytest.raises(UserError, match=r"architecture 'stylegan2', this run's of 'r3gan'"):
-        find_donor(config_of("r3gan")(init_from=str(path)), RunFolder(tmp_path / "run"))
+    (tmp_path / "empty").mkdir()
     newer = saved(tmp_path / "r3", registry(), config={"task": "gan", "architecture": "r3gan"})
-    with pytest.raises(UserError, match=r"architecture 'r3gan', this run's of 'stylegan2'"):
-        find_donor(GanConfig(init_from=str(newer)), RunFolder(tmp_path / "run"))
+    assert "task 'gan', but this run trains a 'classifier'" in refusal(ClassifierConfig(init_from=str(path)))
+    assert "architecture 'stylegan2', this run's of 'r3gan'" in refusal(config_of("r3gan")(init_from=str(path)))
+    assert "architecture 'r3gan', this run's of 'stylegan2'" in refusal(GanConfig(init_from=str(newer)))
     assert find_donor(config_of("r3gan")(init_from=str(newer)), RunFolder(tmp_path / "run")) is not None
-
-
-def test_damage_and_absence_are_refused(tmp_path):
-    path = saved(tmp_path, registry())
+    assert "no such run folder or checkpoint" in refusal(GanConfig(init_from=str(tmp_path / "nowhere")))
+    assert "holds no checkpoint;" in refusal(GanConfig(init_from=str(tmp_path / "empty")))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match="damaged"):
-        find_donor(GanConfig(init_from=str(path)), RunFolder(tmp_path / "run"))
-    with pytest.raises(UserError, match="no such run folder or checkpoint"):
-        find_donor(GanConfig(init_from=str(tmp_path / "nowhere")), RunFolder(tmp_path / "run"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no checkpoint;"):
-        find_donor(GanConfig(init_from=str(tmp_path / "empty")), RunFolder(tmp_path / "run"))
+    assert "damaged" in refusal(GanConfig(init_from=str(path)))
