@@ -21,6 +21,7 @@ from utils.distributed.launch import LAUNCHED, REMEDY, under_launcher
 from utils.errors import TrainingHalted, UserError
 from utils.memory import ran_out
 from utils.runlog.run_folder import RunFolder
+from utils.text import listed
 
 
 def shared_tensors(registry: Mapping[str, Any]) -> dict[str, list[Tensor]]:
@@ -52,8 +53,8 @@ def check_equal(registry: Mapping[str, Any], step: int, device: torch.device) ->
 
 def unused_parameters(registry: Mapping[str, Any]) -> str:
     """What to say of parameters that train but got no gradient in the first step; empty if there are none."""
-    parts = {name: getattr(part, "unused", None) for name, part in registry.items()}
-    lists = "; ".join(f"{name}: {', '.join(u[:4])}{', ...' * (len(u) > 4)}" for name, u in parts.items() if u)
+    unused = {name: getattr(part, "unused", None) for name, part in registry.items()}
+    lists = "; ".join(f"{name}: {listed(names, 4)}" for name, names in unused.items() if names)
     return lists and (
         f"no gradient reaches these parameters, so they stay as they are, but for weight decay ({lists}); freeze them "
         "(finetune.freeze) or use them"

@@ -74,8 +74,8 @@ class Loop:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.best, self.updates = state["step"], dict(state["best"]), dict(state["updates"])
-        self.images, self.roll_backs = state["images"], state["roll_backs"]
+        self.step, self.images, self.roll_backs = state["step"], state["images"], state["roll_backs"]
+        self.best, self.updates = dict(state["best"]), dict(state["updates"])
         self.stopping.load_state_dict(state["stopping"])
         self.spikes.load_state_dict(state["spikes"])
         self.damaged |= set(state["damaged"])
@@ -104,10 +104,9 @@ class Loop:
     def resume(self) -> bool:
         """Take the newest checkpoint that can be read; False without one. Raises UserError when it does not fit."""
         content = self.manager.restore(self.registry())
-        if content is None:
-            return False
-        self.origin = content.get("origin")
-        return True
+        if content is not None:
+            self.origin = content.get("origin")
+        return content is not None
 
     # --- the run
 

@@ -25,8 +25,9 @@ from utils.errors import UserError
 from utils.provenance import Lineage, recorded
 from utils.runlog.run_folder import RunFolder
 from utils.runlog.run_log import say
+from utils.text import listed
 
-LINES = 4  # of what does not fit, or is new, that are listed for a network; the others are counted
+LINES = 4  # parts that do not fit, or are new, that are listed for a network; the others are counted
 
 # A discriminator's lists begin at the top resolution (a generator's at 4 px), and these belong to the top resolution.
 FROM_THE_TOP = re.compile(r"(blocks|stages)\.(\d+)\.")
@@ -53,15 +54,12 @@ class Fit:
 
     def lines(self) -> list[str]:
         """What is not taken, for a person."""
-        lines = [f"does not fit: {name} {sizes(*pair)}" for name, pair in list(self.misfits.items())[:LINES]]
-        if len(self.misfits) > LINES:
-            lines.append(f"does not fit: {len(self.misfits) - LINES} more")
+        parts = {"does not fit": [f"{name} {sizes(*pair)}" for name, pair in self.misfits.items()]}
         for label, names in (("stays new", self.new), ("left out", self.unused)):
             # counted by members of a list, or layers
-            parts = list(Counter(m[0] if (m := re.match(r"\w+\.\d+(?=\.)", n)) else _layer(n) for n in names).items())
-            more = f" and {sum(count for _, count in parts[LINES:])} more" * (len(parts) > LINES)
-            lines += [f"{label}: {', '.join(f'{part} ({n})' for part, n in parts[:LINES])}{more}"] * bool(parts)
-        return lines
+            counts = Counter(m[0] if (m := re.match(r"\w+\.\d+(?=\.)", n)) else _layer(n) for n in names)
+            parts[label] = [f"{part} ({count})" for part, count in counts.items()]
+        return [f"{label}: {listed(texts, LINES)}" for label, texts in parts.items() if texts]
 
 
 def sizes(there: Sequence[int], here: Sequence[int]) -> str:
