@@ -171,13 +171,3 @@ def test_the_task_chooses_the_config():
 def test_other_tasks_are_refused(tree, told):
     with pytest.raises(UserError, match=told):
         build_run_config(tree, [], "f.yaml")
-
-
-def test_defaults_of_the_papers():
-    config = GanConfig()
-    for optimizer in (config.generator_optimizer, config.discriminator_optimizer):
-        assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.eps) == ("adam", 0.0025, [0.0, 0.99], 1e-8)
-    assert (config.loss.r1_interval, config.loss.style_mixing) == (16, 0.9)
-    assert (config.generator.mapping_lr_multiplier, config.generator.w_avg_beta) == (0.01, 0.995)
-    assert config.discriminator.minibatch_std_group == 4
-    assert config.ema.ema_rampup == 0.05

@@ -1,3 +1,4 @@
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ class Judged(Task):
 
     best_metric, best_is_lower, loss_metric = "accuracy", False, "loss/x"
 
-    def __init__(self, figures):
+    def __init__(self, figures, size):
         self.shape = {"channels": 1, "classes": 10, "resolution": 16}
-        self.figures = figures
+        self.figures, self.size = figures, size
         self.evaluations = 0
 
     def registry(self):
@@ -93,32 +94,28 @@ class Judged(Task):
         return {}
 
     def images_at(self, step):
-        return 8 * step
+        return self.size * step
 
 
-def judged_loop(packed, folder, patience, figures=(0.5, 0.7, 0.6, 0.6, 0.6, 0.9)):
+def ran(packed, folder, patience=None, *, size=8, max_steps=None):
+    """A run with batches of this size, or its continuation."""
     tree = {
         "task": "classifier",
         "steps": 12,
-        "batch_size": 8,
+        "batch_size": size,
         "data": {"path": str(packed / "train.lmdb")},
         "evaluation": {"every": 2},
         "early_stopping": {"patience": patience},
-        "log": {"tensorboard": False},
+        "log": {"tensorboard": False, "every": 2},
     }
     config = build_run_config(tree, [], "x")
     loader = make_loader(config, Dataset(packed / "train.lmdb"), torch.device("cpu"))
     run = RunFolder(folder)
     run.open()
-    return Loop(config, Judged(list(figures)), loader, run)
-
-
-def ran(packed, folder, patience, **how):
-    """A run, or its continuation."""
-    loop = judged_loop(packed, folder, patience)
+    loop = Loop(config, Judged([0.5, 0.7, 0.6, 0.6, 0.6, 0.9], size), loader, run)
     loop.resume()
-    loop.run(**how)
-    loop.folder.close()
+    loop.run(max_steps)
+    run.close()
     return loop
 
 
@@ -134,3 +131,13 @@ def test_a_run_stops_early_and_a_resume_knows(packed: Path, tmp_path: Path, caps
     assert (patient.step, patient.best["accuracy"]) == (12, 0.9)
     straight = ran(packed, tmp_path / "straight", 2)
     assert straight.step == 8
+
+
+def test_images_are_counted_over_a_resume_with_another_batch_size(packed: Path, tmp_path: Path):
+    """U6: they ran backwards."""
+    ran(packed, tmp_path / "run", size=8, max_steps=6)
+    loop = ran(packed, tmp_path / "run", size=4)
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    counts = {row["step"]: row["images"] for row in rows if "images" in row}
+    assert counts == {2: 16, 4: 32, 6: 48, 8: 56, 10: 64, 12: 72}
+    assert loop.images == loop.state_dict()["images"] == 72
