@@ -77,7 +77,7 @@ class Meta(Stored):
     `resolutions` holds the sides of the square images in ascending order (several: a pyramid), or 0 where the images
     have sizes of their own (encoding "source"). `split` says how the file was drawn from a larger set
     (data/packing/split.py), `passport` which generator drew the images (utils/provenance.py), `shards` which tar files
-    hold the images' bytes (data/reading/tar_index.py).
+    hold the images' bytes (data/reading/several_files.py).
     """
 
     version: Annotated[int, Interval(ge=VERSION, le=VERSION)] = VERSION

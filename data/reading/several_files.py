@@ -1,8 +1,16 @@
-"""Several files as one data set: which they are and what they say together."""
+"""Several files as one data set: which they are and what they say together. Webdataset's tar files are read by an index
+of them, which is a packed file without the images' bytes.
 
+Making it reads and decodes every image once, as packing does. Afterwards an image's bytes are read from their place in
+the tar and compared with the checksum in the index (docs/data-at-scale.md).
+"""
+
+import contextlib
+import fcntl
 import glob
 import hashlib
 import itertools
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -10,14 +18,21 @@ from pathlib import Path
 
 import numpy as np
 
-from data.lmdb.format import Meta
+from data.errors import ImageError
+from data.lmdb.format import Meta, Shard
 from data.lmdb.reader import LMDBReader
-from data.reading.tar_index import index_of
+from data.lmdb.writer import LMDBWriter
+from data.records import converted, make_plan, thread_count
 from data.sources import PACKED_TARS
-from data.sources.splits import check_complete, sharded, shards_of, split_of
-from data.sources.tars import SUFFIX
-from data.tar_files import OPEN
+from data.sources.base import Problem, SourceOptions
+from data.sources.named import CACHE, cache_folder
+from data.sources.splits import check_complete, sharded, shards_by_split
+from data.sources.tars import SUFFIX, TarSource
+from data.tar_files import OPEN, state_of
+from utils import bounded
 from utils.errors import UserError
+from utils.runlog.progress import Bar
+from utils.runlog.run_log import say
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 RANGE = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
@@ -44,21 +59,21 @@ def shard_paths(path: str | Path | Sequence[str | Path]) -> list[Path]:
 def _paths_of(text: str) -> list[Path]:
     place = Path(text)
     if place.is_dir() and sharded(place) == SUFFIX:
-        tars, _ = shards_of(place, SUFFIX)
-        splits = sorted({split_of(tar) for tar in tars}, reverse=True)
-        if len(splits) > 1:
-            told = " and ".join(split or "no split" for split in splits)
-            raise UserError(f"{text} holds shards of {told}: give a pattern, {text}/*{splits[0]}*.tar")
+        groups, _ = shards_by_split(place, SUFFIX, anywhere=True)
+        if len(groups) > 1:
+            splits = sorted(groups, reverse=True)
+            raise UserError(f"{text} holds shards of {' and '.join(splits)}: give a pattern, {text}/*{splits[0]}*.tar")
+        (tars,) = groups.values()
         check_complete(place, tars)
         return tars
     if place.exists():
         return [place]
-    found: list[str] = []
+    files: list[str] = []
     for name in expand_braces(text):
-        found += sorted(glob.glob(name)) if any(mark in name for mark in "*?[") else [name]
-    if not found:
+        files += sorted(glob.glob(name)) if any(mark in name for mark in "*?[") else [name]
+    if not files:
         raise UserError(f"{text}: no file matches this pattern; check it")
-    return list(map(Path, found))
+    return list(map(Path, files))
 
 
 def expand_braces(text: str) -> list[str]:
@@ -92,20 +107,16 @@ def open_at_once(path: str | Path | Sequence[str | Path]) -> int:
 
 
 def open_files(path: str | Path | Sequence[str | Path], resolution: int | None, *, tolerant: bool) -> list[LMDBReader]:
-    """Readers of the files that `path` names, see `open_level`; of tar files the one of their index."""
+    """Readers of the files that `path` names, of tar files the one of their index, at the stored resolution that serves
+    `resolution` px best: the next larger one; None: the largest.
+    """
     files = shard_paths(path)
-    if is_tar(files[0]):
-        files = [index_of(files)]
-    return [open_level(file, resolution, tolerant=tolerant) for file in files]
-
-
-def open_level(path: Path, resolution: int | None, *, tolerant: bool) -> LMDBReader:
-    """The file at the stored resolution that serves `resolution` px best: the next larger one; None: the largest."""
-    reader = LMDBReader(path, tolerant=tolerant)
+    readers = [LMDBReader(file, tolerant=tolerant) for file in ([index_of(files)] if is_tar(files[0]) else files)]
     if resolution is not None:
-        enough = [side for side in reader.meta.resolutions if side >= resolution]
-        reader.resolution = min(enough, default=reader.resolution)
-    return reader
+        for reader in readers:
+            enough = [side for side in reader.meta.resolutions if side >= resolution]
+            reader.resolution = min(enough, default=reader.resolution)
+    return readers
 
 
 def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
@@ -125,22 +136,91 @@ def combined_meta(shards: Sequence[LMDBReader]) -> Meta:
                     f"{shard.path} does not belong to {shards[0].path}: {name} {theirs} and {ours}; pack them alike"
                 )
     metas = [shard.meta for shard in shards]
-    share = np.array([meta.count for meta in metas]) / sum(meta.count for meta in metas)
-    mean = share @ np.array([meta.mean for meta in metas])
-    square = share @ (np.array([meta.std for meta in metas]) ** 2 + np.array([meta.mean for meta in metas]) ** 2)
+    counts = np.array([meta.count for meta in metas])
+    means, deviations = (np.array([getattr(meta, name) for meta in metas]) for name in ("mean", "std"))
+    share = counts / counts.sum()
+    mean = share @ means
+    square = share @ (deviations**2 + means**2)
+
+    def joined(name: str) -> str:
+        return hashlib.sha256("".join(getattr(meta, name) for meta in metas).encode()).hexdigest()
+
     together = {
-        "count": sum(meta.count for meta in metas),
+        "count": int(counts.sum()),
         "histogram": np.sum([meta.histogram for meta in metas], axis=0).astype(int).tolist(),
         "mean": mean.tolist(),
         "std": np.sqrt(np.maximum(square - mean**2, 0)).tolist(),
         "source": " + ".join(meta.source for meta in metas),
-        "fingerprint": _joined([meta.fingerprint for meta in metas]) if all(meta.fingerprint for meta in metas) else "",
-        "content_hash": _joined([meta.content_hash for meta in metas]),
+        "fingerprint": joined("fingerprint") if all(meta.fingerprint for meta in metas) else "",
+        "content_hash": joined("content_hash"),
         "split": None,
         "passport": next((meta.passport for meta in metas if meta.passport), None),
     }
     return first.model_copy(update=together)
 
 
-def _joined(hashes: Sequence[str]) -> str:
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+# --- an index of tar files
+
+
+def index_of(shards: Sequence[Path]) -> Path:
+    """The index of tar files, which is made if there is none that fits them. Processes that want it at the same time
+    wait for the one that makes it. Raises UserError for shards that cannot be trained from as they are.
+    """
+    known = []
+    for shard in shards:
+        with bounded.reading(shard, "give tar files of images"):
+            size, changed = state_of(bounded.check(shard, bounded.ARCHIVE))
+        known.append(Shard(path=str(shard.absolute()), size=size, changed=changed))
+    names = json.dumps([shard.path for shard in known])
+    path = cache_folder() / "shards" / f"{hashlib.sha256(names.encode()).hexdigest()[:20]}.lmdb"
+    if _fits(path, known):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("ab")
+    except OSError as error:
+        raise UserError(
+            f"{path.parent}: {error.strerror}; the index of shards is kept there: set {CACHE} to another folder"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _fits(path, known):
+            _make(path, shards, known)
+    return path
+
+
+def _fits(path: Path, known: Sequence[Shard]) -> bool:
+    """Whether there is an index of shards in this state."""
+    try:
+        with LMDBReader(path) as reader:
+            return reader.meta.shards == known
+    except UserError:  # none, or a damaged one
+        return False
+
+
+def _make(path: Path, shards: Sequence[Path], known: list[Shard]) -> None:
+    """Raises UserError for shards that only packing, which has options for it, can make a data set of."""
+    remedy = "pack the shards with data.pack --on-error skip, which leaves it out"
+    source = TarSource(shards[0] if len(shards) == 1 else shards[0].parent, SourceOptions(), shards)
+    with source:
+        if source.problems:
+            raise source.problems[0].error(remedy, len(source.problems))
+        if source.splits:
+            splits = " and ".join(source.splits)
+            raise UserError(f"{source.path} holds the splits {splits}: pack one of them, with --split")
+        for remark in source.remarks:
+            if remark.startswith("warning: "):
+                text = remark.removeprefix("warning: ").replace("packed without", "read without")
+                only = "only data.pack has that option: pack the shards, and train from the packed file"
+                raise UserError(f"{text}: {only}")
+            say(remark)
+        source.check_classes()
+        plan = make_plan(source, encoding="source")
+        writer = LMDBWriter(path, plan.layout, classes=source.classes, source=source.name, shards=known, overwrite=True)
+        images = converted(source, plan, thread_count(source, None))
+        with writer, contextlib.closing(images):
+            for row, record in enumerate(Bar(images, "indexing", len(source), unit="image")):
+                if isinstance(record, ImageError):
+                    raise Problem(source.item_name(row), str(record)).error(remedy)
+                writer.add_record(record, source.stored_name(row), source.place(row))
+            writer.finish()

@@ -56,13 +56,13 @@ class LocalSource(ListedSource):
         return str(self.folder / self.names[index])
 
     def read(self, name: str) -> bytes:
-        return read_file(self.folder / name, kind_of(name))
+        return read_file(self.folder / name)
 
 
-def read_file(path: Path, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
-    """An image file's bytes. Raises ImageError."""
+def read_file(path: Path) -> bytes:
+    """A file's bytes. Raises ImageError."""
     try:
-        return bounded.read_file(path, kind)
+        return bounded.read_file(path, kind_of(path.name))
     except bounded.Refused as error:
         raise ImageError(str(error)) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
@@ -71,11 +71,7 @@ def read_file(path: Path, kind: bounded.FileLimit = bounded.IMAGE) -> bytes:
 
 def open_folder(folder: Path, options: SourceOptions) -> LocalSource:
     """A folder of class folders or a flat folder; symbolic links to files are followed, to folders only at the top."""
-
-    def read(name: str) -> bytes:
-        return read_file(folder / name, kind_of(name))
-
-    listing = arrange(str(folder), *_walk(folder), options.split, read, options.classes_from)
+    listing = arrange(str(folder), *_walk(folder), options, lambda name: read_file(folder / name))
     return LocalSource(folder, folder.name or str(folder), listing)
 
 
@@ -93,8 +89,8 @@ def _walk(folder: Path) -> tuple[list[str], list[str]]:
                     elif not above or not entry.is_symlink():  # class folders may be links
                         folders.append(name)
     except OSError as error:
-        told = f"{str(error.filename)[:200]}: {error.strerror}"
-        raise UserError(f"{told}; check its permissions, or move its files to another place") from None
+        reason = f"{str(error.filename)[:200]}: {error.strerror}"
+        raise UserError(f"{reason}; check its permissions, or move its files to another place") from None
     return files, folders[1:]
 
 
@@ -103,7 +99,6 @@ class ZipSource(ListedSource):
 
     def __init__(self, path: Path, options: SourceOptions) -> None:
         self.path = path
-        self._stored: dict[str, str] = {}  # the names in the archive of those that are written otherwise there
         with bounded.reading(path, "copy or make it again", ValueError, NotImplementedError, zipfile.BadZipFile):
             bounded.check(path, bounded.ARCHIVE)
             self._archive = zipfile.ZipFile(path)
@@ -115,23 +110,19 @@ class ZipSource(ListedSource):
 
     def _list(self, options: SourceOptions) -> Listing:
         # Tools for Windows write backslashes, where the format has "/" only.
-        members = [(member.filename.replace("\\", "/"), member.filename) for member in self._archive.infolist()]
-        self._stored = {name: stored for name, stored in members if name != stored}
-        files = [name for name, _ in members if not name.endswith("/")]
+        members = [(member.filename.replace("\\", "/"), member) for member in self._archive.infolist()]
+        self._members = {name: member for name, member in members if not name.endswith("/")}
         folders = [name for name, _ in members if name.endswith("/")]
-        name, times = Counter(files).most_common(1)[0] if files else ("", 0)
-        if times > 1:
+        if len(self._members) + len(folders) < len(members):
+            name, times = Counter(name for name, _ in members if not name.endswith("/")).most_common(1)[0]
             raise UserError(f"{self.path} holds {name} {times} times: make the zip file again")
-        return arrange(str(self.path), files, folders, options.split, self.read, options.classes_from)
+        return arrange(str(self.path), self._members, folders, options, self.read)
 
     def item_name(self, index: int) -> str:
         return f"{self.path}:{self.names[index]}"
 
     def read(self, name: str) -> bytes:
-        try:
-            member = self._archive.getinfo(self._stored.get(name, name))
-        except KeyError:
-            raise ImageError("is no longer in the zip file") from None
+        member = self._members[name]
         if reason := bounded.too_large(member.file_size, kind_of(name)):
             raise ImageError(reason)
         if stat.S_ISLNK(member.external_attr >> 16):

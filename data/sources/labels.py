@@ -14,73 +14,49 @@ LABEL = "label"
 LABEL_COLUMNS = ("labels", "label_name", "fine_label", "class", "class_name", "category", "target")
 NO_LABELS = "none"  # asked for: pack without labels
 MOST_VALUES = 1000  # different ones, of a column that is taken for labels
-NUMBERED = (
-    "dsc",
-    "dscf",
-    "dscn",
-    "frame",
-    "image",
-    "img",
-    "mvi",
-    "photo",
-    "picture",
-    "pxl",
-    "screenshot",
-)  # no classes
+# Words before numbers in files' names that are no classes.
+NUMBERED = {"dsc", "dscf", "dscn", "frame", "image", "img", "mvi", "photo", "picture", "pxl", "screenshot"}
 NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 SHOWN = 4  # classes in a message
 
 
-def choose_label(where: str, columns: Sequence[str], asked: str | None) -> tuple[str | None, list[str]]:
+def choose_label(
+    where: str,
+    columns: Sequence[str],
+    asked: str | None,
+    declared: Iterable[str] = (),  # columns that the file itself calls labels
+) -> tuple[str | None, list[str]]:
     """The column of labels (None: unlabelled) and remarks: the one that is asked for, else `label`, else the only one
-    of LABEL_COLUMNS. Raises UserError if it is not there, or if there are several.
+    of LABEL_COLUMNS, else of the declared ones. Raises UserError if it is not there, or if there are several.
     """
     if asked == NO_LABELS:
         return None, []
-    shown = ", ".join(columns)
+    text = ", ".join(columns)
+    if asked is not None and asked not in columns:
+        hint = did_you_mean(asked, columns)
+        raise UserError(f"{where}: --label-column {asked}: no such column{hint}; there are {text or 'none'}")
     if asked is not None:
-        if asked not in columns:
-            hint = did_you_mean(asked, columns)
-            raise UserError(f"{where}: --label-column {asked}: no such column{hint}, its columns are {shown}")
         return asked, []
     if LABEL in columns:
         return LABEL, []
-    found = [name for name in LABEL_COLUMNS if name in columns]
-    return only_label(where, found, shown)
-
-
-def only_label(where: str, found: Sequence[str], shown: str) -> tuple[str | None, list[str]]:
-    """The only column found, or none. Raises UserError for several; `shown` are all columns."""
-    if len(found) > 1:
+    fitting = [name for name in LABEL_COLUMNS if name in columns] or list(declared)
+    if len(fitting) > 1:
         raise UserError(
-            f"{where}: {' and '.join(found)} could be labels: pass --label-column {found[0]}, call one label, or pass"
-            f" --label-column {NO_LABELS}; its columns are {shown}"
+            f"{where}: {' and '.join(fitting)} could be labels: pass --label-column {fitting[0]}, call one label, or"
+            f" pass --label-column {NO_LABELS}; its columns are {text}"
         )
-    if not found:
-        return None, []
-    return found[0], [f"{where}: the labels are those of the column {found[0]}; without: --label-column {NO_LABELS}"]
+    remark = "{}: the labels are those of the column {}; without: --label-column none"
+    return next(iter(fitting), None), [remark.format(where, name) for name in fitting]
 
 
 def looks_like_labels(where: str, columns: Mapping[str, Counter[str]]) -> list[str]:
     """A warning if a column of an unlabelled set has the values of labels: few different ones, most several times."""
-    for name, counts in columns.items():
-        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2):
-            return [
-                f"warning: {where}: packed without labels, although the column {name} has {len(counts):,} values for"
-                f" {counts.total():,} images; if they are labels, pass --label-column {name}"
-            ]
-    return []
-
-
-def one_spelling(where: str, names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
-    """The class that each name stands for, in Unicode's form NFC, and a remark where two names are one class: "é" may
-    be one character or two, as macOS writes it, and looks the same.
-    """
-    spelled = {name: unicodedata.normalize("NFC", name) for name in names}
-    counts = Counter(spelled.values())
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
-    return spelled, [remark] if twice else []
+    return [
+        f"warning: {where}: packed without labels, although the column {name} has {len(counts):,} values for"
+        f" {counts.total():,} images; if they are labels, pass --label-column {name}"
+        for name, counts in columns.items()
+        if 2 <= len(counts) <= min(MOST_VALUES, counts.total() // 2)
+    ][:1]
 
 
 def class_of_name(name: str) -> str:
@@ -91,9 +67,8 @@ def class_of_name(name: str) -> str:
 def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
     """A warning if the names of unlabelled images begin with one of a few words, as in `cat.0.jpg`, `dog.0.jpg`."""
     counts = Counter(map(class_of_name, names))
-    if "" in counts or all(word.lower() in NUMBERED for word in counts):
-        return []
-    if not 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2):
+    few = 2 <= len(counts) <= min(MOST_VALUES, len(names) // 2)
+    if not few or "" in counts or all(word.lower() in NUMBERED for word in counts):
         return []
     return [
         f"warning: {where}: packed without labels, although all names begin with one of {len(counts):,} words; for the"
@@ -101,28 +76,29 @@ def names_look_like_labels(where: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def text_classes(where: str, labels: Iterable[str]) -> tuple[list[str], dict[str, int], list[str]]:
-    """Classes in text order, the number of each label, and remarks."""
-    spelled, remarks = one_spelling(where, labels)
-    classes = sorted(set(spelled.values()))
-    numbers = {name: number for number, name in enumerate(classes)}
-    return classes, {label: numbers[name] for label, name in spelled.items()}, remarks
+def text_classes(where: str, labels: Sequence[str]) -> tuple[list[str], list[int], list[str]]:
+    """Classes in text order, the number of each label, and remarks. Labels are compared in Unicode's form NFC: "é" may
+    be one character or two, as macOS writes it, and looks the same.
+    """
+    spelled = {label: unicodedata.normalize("NFC", label) for label in labels}
+    counts = Counter(spelled.values())
+    numbers = {name: number for number, name in enumerate(sorted(counts))}
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    remark = f"{where}: written in two ways that look the same, and taken as one class each: {listed(twice, SHOWN)}"
+    return list(numbers), [numbers[spelled[label]] for label in labels], [remark] if twice else []
 
 
 def classes_of(where: str, labels: Sequence[str], lines: Sequence[int] = ()) -> tuple[list[str], list[int], list[str]]:
-    """Classes, a number for each label, and remarks: whole numbers are the classes "0" to the largest, others are in
-    text order. Raises UserError for a number that is negative or larger than the number of labels, with its line if
-    `lines` has one for each label.
+    """As `text_classes`, but whole numbers are the classes "0" to the largest. Raises UserError for a number that is
+    negative or larger than the number of labels, with its line if `lines` has one for each label.
     """
-    different = set(labels)
-    if all(NUMBER.fullmatch(label) for label in different):
-        numbers = [int(label) for label in labels]
-        if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
-            odd = min(numbers) if min(numbers) < 0 else max(numbers)
-            place = f"{where} line {lines[numbers.index(odd)]}" if lines else where
-            raise UserError(
-                f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
-            )
-        return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []
-    classes, number_of, remarks = text_classes(where, different)
-    return classes, [number_of[label] for label in labels], remarks
+    if not all(map(NUMBER.fullmatch, set(labels))):
+        return text_classes(where, labels)
+    numbers = [int(label) for label in labels]
+    if numbers and (min(numbers) < 0 or max(numbers) >= len(numbers)):
+        odd = min(numbers) if min(numbers) < 0 else max(numbers)
+        place = f"{where} line {lines[numbers.index(odd)]}" if lines else where
+        raise UserError(
+            f"{place}: label {odd}; labels are names, or whole numbers from 0 below the {len(labels)} images"
+        )
+    return [str(number) for number in range(max(numbers, default=-1) + 1)], numbers, []

@@ -17,8 +17,8 @@ from typing import Any
 
 from data.errors import ImageError
 from data.images import SUFFIXES
-from data.sources.base import Problem
-from data.sources.labels import class_of_name, names_look_like_labels, one_spelling
+from data.sources.base import Problem, SourceOptions
+from data.sources.labels import class_of_name, names_look_like_labels, text_classes
 from data.sources.splits import SHARDED, TRAIN, choose_split, first_of, refuse_split, split_name
 from utils import bounded
 from utils.errors import UserError
@@ -31,15 +31,15 @@ LISTED = 4  # folders in a message
 
 @dataclass
 class Listing:
-    """Images in order, their labels (zeros if unlabelled), class names."""
+    """Images in order, their labels (zeros if unlabelled), class names; the rest as in Source."""
 
     names: list[str]
-    labels: list[int]
-    classes: list[str]
+    labels: list[int] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    splits: tuple[str, ...] = ()  # the source's own, as it calls them
-    remarks: list[str] = field(default_factory=list)  # for people
+    splits: tuple[str, ...] = ()
+    remarks: list[str] = field(default_factory=list)
 
 
 def kind_of(name: str) -> bounded.FileLimit:
@@ -51,76 +51,60 @@ def arrange(
     where: str,  # the source, for errors
     files: Collection[str],  # relative names with "/"
     folders: Iterable[str],
-    split: str | None,  # None: train, if there are splits
+    options: SourceOptions,
     read: Callable[[str], bytes],  # a file's bytes; raises ImageError
-    classes_from: str | None = None,  # of CLASSES_FROM
 ) -> Listing:
     """Sort files into images and classes.
 
     Raises UserError if there is no image, if images lie both at the top and in sub-folders, if the split's folder is
     missing, or if it is unclear what is a class; and for a `dataset.json` that cannot be read or does not fit.
     """
-    if MANIFEST in files:
-        try:
-            return _by_manifest(where, files, read(MANIFEST))
-        except ImageError as error:
-            raise UserError(f"{where}: {MANIFEST} {error}; fix it") from None
     images, ignored = _images(where, files)
+    if MANIFEST in ignored:
+        ignored.remove(MANIFEST)
+        return _by_manifest(f"{where}: {MANIFEST}", Listing(images, ignored=ignored), read)
     folders = [name.rstrip("/") for name in folders if not _hidden(name) and not _leads_out(name)]
-    prefix, splits, remarks = _enter(where, images, folders, split, classes_from)
+    prefix, splits, remarks = _enter(where, images, folders, options)
     images = [name for name in images if name.startswith(prefix)]
-    parts = {name: name[len(prefix) :].split("/") for name in images}
-    loose = [name for name in images if len(parts[name]) == 1]
-    if classes_from == "name":
-        return _by_name(where, images, ignored, splits, remarks)
-    if len(loose) == len(images):
-        remarks += _lists(where, prefix, ignored) or names_look_like_labels(where, images)
-        return Listing(images, [0] * len(images), [], [], ignored, splits, remarks)
-    if loose:
+    listing = Listing(images, ignored=ignored, splits=splits, remarks=remarks)
+    paths = [name.removeprefix(prefix).split("/") for name in images]
+    loose = [name for name, path in zip(images, paths, strict=True) if len(path) == 1]
+    if options.classes_from == "name":
+        names = list(map(class_of_name, images))
+        if "" in names:
+            raise UserError(
+                f"{where}: {images[names.index('')]} has no class in its name, as cat.12.jpg has; rename it"
+            )
+    elif len(loose) == len(images):
+        listing.labels = [0] * len(images)
+        listing.remarks += _tables(where, prefix, ignored) or names_look_like_labels(where, images)
+        return listing
+    elif loose:
         raise UserError(
             f"{where} holds images both at the top ({loose[0]}) and in sub-folders;"
             " move the loose ones into class folders or away"
         )
-    _check_depth(where, prefix, list(parts.values()), classes_from)
-    place = -2 if classes_from == "parent" else 0  # of the class in a path
-    filled = {path[place] for path in parts.values()}
-    problems = []
-    for name in [] if place else sorted(_tops(prefix, folders) - filled):
-        instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
-        problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
-    return _labelled(
-        where, Listing(images, [], [], problems, ignored, splits, remarks), [parts[name][place] for name in images]
-    )
-
-
-def _by_name(where: str, images: list[str], ignored: list[str], splits: tuple[str, ...], remarks: list[str]) -> Listing:
-    """Classes by the names of the files. Raises UserError for a name that has none."""
-    found = [class_of_name(name) for name in images]
-    if not all(found):
-        raise UserError(f"{where}: {images[found.index('')]} has no class in its name, as cat.12.jpg has; rename it")
-    return _labelled(where, Listing(images, [], [], [], ignored, splits, remarks), found)
-
-
-def _labelled(where: str, listing: Listing, names: list[str]) -> Listing:
-    """The listing with classes in order of name, of which `names` are its images'."""
-    spelled, told = one_spelling(where, names)
-    listing.classes = sorted(set(spelled.values()))
-    labels = {name: label for label, name in enumerate(listing.classes)}
-    listing.labels = [labels[spelled[name]] for name in names]
-    listing.remarks += told
+    else:
+        _check_depth(where, prefix, paths, options.classes_from)
+        parent = options.classes_from == "parent"
+        names = [path[-2 if parent else 0] for path in paths]
+        for name in [] if parent else sorted(_tops(prefix, folders) - set(names)):
+            instead = _what_instead([file for file in ignored if file.startswith(f"{prefix}{name}/")])
+            listing.problems.append(Problem(f"{where}/{prefix}{name}", f"is a class folder without images{instead}"))
+    listing.classes, listing.labels, spellings = text_classes(where, names)
+    listing.remarks += spellings
     return listing
 
 
-def _lists(where: str, prefix: str, ignored: list[str]) -> list[str]:
+def _tables(where: str, prefix: str, ignored: list[str]) -> list[str]:
     """A warning if a table, which may hold labels, lies beside images that have none."""
-    tables = [name for name in ignored if name.startswith(prefix) or "/" not in name]
-    tables = [name for name in tables if PurePosixPath(name).suffix.lower() in (".csv", ".parquet")]
-    if not tables:
-        return []
+    beside = [name for name in ignored if name.startswith(prefix) or "/" not in name]
     return [
-        f"warning: {where}: packed without labels, although {tables[0]} lies there; if it holds labels, give it as the"
+        f"warning: {where}: packed without labels, although {name} lies there; if it holds labels, give it as the"
         " source, with the columns path and label"
-    ]
+        for name in beside
+        if PurePosixPath(name).suffix.lower() in (".csv", ".parquet")
+    ][:1]
 
 
 def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: str | None) -> None:
@@ -137,52 +121,49 @@ def _check_depth(where: str, prefix: str, paths: list[list[str]], classes_from: 
     )
 
 
-def _by_manifest(where: str, files: Iterable[str], manifest: bytes) -> Listing:
+def _by_manifest(where: str, listing: Listing, read: Callable[[str], bytes]) -> Listing:
     """Images and labels by StyleGAN's `dataset.json`; classes are called by their numbers.
 
     Raises UserError if it is no such document, names an image that is not there, leaves one out, or if its labels are
     not whole numbers from 0.
     """
-    images, ignored = _images(where, files)
-    ignored = [name for name in ignored if name != MANIFEST]
-    where = f"{where}: {MANIFEST}"
     try:
-        pairs = json.loads(manifest)["labels"]
-        known: dict[str, Any] = {}
-        for name, label in pairs or []:
-            if known.setdefault(str(name), label) != label:
-                raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
-    except UserError:
-        raise
+        pairs = [(str(name), label) for name, label in json.loads(read(MANIFEST))["labels"] or []]
+    except ImageError as error:
+        raise UserError(f"{where} {error}; fix it") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f'{where} is not {{"labels": [["name", class], ...]}} ({error})') from None
-    if not known:
-        return Listing(images, [0] * len(images), [], [], ignored)
-    odd = sorted(set(known) ^ set(images))
-    if odd:
-        raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
-    for name, label in known.items():
+    known: dict[str, Any] = {}
+    for name, label in pairs:
+        if known.setdefault(name, label) != label:
+            raise UserError(f"{where} gives {name} the labels {known[name]} and {label}: remove one")
         if not isinstance(label, int) or isinstance(label, bool) or label < 0:
             raise UserError(f"{where}: the label of {name} is {label!r}; labels are whole numbers from 0")
-    if max(known.values()) >= len(known):
-        raise UserError(f"{where}: labels go up to {max(known.values())}, but there are only {len(known)} images")
-    classes = [str(label) for label in range(max(known.values()) + 1)]
-    return Listing(images, [known[name] for name in images], classes, [], ignored)
+    odd = sorted(set(known) ^ set(listing.names)) if known else []
+    if odd:
+        raise UserError(f"{where} and the images do not match: {odd[0]} is in one of them only")
+    largest = max(known.values(), default=-1)
+    if largest >= len(known):
+        raise UserError(f"{where}: labels go up to {largest}, but there are only {len(known)} images")
+    listing.classes = [str(label) for label in range(largest + 1)]
+    listing.labels = [known.get(name, 0) for name in listing.names]
+    return listing
 
 
 def _images(where: str, files: Iterable[str]) -> tuple[list[str], list[str]]:
     """The visible files in order of name: images by their suffix, and the others."""
-    visible = sorted(name for name in files if not _hidden(name))
-    images = [name for name in visible if _is_image(name)]
-    ignored = [name for name in visible if not _is_image(name)]
-    if not images:
-        supported = " ".join(sorted(SUFFIXES))
-        below = next((name for name in ignored if name.endswith(tuple(SHARDED)) and "/" in name), None)
-        if below is not None:  # a snapshot of the Hugging Face hub
-            inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
-            raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
-        raise UserError(f"{where} holds no images{_what_instead(ignored)}; supported are {supported}")
-    return images, ignored
+    images: list[str] = []
+    others: list[str] = []
+    for name in sorted(name for name in files if not _hidden(name)):
+        is_image = PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
+        (images if is_image else others).append(name)
+    if images:
+        return images, others
+    below = next((name for name in others if name.endswith(tuple(SHARDED)) and "/" in name), None)
+    if below is not None:  # a snapshot of the Hugging Face hub
+        inner, kind = below.rpartition("/")[0], SHARDED[PurePosixPath(below).suffix]
+        raise UserError(f"{where} holds no images; its {kind} files lie below: give {where}/{inner}")
+    raise UserError(f"{where} holds no images{_what_instead(others)}; supported are {' '.join(sorted(SUFFIXES))}")
 
 
 def _hidden(name: str) -> bool:
@@ -192,11 +173,6 @@ def _hidden(name: str) -> bool:
 def _leads_out(name: str) -> bool:
     """Whether a zip member's name is no place inside the archive; it belongs to no class."""
     return name.startswith("/") or ".." in name.split("/")
-
-
-def _is_image(name: str) -> bool:
-    """By its suffix."""
-    return PurePosixPath(name).suffix.lower() in SUFFIXES and not _leads_out(name)
 
 
 def _what_instead(ignored: list[str]) -> str:
@@ -212,7 +188,7 @@ def _tops(prefix: str, names: Iterable[str]) -> set[str]:
 
 
 def _enter(
-    where: str, images: list[str], folders: list[str], split: str | None, classes_from: str | None
+    where: str, images: list[str], folders: list[str], options: SourceOptions
 ) -> tuple[str, tuple[str, ...], list[str]]:
     """The prefix under which the classes lie: "" or a split's or a single wrapper folder, with a "/" at its end; the
     splits that there are; remarks.
@@ -224,9 +200,9 @@ def _enter(
         below = [name[len(prefix) :].split("/") for name in images if name.startswith(prefix)]
         tops = {path[0] for path in below} | _tops(prefix, folders)
         nested = all(len(path) > 1 for path in below)
-        if nested and not splits and _are_splits(where, below, tops, split, classes_from):
+        if nested and not splits and _are_splits(where, below, tops, options):
             splits = tuple(sorted(filter(split_name, tops)))
-            chosen = choose_split(where, split, splits)
+            chosen = choose_split(where, options.split, splits)
             others = sorted({path[0] for path in below} - set(splits))
             remarks += [f"left out: {listed(others)}, beside {' and '.join(splits)}"] if others else []
             prefix += chosen + "/"
@@ -236,29 +212,25 @@ def _enter(
             prefix += tops.pop() + "/"
         else:
             if not splits:
-                refuse_split(where, split, "split folders")
+                refuse_split(where, options.split, "split folders")
             return prefix, splits, remarks
 
 
-def _are_splits(
-    where: str, paths: list[list[str]], tops: Collection[str], split: str | None, classes_from: str | None
-) -> bool:
+def _are_splits(where: str, paths: list[list[str]], tops: Collection[str], options: SourceOptions) -> bool:
     """Whether the folders at the top are splits, maybe with others beside them. Raises UserError if it is unclear."""
     named = sorted(filter(split_name, tops))
-    if not named or (classes_from == "top" and split is None):
+    if not named or (options.classes_from == "top" and options.split is None):
         return False
     others = {path[0] for path in paths} - set(named)
     both = all(first_of(side, named) for side in ("train", "test"))
-    if len(named) == len(tops) or (both and not others):
-        return True
     classes = {path[0] for path in paths if len(path) > 2}  # folders with class folders
     if not others:
-        return bool(classes)
+        return both or len(named) == len(tops) or bool(classes)
     if both and not others & classes and classes:
         return True
     if not both and not (others <= classes and classes & set(named)):  # a class that is called train
         return False
-    if split is not None:
+    if options.split is not None:
         return True
     side = "train" if split_name(named[0]) in TRAIN else "test"  # what --split calls it
     raise UserError(

@@ -10,7 +10,7 @@ import csv
 import io
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from utils.config.cli import did_you_mean
 from utils.errors import UserError
 
 DELIMITERS = (",", ";", "\t")
-COLUMNS = ("path", "label", "split")
 
 
 class Row(NamedTuple):
@@ -32,70 +31,70 @@ class Row(NamedTuple):
 
     line: int  # of the file, from 1
     path: str
-    label: str
-    split: str
+    label: str = ""
+    split: str = ""
 
 
 def open_manifest(path: Path, options: SourceOptions) -> LocalSource:
     """The images that a CSV file names. Raises UserError if it cannot be used."""
-    rows, problems, columns, remarks = _parse(path, options.label_column)
-    if not rows and not problems:
+    listing = Listing([])
+    columns, rows = _parse(path, options.label_column, listing)
+    if not rows and not listing.problems:
         raise UserError(f"{path} has no rows below its header: add a row for each image")
-    classes: list[str] = []
     if "label" in columns:
-        lines = [row.line for row in rows]
-        classes, numbers, spellings = classes_of(str(path), [row.label for row in rows], lines)
-        rows = [row._replace(label=classes[number]) for row, number in zip(rows, numbers, strict=True)]
-        remarks += spellings
-    rows = _without_repeats(path, rows, problems)
-    splits = tuple(sorted({row.split for row in rows} - {""}))
-    if "split" in columns:
-        chosen = choose_split(path, options.split, splits) if rows else ""
-        rows = [row for row in rows if row.split == chosen]
-    else:
+        lines, labels = [row.line for row in rows], [row.label for row in rows]
+        listing.classes, numbers, spellings = classes_of(str(path), labels, lines)
+        rows = [row._replace(label=listing.classes[number]) for row, number in zip(rows, numbers, strict=True)]
+        listing.remarks += spellings
+    rows = _without_repeats(path, rows, listing.problems)
+    listing.splits = tuple(sorted({row.split for row in rows} - {""}))
+    if "split" not in columns:
         refuse_split(path, options.split, "column split")
-    present = []
+    elif rows:
+        chosen = choose_split(path, options.split, listing.splits)
+        rows = [row for row in rows if row.split == chosen]
+    number = {name: place for place, name in enumerate(listing.classes or [""])}
     for row in rows:
-        if os.path.isfile(path.parent / row.path):
-            present.append(row)
+        place = path.parent / row.path
+        if os.path.isfile(place):
+            listing.names.append(row.path)
+            listing.labels.append(number[row.label])
         else:
-            problems.append(Problem(str(path.parent / row.path), f"is no file (line {row.line} of {path.name})"))
-    number = {name: place for place, name in enumerate(classes or [""])}
-    names, labels = [row.path for row in present], [number[row.label] for row in present]
-    listing = Listing(names, labels, classes, problems, splits=splits, remarks=remarks)
+            listing.problems.append(Problem(str(place), f"is no file (line {row.line} of {path.name})"))
     return LocalSource(path.parent, path.name, listing)
 
 
-def _parse(path: Path, label_column: str | None) -> tuple[list[Row], list[Problem], list[str], list[str]]:
-    """The usable rows, the others as problems, those of COLUMNS that there are, and remarks."""
+def _parse(path: Path, label_column: str | None, listing: Listing) -> tuple[Collection[str], list[Row]]:
+    """Where its columns stand, and the usable rows; the others become problems of the listing."""
     lines = _lines(path)
-    _, header = next(lines, (1, []))
-    names = _names(header)
-    places, remarks = _places(path, names, label_column)
-    rows, problems = [], []
-    others = {place: Counter[str]() for place in range(len(names)) if place not in places.values()}
+    names = _names(next(lines, (1, []))[1])
+    columns, listing.remarks = _places(path, names, label_column)
+    others = {place: Counter[str]() for place in range(len(names)) if place not in columns.values()}
+    rows = []
     for line, fields in lines:
         where = f"{path} line {line}"
         if len(fields) != len(names):
-            problems.append(Problem(where, f"has {len(fields)} fields where the header has {len(names)}"))
+            reason = f"has {len(fields)} fields where the header has {len(names)}"
+            listing.problems.append(Problem(where, reason))
             continue
-        found = {name: fields[place].strip() for name, place in places.items()}
-        empty = [name for name, text in found.items() if not text]
-        if empty:
-            problems.append(Problem(where, f"has an empty {empty[0]}"))
+        values = {name: fields[place].strip() for name, place in columns.items()}
+        empty = next((name for name, text in values.items() if not text), None)
+        if empty is not None:
+            listing.problems.append(Problem(where, f"has an empty {empty}"))
             continue
-        part = split_name(found.get("split", ""))
-        if "split" in found and not part:
-            part = found["split"].lower()
-            hint = did_you_mean(part, sorted(SPLIT_NAMES))
-            raise UserError(f"{where}: split {part!r}{hint} is none of {', '.join(sorted(SPLIT_NAMES))}")
-        rows.append(Row(line, found["path"], found.get("label", ""), part))
+        if split := values.get("split", "").lower():
+            values["split"] = split_name(split)
+            if not values["split"]:
+                known = sorted(SPLIT_NAMES)
+                hint = did_you_mean(split, known)
+                raise UserError(f"{where}: split {split!r}{hint} is none of {', '.join(known)}")
+        rows.append(Row(line, **values))
         for place, counts in others.items():
             if len(counts) <= MOST_VALUES:
                 counts[fields[place].strip()] += 1
-    if "label" not in places and label_column is None:
-        remarks += looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
-    return rows, problems, list(places), remarks
+    if "label" not in columns and label_column is None:
+        listing.remarks += looks_like_labels(str(path), {names[place]: counts for place, counts in others.items()})
+    return columns, rows
 
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -106,9 +105,11 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
             bounded.reading(path, "check the file and its permissions"),
             io.TextIOWrapper(bounded.open_file(path, bounded.TABLE), encoding="utf-8-sig", newline="") as file,
         ):
-            delimiter = _delimiter(file.readline())
+            header = file.readline()
             file.seek(0)
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            headers = [_names(next(csv.reader([header], delimiter=delimiter), [])) for delimiter in DELIMITERS]
+            fitness = [("path" in names, len(names)) for names in headers]  # `path` is a column, else most columns
+            reader = csv.reader(file, delimiter=DELIMITERS[fitness.index(max(fitness))], strict=True)
             for fields in reader:
                 if fields:
                     yield line, fields
@@ -119,37 +120,28 @@ def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
         raise UserError(f"{path} line {line} cannot be read ({error}); fix it") from None
 
 
-def _delimiter(header: str) -> str:
-    """The delimiter that makes `path` a column, else the one that makes most columns."""
-
-    def fitness(delimiter: str) -> tuple[bool, int]:
-        names = _names(next(csv.reader([header], delimiter=delimiter), []))
-        return "path" in names, len(names)
-
-    return max(DELIMITERS, key=fitness)
-
-
 def _names(header: list[str]) -> list[str]:
     return [name.strip().lower() for name in header]
 
 
 def _places(path: Path, names: list[str], label_column: str | None) -> tuple[dict[str, int], list[str]]:
-    """Where COLUMNS stand in the header, and remarks. A near miss is refused: without it images would lose their
-    labels unseen.
+    """Where path, label and split stand in the header, and remarks. A near miss is refused: without it images would
+    lose their labels unseen.
     """
     label, remarks = choose_label(str(path), names, label_column and label_column.lower())
-    others = [name for name in names if name not in (*COLUMNS, label)]
-    wanted = {"path": "path", "split": "split"} | ({} if label is None else {"label": label})
-    for column in COLUMNS:
-        name = wanted.get(column, column)
+    columns = {"path": "path", "label": label or "label", "split": "split"}
+    others = [name for name in names if name not in columns.values()]
+    for column, name in columns.items():
         if names.count(name) > 1:
             raise UserError(f"{path} line 1: the column {name} appears {names.count(name)} times; rename one")
-        hint = did_you_mean(column, others) if column not in wanted or name not in names else ""
+        hint = did_you_mean(column, others)
         asked = column == "label" and label_column is not None
         if name not in names and ((hint and not asked) or column == "path"):
-            found = ", ".join(names) or "none"
-            raise UserError(f"{path} line 1: no column {column}{hint}, its columns are {found}; rename one")
-    return {column: names.index(name) for column, name in wanted.items() if name in names}, remarks
+            known = ", ".join(names) or "none"
+            raise UserError(f"{path} line 1: no column {column}{hint}, its columns are {known}; rename one")
+    if label is None:
+        del columns["label"]
+    return {column: names.index(name) for column, name in columns.items() if name in names}, remarks
 
 
 def _without_repeats(path: Path, rows: list[Row], problems: list[Problem]) -> list[Row]:

@@ -55,56 +55,54 @@ def sharded(folder: Path) -> str:
     with bounded.reading(folder, "check its permissions"):
         visible = _visible(folder)
         suffixes = {entry.suffix.lower() for entry in visible}
-        if suffixes & SUFFIXES or not suffixes & SHARDED.keys() or any(entry.is_dir() for entry in visible):
+        if suffixes & SUFFIXES or any(entry.is_dir() for entry in visible):
             return ""
-    return next(suffix for suffix in SHARDED if suffix in suffixes)
+    return next((suffix for suffix in SHARDED if suffix in suffixes), "")
 
 
 def _visible(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def shards_of(folder: Path, suffix: str) -> tuple[list[Path], list[str]]:
-    """A folder's files of a suffix in order of name, and the names of the others."""
-    visible = _visible(folder)
-    files = [entry for entry in visible if entry.suffix.lower() == suffix]
-    return files, [entry.name for entry in visible if entry not in files]
-
-
-def choose_shards(
+def shards_by_split(
     where: Path,  # a file of the suffix, or a folder of such files
     suffix: str,
-    split: str | None,  # None: train, if there are splits
     *,
     anywhere: bool = False,  # a split's name may stand anywhere in a file's name: `imagenet1k-train-0000.tar`
-) -> tuple[list[Path], tuple[str, ...], list[str]]:
-    """The files of a split, the splits that there are, and the names of other files. Raises UserError if it has none,
-    if a shard is missing, or if only some name a split.
+) -> tuple[dict[str, list[Path]], list[str]]:
+    """The shards of each split, under "" those of none, and the names of other files. Raises UserError if only some
+    name a split.
     """
-    paths, ignored = shards_of(where, suffix) if where.is_dir() else ([where], [])
     groups: dict[str, list[Path]] = defaultdict(list)
-    for path in paths:
-        groups[split_of(path, anywhere=anywhere)].append(path)
+    ignored = []
+    for path in _visible(where) if where.is_dir() else [where]:
+        if path.suffix.lower() == suffix:
+            match = (SPLIT_INSIDE.search if anywhere else SPLIT_PREFIX.match)(path.stem.lower())
+            groups[match[1] if match else ""].append(path)
+        else:
+            ignored.append(path.name)
     if "" in groups and len(groups) > 1:
         first = next(iter(groups[name] for name in groups if name))[0]
         raise UserError(f"{where}: {first.name} names a split, {groups[''][0].name} does not: rename or remove one")
+    return groups, ignored
+
+
+def choose_shards(
+    where: Path, suffix: str, split: str | None, *, anywhere: bool = False
+) -> tuple[list[Path], tuple[str, ...], list[str]]:
+    """The files of a split (None: train, if there are splits), the splits that there are, and the names of other files;
+    arguments as above. Raises UserError if it has none, or if a shard is missing.
+    """
+    groups, ignored = shards_by_split(where, suffix, anywhere=anywhere)
     if "" in groups:
         refuse_split(where, split, "splits in its files' names")
-        chosen = paths
-    elif where.is_file() and split in (None, "train"):
-        chosen = paths  # a file that is named is meant, whatever its split
-    else:
-        chosen = groups[choose_split(where, split, groups)]
+    # A file that is named is meant, whatever its split.
+    single = "" in groups or (where.is_file() and split in (None, "train"))
+    chosen = groups[next(iter(groups)) if single else choose_split(where, split, groups)]
     if where.is_file():
         return chosen, (), []
     check_complete(where, chosen)
     return chosen, tuple(sorted(filter(None, groups))), ignored
-
-
-def split_of(path: Path, *, anywhere: bool = True) -> str:
-    """The split that a shard's name tells, or ""; at its beginning, or anywhere."""
-    match = (SPLIT_INSIDE.search if anywhere else SPLIT_PREFIX.match)(path.stem.lower())
-    return match[1] if match else ""
 
 
 def check_complete(where: Path, paths: Sequence[Path]) -> None:

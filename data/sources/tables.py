@@ -14,7 +14,7 @@ import threading
 import unicodedata
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing import Pipe
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 
 from data.errors import ImageError
 from data.sources.base import Item, Problem, Source, SourceOptions
-from data.sources.labels import choose_label, looks_like_labels, only_label, text_classes
+from data.sources.labels import choose_label, looks_like_labels, text_classes
 from data.sources.splits import choose_shards, sharded
 from utils import bounded
 from utils.errors import UserError
@@ -116,37 +116,31 @@ class TableSource(Source):
         ignored: Sequence[str] = (),
     ) -> None:
         super().__init__(path.name, [], splits=splits, ignored=list(ignored))
-        self.shards = list(shards)
-        schemas, counts = [], [0]
+        self.shards, self._schemas, counts = list(shards), [], [0]
         for shard in self.shards:
             with _reading(shard):
                 schema = _child.ask(shard, None, 0, 0, bounded.TABLE).schema
                 rows = int(schema.metadata[b"rows"])
                 _ = [(field.name, str(field.type)) for field in schema]  # raises for names that are no UTF-8
-            schemas.append(schema)
+            self._schemas.append(schema)
             counts.append(rows)
             if rows > (size := shard.stat().st_size):  # no image takes less than a byte
                 raise UserError(f"{shard} says that it holds {rows:,} rows in {size:,} bytes; get it again")
         self._starts = np.cumsum(counts)  # of the shards' rows, and their end
-        image, label = self._choose_columns(self.shards[0], schemas[0], label_column)
-        for name in filter(None, (image, label)):
-            kind = schemas[0].field(name).type
-            for shard, schema in zip(self.shards, schemas, strict=True):
-                found = schema.field(name).type if name in schema.names else "missing"
-                if found != kind:
-                    raise UserError(f"{shard}: the column {name} is {found}, in {self.shards[0].name} {kind}")
+        self._image, label = self._choose_columns(self.shards[0], self._schemas[0], label_column)
+        for name in filter(None, (self._image, label)):
+            kind = self._schemas[0].field(name).type
+            for shard, schema in zip(self.shards, self._schemas, strict=True):
+                other = schema.field(name).type if name in schema.names else "missing"
+                if other != kind:
+                    raise UserError(f"{shard}: the column {name} is {other}, in {self.shards[0].name} {kind}")
         if not self._starts[-1]:
             raise UserError(f"{path} holds no rows: get it again")
-        labels = np.zeros(self._starts[-1], np.int64)
-        if label:
-            labels, classes = self._read_labels(path, schemas, label)
-            self.classes = list(map(printable, classes))
-            if class_names(self.shards[0], schemas[0], label):
-                labels = self._without_unused(labels)
+        labels = np.zeros(self._starts[-1], np.int64) if label is None else self._read_labels(path, label)
+        self.classes = list(map(printable, self.classes))
         self._rows = np.flatnonzero(labels >= 0)  # rows of all shards, one after the other
         self.problems = [Problem(self._row_name(int(row)), "has no label") for row in np.flatnonzero(labels < 0)]
         self._labels = labels[self._rows]
-        self._image = image
         self._piece: tuple[int, int, Any] = (0, 0, [])  # the shard, the first row in it, and the images there
 
     # --- columns
@@ -159,74 +153,65 @@ class TableSource(Source):
             images = ["image"]
         if len(images) != 1:
             several = f"{' and '.join(images)} could be images, call one image"
-            found = several if images else f"no column holds bytes{INSTEAD}"
-            raise UserError(f"{path}: {found}; its columns are {columns}")
+            reason = several if images else f"no column holds bytes{INSTEAD}"
+            raise UserError(f"{path}: {reason}; its columns are {columns}")
         fitting = [field.name for field in schema if field.name == "label" or _may_label(field.type)]
         names = fitting if label_column is None else schema.names
-        label, self.remarks = choose_label(str(path), names, label_column)
-        if label is None and label_column is None:
-            named = [name for name in fitting if class_names(path, schema, name)]
-            label, remarks = only_label(str(path), named, columns)
-            self.remarks = remarks or looks_like_labels(str(path), self._first_values(path, fitting))
-        if label is not None and not _may_label(schema.field(label).type):
-            kind = schema.field(label).type
+        declared = (name for name in fitting if class_names(path, schema, name))
+        label, self.remarks = choose_label(str(path), names, label_column, declared)
+        if label is None:
+            if label_column is None and fitting and self._starts[1]:
+                with _reading(path):
+                    first = next(iter(_child.ask(path, fitting, 0, LOOKED_AT, bounded.TABLE)))
+                    values = {name: Counter(map(str, first[name].to_pylist())) for name in fitting}
+                self.remarks = looks_like_labels(str(path), values)
+        elif not _may_label(kind := schema.field(label).type):
             raise UserError(f"{path}: the column {label} is {kind}; labels are whole numbers or text")
         return images[0], label
 
-    def _first_values(self, path: Path, columns: list[str]) -> Mapping[str, Counter[str]]:
-        """How often each value appears in the first rows of some columns."""
-        if not columns or not self._starts[1]:
-            return {}
-        with _reading(path):
-            batch = next(iter(_child.ask(path, columns, 0, LOOKED_AT, bounded.TABLE)))
-            return {name: Counter(map(str, batch[name].to_pylist())) for name in columns}
-
-    def _read_labels(self, where: Path, schemas: Sequence[Any], column: str) -> tuple[np.ndarray, list[str]]:
-        """Labels int64 of all rows, below 0 where a row has none, and the names of the classes."""
-        chunks, arrow = [], pyarrow()
-        text = _is_text(schemas[0].field(column).type)
+    def _read_labels(self, where: Path, column: str) -> np.ndarray:
+        """Labels int64 of all rows, below 0 where a row has none; sets the classes."""
+        arrow, chunks = pyarrow(), []
+        text = _is_text(self._schemas[0].field(column).type)
         kind = arrow.large_string() if text else arrow.int64()
         for shard, rows in zip(self.shards, np.diff(self._starts).tolist(), strict=True):
             with _reading(shard):
                 chunks += [part.cast(kind) for part in _column(shard, column, rows)]
         values = arrow.chunked_array(chunks, kind)
-        if text:
-            return self._text_labels(where, values, column)
+        if text:  # null and empty text are no labels
+            with _reading(where):
+                names = sorted(filter(None, values.unique().to_pylist()))
+            self.classes, numbers, remarks = text_classes(str(where), names)
+            self.remarks += remarks
+            values = pyarrow("compute").index_in(values, value_set=arrow.array(names, kind))
         labels = values.fill_null(-1).to_numpy().astype(np.int64)
-        _check_some(where, labels, column)
-        classes = class_names(self.shards[0], schemas[0], column)
-        for shard, schema in zip(self.shards, schemas, strict=True):
+        largest = int(labels.max())
+        if largest < 0:
+            raise UserError(
+                f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
+            )
+        if text:
+            return np.array([*numbers, -1])[labels]  # the last one: of no label
+        classes = class_names(self.shards[0], self._schemas[0], column)
+        for shard, schema in zip(self.shards, self._schemas, strict=True):
             if class_names(shard, schema, column) != classes:
                 raise UserError(
                     f"{shard} and {self.shards[0].name} name their classes differently: get both from one place"
                 )
-        largest = int(labels.max())
         if largest >= (len(classes) or len(labels)):
             limit = f"{len(classes)} classes" if classes else f"{len(labels)} images"
             raise UserError(f"{where}: labels go up to {largest}, but there are only {limit}; get it again")
-        return labels, classes or [str(number) for number in range(largest + 1)]
-
-    def _text_labels(self, where: Path, values: Any, column: str) -> tuple[np.ndarray, list[str]]:
-        """Labels and classes of a column of text; null and empty text are no labels."""
-        arrow = pyarrow()
-        with _reading(where):
-            names = sorted(filter(None, values.unique().to_pylist()))
-        found = pyarrow("compute").index_in(values, value_set=arrow.array(names, arrow.large_string()))
-        places = found.fill_null(-1).to_numpy().astype(np.int64)
-        _check_some(where, places, column)
-        classes, number_of, remarks = text_classes(str(where), names)
-        self.remarks += remarks
-        numbers = np.array([*map(number_of.get, names), -1])  # the last one: of no label
-        return numbers[places], classes
+        self.classes = classes or [str(number) for number in range(largest + 1)]
+        return self._without_unused(labels) if classes else labels
 
     def _without_unused(self, labels: np.ndarray) -> np.ndarray:
         """Leave out classes that only the schema names, and say so; the others are numbered anew."""
         used = np.bincount(labels[labels >= 0], minlength=len(self.classes)) > 0
-        unused = [name for name, there in zip(self.classes, used, strict=True) if not there]
-        if not unused:
+        if used.all():
             return labels
+        unused = [printable(self.classes[number]) for number in np.flatnonzero(~used)]
         self.remarks.append(f"left out: {listed(unused)}: classes of {self.name} that no image belongs to")
-        self.classes = [name for name, there in zip(self.classes, used, strict=True) if there]
+        self.classes = [self.classes[number] for number in np.flatnonzero(used)]
         return np.where(labels < 0, -1, (np.cumsum(used) - 1)[labels])
 
     # --- images
@@ -289,29 +274,19 @@ def _column(path: Path, name: str, rows: int) -> Iterator[Any]:
         yield part
 
 
-def _check_some(where: Path, labels: np.ndarray, column: str) -> None:
-    if labels.max() < 0:
-        raise UserError(
-            f"{where}: no row has a label in the column {column}: choose another --split or drop the column"
-        )
-
-
 def _may_label(kind: Any) -> bool:
     return pyarrow("types").is_integer(kind) or _is_text(kind)
 
 
-def _holds_bytes(kind: Any) -> bool:
-    types = pyarrow("types")
-    if types.is_struct(kind):
-        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-
-
 def _is_text(kind: Any) -> bool:
-    types = pyarrow("types")
-    if types.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    kind = kind.value_type if pyarrow("types").is_dictionary(kind) else kind
+    return str(kind) in ("string", "large_string", "string_view")
+
+
+def _holds_bytes(kind: Any) -> bool:
+    if pyarrow("types").is_struct(kind):
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
+    return str(kind) in ("binary", "large_binary", "binary_view")
 
 
 def class_names(path: Path, schema: Any, column: str) -> list[str]:

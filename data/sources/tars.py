@@ -1,14 +1,15 @@
 """Tar files: webdataset's samples, in one `.tar` or a folder of shards, or images arranged as in a folder.
 
 The files of a sample lie one after the other; the image is the one with an image's suffix alone. A tar without any
-file that says something (TOLD) is arranged as a folder is. Nothing is extracted: the places of the images are noted
+file that says something (NOTES) is arranged as a folder is. Nothing is extracted: the places of the images are noted
 once, and only regular files are read.
 """
 
+import itertools
 import json
 import re
 import tarfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +23,16 @@ from data.sources.labels import LABEL, LABEL_COLUMNS, choose_label, classes_of, 
 from data.sources.listing import arrange, kind_of
 from data.sources.splits import choose_shards, refuse_split
 from data.tar_files import Member, TarFiles, read_members
-from utils.config.cli import did_you_mean
 from utils.errors import UserError
 from utils.text import printable
 
 SUFFIX = ".tar"
-TOLD = ("cls", "json", "txt")  # suffixes of what is said of an image
+NOTES = ("cls", "json", "txt")  # suffixes of what is said of an image
 SAMPLE = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]+)", re.DOTALL)  # webdataset's: up to the first dot, and the rest
 FIELDS = ("cls", LABEL, *LABEL_COLUMNS)  # of `json`
 LOOKED_AT = 10_000  # samples whose other fields may be labels
 META = re.compile(r"__[^/]*__(/|$)")  # webdataset's own notes
-TOLD_BYTES = 1 << 20  # of a file that says something
+NOTE_BYTES = 1 << 20
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Sample:
 
     key: str
     images: list[Member] = field(default_factory=list)
-    told: dict[str, str] = field(default_factory=dict)  # labels by the suffix, or by the field of `json`
+    notes: dict[str, str] = field(default_factory=dict)  # by the suffix, or by the field of `json`
 
 
 class TarSource(Source):
@@ -54,22 +54,27 @@ class TarSource(Source):
         shards: Sequence[Path] | None = None,  # these of the folder; None: those of the split, or the file itself
     ) -> None:
         super().__init__(printable(path.name), [])
-        split, label_column, classes_from = options.split, options.label_column, options.classes_from
+        label_column = options.label_column
         self.path, self.shards = path, [path] if shards is None else list(shards)
         if path.is_dir() and shards is None:
-            self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, split, anywhere=True)
+            self.shards, self.splits, self.ignored = choose_shards(path, SUFFIX, options.split, anywhere=True)
         self._files = TarFiles(self.shards)
+        self._images: list[Member] = []
         members = [member for number in range(len(self.shards)) for member in self._members(number)]
         if not members and self.problems:
             raise UserError(str(self.problems[0]))
-        if label_column is not None or any(_suffix(member.name) in TOLD for member in members):
-            if classes_from is not None:
+        matches = [SAMPLE.fullmatch(member.name) for member in members]
+        if label_column is not None or any(match and _kind(match[2]) in NOTES for match in matches):
+            if options.classes_from is not None:
                 raise UserError(f"--classes-from does not apply to {path}: its labels lie beside the images")
             if not self.splits:
-                refuse_split(path, split)
-            self._take_samples(list(self._samples(members, label_column)), label_column)
+                refuse_split(path, options.split)
+            self.ignored += [member.name for member, match in zip(members, matches, strict=True) if not match]
+            parts = [(match, member) for member, match in zip(members, matches, strict=True) if match]
+            self._take_samples(list(self._samples(parts, label_column)), label_column)
         else:
-            self._arrange(members, None if self.splits else split, classes_from)
+            self._arrange(members, options._replace(split=None) if self.splits else options)
+        self.classes = list(map(printable, self.classes))
 
     def _members(self, number: int) -> Iterator[Member]:
         """The regular files of a shard; other members become problems."""
@@ -90,88 +95,67 @@ class TarSource(Source):
     # --- webdataset
 
     def _take_samples(self, samples: list[Sample], label_column: str | None) -> None:
-        samples = [sample for sample in samples if self._has_image(sample)]
+        for sample in samples:
+            if len(sample.images) != 1:
+                images = f"{len(sample.images)} images" if sample.images else "no image"
+                self.problems.append(Problem(f"{self.path}: sample {sample.key}", f"has {images}; a sample has one"))
+        samples = [sample for sample in samples if len(sample.images) == 1]
         if not samples:
             raise UserError(f"{self.path} holds no images; supported are {' '.join(sorted(SUFFIXES))}")
-        column = self._label_of(samples, label_column)
+        column, labels = self._label_of(samples, label_column), [0] * len(samples)
         if column is not None:
-            texts = [sample.told.get(column, "") for sample in samples]
-            self.problems += [
-                Problem(self._shown(sample.images[0]), f"has no label {column}")
-                for sample, text in zip(samples, texts, strict=True)
-                if not text
-            ]
-            samples = [sample for sample, text in zip(samples, texts, strict=True) if text]
-            self.classes, labels, told = classes_of(str(self.path), list(filter(None, texts)))
-            self.classes = list(map(printable, self.classes))
-            self.remarks += told
-        else:
-            labels = [0] * len(samples)
+            for sample in samples:
+                if not sample.notes.get(column):
+                    self.problems.append(Problem(self._place_name(sample.images[0]), f"has no label {column}"))
+            samples = [sample for sample in samples if sample.notes.get(column)]
+            texts = [sample.notes[column] for sample in samples]
+            self.classes, labels, remarks = classes_of(str(self.path), texts)
+            self.remarks += remarks
         self._images, self._labels = [sample.images[0] for sample in samples], np.array(labels, np.int64)
 
-    def _samples(self, members: Sequence[Member], asked: str | None) -> Iterator[Sample]:
+    def _samples(self, parts: list[tuple[re.Match[str], Member]], asked: str | None) -> Iterator[Sample]:
         """Files of one name that lie one after the other."""
-        sample, shard, count = Sample(""), -1, 0
-        for member in members:
-            match = SAMPLE.fullmatch(member.name)
-            if match is None:
-                self.ignored.append(member.name)
-                continue
-            key, suffix = match[1], match[2].lower()
-            if (key, member.shard) != (sample.key, shard):
-                if sample.key:
-                    yield sample
-                sample, shard, count = Sample(key), member.shard, count + 1
-            if f".{suffix}" in SUFFIXES:
-                sample.images.append(member)
-            elif suffix.rpartition(".")[2] in TOLD:
-                # Of fields that are no labels by their names the first values show whether they look like some.
-                self._tell(sample, suffix, member, None if count <= LOOKED_AT else (*FIELDS, asked))
-        if sample.key:
+        groups = itertools.groupby(parts, lambda part: (part[0][1], part[1].shard))
+        for number, ((key, _), files) in enumerate(groups):
+            sample = Sample(key)
+            # Of fields that are no labels by their names the first values show whether they look like some.
+            fields = None if number < LOOKED_AT else (*FIELDS, asked)
+            for match, member in files:
+                suffix = match[2].lower()
+                if f".{suffix}" in SUFFIXES:
+                    sample.images.append(member)
+                elif _kind(suffix) in NOTES:
+                    self._take_note(sample, suffix, member, fields)
             yield sample
 
-    def _tell(self, sample: Sample, suffix: str, member: Member, fields: Sequence[str | None] | None) -> None:
-        """Note what a file says of its sample; of `json` these fields, None: all."""
+    def _take_note(self, sample: Sample, suffix: str, member: Member, fields: Sequence[str | None] | None) -> None:
+        """Take what a file says of its sample; of `json` these fields, None: all."""
         try:
-            if member.size > TOLD_BYTES:
+            if member.size > NOTE_BYTES:
                 raise ImageError(f"has {member.size:,} bytes, more than a label has")
             text = self._files.read(member).decode().strip()
-            if suffix.rpartition(".")[2] != "json":
-                sample.told[suffix] = text
-                return
-            document = json.loads(text)
+            document = json.loads(text) if _kind(suffix) == "json" else None
         except (ImageError, ValueError, RecursionError) as error:
-            self.problems.append(Problem(self._shown(member), f"cannot be read ({error})"))
+            self.problems.append(Problem(self._place_name(member), f"cannot be read ({error})"))
             return
-        if isinstance(document, dict):
+        if _kind(suffix) != "json":
+            sample.notes[suffix] = text
+        elif isinstance(document, dict):
             for name, value in document.items():
                 if isinstance(value, (str, int)) and (fields is None or name in fields):
-                    sample.told.setdefault(name, str(value).strip())
-
-    def _has_image(self, sample: Sample) -> bool:
-        """Whether a sample has one image; others become problems."""
-        if len(sample.images) == 1:
-            return True
-        found = f"{len(sample.images)} images" if sample.images else "no image"
-        self.problems.append(Problem(f"{self.path}: sample {sample.key}", f"has {found}; a sample has one"))
-        return False
+                    sample.notes.setdefault(name, str(value).strip())
 
     def _label_of(self, samples: Sequence[Sample], asked: str | None) -> str | None:
-        """What of a sample's words is its label, or None: unlabelled. Raises UserError if it is unclear."""
-        counts = {name: Counter[str]() for name in dict.fromkeys(name for sample in samples for name in sample.told)}
+        """The note that is a sample's label, or None: unlabelled. Raises UserError if it is unclear."""
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
         for sample in samples:
-            for name, text in sample.told.items():
+            for name, text in sample.notes.items():
                 counts[name][text] += 1
-        where = str(self.path)
         if asked is None and "cls" in counts:
             return "cls"
-        if asked is not None and asked not in counts and asked != "none":
-            raise UserError(
-                f"{where}: --label-column {asked}: no sample has it{did_you_mean(asked, list(counts))}; there are"
-                f" {', '.join(counts) or 'none'}"
-            )
-        label, told = choose_label(where, list(counts), asked)
-        self.remarks += told
+        where = str(self.path)
+        label, remarks = choose_label(where, list(counts), asked)
+        self.remarks += remarks
         if label is None and asked is None:
             if "txt" in counts and looks_like_labels(where, {"txt": counts["txt"]}):
                 self.remarks.append(f"{where}: the labels are those of txt; without: --label-column none")
@@ -181,7 +165,7 @@ class TarSource(Source):
 
     # --- as in a folder
 
-    def _arrange(self, members: Sequence[Member], split: str | None, classes_from: str | None) -> None:
+    def _arrange(self, members: Sequence[Member], options: SourceOptions) -> None:
         by_name = {member.name: member for member in members}
         if len(by_name) < len(members):
             name = Counter(member.name for member in members).most_common(1)[0][0]
@@ -190,11 +174,10 @@ class TarSource(Source):
         def read(name: str) -> bytes:
             return self._files.read(by_name[name], kind_of(name))
 
-        listing = arrange(str(self.path), list(by_name), [], split, read, classes_from)
-        self.classes = list(map(printable, listing.classes))
+        listing = arrange(str(self.path), by_name, [], options, read)
+        self.classes, self.splits = listing.classes, self.splits or listing.splits
         self.problems += listing.problems
         self.ignored += listing.ignored
-        self.splits = self.splits or listing.splits
         self.remarks += listing.remarks
         self._images, self._labels = [by_name[name] for name in listing.names], np.array(listing.labels, np.int64)
 
@@ -204,7 +187,7 @@ class TarSource(Source):
         return Item(self.item_name(index), int(self._labels[index]), self._files.read(self._images[index]))
 
     def item_name(self, index: int) -> str:
-        return self._shown(self._images[index])
+        return self._place_name(self._images[index])
 
     def stored_name(self, index: int) -> str:
         member = self._images[index]
@@ -215,13 +198,13 @@ class TarSource(Source):
         member = self._images[index]
         return member.shard, member.start
 
-    def _shown(self, member: Member) -> str:
+    def _place_name(self, member: Member) -> str:
         return f"{self.shards[member.shard]}:{member.name}"
 
     def __exit__(self, *error: object) -> None:
         self._files.close()
 
 
-def _suffix(name: str) -> str:
-    match = SAMPLE.fullmatch(name)
-    return match[2].lower().rpartition(".")[2] if match else ""
+def _kind(suffix: str) -> str:
+    """What a file is: `seg.png` is a png."""
+    return suffix.lower().rpartition(".")[2]

@@ -38,7 +38,7 @@ OWN = {  # what opens files otherwise, and why
     "data/reading/weighted_sampling.py": "NumPy maps the file, after its check",
     "data/sources/named.py": "bytes in memory",
     "data/sources/files.py": "zipfile opens by path, after its check",
-    "data/reading/tar_index.py": "its own lock",
+    "data/reading/several_files.py": "its own lock",
     "data/tar_files.py": "tarfile is given an opened file",
     "data/sources/remote.py": "fsspec's files, read by bounded.read_stream",
     "inference/export/check.py": "reads what was just written",

@@ -14,7 +14,7 @@ import train
 from data.decode import RandomCrop
 from data.errors import DamageError
 from data.pack import pack
-from data.reading import tar_index as shard_index
+from data.reading import several_files as shard_index
 from data.reading.dataset import Dataset
 from data.reading.sampler import GlobalSampler
 from data.reading.several_files import MOST_FILES, expand_braces, shard_paths

@@ -114,7 +114,7 @@ def test_urls_that_cannot_be_read(store: Any, monkeypatch: pytest.MonkeyPatch) -
     store.pipe("/x/a.zip", b"a")
     for url, message in (
         ("nos://key:secret@bucket/x?token=secret", r"^nos://bucket/x: .*driver of nos is missing: Install nosuchfs"),
-        ("what://bucket", "cannot be opened .Protocol not known: what"),
+        ("what://bucket", "cannot be listed .Protocol not known: what"),
         ("memory://nothing", "memory://nothing: nothing is there"),
         ("memory://x/a.zip", "is a single file"),
         ("memory://x", r"holds no images \(only 1 \.zip\)"),

@@ -92,7 +92,7 @@ def test_labels_that_are_asked_for(tmp_path: Path) -> None:
     assert open_source(path).classes == ["0", "1"]
     assert open_source(path, label_column="class_name").classes == ["owl", "wren"]
     assert open_source(path, label_column="none").classes == []
-    with pytest.raises(UserError, match=r"no sample has it \(did you mean 'class_name'\?\); there are cls, class_name"):
+    with pytest.raises(UserError, match=r"no such column \(did you mean 'class_name'\?\); there are cls, class_name"):
         open_source(path, label_column="classname")
     with pytest.raises(UserError, match="--classes-from does not apply"):
         open_source(path, classes_from="top")
@@ -205,7 +205,7 @@ def test_damage_is_one_line_and_loses_nothing_in_silence(
 
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tar(tmp_path / "x.tar", samples(0, 1) | {"9.cls": "1" * (tars.TOLD_BYTES + 1)})
+    path = tar(tmp_path / "x.tar", samples(0, 1) | {"9.cls": "1" * (tars.NOTE_BYTES + 1)})
     monkeypatch.setenv("DUET_MAX_IMAGE_MIB", "1")
     noise = np.random.default_rng(0).bytes(2 << 20)
     with open_source(str(path)) as source:
