@@ -83,11 +83,6 @@ class Dataset(AbstractContextManager["Dataset"]):
         return self.meta.encoding == "raw" and same and self.crop is None
 
     @property
-    def keyed(self) -> bool:
-        """Whether images depend on the keys that they are read with."""
-        return self.crop is not None
-
-    @property
     def replaced(self) -> set[int]:
         """Records in whose place another was read because they are damaged (`on_damage` "skip")."""
         return set(self.damaged)

@@ -65,10 +65,9 @@ def _next_batch(reader: Dataset, sampler: GlobalSampler, *, pin: bool, sides: np
     """Read the sampler's next batch; random crops are keyed by the run's seed and each sample's epoch. `sides` as for
     `mirror_in_turn`; None: no image is mirrored.
     """
-    keys = sampler.next_keys() if reader.keyed or sides is not None else None
-    indices, _ = sampler.next_batch()
+    indices, keys = sampler.next_batch()
     batch = read_batch(reader, indices, pin=pin, keys=keys)
-    if sides is not None and keys is not None:
+    if sides is not None:
         mirror_in_turn(batch.images, sides[indices], keys)
     return batch
 
@@ -78,8 +77,7 @@ def mirror_in_turn(images: torch.Tensor, sides: np.ndarray, keys: SampleKeys) ->
     where sampling is uniform, each is seen both ways in any two epochs in a row (2404.00498, section 3.6). A repeat
     within an epoch counts as one.
     """
-    turns = sides + keys.epochs + (0 if keys.repeats is None else keys.repeats)
-    rows = torch.from_numpy(np.flatnonzero(turns % 2))
+    rows = torch.from_numpy(np.flatnonzero((sides + keys.epochs + keys.repeats) % 2))
     images[rows] = images[rows].flip(3)
 
 
@@ -111,7 +109,8 @@ class InfiniteLoader:
         self.reader, self.sampler, self.device = reader, sampler, torch.device(device)
         self.prefetch, self.batches_per_step = prefetch, batches_per_step
         self.stages = checked_stages(stages, sampler.world_size)
-        self.wait_seconds, self._batches = 0.0, 0  # batches handed out
+        self.wait_seconds = 0.0
+        self._batches = 0  # handed out
         self._stage: Stage | None = None  # the one that is open
         self._images = reader  # of the stage
         self._damaged: set[int] = set()  # records replaced in stages that are closed
@@ -265,5 +264,5 @@ class _Worker:
 
 def evaluation_batches(reader: Dataset, batch_size: int) -> Iterator[Batch]:
     """Every sample once, in order, on the CPU; the last batch may be smaller."""
-    records = np.arange(len(reader))
-    return (read_batch(reader, records[start : start + batch_size]) for start in range(0, len(reader), batch_size))
+    for start in range(0, len(reader), batch_size):
+        yield read_batch(reader, np.arange(start, min(start + batch_size, len(reader))))

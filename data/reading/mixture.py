@@ -50,10 +50,6 @@ class MixedDataset(Dataset):
     synthetic: SyntheticSource
 
     @property
-    def keyed(self) -> bool:
-        return True
-
-    @property
     def replaced(self) -> set[int]:
         return super().replaced | {len(self) + record for record in self.synthetic.replaced}
 
@@ -65,16 +61,13 @@ class MixedDataset(Dataset):
         behind = wanted >= len(self)
         if not behind.any():
             return super().read(wanted, out, keys)
-        images = out
-        if images is None:
-            images = np.empty((len(wanted), self.meta.channels, self.resolution, self.resolution), np.uint8)
-        labels = np.empty(len(wanted), np.int64)
-        for places, read, first in (
-            (np.flatnonzero(~behind), super().read, 0),
-            (np.flatnonzero(behind), self.synthetic.read, len(self)),
-        ):
-            own = None if keys is None else keys.at(places, synthetic=first > 0)
-            images[places], labels[places] = read(wanted[places] - first, keys=own)
+        shape = (len(wanted), self.meta.channels, self.resolution, self.resolution)
+        images, labels = np.empty(shape, np.uint8) if out is None else out, np.empty(len(wanted), np.int64)
+        for places, read, first in ((~behind, super().read, 0), (behind, self.synthetic.read, len(self))):
+            part = None
+            if keys is not None:
+                part = SampleKeys(keys.seed, keys.epochs[places], keys.repeats[places], synthetic=first > 0)
+            images[places], labels[places] = read(wanted[places] - first, keys=part)
         return images, labels
 
     def close(self) -> None:
@@ -126,39 +119,24 @@ class MixedSampler(GlobalSampler):
             return 0
         return floor(self.share * (self.taken + self.batch_size)) - floor(self.share * self.taken)
 
-    def _slices(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of this rank's part of the next global batch: which places are synthetic, bool [n], and the positions of its
-        real and of its synthetic samples in their endless orders, int64.
-        """
-        places = np.zeros(self.batch_size, bool)
+    def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
+        places = np.zeros(self.batch_size, bool)  # of synthetic samples in the global batch
         if count := self.synthetic_count:
             generator = numpy_generator(self.seed, "synthetic", "places", self.taken)
             places[generator.permutation(self.batch_size)[:count]] = True
         share = self.batch_size // self.world_size
         first = self.rank * share
-        before, own = int(places[:first].sum()), places[first : first + share]
-        drawn = int(own.sum())
-        real = self.consumed + first - before + np.arange(share - drawn, dtype=np.int64)
-        return own, real, self.synthetic.consumed + before + np.arange(drawn, dtype=np.int64)
-
-    def next_batch(self) -> tuple[np.ndarray, int]:
-        start, (own, real, drawn) = self.taken, self._slices()
-        indices = np.empty(len(own), np.int64)
-        if len(real):
-            indices[~own] = self._slice(int(real[0]), len(real))
-        if len(drawn):
-            indices[own] = self.count + self.synthetic._slice(int(drawn[0]), len(drawn))
+        before, drawn = int(places[:first].sum()), places[first : first + share]
+        indices, epochs, repeats = (np.empty(share, np.int64) for _ in range(3))
+        for chosen, order, position, offset in (
+            (~drawn, self, self.consumed + first - before, 0),
+            (drawn, self.synthetic, self.synthetic.consumed + before, self.count),
+        ):
+            numbers, keys = order.at(position, int(chosen.sum()))
+            indices[chosen] = offset + numbers
+            epochs[chosen], repeats[chosen] = keys.epochs, keys.repeats
         self.advance()
-        return indices, start
-
-    def next_keys(self) -> SampleKeys:
-        own, real, drawn = self._slices()
-        epochs, repeats = np.empty(len(own), np.int64), np.zeros(len(own), np.int64)
-        for places, sampler, positions in ((~own, self, real), (own, self.synthetic, drawn)):
-            keys = sampler.keys_at(positions)
-            epochs[places] = keys.epochs
-            repeats[places] = 0 if keys.repeats is None else keys.repeats
-        return SampleKeys(self.seed, epochs, repeats)
+        return indices, SampleKeys(self.seed, epochs, repeats)
 
     def advance(self, batches: int = 1) -> None:
         for _ in range(batches):

@@ -15,22 +15,17 @@ class SampleKeys(NamedTuple):
 
     seed: int
     epochs: np.ndarray  # int64 [n]
-    repeats: np.ndarray | None = None  # int64 [n]: how often the sample has come before in its epoch; None: never
+    repeats: np.ndarray  # int64 [n]: how often the sample has come before in its epoch
     synthetic: bool = False  # of images that stand beside the real ones (data/reading/mixture.py)
 
     def of(self, place: int, index: int) -> tuple[int | str, ...]:
         """The key of the sample at `place`: (seed, "augment", epoch, index), and its repeat if it is one; synthetic:
         (seed, "synthetic", "augment", epoch, ...).
         """
-        repeat = 0 if self.repeats is None else int(self.repeats[place])
+        repeat = int(self.repeats[place])
         kind = ("synthetic", "augment") if self.synthetic else ("augment",)
         key = (self.seed, *kind, int(self.epochs[place]), index)
         return (*key, repeat) if repeat else key
-
-    def at(self, places: np.ndarray, *, synthetic: bool = False) -> "SampleKeys":
-        """The keys of some places; int [m]."""
-        repeats = None if self.repeats is None else self.repeats[places]
-        return SampleKeys(self.seed, self.epochs[places], repeats, synthetic)
 
 
 class GlobalSampler:
@@ -78,78 +73,51 @@ class GlobalSampler:
         self._weighted = weighted_epochs(count, shuffle, weights, groups)
         self._weights_hash = "" if self._weighted is None else self._weighted.digest
         # The last epochs; one dict for all shallow copies, so that a loader's copies draw an epoch once.
-        self._epochs: dict[int, _Epoch] = {}
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next sample, from 0."""
-        return self.consumed // self.count
+        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def order(self, epoch: int) -> np.ndarray:
         """An epoch's order: int64 [count], read-only."""
-        return self._drawn(epoch).order
+        return self._drawn(epoch)[0]
 
-    def _drawn(self, epoch: int) -> "_Epoch":
+    def _drawn(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """An epoch's order, and how often each sample has come before in it (of a permutation nothing)."""
         drawn = self._epochs.get(epoch)
         if drawn is None:
-            drawn = self._draw(epoch)
-            drawn.order.setflags(write=False)
+            generator = numpy_generator(self.seed, *self._stream, "order", epoch)
+            if self._weighted is not None:
+                order = self._weighted.draw(generator)
+            else:
+                order = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
+            order = order.astype(np.int64, copy=False)
+            order.setflags(write=False)
+            drawn = order, order[:0] if self._weighted is None else occurrences(order)
             while len(self._epochs) > 1:  # this one and the one before: memory stays flat
                 del self._epochs[min(self._epochs)]
             self._epochs[epoch] = drawn
         return drawn
 
-    def _draw(self, epoch: int) -> "_Epoch":
-        generator = numpy_generator(self.seed, *self._stream, "order", epoch)
-        if self._weighted is not None:
-            order = self._weighted.draw(generator)
-            return _Epoch(order, occurrences(order))
-        indices = generator.permutation(self.count) if self.shuffle else np.arange(self.count)
-        return _Epoch(indices.astype(np.int64, copy=False), np.empty(0, np.int64))
-
-    def next_batch(self) -> tuple[np.ndarray, int]:
-        """This rank's indices, int64 [batch_size // world_size], and the global batch's start.
-
-        The start is the number of samples that were consumed before this global batch.
-        """
-        start, share = self.consumed, self.batch_size // self.world_size
-        indices = self._slice(start + self.rank * share, share)
-        self.advance()
-        return indices, start
-
-    def batch_keys(self, start: int) -> SampleKeys:
-        """The keys of this rank's samples in the global batch that begins at `start`."""
+    def next_batch(self) -> tuple[np.ndarray, SampleKeys]:
+        """This rank's part of the next global batch: indices, int64 [batch_size // world_size], and their keys."""
         share = self.batch_size // self.world_size
-        return self.keys_at(start + self.rank * share + np.arange(share, dtype=np.int64))
+        batch = self.at(self.consumed + self.rank * share, share)
+        self.advance()
+        return batch
 
-    def next_keys(self) -> SampleKeys:
-        """The keys of what `next_batch` will return."""
-        return self.batch_keys(self.consumed)
-
-    def keys_at(self, positions: np.ndarray) -> SampleKeys:
-        """The keys of the samples at these positions of the endless sequence, ascending."""
-        epochs, places = np.divmod(positions, self.count)
-        if self._weighted is None:
-            return SampleKeys(self.seed, epochs)
-        repeats = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():  # in the order of reading: one epoch's order is kept at a time
+    def at(self, position: int, length: int) -> tuple[np.ndarray, SampleKeys]:
+        """`length` indices of the endless sequence from `position` on, and their keys."""
+        epochs, places = np.divmod(position + np.arange(length, dtype=np.int64), self.count)
+        indices, repeats = np.empty_like(places), np.zeros_like(places)
+        for epoch in np.unique(epochs).tolist():  # ascending: one epoch's order is kept at a time
             inside = epochs == epoch
-            repeats[inside] = self._drawn(epoch).repeats[places[inside]]
-        return SampleKeys(self.seed, epochs, repeats)
+            order, earlier = self._drawn(epoch)
+            indices[inside] = order[places[inside]]
+            if self._weighted is not None:
+                repeats[inside] = earlier[places[inside]]
+        return indices, SampleKeys(self.seed, epochs, repeats)
 
     def advance(self, batches: int = 1) -> None:
         """Go on by whole global batches without making their indices."""
         self.consumed += batches * self.batch_size
-
-    def _slice(self, position: int, length: int) -> np.ndarray:
-        """`length` indices of the endless sequence from `position` on."""
-        parts = []
-        while length:
-            epoch, offset = divmod(position, self.count)
-            part = self.order(epoch)[offset : offset + length]
-            parts.append(part)
-            position, length = position + len(part), length - len(part)
-        return np.concatenate(parts)
 
     def state_dict(self) -> dict[str, Any]:
         """Position (`consumed`) and what the order depends on; independent of ranks and batch size.
@@ -178,8 +146,3 @@ class GlobalSampler:
                 " the labels); use the same sampling, or a new run folder"
             )
         self.consumed = int(state["consumed"])
-
-
-class _Epoch(NamedTuple):
-    order: np.ndarray  # int64 [count]
-    repeats: np.ndarray  # int64 [count]: `occurrences` of it; empty for a permutation

@@ -48,7 +48,8 @@ def candidates(limit: int) -> list[int]:
 
 def _seconds(dataset: Dataset, records: np.ndarray) -> float:
     """The median time of reading the records; once before, to start the threads."""
-    keys = SampleKeys(0, np.zeros(len(records), np.int64))
+    zeros = np.zeros(len(records), np.int64)
+    keys = SampleKeys(0, zeros, zeros)
     times = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()

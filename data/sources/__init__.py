@@ -11,7 +11,7 @@ from data.sources.files import ListedSource, LocalSource, ZipSource, open_folder
 from data.sources.listing import CLASSES_FROM
 from data.sources.lmdb_files import open_lmdb
 from data.sources.manifest import open_manifest
-from data.sources.named import find_idx, idx_source, open_cifar10, open_fashion_mnist, open_sample
+from data.sources.named import find_idx, open_cifar10, open_fashion_mnist, open_idx, open_sample
 from data.sources.remote import RemoteSource
 from data.sources.splits import SPLITS, sharded
 from data.sources.tables import TableSource, open_tables
@@ -26,18 +26,12 @@ PACKED_TARS = (".tgz", ".tar.gz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.
 ARCHIVES = (".7z", ".rar")
 
 
-def _idx(split: str, root: Path | None) -> Source:
-    if root is None:
-        raise UserError("idx needs --root with the folder of its files, or give that folder as the source")
-    return idx_source(f"{root.name} {split}", root, split)
-
-
 # Sources that go by a name; a folder of that name is written ./NAME.
 NAMED: dict[str, Callable[[str, Path | None], Source]] = {
     "sample": open_sample,
     "fashion-mnist": open_fashion_mnist,
     "cifar10": open_cifar10,
-    "idx": _idx,
+    "idx": open_idx,
 }
 # What reads a file, or a folder of shards, by its suffix.
 READERS: dict[str, Callable[[Path, SourceOptions], Source]] = {
@@ -85,9 +79,10 @@ def open_source(
 
 
 def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
+    side = "test" if options.split in ("test", "val") else "train"
     name = spec.replace("_", "-")
     if name in NAMED:
-        source = NAMED[name]("test" if options.split in ("test", "val") else "train", place)
+        source = NAMED[name](side, place)
         source.splits = ("test", "train")
         return source
     if place is not None:
@@ -95,34 +90,28 @@ def _open(spec: str, place: Path | None, options: SourceOptions) -> Source:
     if "://" in spec:
         return RemoteSource(spec, options)
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return _open_folder(path, options)
-    if path.exists():
-        try:
-            with bounded.open_file(path, bounded.ARCHIVE) as file:
-                is_zip = zipfile.is_zipfile(file)
-        except OSError as error:
-            raise UserError(f"{spec} {error}; give {KINDS}") from None
-        return _open_file(path, options, is_zip)
-    near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
-    raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
-
-
-def _open_folder(path: Path, options: SourceOptions) -> Source:
+    if not path.exists():
+        near = [*NAMED, *(item.name for item in path.parent.iterdir())] if path.parent.is_dir() else list(NAMED)
+        raise UserError(f"{spec}: no such folder or zip file{did_you_mean(path.name, near)}; give {KINDS}")
+    if not path.is_dir():
+        return _open_file(path, options)
     if (path / "data.mdb").is_file():
         return open_lmdb(path / "data.mdb", options)
-    splits = tuple(split for split in ("test", "train") if find_idx(path, split))
-    if splits:
-        split = "test" if options.split in ("test", "val") else "train"
-        source = idx_source(f"{path.name} {split}", path, split)
+    if splits := tuple(split for split in ("test", "train") if find_idx(path, split)):
+        source = open_idx(side, path)
         source.splits = splits
         return source
     suffix = ".arrow" if is_saved(path) else sharded(path)
     return READERS.get(suffix, open_folder)(path, options)
 
 
-def _open_file(path: Path, options: SourceOptions, is_zip: bool) -> Source:
+def _open_file(path: Path, options: SourceOptions) -> Source:
     """By content where that is certain, else by suffix; a damaged file of a known suffix is refused by its reader."""
+    try:
+        with bounded.open_file(path, bounded.ARCHIVE) as file:
+            is_zip = zipfile.is_zipfile(file)
+    except OSError as error:
+        raise UserError(f"{path} {error}; give {KINDS}") from None
     suffix = ".lmdb" if is_lmdb(path) else path.suffix.lower()
     if suffix not in READERS and is_zip:
         suffix = ".zip"

@@ -31,16 +31,14 @@ def open_arrow(path: Path, options: SourceOptions) -> TableSource:
     if not (path / SPLITS).is_file():
         refuse_split(path, options.split)
         return TableSource(path, _shards(path), options.label_column)
-    names = _document(path / SPLITS).get("splits")
-    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+    splits = _document(path / SPLITS).get("splits")
+    if not isinstance(splits, list) or not splits or not all(map(_is_name, splits)):
         raise UserError(f"{path / SPLITS} names no splits; save it again")
-    if options.split in names or (options.split is None and len(names) == 1):
-        chosen = options.split or names[0]
+    if options.split in splits or (options.split is None and len(splits) == 1):
+        chosen = options.split or splits[0]
     else:
-        chosen = choose_split(path, options.split, names)
-    if Path(chosen).name != chosen or chosen == "..":
-        raise UserError(f"{path / SPLITS}: the split {chosen!r} is no name of a folder; save it again")
-    source = TableSource(path, _shards(path / chosen), options.label_column, splits=tuple(sorted(names)))
+        chosen = choose_split(path, options.split, splits)
+    source = TableSource(path, _shards(path / chosen), options.label_column, splits=tuple(sorted(splits)))
     source.name = f"{path.name} {chosen}"
     others = [name for name in source.splits if name != chosen]
     if options.split is None and others:
@@ -48,14 +46,20 @@ def open_arrow(path: Path, options: SourceOptions) -> TableSource:
     return source
 
 
+def _is_name(name: object) -> bool:
+    """Whether it names a file or folder beside the document."""
+    return isinstance(name, str) and Path(name).name == name != ".."
+
+
 def _shards(folder: Path) -> list[Path]:
     """The files of a data set. Raises UserError for what is not there, leads out of the folder, or is reordered."""
     state = _document(folder / STATE)
-    files = state.get("_data_files")
-    files = files if isinstance(files, list) else []
-    given = [item.get("filename") if isinstance(item, dict) else None for item in files]
-    names = [name for name in given if isinstance(name, str) and Path(name).name == name != ".."]
-    if not names or len(names) < len(given):
+    try:
+        names = [item["filename"] for item in state["_data_files"]]
+        usable = bool(names) and all(map(_is_name, names))
+    except (KeyError, TypeError):
+        usable = False
+    if not usable:
         raise UserError(f"{folder / STATE} names no files in _data_files; save it again")
     if state.get("_indices_data_files"):
         raise UserError(f"{folder} is a selection of another data set: save it after flatten_indices()")

@@ -4,6 +4,7 @@ The latter (stylegan2-pytorch, `prepare_data.py`): `length` is the number of ima
 is an image file, usually a JPEG. There may be every image at several resolutions; there are no labels and no checksums.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
         ours = transaction.get(FORMAT_KEY) is not None
         theirs = transaction.get(LENGTH_KEY) is not None or bool(resolutions(transaction))
     if ours:
-        return PackedSource(path, size=options.size)
+        return PackedSource(path, options.size)
     if theirs:
-        return RosinalitySource(path, size=options.size)
+        return RosinalitySource(path, options.size)
     raise UserError(
         f"{path} is an LMDB file of another program: supported are those of data.pack and of rosinality's StyleGAN2"
         " (records 256-00000, ..., and length); give the images themselves"
@@ -47,14 +48,11 @@ def open_lmdb(path: Path, options: SourceOptions) -> Source:
 class PackedSource(Source):
     """A file made by data.pack: its decoded images, labels and classes."""
 
-    def __init__(self, path: Path, *, size: int | None = None) -> None:
+    def __init__(self, path: Path, size: int | None) -> None:
         self.path = path
         # Tolerant: a damaged image does not take the others of its block along when it is skipped.
         self.reader = reader = LMDBReader(path, tolerant=True)
-        if size in reader.meta.resolutions:
-            reader.resolution = size
-        self._names: list[str] | None = None
-        side = reader.resolution
+        side = reader.resolution = size if size in reader.meta.resolutions else reader.resolution
         super().__init__(path.name, list(reader.classes), (side, side) if side else None, reader.meta.channels)
         self.passport = reader.meta.passport
 
@@ -69,9 +67,11 @@ class PackedSource(Source):
         return f"{self.path}: record {index}"
 
     def stored_name(self, index: int) -> str:
-        if self._names is None:
-            self._names = self.reader.names()
         return self._names[index]
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        return self.reader.names()
 
     def labels(self) -> np.ndarray:
         return self.reader.labels()
@@ -82,13 +82,13 @@ class PackedSource(Source):
 
 def resolutions(transaction: lmdb.Transaction) -> list[int]:
     """The resolutions in px that have records, ascending; one step of the cursor each."""
-    found = []
+    sides = []
     cursor = transaction.cursor()
     there = cursor.first()
     while there and (match := KEY.fullmatch(bytes(cursor.key()))):
-        found.append(int(match[1]))
+        sides.append(int(match[1]))
         there = cursor.set_range(match[1] + b"-:")  # ":" comes after all digits
-    return sorted(found)
+    return sorted(sides)
 
 
 class RosinalitySource(Source):
@@ -98,18 +98,26 @@ class RosinalitySource(Source):
     when it is read.
     """
 
-    def __init__(self, path: Path, *, size: int | None = None) -> None:
+    def __init__(self, path: Path, size: int | None) -> None:
         super().__init__(path.parent.name if path.name == "data.mdb" else path.name, [])
         self.path = path
         self._handle: Handle | None = acquire(path)
         environment = self._handle.environment
         with bounded.reading(path, "copy or make it again", lmdb.Error), environment.begin() as transaction:
-            found, length = resolutions(transaction), transaction.get(LENGTH_KEY)
-        count = _count(path, length, environment.stat()["entries"])
-        if not found:
+            sides, length = resolutions(transaction), transaction.get(LENGTH_KEY)
+        entries = environment.stat()["entries"]
+        if length is None:
+            raise UserError(f"{path} has no record `length`: it was not finished, make it again")
+        if not length.isdigit() or len(length) > 12 or not int(length):
+            text = bytes(length[:20])
+            raise UserError(f"{path}: its record `length` is {text!r}, not a number of images; make it again")
+        # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
+        if int(length) > 2 * entries:
+            raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")
+        if not sides:
             raise UserError(f"{path} holds no records like 256-00000, only `length`: make it again")
-        self._labels = np.zeros(count, np.int64)
-        self.resolution = size if size is not None and size in found else found[-1]
+        self._labels = np.zeros(int(length), np.int64)
+        self.resolution = size if size in sides else sides[-1]
 
     def item(self, index: int) -> Item:
         try:
@@ -130,15 +138,3 @@ class RosinalitySource(Source):
 
     def __exit__(self, *error: object) -> None:
         self._handle = None
-
-
-def _count(path: Path, length: bytes | None, entries: int) -> int:
-    """The number of images, from the record `length` of a file with `entries` records."""
-    if length is None:
-        raise UserError(f"{path} has no record `length`: it was not finished, make it again")
-    if not length.isdigit() or len(length) > 12 or not int(length):
-        raise UserError(f"{path}: its record `length` is {bytes(length[:20])!r}, not a number of images; make it again")
-    # Single missing records can be skipped; a file without most of them, or a damaged number, is of no use.
-    if int(length) > 2 * entries:
-        raise UserError(f"{path} holds {entries:,} records, but `length` is {int(length):,}: copy or make it again")
-    return int(length)

@@ -40,8 +40,8 @@ DAMAGED = (SyntaxError, ValueError, TypeError, OverflowError, RecursionError, Im
 
 def cache_folder() -> Path:
     """Where downloaded data sets and indices of shards are kept: $DUET_CACHE, else duet/ in the user's cache."""
-    told = os.environ.get(CACHE)
-    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duet"
+    general = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get(CACHE) or general / "duet")
 
 
 @contextlib.contextmanager
@@ -75,12 +75,12 @@ def read_idx(path: Path) -> np.ndarray:
 
 def find_idx(folder: Path, split: str) -> tuple[Path, Path] | None:
     """The files of images and labels of a split in `folder`, gzipped or not, or None if one is missing."""
-    found = []
+    files = []
     for kind in ("images-idx3", "labels-idx1"):
         stem = f"{PREFIX[split]}-{kind}-ubyte"
-        names = (stem, f"{stem}.gz", stem.replace("-idx", ".idx"), stem.replace("-idx", ".idx") + ".gz")
-        found.append(next((folder / name for name in names if (folder / name).is_file()), None))
-    images, labels = found
+        paths = [folder / f"{name}{end}" for name in (stem, stem.replace("-idx", ".idx")) for end in ("", ".gz")]
+        files.append(next(filter(Path.is_file, paths), None))
+    images, labels = files
     return (images, labels) if images and labels else None
 
 
@@ -103,24 +103,29 @@ def idx_source(name: str, folder: Path, split: str, classes: list[str] | None = 
     return ArraySource(name, images[:, :, :, None], labels, classes)
 
 
+def open_idx(split: str, root: Path | None) -> ArraySource:
+    """The idx files of a folder; classes are called by their numbers."""
+    if root is None:
+        raise UserError("idx needs --root with the folder of its files, or give that folder as the source")
+    return idx_source(f"{root.name} {split}", root, split)
+
+
 def open_fashion_mnist(split: str, root: Path | None) -> ArraySource:
     """The full set: 60,000 training or 10,000 test images, grey, 28x28 px.
 
     Looked for in `root` (the four idx files there, or torchvision's sub-folder); without `root` in Debian's folder.
     What is not found is downloaded by torchvision, into `root` or the cache. Raises UserError if that fails.
     """
-    for folder in [DEBIAN] if root is None else [root, root / "FashionMNIST" / "raw"]:
-        if find_idx(folder, split):
-            return idx_source(f"fashion-mnist {split}", folder, split, CLASSES)
     target = root or cache_folder()
     raw = target / "FashionMNIST" / "raw"
-    if not find_idx(raw, split):
+    folder = next((place for place in (root or DEBIAN, raw) if find_idx(place, split)), None)
+    if folder is None:
         from torchvision.datasets import FashionMNIST  # slow to import, rarely needed
 
         remedy = "install Debian's package dataset-fashion-mnist or pass --root with a folder of its four idx files"
         with downloading("Fashion-MNIST", remedy):
             FashionMNIST(str(target), download=True)
-    return idx_source(f"fashion-mnist {split}", raw, split, CLASSES)
+    return idx_source(f"fashion-mnist {split}", folder or raw, split, CLASSES)
 
 
 def open_sample(split: str, root: Path | None) -> ArraySource:
@@ -156,28 +161,27 @@ def open_cifar10(split: str, root: Path | None) -> ArraySource:
 
 def _cifar10(place: Path, split: str, paths: list[Path]) -> ArraySource:
     """The set from its batches as PNG or binary files."""
-    parts = []
+    parts, png = [], paths[0].suffix == ".png"
     for path in paths:
         with bounded.reading(path, "get it again", *DAMAGED):
             content = bounded.read_file(path, bounded.ARRAY)
-            if path.suffix == ".png":
+            if png:
                 with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
                     content = image.convert("RGB").tobytes()
         parts.append(np.frombuffer(content, np.uint8))
     values = np.concatenate(parts)
-    if paths[0].suffix == ".png":
-        place, shape = place / f"{split}_lables.json", (32, 32, 3)
+    if png:
+        place = place / f"{split}_lables.json"
         with bounded.reading(place, "get it again", *DAMAGED):
             labels = np.array(json.loads(bounded.read_file(place, bounded.TABLE)), dtype=np.int64)
     elif values.size % 3073:
         raise UserError(f"{place}: the .bin files are truncated or damaged; get them again")
     else:
-        records, shape = values.reshape(-1, 3073), (3, 32, 32)
-        values, labels = records[:, 1:].reshape(-1), records[:, 0].astype(np.int64)
+        records = values.reshape(-1, 3073)
+        values, labels = records[:, 1:], records[:, 0].astype(np.int64)
     if labels.ndim != 1 or not len(labels) or values.size != 3072 * len(labels):
         raise UserError(f"{place}: {values.size:,} values do not make {labels.size:,} images of 32x32x3; get it again")
     if labels.min() < 0 or labels.max() >= len(CIFAR_CLASSES):
         raise UserError(f"{place}: labels go from {labels.min()} to {labels.max()}, expected 0 to 9; get it again")
-    images = values.reshape(-1, *shape)
-    images = images if shape[2] == 3 else images.transpose(0, 2, 3, 1)
+    images = values.reshape(-1, 32, 32, 3) if png else values.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return ArraySource(f"cifar10 {split}", images, labels, CIFAR_CLASSES)

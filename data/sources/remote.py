@@ -71,7 +71,7 @@ class RemoteSource(ListedSource):
 
     def read(self, name: str) -> bytes:
         try:
-            return attempt(functools.partial(self._fetch, name, self._sizes[name]))
+            return attempt(functools.partial(self._fetch, name, self._sizes.get(name)))
         except UserError:
             raise
         except bounded.Refused as error:

@@ -96,25 +96,28 @@ class Reader:
     """Answers requests; where one goes on behind the last, it does too."""
 
     def __init__(self) -> None:
-        self._open: tuple[str, Any] = ("", None)
-        self._next: tuple[Any, Iterator[Any]] = (None, iter(()))  # the request that would go on, and its pieces
+        self._path = ""  # that is open
+        self._table: Any = None
+        self._next: Any = None  # the request that would go on
+        self._pieces: Iterator[Any] = iter(())  # of that request
 
     def answer(self, path: str, columns: list[str] | None, start: int, rows: int, limit: int) -> bytes:
-        going_on, self._next = self._next, (None, iter(()))
-        if columns is None or path != self._open[0]:
-            self._open = ("", None)
-            self._open = (path, (ParquetTable if path.lower().endswith(".parquet") else ArrowTable)(path))
-        table = self._open[1]
+        going_on, self._next = self._next == (path, columns, start, rows), None
+        if columns is None or path != self._path:
+            self._path = ""
+            self._table = (ParquetTable if path.lower().endswith(".parquet") else ArrowTable)(path)
+            self._path = path
         if columns is None:
-            return stream(table.schema.with_metadata((table.schema.metadata or {}) | {b"rows": b"%d" % table.rows}))
-        key = (path, columns, start, rows)
-        found = going_on[1] if key == going_on[0] else pieces(table.batches(columns, start, rows), start, rows)
-        piece = next(found, None)
+            metadata = (self._table.schema.metadata or {}) | {b"rows": b"%d" % self._table.rows}
+            return stream(self._table.schema.with_metadata(metadata))
+        if not going_on:
+            self._pieces = pieces(self._table.batches(columns, start, rows), start, rows)
+        piece = next(self._pieces, None)
         if piece is None:
             raise ValueError(f"it ends before row {start:,}")
         if piece.nbytes > limit and piece.num_rows == 1:
             return b"L%d" % piece.nbytes
-        self._next = ((path, columns, start + piece.num_rows, rows), found)
+        self._next = (path, columns, start + piece.num_rows, rows)
         return stream(piece.schema, piece)
 
 

@@ -121,7 +121,7 @@ def test_data_set_for_a_model(tmp_path: Path) -> None:
 
 
 def keys(epochs: int | list[int], count: int = 9, seed: int = 3) -> SampleKeys:
-    return SampleKeys(seed, np.broadcast_to(np.asarray(epochs, np.int64), count))
+    return SampleKeys(seed, np.broadcast_to(np.asarray(epochs, np.int64), count), np.zeros(count, np.int64))
 
 
 @pytest.fixture

@@ -75,13 +75,12 @@ def test_ranks_together_are_one_process(share: str, world: int) -> None:
     whole = sampler_of(share, weights=weights)
     ranks = [sampler_of(share, rank=rank, world=world, weights=weights) for rank in range(world)]
     for _ in range(40):
-        keys, parts = whole.next_keys(), [rank.next_keys() for rank in ranks]
-        np.testing.assert_array_equal(keys.epochs, np.concatenate([part.epochs for part in parts]))
-        np.testing.assert_array_equal(keys.repeats, np.concatenate([part.repeats for part in parts]))
-        indices, start = whole.next_batch()
-        found = [rank.next_batch() for rank in ranks]
-        np.testing.assert_array_equal(indices, np.concatenate([part for part, _ in found]))
-        assert {begun for _, begun in found} == {start}
+        indices, keys = whole.next_batch()
+        parts = [rank.next_batch() for rank in ranks]
+        np.testing.assert_array_equal(indices, np.concatenate([part for part, _ in parts]))
+        np.testing.assert_array_equal(keys.epochs, np.concatenate([part.epochs for _, part in parts]))
+        np.testing.assert_array_equal(keys.repeats, np.concatenate([part.repeats for _, part in parts]))
+        assert {rank.taken for rank in ranks} == {whole.taken}
 
 
 def test_places_are_drawn_anew_and_spread_over_the_batch() -> None:
@@ -94,14 +93,15 @@ def test_places_are_drawn_anew_and_spread_over_the_batch() -> None:
 def test_keys_are_those_of_the_epochs() -> None:
     sampler, seen = sampler_of("1/2"), {"real": 0, "drawn": 0}
     for _ in range(10):
-        keys, (indices, _) = sampler.next_keys(), sampler.next_batch()
+        indices, keys = sampler.next_batch()
         for index, epoch in zip(indices.tolist(), keys.epochs.tolist(), strict=True):
             kind, length = ("real", REAL) if index < REAL else ("drawn", DRAWN)
             assert epoch == seen[kind] // length
             seen[kind] += 1
-    keys = SampleKeys(3, np.array([4, 5]))
-    assert keys.of(1, 9) == (3, "augment", 5, 9)
-    assert keys.at(np.array([1]), synthetic=True).of(0, 9) == (3, "synthetic", "augment", 5, 9)
+    keys = SampleKeys(3, np.array([4, 5]), np.array([0, 2]))
+    assert keys.of(0, 9) == (3, "augment", 4, 9)
+    assert keys.of(1, 9) == (3, "augment", 5, 9, 2)
+    assert keys._replace(synthetic=True).of(0, 9) == (3, "synthetic", "augment", 4, 9)
 
 
 def test_until_ends_the_mixture_at_a_batch() -> None:
@@ -109,7 +109,7 @@ def test_until_ends_the_mixture_at_a_batch() -> None:
     assert [int((indices >= REAL).sum()) for indices in found] == [3] * 5 + [0] * 5
     both = np.concatenate(found)
     real = both[both < REAL]
-    np.testing.assert_array_equal(real, GlobalSampler(REAL, batch_size=12, seed=3)._slice(0, len(real)))
+    np.testing.assert_array_equal(real, GlobalSampler(REAL, batch_size=12, seed=3).at(0, len(real))[0])
 
 
 def test_a_copy_goes_its_own_way() -> None:
@@ -232,10 +232,10 @@ def test_a_roll_back_does_not_move_the_end_of_the_mixture(packed: Path, second: 
 def test_random_crops_of_both_kinds_are_keyed_by_their_epochs(packed: Path, second: Path) -> None:
     crop = RandomCrop(area=(0.3, 0.6), aspect=(0.8, 1.25))
     dataset = mixed(packed, second, crop=crop)
-    keys = SampleKeys(3, np.array([0, 0, 1]))
+    keys = SampleKeys(3, np.array([0, 0, 1]), np.zeros(3, np.int64))
     images, _ = dataset.read([0, REAL, REAL], keys=keys)
     assert not np.array_equal(images[1], images[2])
-    own = SampleKeys(3, np.array([0, 1]), synthetic=True)
+    own = SampleKeys(3, np.array([0, 1]), np.zeros(2, np.int64), synthetic=True)
     np.testing.assert_array_equal(images[1:], Dataset(second, crop=crop).read([0, 0], keys=own)[0])
     np.testing.assert_array_equal(images[0], Dataset(packed, crop=crop).read([0], keys=keys)[0][0])
 

@@ -60,12 +60,11 @@ def test_ranks_make_the_global_batch(count: int, share: int, world: int, batches
     single = GlobalSampler(count, batch_size=size, seed=7)
     ranks = [GlobalSampler(count, batch_size=size, seed=7, rank=rank, world_size=world) for rank in range(world)]
     for number in range(batches):
-        expected, start = single.next_batch()
-        parts = [sampler.next_batch() for sampler in ranks]
-        assert start == number * size
-        assert {part[1] for part in parts} == {start}
-        assert {len(part[0]) for part in parts} == {share}
-        np.testing.assert_array_equal(np.concatenate([part[0] for part in parts]), expected)
+        assert {sampler.consumed for sampler in [single, *ranks]} == {number * size}
+        expected, _ = single.next_batch()
+        parts = [sampler.next_batch()[0] for sampler in ranks]
+        assert {len(part) for part in parts} == {share}
+        np.testing.assert_array_equal(np.concatenate(parts), expected)
     assert {sampler.consumed for sampler in [single, *ranks]} == {batches * size}
 
 
@@ -100,10 +99,11 @@ def test_resume_at_any_point_with_any_ranks(
 def test_keys_hold_the_epochs_of_the_indices(count: int, share: int, world: int, before: int) -> None:
     sampler = GlobalSampler(count, batch_size=share * world, seed=0, rank=world - 1, world_size=world)
     sampler.advance(before)
-    indices, start = sampler.next_batch()
-    keys = sampler.batch_keys(start)
+    start = sampler.consumed
+    indices, keys = sampler.next_batch()
     epochs = keys.epochs
-    assert (keys.seed, keys.repeats) == (0, None)
+    assert keys.seed == 0
+    assert not keys.repeats.any()
     assert epochs.dtype == np.int64
     assert epochs.shape == indices.shape
     first = start + (world - 1) * share
@@ -120,15 +120,14 @@ def test_no_two_draws_of_an_epoch_have_one_key(count: int, share: int, world: in
     one = GlobalSampler(count, **options)
     keys = []
     while one.consumed < 3 * count:
-        indices, start = one.next_batch()
-        batch = one.batch_keys(start)
+        indices, batch = one.next_batch()
         keys += [batch.of(place, int(index)) for place, index in enumerate(indices)]
     assert len(set(keys)) == len(keys)
     assert {key[:2] for key in keys} == {(seed, "augment")}
     rank = GlobalSampler(count, rank=world - 1, world_size=world, **options)
     rank.advance(before)
-    indices, start = rank.next_batch()
-    batch, first = rank.batch_keys(start), start + (world - 1) * share
+    first = rank.consumed + (world - 1) * share
+    indices, batch = rank.next_batch()
     there = [batch.of(place, int(index)) for place, index in enumerate(indices)]
     assert there == keys[first : first + share][: len(there)] or first + share > len(keys)
 
@@ -293,7 +292,8 @@ def test_random_crops_follow_seed_epoch_and_sample(
         for place, image in enumerate(images.numpy(), start=12 * before):
             epoch, offset = divmod(place, 7)
             record = ranks[0].order(epoch)[offset]
-            np.testing.assert_array_equal(image, alone.read([record], keys=SampleKeys(1, np.array([epoch])))[0][0])
+            keys = SampleKeys(1, np.array([epoch]), np.zeros(1, np.int64))
+            np.testing.assert_array_equal(image, alone.read([record], keys=keys)[0][0])
 
 
 @pytest.mark.parametrize(("encoding", "workers"), [("raw", 0), ("png", 0), ("png", 3)])

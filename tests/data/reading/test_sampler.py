@@ -11,6 +11,7 @@ import pytest
 from data.reading.sampler import GlobalSampler
 from data.reading.weighted_sampling import balanced_weights, class_weights, load_sample_weights, occurrences
 from utils.errors import UserError
+from utils.seeding import numpy_generator
 
 
 def take(sampler: GlobalSampler, batches: int) -> np.ndarray:
@@ -26,7 +27,7 @@ def test_advance_is_next_batch_without_indices() -> None:
     take(read, 7)
     skipped.advance(7)
     np.testing.assert_array_equal(read.next_batch()[0], skipped.next_batch()[0])
-    assert read.epoch == skipped.epoch == 3
+    assert read.consumed == skipped.consumed == 32
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -57,13 +58,12 @@ def test_another_order_cannot_be_resumed(name: str, options: tuple[int, int, boo
 def test_copies_draw_an_epoch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = GlobalSampler(10, batch_size=2, seed=0)
     drawn: list[int] = []
-    draw = GlobalSampler._draw
 
-    def counted(self: GlobalSampler, epoch: int) -> Any:
-        drawn.append(epoch)
-        return draw(self, epoch)
+    def counted(*key: Any) -> np.random.Generator:
+        drawn.append(key[-1])
+        return numpy_generator(*key)
 
-    monkeypatch.setattr(GlobalSampler, "_draw", counted)
+    monkeypatch.setattr("data.reading.sampler.numpy_generator", counted)
     for _ in range(10):  # as a loader without prefetching does
         copy.copy(sampler).next_batch()
         sampler.advance()

@@ -177,9 +177,9 @@ def test_random_crops_go_on_with_the_order(tmp_path: Path) -> None:
     loader = make(Dataset(tmp_path / "p.lmdb", resolution=16, crop=crop), [(0, 8, 12), (3, 16, 12)])
     sampler = GlobalSampler(COUNT, batch_size=12, seed=1)
     for number in range(6):
-        indices, start = sampler.next_batch()
+        indices, keys = sampler.next_batch()
         with Dataset(tmp_path / "p.lmdb", resolution=8 if number < 3 else 16, crop=crop) as alone:
-            images, _ = alone.read(indices, keys=sampler.batch_keys(start))
+            images, _ = alone.read(indices, keys=keys)
         np.testing.assert_array_equal(next(loader).images, images)
 
 

@@ -59,8 +59,7 @@ def test_the_images_are_those_of_the_packed_file(shards: Path, tmp_path: Path) -
         pack(source, tmp_path / "packed.lmdb", encoding="source", workers=0, duplicates=False)
     order = np.random.default_rng(0).permutation(np.repeat(np.arange(COUNT), 2))
     sampler = GlobalSampler(COUNT, batch_size=COUNT, seed=1)
-    keys = sampler.next_keys()
-    indices, _ = sampler.next_batch()
+    indices, keys = sampler.next_batch()
     three = [shards / f"train-{number:03d}.tar" for number in range(3)]
     for spec in (shards, f"{shards}/train-{{000..002}}.tar", f"{shards}/*-00[012].tar", three):
         for workers in (0, 2):

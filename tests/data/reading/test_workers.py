@@ -16,7 +16,7 @@ from tests.data.conftest import CLASSES
 from tests.data.conftest import images as sample_images
 from utils import memory
 
-KEYS = SampleKeys(1, np.arange(12))
+KEYS = SampleKeys(1, np.arange(12), np.zeros(12, np.int64))
 
 
 @pytest.fixture

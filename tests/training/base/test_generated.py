@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys(epochs: Any, seed: int = 5) -> SampleKeys:
-    return SampleKeys(seed, np.array(epochs))
+    return SampleKeys(seed, np.array(epochs), np.zeros(len(epochs), np.int64))
 
 
 def test_a_sample_depends_on_its_epoch_and_number_alone(run: Path) -> None:
