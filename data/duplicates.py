@@ -85,8 +85,13 @@ def exact(signatures: np.ndarray) -> list[np.ndarray]:
     """Groups of images with the same pixels: ascending indices, at least two; in the order of their first."""
     _, group, counts = np.unique(signatures["digest"], return_inverse=True, return_counts=True)
     members = np.flatnonzero(counts[group] > 1)
-    members = members[np.argsort(group[members], kind="stable")]
-    groups = np.split(members, np.flatnonzero(np.diff(group[members])) + 1) if len(members) else []
+    return [members[some] for some in of_equal_number(group[members])]
+
+
+def of_equal_number(numbers: np.ndarray) -> list[np.ndarray]:
+    """Ascending indices of the numbers that are equal; in the order of their first."""
+    order = np.argsort(numbers, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1) if len(order) else []
     return sorted(groups, key=lambda indices: int(indices[0]))
 
 

@@ -66,10 +66,9 @@ class _Skipped:
         what = f"could be used, {len(self.problems)} skipped"
         what += f", {dropped} dropped as duplicates" if dropped else ""
         what += f"; the first: {self.problems[0]}" if self.problems else ""
-        if not count:
-            raise UserError(f"{name}: no image {what}")
-        if classes and not histogram.all():
-            raise UserError(f"{name}: no image of class {classes[int(histogram.argmin())]} {what}")
+        if not count or not histogram.all():
+            of_class = f" of class {classes[int(histogram.argmin())]}" if count else ""
+            raise UserError(f"{name}: no image{of_class} {what}")
 
 
 def _check_classes(source: Source, against: Path | None, targets: Sequence[Path]) -> None:

@@ -187,9 +187,8 @@ class LMDBReader(AbstractContextManager["LMDBReader"]):
     def damaged_in_raw_block(self, transaction: lmdb.Transaction, block: int) -> Iterator[int]:
         """The records of a raw block whose own checksum does not match."""
         _, entries = self.index_record(transaction, block)
-        for record, entry, image in zip(
-            self.block_range(block), entries, self.raw_block(transaction, block), strict=True
-        ):
+        images = self.raw_block(transaction, block)
+        for record, entry, image in zip(self.block_range(block), entries, images, strict=True):
             if entry_checksum(entry, image.tobytes()) != entry["checksum"]:
                 yield record
 

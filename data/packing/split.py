@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.duplicates import Name, Report, find
+from data.duplicates import Name, Report, find, of_equal_number
 from data.lmdb.format import Meta, Split
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Record
@@ -64,10 +64,7 @@ def look_alikes(count: int, report: Report) -> list[np.ndarray]:
     edges += [(pair.record, pair.other_record) for pair in report.near or []]
     rows, columns = np.array(edges, np.int64).reshape(-1, 2).T
     graph = coo_array((np.ones(len(rows), bool), (rows, columns)), shape=(count, count))
-    groups = connected_components(graph, directed=False)[1]
-    order = np.argsort(groups, kind="stable")
-    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
-    return sorted(members, key=lambda records: int(records[0]))
+    return of_equal_number(connected_components(graph, directed=False)[1])
 
 
 def draw(
@@ -90,25 +87,23 @@ def draw(
     counts = np.bincount(labels, minlength=1)
     left = np.array(quotas(counts.tolist(), share))
     wanting = left > 0
-    keys = [seed_of(seed, "split", min(digests[record] for record in group).hex()) for group in groups]
-    drawn = sorted(range(len(groups)), key=lambda place: keys[place])
+    drawn = sorted(groups, key=lambda group: seed_of(seed, "split", min(digests[record] for record in group).hex()))
     held = np.zeros(len(labels), bool)
 
-    def needs(place: int) -> np.ndarray:
-        return np.bincount(labels[groups[place]], minlength=len(counts))
+    def needs(group: np.ndarray) -> np.ndarray:
+        return np.bincount(labels[group], minlength=len(counts))
 
-    for place in drawn:
-        if left[labels[groups[place][0]]] > 0 and (needs(place) <= left).all():
-            held[groups[place]] = True
-            left -= needs(place)
-    for label in np.flatnonzero(wanting).tolist():
+    for group in drawn:
+        if (needs(group) <= left).all():
+            held[group] = True
+            left -= needs(group)
+    for label in np.flatnonzero(wanting):
         kept = counts - np.bincount(labels[held], minlength=len(counts))
-        if kept[label] < counts[label]:
-            continue
-        of_class = [place for place in drawn if not held[groups[place][0]] and (labels[groups[place]] == label).any()]
-        fitting = [place for place in of_class if ((needs(place) == 0) | (needs(place) < kept)).all()]
-        if fitting:
-            held[groups[min(fitting, key=lambda place: len(groups[place]))]] = True
+        if kept[label] == counts[label]:
+            of_class = [group for group in drawn if not held[group[0]] and label in labels[group]]
+            fitting = [group for group in of_class if ((needs(group) == 0) | (needs(group) < kept)).all()]
+            if fitting:
+                held[min(fitting, key=len)] = True
     return held
 
 
