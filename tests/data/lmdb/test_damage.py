@@ -1,9 +1,5 @@
 """Files that are unfinished, truncated, damaged, foreign or newer are refused by name; damaged records are named."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +7,6 @@ import pytest
 
 from data.decode import stored_image
 from data.errors import DamageError
-from data.lmdb.environment import partial_path
 from data.lmdb.format import ENTRY, INDEX_HEAD, META_KEY
 from data.lmdb.reader import LMDBReader
 from data.reading.dataset import Dataset
@@ -21,34 +16,6 @@ from tests.data.conftest import images as sample_images
 from utils.errors import UserError
 
 LABEL_OFFSET = 8  # of the label in an entry: checksum and size stand before it
-
-KILLED = """
-import os, sys
-import numpy as np
-from data.lmdb.record import Layout
-from data.lmdb.writer import LMDBWriter
-from data.records import add_image
-writer = LMDBWriter(sys.argv[1], Layout(channels=3, resolutions=(64,), encoding="png"), classes=[])
-noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-for _ in range(1500):  # more than one transaction
-    add_image(writer, noise)
-os.kill(os.getpid(), 9)
-"""
-
-
-def test_killed_pack_is_refused_and_can_be_run_again(tmp_path: Path) -> None:
-    path = tmp_path / "x.lmdb"
-    subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False, env={**os.environ, "PYTHONPATH": "."})
-    assert [item.name for item in tmp_path.iterdir()] == [".x.lmdb.partial"]
-    with pytest.raises(UserError, match="not finished"):
-        LMDBReader(path)
-    shutil.copy(partial_path(path), tmp_path / "copied.lmdb")
-    with pytest.raises(UserError, match="not finished"):
-        LMDBReader(tmp_path / "copied.lmdb")
-    images = sample_images(4)
-    pack_arrays(path, images)
-    np.testing.assert_array_equal(Dataset(path).read(range(4))[0], images)
-    assert not partial_path(path).exists()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])

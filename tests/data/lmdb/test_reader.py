@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from data.lmdb import format as record_format
-from data.lmdb import writer
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout
 from data.lmdb.writer import LMDBWriter
@@ -92,13 +91,6 @@ def test_empty_read_and_bounds(packed: Path) -> None:
             reader.read([index])
         with pytest.raises(IndexError):
             reader.image(index)
-
-
-def test_full_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = sample_images(200, side=32)  # 600 kB into a map of 64 kB
-    monkeypatch.setattr(writer, "FIRST_MAP", 1 << 16)
-    pack_arrays(tmp_path / "x.lmdb", images)
-    np.testing.assert_array_equal(Dataset(tmp_path / "x.lmdb").read(range(200))[0], images)
 
 
 def test_content_hash_follows_content(tmp_path: Path) -> None:

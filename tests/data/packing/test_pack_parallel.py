@@ -1,6 +1,5 @@
 """Packing in several threads gives the same file as packing in one, and no fault leaves anything."""
 
-import contextlib
 import hashlib
 import os
 import signal
@@ -8,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from data.errors import ImageError
 from data.lmdb.reader import LMDBReader
 from data.lmdb.record import Layout, Record
 from data.pack import main, pack
-from data.reading.dataset import Dataset
 from data.records import Plan, converted, thread_count
 from data.sources import open_source
 from data.sources.base import ArraySource, Item, Source
@@ -64,71 +62,6 @@ def test_same_file_for_any_number_of_workers(
     for workers in counts:
         assert files[workers] == files[0]  # to the byte, so content hash, fingerprint and every record too
         assert reports[workers] == reports[0]
-
-
-def every_kind(folder: Path) -> None:
-    """Images of every odd kind: those that begin with a to h can be used, the others cannot."""
-    folder.mkdir()
-    palette = Image.new("P", (8, 8), 1)
-    palette.putpalette([0, 0, 0, 255, 0, 0])
-    halves = Image.new("RGB", (8, 8), "white")
-    halves.paste("black", (4, 0, 8, 8))
-    quarter_turn = Image.Exif()
-    quarter_turn[0x0112] = 6
-    wide = Image.new("RGB", (20_000, 4), "red")
-    wide.paste("blue", (9_900, 0, 10_100, 4))
-    frames = [Image.new("L", (8, 8), shade) for shade in (0, 255)]
-    noise = Image.fromarray(RNG.integers(0, 256, (32, 32, 3), dtype=np.uint8))
-    pictures: list[tuple[str, Image.Image, dict[str, Any]]] = [
-        ("a_grey.png", Image.new("L", (8, 8), 200), {}),
-        ("b_rgba.png", Image.new("RGBA", (8, 8), (0, 0, 0, 0)), {}),
-        ("c_palette.gif", palette, {}),
-        ("d_16bit.png", Image.fromarray(np.full((8, 8), 0x81FF, np.uint16)), {}),
-        ("e_cmyk.jpg", Image.new("CMYK", (8, 8), (255, 0, 0, 0)), {"quality": 100}),
-        ("f_turned.jpg", halves, {"exif": quarter_turn, "quality": 100}),
-        ("g_wide.png", wide, {}),
-        ("h_bits.tif", Image.new("1", (8, 8), 1), {}),
-        ("r_animated.gif", frames[0], {"save_all": True, "append_images": frames[1:]}),
-        ("s_one.png", Image.new("RGB", (1, 1)), {}),
-        ("t_float.tif", Image.new("F", (8, 8)), {}),
-        ("v_cut.jpg", noise, {}),
-        ("w_flipped.png", noise, {}),
-    ]
-    for name, image, options in pictures:
-        image.save(folder / name, **options)
-    (folder / "u_text.jpg").write_text("<html>")
-    flipped = bytearray((folder / "w_flipped.png").read_bytes())
-    flipped[len(flipped) // 2] ^= 1
-    (folder / "w_flipped.png").write_bytes(flipped)
-    whole = (folder / "v_cut.jpg").read_bytes()
-    (folder / "v_cut.jpg").write_bytes(whole[: len(whole) // 2])
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_kind_of_image_is_converted_by_its_rule_or_refused_by_name(tmp_path: Path, workers: int) -> None:
-    folder, dest = tmp_path / "photos", tmp_path / "x.lmdb"
-    every_kind(folder)
-    summary = pack(open_source(str(folder)), dest, size=8, on_error="skip", workers=workers, duplicates=False)
-    sample_images, _ = Dataset(dest).read(range(8))
-    colours = [[200] * 3, [255] * 3, [255, 0, 0], [0x81] * 3, [0, 255, 255], None, [0, 0, 255], [255] * 3]
-    for sample_image, colour in zip(sample_images, colours, strict=True):
-        if colour is not None:
-            np.testing.assert_allclose(sample_image.reshape(3, -1).T.astype(int), np.tile(colour, (64, 1)), atol=3)
-    turned = sample_images[5].astype(int)  # what was on the left is on top
-    assert turned[:, :4].min() > 250
-    assert turned[:, 4:].max() < 5
-    assert summary.written.enlarged == 1  # the wide one, 4 px high
-    reasons = [
-        ("r_animated.gif", "is animated or has several pages (2)"),
-        ("s_one.png", "is only 1x1 px"),
-        ("t_float.tif", "has floating-point pixels"),
-        ("u_text.jpg", "is not an image"),
-        ("v_cut.jpg", "is truncated or damaged"),
-        ("w_flipped.png", "is truncated or damaged"),
-    ]
-    for problem, (name, reason) in zip(summary.problems, reasons, strict=True):
-        assert problem.name == f"{folder}/{name}"
-        assert reason in problem.reason
 
 
 class Numbers(Source):
@@ -237,89 +170,36 @@ def test_full_disk_with_workers(tmp_path: Path) -> None:
 
 SLOW = """
 import pathlib, sys, time
-import numpy as np
 from data.pack import pack
-from data.sources.base import Item, Source
+from tests.data.packing.test_pack_parallel import Numbers
 from utils.script import run_cli
 
-class Slow(Source):
-    def __init__(self, count):
-        super().__init__("slow", [])
-        self.count = count
-    def __len__(self):
-        return self.count
-    def item(self, index):
-        pathlib.Path("working").touch()
-        time.sleep(float(sys.argv[2]))
-        return Item("", 0, np.full((64, 64, 3), index % 256, np.uint8))
-    def labels(self):
-        return np.zeros(self.count, int)
+def before(index):
+    pathlib.Path("working").touch()
+    time.sleep(60)
 
-def main(argv):
-    pack(Slow(int(argv[0])), "x.lmdb", size=64, workers=2, duplicates=False)
-
-if __name__ == "__main__":
-    sys.exit(run_cli(main))
+sys.exit(run_cli(lambda argv: pack(Numbers(1000, before), "x.lmdb", size=8, channels=1, workers=2)))
 """
 
 
-Start = Callable[[int, float], subprocess.Popen[str]]
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[Start]:
-    """Starts packing of so many images, so many seconds each, in `tmp_path` as the leader of a process group."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    started = []
-
-    def start(count: int, seconds: float) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "slow.py", str(count), str(seconds)],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def test_killed_packing_can_be_run_again(tmp_path: Path, slow: Start) -> None:
-    process = slow(1000, 60.0)
-    wait_for((tmp_path / "working").exists)
-    process.kill()
-    process.wait()
-    assert sorted(item.name for item in tmp_path.iterdir()) == [".x.lmdb.partial", "slow.py", "working"]
-    again = slow(4, 0.0)
-    assert again.wait(20) == 0
-    assert len(LMDBReader(tmp_path / "x.lmdb")) == 4
-    assert not (tmp_path / ".x.lmdb.partial").exists()
-
-
-def test_ctrl_c_is_quick_and_quiet(tmp_path: Path, slow: Start) -> None:
-    process = slow(1000, 60.0)
-    wait_for((tmp_path / "working").exists)
-    started = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, errors = process.communicate(timeout=20)
+def test_ctrl_c_is_quick_and_quiet(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    command: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", SLOW], start_new_session=True, **command) as process:
+        try:
+            end = time.monotonic() + 20
+            while not (tmp_path / "working").exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            started = time.monotonic()
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
     assert time.monotonic() - started < 4
     assert process.returncode == 130
     assert errors == "stopped: interrupted from the keyboard\n"
-    assert {item.name for item in tmp_path.iterdir()} <= {"slow.py", "working"}
+    assert [item.name for item in tmp_path.iterdir()] == ["working"]
 
 
 def test_fingerprint_is_of_the_source_alone(tmp_path: Path) -> None:
