@@ -1,7 +1,7 @@
-"""torch.compile where it pays and is right: phases with one backward pass. It does not support double backward.
+"""torch.compile for phases with one backward pass.
 
-R1, R2 and path-length steps, and losses whose gradients are taken apart (compiled graphs give their buffers away, so
-`retain_graph` raises on them), run the module itself, which has the same parameters.
+Penalties, and losses whose gradients are taken apart, run the module itself: compiled graphs have no second derivative
+and give their buffers away, so that `retain_graph` raises.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,7 @@ CompileSetting = Literal["auto", "on", "off"]
 
 
 class Compiled:
-    """`function`, compiled at its first call; the function itself where compiling is off or fails, with one line.
-
-    auto: on accelerators. (On two CPU cores the compiler's own time is longer than what it saves in a small run; see
-    docs/results.md.)
-    """
+    """`function`, compiled at its first call; itself where compiling is off (auto: on CPUs) or fails, with one line."""
 
     def __init__(
         self, function: Callable[..., Any], name: str, *, setting: CompileSetting, device: torch.device

@@ -204,9 +204,7 @@ class RunConfig(Config):
         return 2  # BatchNorm has no statistics of one, and pairs are mixed
 
     def for_trial(self, samples: int) -> Self:
-        """The config of a task that makes a few steps of so many samples on its own, beyond the run's, to be measured:
-        all of what a step costs, and no file of weights, no evaluation.
-        """
+        """The config of a task that makes a few steps of so many samples, beyond the run's, to be measured."""
         return self.changed(
             batch_size=samples,
             micro_batch=None,

@@ -89,9 +89,7 @@ def lineage(config: RunConfig, training: Dataset) -> Lineage:
 
 
 def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
-    """The held-out images at the training images' resolution, whole and in the middle, if there are any. Damage
-    always stops their reading: a figure over other images would be another figure.
-    """
+    """The held-out images at the training images' resolution, whole; damage always stops their reading."""
     if not config.val_path:
         return None
     remedy = (
@@ -103,9 +101,7 @@ def open_held_out(config: DataConfig, training: Dataset) -> Dataset | None:
 
 
 def check_data(config: RunConfig, training: Dataset, held_out: Dataset | None) -> None:
-    """Raise UserError unless the files hold images of one size, labels of their classes and fit each other; warn of
-    leaks.
-    """
+    """Raise UserError unless the files hold images of one size and labels that fit each other; warn of leaks."""
     if training.resolution == 0:
         raise UserError(
             f"{config.data.path}: its images have sizes of their own; set data.resolution N, or pack again with "

@@ -1,7 +1,4 @@
-"""The phases of a training step, which `train.py --profile N` and the benchmarks tell apart.
-
-The tasks put `with phase("generator/forward"):` around the parts of a step; what is in no phase is `other/host`.
-"""
+"""The phases of a training step, which `train.py --profile N` and the benchmarks tell apart."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,18 +15,14 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 def phase(name: str) -> AbstractContextManager[None]:
     """Mark a part of a training step: "data", "forward", "generator/backward", ... (docs/training.md lists them).
 
-    Phases may be nested: time belongs to the innermost one, but a penalty ("discriminator/penalty",
-    "generator/path_length") keeps what is inside it, its backward pass too. Costs less than a microsecond while
-    nobody profiles.
+    Phases may be nested: time belongs to the innermost one, but a penalty keeps what is inside it (`WHOLE`).
     """
     return _NOTHING if _clock is None else _clock.phase(name)
 
 
 class PhaseClock:
-    """Divides time among the phases and draws them into torch.profiler's trace.
-
-    Every moment belongs to exactly one phase, so they add up to the whole. `wait` is called before the clock is read:
-    on an accelerator it waits for the work that has been queued.
+    """Divides time among the phases, each moment to one, and draws them into torch.profiler's trace. `wait` is called
+    before the clock is read: on an accelerator for the work that has been queued.
     """
 
     def __init__(self, wait: Callable[[], None], now: Callable[[], float]) -> None:
@@ -40,7 +33,10 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What `phase` gives while this clock listens."""
+        """Mark a part of a training step: "data", "forward", "generator/backward", ... (docs/training.md lists them).
+
+        Phases may be nested: time belongs to the innermost one, but a penalty keeps what is inside it (`WHOLE`).
+        """
         whole = self._open[-1] in WHOLE
         self._charge()
         self._open.append(self._open[-1] if whole else name)

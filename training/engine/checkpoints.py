@@ -87,9 +87,8 @@ class CheckpointManager:
         self._background.wait()
 
     def failure(self, *, last: int | None = None) -> str:
-        """The checkpoint that could not be written, where training must stop at that; empty: go on. On all ranks.
-
-        `last`: the step of the run's last checkpoint, without which no run has ended well.
+        """Why training must stop for a checkpoint that could not be written, on all ranks; empty: it goes on. `last`:
+        the step of the run's last checkpoint, without which no run has ended well.
         """
         warns = self.config.checkpoint.on_disk_full == "warn"
         if warns and last is None:

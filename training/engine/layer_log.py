@@ -20,10 +20,8 @@ FOLDER = "layers"  # in RUN/tensorboard: TensorBoard shows it as a run of its ow
 
 
 class LayerLog:
-    """Watches the layers that `log.layers` names in every `log.layers_every`-th step; between these there is no hook.
-
-    `registry` is the task's: the layers of its networks have the network's name before their own, as in
-    `model.network.layer1.0.conv1`. Raises UserError for a pattern that fits no layer, before the first step.
+    """Watches the layers that `log.layers` names, `NETWORK.LAYER`, in every `log.layers_every`-th step; between these
+    there is no hook. Raises UserError for a pattern that fits no layer, before the first step.
     """
 
     def __init__(self, config: LogConfig, registry: Mapping[str, Any], folder: Path) -> None:

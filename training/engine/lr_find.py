@@ -69,10 +69,8 @@ class Curve:
     stopped: str = "all rates were tried"  # why the sweep ended
 
     def suggestion(self) -> Suggestion | None:
-        """Read off the smoothed curve up to its lowest point; None where it falls nowhere.
-
-        The first tenth is left out: there the mean is still one of few losses.
-        """
+        """Read off the smoothed curve up to its lowest point; None where it falls nowhere."""
+        # the first tenth is a mean of few losses
         first, lowest = len(self.rates) // 10, int(np.argmin(self.smoothed)) if self.smoothed else 0
         if lowest + 1 - first < FEWEST:
             return None
@@ -84,8 +82,6 @@ class Curve:
 def search(loop: Loop, sweep: Sweep) -> Curve:
     """Run the sweep from where `loop` stands and put everything back: weights, optimizer, averages, BatchNorm's
     statistics, the loader's position, counters and torch's random state. Collective: every rank takes part.
-
-    Training keeps everything else of its config: augmentation, precision, clipping, the groups' own factors.
     """
     updater = next(part for part in loop.task.registry().values() if isinstance(part, Updater))
     loop.window.fold()
@@ -166,8 +162,7 @@ def draw(curve: Curve, suggestion: Suggestion | None) -> bytes:
 
 def write(curve: Curve, folder: Path) -> str:
     """Write the curve as an image and as numbers into the run folder; returns what it says, with the option to type:
-    the steepest fall and not fastai's valley, whose foot noise moves through the flat part, far below the rates that
-    train well.
+    the steepest fall, as noise moves the foot of fastai's valley far below the rates that train well.
 
     Raises UserError when the disk refuses, and when the curve suggests no rate.
     """

@@ -61,9 +61,7 @@ def check_memory(
     shape: Mapping[str, int],  # of the images: channels, resolution
     device: torch.device,
 ) -> None:
-    """Raise UserError where weights and batches need, at the least, more memory than there is. What a network's passes
-    hold comes on top: it is told by `--dry-run`, and where memory runs out.
-    """
+    """Raise UserError where weights and batches alone need more memory than there is."""
     world_size, processes = collectives.world_size(), 1 if device.type == "cuda" else local_processes()
     room = total_bytes(device, several=config.several_devices) // processes
     place = f"{'the GPU' if device.type == 'cuda' else 'this machine'} has {room / GIB:,.1f} GiB for a process"
@@ -195,9 +193,8 @@ class PeakBytes(TorchDispatchMode):
 
 
 def activation_bytes(network: nn.Module, inputs: tuple[Tensor, ...]) -> int:
-    """Bytes that a forward and a backward pass hold at most besides the network, its gradients and the inputs.
-
-    Measured by doing both, so that activation checkpointing and what does not train count as they are.
+    """Bytes that a forward and a backward pass, which are done, hold at most besides the network, its gradients and the
+    inputs.
     """
 
     def drop_gradient(parameter: Tensor) -> None:

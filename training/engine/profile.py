@@ -1,8 +1,7 @@
 """Where a step's time and memory go: what `train.py --profile N` measures, with torch.profiler.
 
 The same N steps are run twice from the same state, because the profiler costs time of its own: once with a clock at the
-phases, once under the profiler. Afterwards the state is restored, and training continues as if nothing had been
-measured.
+phases, once under the profiler. Afterwards the state is restored.
 """
 
 import copy

@@ -43,9 +43,8 @@ def train(
     dry_run: bool = False,
     layers: bool = False,
 ) -> int:
-    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: what `lr_find.Sweep` is told) search the
-    learning rate, or (dry_run; layers: with every layer) say what would be done. Returns the exit code; raises what
-    `run_cli` prints.
+    """Train, or resume, or (profile_steps) measure that many steps, or (sweep: options of `lr_find.Sweep`) search the
+    learning rate, or (dry_run) say what would be done. Returns the exit code; raises what `run_cli` prints.
     """
     config = build_run_config(read_yaml(config_file), overrides, config_file)
     rates = None if sweep is None else lr_find.Sweep(**sweep)

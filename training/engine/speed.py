@@ -1,8 +1,7 @@
-"""How fast a task trains on this machine, and therefore what `precision: auto` means here and how long a run will take.
+"""How fast a task trains here, and therefore what `precision: auto` means and how long a run will take.
 
-On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and bf16: without units
-for bf16 they take ten times as long in it as in fp32. A few steps of a task tell, which is made from the run's config
-for this alone and thrown away: the run's networks, statistics and draws are not touched.
+On accelerators auto is bf16 where that is native, else fp16. On CPUs it is the faster of fp32 and bf16, measured in a
+few steps of a task that is made for this alone: the run's networks, statistics and draws are not touched.
 """
 
 import gc
@@ -247,10 +246,8 @@ def forecast(choice: Choice, images: int) -> str:
 
 
 def measure_recipe(config_file: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Choice:
-    """How fast a recipe trains here, and in which precision; `overrides` as train.py takes them.
-
-    Takes a few seconds and changes nothing. Needs the packed images. Raises UserError as train.py does, and where
-    memory runs out.
+    """How fast a recipe trains here, and in which precision; `overrides` as train.py takes them. Needs the packed
+    images. Raises UserError as train.py does, and where memory runs out.
     """
     config = build_run_config(read_yaml(config_file), list(overrides), config_file)
     with data.open_training(config.data) as reader:

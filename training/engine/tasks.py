@@ -29,10 +29,8 @@ TASKS = {
 
 
 def build_run_config(tree: Tree, overrides: list[str], source: str) -> RunConfig:
-    """The config of the task that `tree["task"]` names, with overrides. Raises UserError for what is wrong in it.
-
-    Lengths in epochs, `90ep`, become updates, at least 1, by the images and the batches of the config: the data is
-    opened for that, and only then.
+    """The config of the task that `tree["task"]` names, with overrides; lengths in epochs, `90ep`, become updates by
+    the images, which are opened then, and the batches. Raises UserError for what is wrong in it.
     """
     name = tree.get("task")
     if not isinstance(name, str) or name not in TASKS:

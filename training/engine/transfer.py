@@ -147,10 +147,8 @@ def transfer(donor: Donor, registry: Mapping[str, Any], *, resolution: int, clas
 
 
 def plan(there: Mapping[str, Tensor], here: Mapping[str, Tensor], network: str, resolutions: tuple[int, int]) -> Fit:
-    """What of the donor's tensors fits a network.
-
-    A layer is taken whole or not at all: a bias is of no use without its filter. `resolutions`: the donor's and ours,
-    by which the parts of a discriminator are matched.
+    """What of the donor's tensors fits a network, layers whole or not at all: a bias is of no use without its filter.
+    `resolutions`: the donor's and ours, by which the parts of a discriminator are matched.
     """
     donors = {by_resolution(name, network, resolutions[0]): name for name in there}
     sources = {name: donors.pop(by_resolution(name, network, resolutions[1]), None) for name in here}

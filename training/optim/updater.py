@@ -72,9 +72,8 @@ class Update(NamedTuple):
 
 
 class Updater:
-    """One network's optimizer: adds up gradients over the ranks, unscales, clips, and steps if they are finite.
-
-    Nothing here waits for the device: a non-finite gradient norm is a flag that masks the fused optimizer's update.
+    """One network's optimizer: adds up gradients over the ranks, unscales, clips, and steps if they are finite, which
+    nothing here waits for: a flag on the device masks the update.
     """
 
     def __init__(
@@ -124,7 +123,13 @@ class Updater:
         self.precision.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         norm = norm.to(self.precision.device)  # of several devices it lies where the first gradient does
-        self._clip(norm)
+        if self.config.clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
+        if self.config.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
+        if self.config.clip_adaptive is not None:
+            excluded = {id(p) for p in self.head}
+            clip_adaptively_((p for p in self.parameters if id(p) not in excluded), self.config.clip_adaptive)
         for group, scale in zip(self.optimizer.param_groups, self.lr_scales, strict=True):
             group["lr"] = (self.config.lr_at(step, self.steps) if self.rate is None else self.rate) * scale
             if self.config.beta2_final is not None:
@@ -138,15 +143,6 @@ class Updater:
         self.precision.scaler.step(self.optimizer)  # with flags of its own for fp16
         # a loss scale above 1 explains an overflow, and will be lowered; below it the numbers themselves are at fault
         return Update(norm, skipped, skipped * (self.precision.scale() <= 1))
-
-    def _clip(self, norm: Tensor) -> None:
-        if self.config.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip_norm, norm)
-        if self.config.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(self.parameters, self.config.clip_value)
-        if self.config.clip_adaptive is not None:
-            excluded = {id(p) for p in self.head}
-            clip_adaptively_((p for p in self.parameters if id(p) not in excluded), self.config.clip_adaptive)
 
     def average(self, parameters: Iterable[Tensor]) -> list[Tensor] | None:
         """The weights to evaluate, where the optimizer averages them itself (schedule-free); else None."""
