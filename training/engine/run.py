@@ -58,24 +58,10 @@ def train(
         if dry_run:
             collectives.from_main_process(lambda: _print_plan(loop, layers))
             return 0
+        if rates is not None:
+            return _find_rate(loop, rates)
         if profile_steps is not None:
             _check_profile(loop, profile_steps)  # and once more at the step where a resumed run stands
-        collectives.from_main_process(lambda: _open_folder(loop))
-        resumed = loop.resume()  # refused here or below, the folder is left as it was
-        if rates is None and loop.step > config.steps:
-            raise UserError(f"--steps {config.steps}: the run has done {loop.step} already; give as many or more")
-        if resumed:
-            word = "resumed at" if rates is None else "searching from"
-            say_main(f"{word} step {loop.step} of {config.steps}" + " on" * (rates is not None))
-        if rates is not None:  # beside the curve and the lock nothing is written
-            try:
-                curve = lr_find.search(loop, rates)
-            finally:
-                loop.loader.close()
-            collectives.from_main_process(lambda: print(lr_find.write(curve, folder.path)))
-            return 0
-        if profile_steps is not None:
-            _check_profile(loop, profile_steps)
         return _run(loop, max_steps, profile_steps)
     except Exception as error:
         if not collectives.is_peer_error(error):
@@ -165,15 +151,39 @@ def _accept_config(folder: RunFolder, config: RunConfig) -> list[str]:
     return folder.accept_config(to_tree(config), defaults=to_tree(type(config)(task=config.task)))
 
 
-def _open_folder(loop: Loop) -> None:
-    loop.folder.open()
-    clear(loop.folder.path)
-    for notice in _accept_config(loop.folder, loop.config):
-        say(notice)
+def _resume(loop: Loop, doing: str) -> None:
+    """Open the run's folder and take its newest checkpoint, if it has one; what is refused leaves it as it was."""
+
+    def open_folder() -> None:
+        loop.folder.open()
+        clear(loop.folder.path)
+        for notice in _accept_config(loop.folder, loop.config):
+            say(notice)
+
+    collectives.from_main_process(open_folder)
+    resumed, steps = loop.resume(), loop.config.steps
+    if loop.step > steps:
+        raise UserError(f"--steps {steps}: the run has done {loop.step} already; give as many or more")
+    if resumed:
+        say_main(f"{doing} step {loop.step} of {steps}")
+
+
+def _find_rate(loop: Loop, sweep: lr_find.Sweep) -> int:
+    """Search the learning rate from where the run stands; beside the curve and the lock nothing is written."""
+    _resume(loop, "searching from")
+    try:
+        curve = lr_find.search(loop, sweep)
+    finally:
+        loop.loader.close()
+    collectives.from_main_process(lambda: print(lr_find.write(curve, loop.folder.path)))
+    return 0
 
 
 def _run(loop: Loop, max_steps: int | None, profile_steps: int | None) -> int:
     """Train, with a sign of life of this process and a status that says how it ended."""
+    _resume(loop, "resumed at")
+    if profile_steps is not None:
+        _check_profile(loop, profile_steps)
     folder, facts = loop.folder, data.facts(loop.loader.reader, loop.task.val_reader)
     collectives.from_main_process(lambda: folder.save_config(to_tree(loop.config), facts))
     loop.heartbeat = _start_heartbeat(folder.path)

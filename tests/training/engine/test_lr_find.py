@@ -249,7 +249,7 @@ def test_the_command_suggests_and_leaves_the_training_as_it_was(tmp_path, packed
         assert out.out.startswith(f"--optimizer.lr {document['steepest']:.2g}".rstrip("0"))
     else:  # a few steps on random images need not fall
         assert "falls at no rate" in out.err
-    assert "searching from step 4 of 8 on" in out.err
+    assert "searching from step 4 of 8" in out.err
     assert (searched / "lr_find.png").read_bytes()[:4] == b"\x89PNG"
     after = {path: path.read_bytes() for path in searched.rglob("*") if path.is_file() and "lr_find" not in path.name}
     assert after == before
