@@ -79,10 +79,12 @@ def test_it_is_read_as_the_training_images_are(folder: Path) -> None:
     assert type(data.open_training(DataConfig(path=str(folder / "train.lmdb")))).__name__ == "Dataset"
 
 
-def test_a_file_that_is_not_there_is_told_with_its_key(folder: Path) -> None:
+def test_a_file_that_cannot_be_used_is_told_before_the_first_step(folder: Path) -> None:
     told = refusal(config_of(folder, path=str(folder / "none.lmdb")))
     assert told.startswith("data.synthetic.path ")
     assert "generate.py dataset" in told
+    change_entry(folder / "drawn.lmdb", label=7)
+    assert "drawn.lmdb: record 0 is damaged: label 7 has no class" in refusal(config_of(folder))
 
 
 @pytest.mark.parametrize(
@@ -94,18 +96,14 @@ def test_a_file_that_is_not_there_is_told_with_its_key(folder: Path) -> None:
         (sample_images(6), [0, 1, 0] * 2, CLASSES[:2], "emu missing here"),
         (sample_images(6), None, (), "cat, dog, emu missing here"),
         (sample_images(6, side=4), [0, 1, 2] * 2, CLASSES, "less than the 8 px asked for"),
+        (sample_images(6), [0, 1] * 3, CLASSES, "no image of class 'emu'"),
     ],
 )
 def test_a_file_that_does_not_fit_is_named(folder: Path, images: Any, labels: Any, classes: Any, told: str) -> None:
     pack_arrays(folder / "other.lmdb", images, labels, classes)
-    found = refusal(config_of(folder, path=str(folder / "other.lmdb")))
+    found = refusal(config_of(folder, path=str(folder / "other.lmdb"), share=None, balance="fill"))
     assert found.startswith(str(folder / "other.lmdb"))
     assert told in found
-
-
-def test_a_label_without_a_class_is_told_before_the_first_step(folder: Path) -> None:
-    change_entry(folder / "drawn.lmdb", label=7)
-    assert "drawn.lmdb: record 0 is damaged: label 7 has no class" in refusal(config_of(folder))
 
 
 def test_held_out_images_among_the_synthetic_ones_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,12 +158,6 @@ def test_fill_follows_weighted_sampling(folder: Path) -> None:
     assert share_of(config.data.synthetic, real_label_shares(config.data, opened(config))) == Fraction(5, 18)
     told = refusal(config_of(folder, share=None, balance="fill", more={"sampling": "balanced"}))
     assert told.startswith("data.synthetic.balance fill: no class lacks images")
-
-
-def test_a_class_that_cannot_be_filled_is_named(folder: Path) -> None:
-    pack_arrays(folder / "few.lmdb", sample_images(6), [0, 1] * 3, CLASSES)
-    told = refusal(config_of(folder, path=str(folder / "few.lmdb"), share=None, balance="fill"))
-    assert "no image of class 'emu'" in told
 
 
 def test_classes_are_as_frequent_as_both_kinds_show_them(folder: Path) -> None:

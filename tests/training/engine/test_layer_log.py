@@ -43,11 +43,9 @@ def test_a_classifiers_layers_are_written_at_the_cadence_and_training_is_the_sam
 
 
 def test_both_networks_of_a_gan(tmp_path, packed):
-    config = write_config(tmp_path / "recipe.yaml", "gan", packed, tensorboard=True)
-    run = tmp_path / "run"
+    config, run = write_config(tmp_path / "recipe.yaml", "gan", packed, tensorboard=True), tmp_path / "run"
     more = ["--log.layers", "[generator.mapping, discriminator.*conv*]", "--log.layers_every", "3"]
-    code = train_in_process(config, run, "--steps", "3", *more)
-    assert code == 0
+    assert train_in_process(config, run, "--steps", "3", *more) == 0
     found = scalars(run)
     assert {tag.partition(".")[0] for tag in found} == {"generator", "discriminator"}
     assert any(tag.endswith("/gradient_std") for tag in found if tag.startswith("discriminator"))

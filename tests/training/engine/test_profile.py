@@ -153,7 +153,7 @@ def test_the_same_steps_twice_and_back_to_the_start(measured):
     assert copied(task) == copied(straight)
 
 
-def test_the_phases_add_up_to_the_step(measured):
+def test_the_phases_add_up_to_the_step_and_operators_are_counted(measured):
     text = (measured[-1] / "summary.txt").read_text()
     assert text.startswith("a heading\n\n")
     found = phases_of(text)
@@ -165,6 +165,11 @@ def test_the_phases_add_up_to_the_step(measured):
     assert found["data"][0] >= 2
     assert found["other/host"][0] >= 4
     assert f"data wait {found['data'][1]} % of the time" in text
+    addmm = re.search(r"^ +aten::addmm .* (\d+) *$", text, re.MULTILINE)
+    memory = re.search(r"memory: (\d+) MiB resident at most", text)
+    assert addmm is not None
+    assert memory is not None
+    assert (addmm[1], 50 < int(memory[1]) < 100_000) == ("3", True)  # calls
 
 
 def test_times_are_those_of_a_step(tmp_path, monkeypatch):
@@ -179,16 +184,6 @@ def test_times_are_those_of_a_step(tmp_path, monkeypatch):
     assert found == {name: pytest.approx(1e3 * seconds, abs=0.01) for name, seconds in phases.items()}
 
 
-def test_operators_and_memory(measured):
-    text = (measured[-1] / "summary.txt").read_text()
-    addmm = re.search(r"^ +aten::addmm .* (\d+) *$", text, re.MULTILINE)
-    assert addmm is not None
-    assert addmm[1] == "3"  # calls
-    memory = re.search(r"memory: (\d+) MiB resident at most", text)
-    assert memory is not None
-    assert 50 < int(memory[1]) < 100_000
-
-
 def test_the_trace_holds_the_phases(measured):
     with gzip.open(measured[-1] / "trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
@@ -200,27 +195,17 @@ def test_the_trace_holds_the_phases(measured):
     assert any(e.get("name") == "aten::addmm" for e in events)
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 3])
-def test_a_signal_ends_it(tmp_path, stop_at):
-    task = Task()
-    before, task.stop_at = copied(task), stop_at
-    measure(task.train, 3, task.registry(), CPU, tmp_path / "profile", "x")
-    assert task.seen == list(range(stop_at))
-    assert copied(task) == before
-    assert not (tmp_path / "profile").exists()
-
-
-@pytest.mark.parametrize("stop_at", [-1, 2])
-def test_the_other_ranks_do_the_same_steps_and_write_nothing(tmp_path, monkeypatch, stop_at):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("stop_at", [-1, 1, 2, 3])
+def test_the_other_ranks_do_the_same_steps_and_a_signal_ends_them(tmp_path, stop_at):
+    """Both leave the state as it was, and write nothing."""
     one, other = Task(), Task()
     one.stop_at = other.stop_at = stop_at
     before = copied(other)
     measure(one.train, 3, one.registry(), CPU, tmp_path / "one", "x")
     measure(other.train, 3, other.registry(), CPU, None, "x")
-    assert one.seen == other.seen
-    assert copied(other) == before
-    assert {path.name for path in tmp_path.iterdir()} <= {"one"}
+    assert one.seen == other.seen == (list(range(3)) * 2 if stop_at == -1 else list(range(stop_at)))
+    assert copied(one) == copied(other) == before
+    assert {path.name for path in tmp_path.iterdir()} == ({"one"} if stop_at == -1 else set())
 
 
 def test_rewind_twice():

@@ -85,12 +85,14 @@ def test_every_key_is_explained_and_in_one_group_of_its_own():
     assert everything == {key.name for config in MODELS for key in keys(config)}
 
 
-def test_a_word_selects():
+def test_a_word_selects(capsys):
     found = matching("r1-gamma")
     assert "loss.r1_gamma" in {key.name for key in found["GAN"]}
     assert "Classifier" not in found
     with pytest.raises(UserError, match="no key has this"):
         matching("nothing of this name")
+    assert train.main(["--keys", "ada.target"]) == 0
+    assert capsys.readouterr().out.startswith("GAN\n===\n--ada.target 0.6\n")
 
 
 def test_as_text_and_as_markdown_have_every_key():
@@ -100,11 +102,6 @@ def test_as_text_and_as_markdown_have_every_key():
     for key in (key for listed in found.values() for key in listed):
         assert f"--{key.name} {key.default}\n" in text
         assert f"{key.name.rpartition('.')[2]}: {key.default}`" in page or f"{key.name}: {key.default}`" in page
-
-
-def test_the_option(capsys):
-    assert train.main(["--keys", "ada.target"]) == 0
-    assert capsys.readouterr().out.startswith("GAN\n===\n--ada.target 0.6\n")
 
 
 def test_what_the_repository_holds_is_what_the_code_says():
