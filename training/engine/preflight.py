@@ -83,12 +83,12 @@ def check_memory(
     for _, side, batch_size in config.spans(shape["resolution"]):
         share = max(1, batch_size // world_size)
         a_pass = 1 if config.micro_batch == "auto" else min(config.micro_limit or share, share)
-        image = shape["channels"] * side * side  # bytes; a pass has them as floats
-        if weights + (share + 4 * a_pass) * image > room:
-            fits = int((room - weights) / ((1 + 4 * a_pass / share) * image)) * world_size
+        need = (share + 4 * a_pass) * shape["channels"] * side * side  # bytes; a pass has them as floats
+        if weights + need > room:
+            fits = int((room - weights) / need * share) * world_size
             raise UserError(
-                f"batch_size {batch_size}: {share} images of {side} px need {(share + 4 * a_pass) * image / GIB:,.1f} "
-                f"GiB or more, but {place}; a --batch-size of {fits} might be held, and training needs room besides"
+                f"batch_size {batch_size}: {share} images of {side} px need {need / GIB:,.1f} GiB or more, but {place}"
+                f"; a --batch-size of {fits} might be held, and training needs room besides"
             )
 
 
