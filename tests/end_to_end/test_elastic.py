@@ -7,7 +7,7 @@ import torch
 
 from tests.end_to_end.helpers import start, state_of
 from tests.end_to_end.ranks import Notes, run
-from tests.end_to_end.recipes import BATCH, image_folders, pack_folders, write_recipe
+from tests.end_to_end.recipes import BATCH, write_recipe
 
 PATH = [(1, 3), (2, 7), (4, 11), (1, 14)]  # number of processes, and up to which step
 STEPS = PATH[-1][1]
@@ -15,14 +15,6 @@ TOLERANCE = 1e-9  # of float64 weights of about 1
 # of float32 ones after two steps on two processes; each further one of this small net with BatchNorm over 8 samples
 # multiplies rounding by about ten, in any training of it
 BOUND, EARLY = 1e-4, 5
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images")
-    for split, count, seed in (("train", 40, 0), ("test", 21, 1)):
-        pack_folders(image_folders(folder / split, count, seed), folder / f"{split}.lmdb")
-    return folder
 
 
 def largest_difference(a: dict, b: dict) -> float:

@@ -17,7 +17,7 @@ import torch
 
 from tests.end_to_end.helpers import differing, rows, state_of
 from tests.end_to_end.ranks import Notes, run
-from tests.end_to_end.recipes import BATCH, STEPS, image_folders, pack_folders, write_recipe
+from tests.end_to_end.recipes import BATCH, STEPS, write_recipe
 from utils import checkpoint
 
 SAVED = (4, 5, 8, 10, 12, 15, 16, STEPS)  # after these steps every run saves
@@ -50,7 +50,6 @@ QUICK = {
     Case("gan", 1, "fp32", 2),
     Case("gan", 2, "fp16", 2),
     Case("classifier", 1, "fp16", 0),
-    Case("classifier", 2, "fp32", 0),
     Case("classifier", 2, "bf16", 2),
 }
 MATRIX = [
@@ -63,15 +62,6 @@ class FineTuning(NamedTuple):
 
     folder: Path
     batches: Notes
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.lmdb, 44 encoded images of sizes of their own, and test.lmdb, 21."""
-    folder = tmp_path_factory.mktemp("images")
-    for split, count, seed in (("train", 44, 0), ("test", 21, 1)):
-        pack_folders(image_folders(folder / split, count, seed), folder / f"{split}.lmdb")
-    return folder
 
 
 Trainer = Callable[..., FineTuning]

@@ -17,7 +17,7 @@ import yaml
 from tests.conftest import REPOSITORY
 from tests.end_to_end import ranks
 from tests.end_to_end.helpers import differing, rows, state_of
-from tests.end_to_end.recipes import image_folders, pack_folders, write_recipe
+from tests.end_to_end.recipes import write_recipe
 from utils import checkpoint
 
 EVERY, FIRST_EVALUATION = 2, 15  # steps between checkpoints, and until the first that may be the best
@@ -80,14 +80,6 @@ class Fork:
 
     def ended_well(self) -> None:
         assert ranks.wait([self.process]) == [0], ranks.printed(self.output)
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images")
-    for split, count, seed in (("train", 40, 0), ("test", 21, 1)):
-        pack_folders(image_folders(folder / split, count, seed), folder / f"{split}.lmdb")
-    return folder
 
 
 def newest(run: Path) -> int:

@@ -18,6 +18,8 @@ from tests.end_to_end.helpers import kill_at_checkpoint as kill_at_checkpoint  #
 from tests.end_to_end.helpers import rows as rows
 from utils.script import run_cli
 
+pytestmark = pytest.mark.usefixtures("slim")
+
 
 def test_a_stop_signal_saves_and_the_same_command_goes_on(tmp_path: Path, packed: Path) -> None:
     config, run = write_config(tmp_path / "recipe.yaml", "gan", packed), tmp_path / "run"

@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from training.classifier.loss import (
     ClassifierLossConfig,
@@ -10,7 +9,6 @@ from training.classifier.loss import (
     class_weight_list,
     classifier_loss,
     sample_weights,
-    soft_targets,
 )
 from utils.errors import UserError
 from utils.seeding import generator
@@ -76,35 +74,6 @@ def test_weights_of_synthetic_images_against_loops(kind, weights, mixed, weight)
     found = classifier_loss(logits, targets, config, None if weights is None else torch.tensor(weights).double())
     expected = slow_loss(logits, labels, others, share, kind, 0.1, weights or [1.0] * CLASSES, counts)
     assert found.item() == pytest.approx(expected, rel=1e-6)
-
-
-def test_mixed_cross_entropy_is_the_two_losses_in_proportion():
-    """1710.09412: lam * loss(a) + (1 - lam) * loss(b)."""
-    logits, labels, others, own = batch()
-    found = classifier_loss(logits, Targets(labels, others, own.double()), ClassifierLossConfig(label_smoothing=0.1))
-    a, b = (F.cross_entropy(logits, y, label_smoothing=0.1, reduction="none") for y in (labels, others))
-    torch.testing.assert_close(found, (own * a + (1 - own) * b).sum(), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_halves_add_up(kind):
-    """Micro-batches and ranks: sums over parts are the sum over all, class weights or not."""
-    logits, labels, others, own = batch()
-    config, weights = ClassifierLossConfig(kind=kind), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).double()
-    targets = Targets(labels, others, own)
-    whole = classifier_loss(logits, targets, config, weights)
-    parts = [
-        classifier_loss(logits[rows], Targets(labels[rows], others[rows], own[rows]), config, weights)
-        for rows in (slice(0, 1), slice(1, 4), slice(4, 6))
-    ]
-    torch.testing.assert_close(sum(parts), whole)
-
-
-def test_soft_targets_add_up_to_one():
-    _, labels, others, own = batch()
-    soft = soft_targets(Targets(labels, others, own), CLASSES, torch.float64, 0.3)
-    torch.testing.assert_close(soft.sum(1), torch.ones(N, dtype=torch.float64))
-    assert soft[1].argmax() == 1  # both are of class 1
 
 
 def test_what_counts_as_right():

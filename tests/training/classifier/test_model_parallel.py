@@ -82,7 +82,7 @@ def build(**config: Any) -> Classifier:
         ({"name": "schedulefree-adamw", "scaled": True, "weight_decay": 0.1}, False),
     ],
 )
-def test_an_update_is_made_on_each_device(options: dict[str, Any], frozen: bool) -> None:
+def test_an_update_is_made_on_each_device(options: dict[str, Any], frozen: bool, slim: None) -> None:
     model = build(split={"layer3": 1})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "layer3" not in name and "fc" not in name))

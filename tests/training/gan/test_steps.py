@@ -173,10 +173,10 @@ def test_steps_leave_no_tensors_behind(folder, tree):
         gc.collect()
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
-    for _ in range(8):
+    for _ in range(4):
         run.step()
     before = live()
-    for _ in range(24):
+    for _ in range(8):
         run.step()
     assert live() <= before + 2
     buffers = [b for part in (run.task.generator, run.task.generator_step.path_length) for b in part.buffers()]
